@@ -1,0 +1,52 @@
+"""A prefix cache for models with recurrent state, and the engine parts that feed it.
+
+The public names are resolved on first use: importing `mambacache.cache` loads neither torch nor transformers, and
+importing `mambacache.kernels` loads no transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mambacache.cache.prefix_cache import Hit, PrefixCache
+    from mambacache.cache.report import CacheEvent
+    from mambacache.config import CacheConfig, EngineConfig, SamplingParams
+    from mambacache.engine import LLM
+    from mambacache.plan import SequenceStep, StepPlan
+    from mambacache.runner.state_pool import StatePool
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "CacheEvent",
+    "EngineConfig",
+    "Hit",
+    "PrefixCache",
+    "SamplingParams",
+    "SequenceStep",
+    "StatePool",
+    "StepPlan",
+]
+
+_MODULES = {
+    "LLM": "mambacache.engine",
+    "CacheConfig": "mambacache.config",
+    "CacheEvent": "mambacache.cache.report",
+    "EngineConfig": "mambacache.config",
+    "Hit": "mambacache.cache.prefix_cache",
+    "PrefixCache": "mambacache.cache.prefix_cache",
+    "SamplingParams": "mambacache.config",
+    "SequenceStep": "mambacache.plan",
+    "StatePool": "mambacache.runner.state_pool",
+    "StepPlan": "mambacache.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value

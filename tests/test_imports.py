@@ -1,0 +1,166 @@
+"""What an import loads, and that imports go one way."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mambacache
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 450
+
+# For each part of the package the parts that it may import, beside itself.
+LAYERS: dict[str, set[str]] = {
+    "plan": set(),
+    "config": {"plan"},
+    "cache": {"plan", "config"},
+    "scheduler": {"plan", "config", "cache.prefix_cache", "cache.report"},
+    "kernels": set(),
+    "models": {"plan", "config", "kernels"},
+    "runner": {"plan", "config", "kernels", "models"},
+    "outputs": {"cache.report"},
+    "text": set(),
+    "answers": {"plan", "config", "scheduler", "runner", "outputs", "text"},
+    "engine": {"plan", "config", "cache", "scheduler", "kernels", "models", "runner", "outputs", "text", "answers"},
+    "cli": {"config", "models", "runner", "outputs", "engine"},
+}
+# All that these parts may import from other distributions.
+DISTRIBUTIONS: dict[str, set[str]] = {
+    "plan": {"numpy"},
+    "config": {"numpy"},
+    "cache": {"numpy"},
+    "scheduler": {"numpy"},
+    "kernels": {"numpy", "torch", "triton"},
+    "outputs": set(),
+    "text": set(),
+}
+
+
+def package_modules() -> dict[str, Path]:
+    """Path of every module below `mambacache` by its import name; a package stands for its `__init__`."""
+    modules = {}
+    for folder, prefix in ((ROOT / "mambacache", ["mambacache"]), (ROOT / "kernels", ["mambacache", "kernels"])):
+        for path in folder.rglob("*.py"):
+            parts = [*prefix, *path.relative_to(folder).with_suffix("").parts]
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    del modules["mambacache"]
+    return modules
+
+
+MODULES = package_modules()
+
+
+def imported_modules(name: str) -> Iterator[str]:
+    """Absolute name of every module that a module of the package imports, inside functions too."""
+    path = MODULES[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, node.module] if node.module else base)
+            for alias in node.names:
+                yield f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    part = importer.split(".")[1]
+    top, _, inner = imported.partition(".")
+    if top != "mambacache":
+        return part not in DISTRIBUTIONS or top in DISTRIBUTIONS[part] or top in sys.stdlib_module_names
+    if not inner:  # the public names stand above everything but the command line
+        return part == "cli"
+    return any(inner == allowed or inner.startswith(f"{allowed}.") for allowed in LAYERS[part] | {part})
+
+
+def run_python(code: str, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("mambacache", {"numpy", "torch", "transformers"}),
+        ("mambacache.plan", {"torch", "triton", "transformers"}),
+        ("mambacache.config", {"torch", "triton", "transformers"}),
+        ("mambacache.cache", {"torch", "triton", "transformers"}),
+        ("mambacache.cache.prefix_cache", {"torch", "triton", "transformers"}),
+        ("mambacache.scheduler", {"torch", "triton", "transformers"}),
+        ("mambacache.scheduler.scheduler", {"torch", "triton", "transformers"}),
+        ("mambacache.kernels", {"transformers"}),
+    ],
+)
+def test_import_loads_no_more_than_it_needs(module: str, unwanted: set[str], tmp_path: Path) -> None:
+    loaded = run_python(f"import sys, {module}; print(*sys.modules)", tmp_path).split()
+    assert module in loaded
+    assert not unwanted & set(loaded)
+
+
+def test_prefix_cache_by_its_public_name_loads_no_torch(tmp_path: Path) -> None:
+    loaded = run_python("import sys; from mambacache import PrefixCache, StepPlan; print(*sys.modules)", tmp_path)
+    assert not {"torch", "triton", "transformers"} & set(loaded.split())
+
+
+def test_transformers_does_not_mistake_the_folder_kernels_for_another_package() -> None:
+    code = "import kernels, transformers.utils as u; print(kernels.__file__, u.is_kernels_available())"
+    assert run_python(code, ROOT).split() == [str(ROOT / "kernels" / "__init__.py"), "False"]
+
+
+def test_public_names_resolve() -> None:
+    for name in mambacache.__all__:
+        assert getattr(mambacache, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = mambacache.Nothing
+
+
+def test_every_part_has_its_place() -> None:
+    assert {name.split(".")[1] for name in MODULES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_imports_follow_the_layers(name: str) -> None:
+    assert [imported for imported in imported_modules(name) if not is_allowed(name, imported)] == []
+
+
+def test_no_import_cycle() -> None:
+    graph = {name: {imported for imported in imported_modules(name) if imported in MODULES} for name in MODULES}
+    list(graphlib.TopologicalSorter(graph).static_order())
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("mambacache.cache.state_planner", "mambacache.scheduler.request"),
+        ("mambacache.cache.prefix_cache", "torch"),
+        ("mambacache.scheduler.scheduler", "mambacache.cache.block_pool"),
+        ("mambacache.scheduler.scheduler", "mambacache.cache"),
+        ("mambacache.scheduler.scheduler", "mambacache.runner.sampler"),
+        ("mambacache.kernels.indices", "mambacache.plan"),
+        ("mambacache.kernels.indices", "transformers.utils"),
+        ("mambacache.models.attention", "mambacache.runner.device_batch"),
+        ("mambacache.runner.model_runner", "mambacache.cache.report"),
+        ("mambacache.engine", "mambacache.cli"),
+        ("mambacache.engine", "mambacache"),
+        ("mambacache.plan", "mambacache.config"),
+    ],
+)
+def test_layers_forbid(importer: str, imported: str) -> None:
+    assert not is_allowed(importer, imported)
+
+
+def test_no_source_file_is_long() -> None:
+    folders = ("mambacache", "kernels", "tests", "benchmarks")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert Path(__file__) in sources
+    long = {str(path): count for path in sources if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long

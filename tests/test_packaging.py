@@ -1,0 +1,90 @@
+"""The wheel holds the whole package and works away from the checkout; the type check sees into `mambacache.kernels`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE_FILES = ("pyproject.toml", "Makefile", "README.md", "LICENSE", "mambacache", "kernels")
+MAKE_VARIABLES = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+MISTAKE = '''
+from mambacache.kernels import conv1d
+
+conv1d("not a tensor")
+'''
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command with its errors in its output, and out of reach of a `make` that runs the tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in MAKE_VARIABLES}
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A copy of what a wheel is built from."""
+    copy = tmp_path / "source"
+    copy.mkdir()
+    for name in PACKAGE_FILES:
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, copy / name)
+    return copy
+
+
+def test_wheel_imports_and_generates_away_from_the_checkout(source: Path, tmp_path: Path) -> None:
+    pip = (sys.executable, "-m", "pip")
+    built = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ".", cwd=source)
+    assert built.returncode == 0, built.stdout
+    (wheel,) = tmp_path.glob("mambacache-*.whl")
+    content = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mambacache/")}
+    package = {path.relative_to(source) for path in (source / "mambacache").rglob("*.*") if path.is_file()}
+    kernels = {"mambacache" / path.relative_to(source) for path in (source / "kernels").rglob("*.*") if path.is_file()}
+    assert content == {path.as_posix() for path in package | kernels}
+
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    python = environment / "bin" / "python"
+    installed = run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    assert installed.returncode == 0, installed.stdout
+    # The dependencies come from the running environment. A folder named in a .pth file is searched, but the .pth files
+    # in it are not read, so an editable install of the checkout stays out of sight.
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    code = "import mambacache, mambacache.kernels.reference as r; print(mambacache.__file__, r.__file__, sep='\\n')"
+    imported = run(python, "-c", code, cwd=tmp_path)
+    assert imported.returncode == 0, imported.stdout
+    assert all(Path(line).is_relative_to(site_packages) for line in imported.stdout.splitlines())
+
+    prompt = "Ada went to Paris . Max went to Oslo . Ada went to Rome . where is Max ?"
+    options = ("--model", ROOT / "benchmarks" / "recall" / "model", "--max-tokens", "2", "--prompt", prompt)
+    generated = run(environment / "bin" / "mambacache", "generate", *options, cwd=tmp_path)
+    assert generated.returncode == 0, generated.stdout
+    assert "Oslo ." in generated.stdout.replace(prompt, "")
+
+
+def test_type_check_finds_a_mistake_in_a_call_into_the_kernels(source: Path) -> None:
+    pytest.importorskip("mypy")
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    command = ("make", f"PY={sys.executable}", "--old-file=.venv/.ready", "types")
+    clean = run(*command, cwd=source)
+    assert clean.returncode == 0, clean.stdout
+    (source / "mambacache" / "runner" / "planted.py").write_text(MISTAKE)
+    planted = run(*command, cwd=source)
+    assert planted.returncode != 0
+    errors = [line for line in planted.stdout.splitlines() if "error:" in line]
+    assert errors and all("runner/planted.py" in line for line in errors), planted.stdout
+    assert any('Argument 1 to "conv1d" has incompatible type "str"' in line for line in errors), planted.stdout
