@@ -1,0 +1,9 @@
+"""State-space and attention ops that read cached states where they lie and write new ones where they belong.
+
+They know nothing of the rest of mambacache: an engine of one's own calls them with the index arrays of a plan.
+"""
+
+from .api import conv1d, gated_delta_rule, gated_rms_norm, paged_attention
+from .indices import StateIndices, pack_arrays
+
+__all__ = ["StateIndices", "conv1d", "gated_delta_rule", "gated_rms_norm", "pack_arrays", "paged_attention"]

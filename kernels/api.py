@@ -1,0 +1,188 @@
+"""The ops: one call for a whole mixed batch, which reads src states, computes, and writes dst states in place.
+
+In all shapes F is the number of tokens in the flat batch and `blocks` the number of rows in a pool. Tokens of padding
+get zeros. A pool is a tensor whose rows may lie any multiple of 16 bytes apart, so views of a larger slab serve. Rows
+that no dst names are never written. Every op raises ValueError if arguments do not fit together.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import reference
+from .checks import (
+    ACTIVATION_DTYPES,
+    check_devices,
+    check_dtype,
+    check_one_of,
+    check_pool,
+    check_rank,
+    check_shape,
+    check_tokens,
+)
+from .indices import StateIndices
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+    activation: str | None = "silu",
+) -> Tensor:
+    """Causal depthwise convolution: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}), computed in fp32.
+
+    Shapes: x [F, dim], weight [dim, W] with W 2 to 4, bias [dim] or None, state [blocks, W - 1 + drafts, dim] in x's
+    dtype; returns [F, dim] in x's dtype. `activation` is "silu" or None. float64 inputs are computed in float64.
+
+    A window is the last W - 1 raw inputs. A row reads its own from `conv_src`, from row `conv_offset` on. The first dst
+    of a decode row receives the wide window: its rows j to j + W - 2 are the window after token j. The dst of
+    `boundary_index` and every nonzero `chunk_dst` receive their own window from row 0 on. Rows without input become
+    zero. The window in any other dst of a decode row stays as it was.
+    """
+    check_rank("x", x, "F, dim")
+    check_rank("weight", weight, "dim, W")
+    check_rank("state", state, "blocks, W - 1 + drafts, dim")
+    check_dtype("x", x, *ACTIVATION_DTYPES)
+    check_dtype("state", state, x.dtype)
+    check_one_of("The width of the convolution", weight.shape[1], 2, 3, 4)
+    check_one_of("activation", activation, "silu", None)
+    check_tokens("x", x, indices)
+    dim = x.shape[1]
+    check_shape("weight", weight, dim, weight.shape[1])
+    if bias is not None:
+        check_shape("bias", bias, dim)
+    check_shape("state", state, state.shape[0], state.shape[1], dim)
+    rows = weight.shape[1] - 2 + (indices.tokens_per_decode if indices.num_decodes else 1)
+    if state.shape[1] < rows:
+        raise ValueError(
+            f"Windows of {state.shape[1]} rows are too narrow for {indices.tokens_per_decode} tokens per decode row:"
+            f" make them {rows} rows."
+        )
+    check_pool(state)
+    check_devices(indices, x=x, weight=weight, bias=bias, state=state)
+    return reference.conv1d(x, weight, bias, state, indices, activation)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    beta_scale: float = 1.0,
+) -> Tensor:
+    """Gated delta rule (Gated Delta Networks, Yang, Kautz and Hatamizadeh 2024), gates and norms of q and k included.
+
+    Shapes: q, k [F, H, K] and v [F, HV, V] as they leave the convolution; a, b [F, HV]; A_log, dt_bias [HV]; state
+    [blocks, HV, V, K]. K and V are multiples of 16 up to 256, each on its own; HV is a multiple of H, and value head h
+    reads key head h // (HV / H). Returns [F, HV, V] in v's dtype. `beta_scale` is 2 where negative eigenvalues are
+    allowed.
+
+    Per value head, with q and k divided by sqrt(sum x^2 + 1e-6), the decay g = -exp(A_log) softplus(a + dt_bias) and
+    beta = beta_scale sigmoid(b):
+
+        u_t = beta_t (v_t - e^g_t S_{t-1} k_t);  S_t = e^g_t S_{t-1} + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
+
+    Everything inside is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens
+    anchored at absolute positions, in the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al.
+    2024). The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every absolute multiple of 64 in
+    prefill and after every token in decode, stored or not.
+    """
+    check_rank("q", q, "F, H, K")
+    check_rank("v", v, "F, HV, V")
+    check_rank("state", state, "blocks, HV, V, K")
+    check_dtype("q", q, *ACTIVATION_DTYPES)
+    check_dtype("k", k, q.dtype)
+    check_dtype("v", v, q.dtype)
+    check_dtype("state", state, *ACTIVATION_DTYPES)
+    check_tokens("q", q, indices)
+    tokens, key_heads, key_width = q.shape
+    value_heads, value_width = v.shape[1:]
+    for name, width in (("K", key_width), ("V", value_width)):
+        if width % 16 or not 0 < width <= 256:
+            raise ValueError(f"{name} is {width}, but head widths must be multiples of 16 up to 256.")
+    if value_heads % key_heads:
+        raise ValueError(f"{value_heads} value heads cannot share {key_heads} key heads: HV must be a multiple of H.")
+    check_shape("k", k, tokens, key_heads, key_width)
+    check_shape("v", v, tokens, value_heads, value_width)
+    check_shape("a", a, tokens, value_heads)
+    check_shape("b", b, tokens, value_heads)
+    check_shape("A_log", A_log, value_heads)
+    check_shape("dt_bias", dt_bias, value_heads)
+    check_shape("state", state, state.shape[0], value_heads, value_width, key_width)
+    check_pool(state)
+    check_devices(indices, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
+    return reference.gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    round_normed: bool = True,
+) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) with a gate: norm(x) weight act(gate), or norm(x act(gate)) weight.
+
+    Shapes: x and gate [..., dim], weight [dim]; returns x's shape and dtype. `activation` is "silu" or "sigmoid". The
+    gate comes last (gated delta rule, KDA) or, with `norm_before_gate=False`, first (Mamba2). The mean square is taken
+    over groups of `group_size` channels, which divides dim; None means dim. Everything is computed in fp32 (float64 for
+    float64 inputs); with `round_normed` the normalised value is rounded to x's dtype and multiplied by the weight in
+    their common dtype, as Qwen3-Next, OLMo-Hybrid and Mamba2 do, and Kimi-Linear and Falcon-H1 do not.
+    """
+    check_dtype("x", x, *ACTIVATION_DTYPES)
+    check_one_of("activation", activation, "silu", "sigmoid")
+    check_shape("gate", gate, *x.shape)
+    check_shape("weight", weight, x.shape[-1])
+    if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
+        raise ValueError(f"group_size is {group_size}, but it must divide the width {x.shape[-1]}.")
+    return reference.gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    indices: StateIndices,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention that keeps keys and values in pages (PagedAttention, Kwon et al. 2023).
+
+    Shapes: q [F, HQ, D], k [F, HKV, D], v [F, HKV, DV], key_pages [blocks, block_size, HKV, D], value_pages
+    [blocks, block_size, HKV, DV]; HQ is a multiple of HKV. Returns [F, HQ, DV] in q's dtype. `scale` defaults to
+    1 / sqrt(D).
+
+    First every token with `kv_slot` >= 0 is written to its slot of the pages. Then every query reads, from pages alone,
+    the positions of its row up to its own, through `block_table` and `kv_len`; a slot at or beyond `kv_len` is never
+    read. In a decode row, tokens from position `kv_len` on are padding.
+    """
+    check_rank("q", q, "F, HQ, D")
+    check_rank("k", k, "F, HKV, D")
+    check_rank("v", v, "F, HKV, DV")
+    check_rank("key_pages", key_pages, "blocks, block_size, HKV, D")
+    check_dtype("q", q, *ACTIVATION_DTYPES)
+    check_tokens("q", q, indices)
+    for name in ("positions", "kv_slot", "block_table", "kv_len"):
+        if not hasattr(indices, name):
+            raise ValueError(f"The indices lack {name}, which attention needs: add it to the arrays.")
+    tokens, query_heads, key_width = q.shape
+    heads, value_width = v.shape[1:]
+    if query_heads % heads:
+        raise ValueError(f"{query_heads} query heads cannot share {heads} key heads: HQ must be a multiple of HKV.")
+    check_shape("k", k, tokens, heads, key_width)
+    check_shape("v", v, tokens, heads, value_width)
+    check_shape("key_pages", key_pages, *key_pages.shape[:2], heads, key_width)
+    check_shape("value_pages", value_pages, *key_pages.shape[:2], heads, value_width)
+    check_devices(indices, q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
+    return reference.paged_attention(q, k, v, key_pages, value_pages, indices, scale)

@@ -1,0 +1,32 @@
+"""Gated RMSNorm in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .elementwise import sigmoid, silu
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    eps: float,
+    activation: str = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
+    round_normed: bool = True,
+) -> Tensor:
+    """See `mambacache.kernels.gated_rms_norm`."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    factor = (silu if activation == "silu" else sigmoid)(gate.to(dtype))
+    normed = x.to(dtype)
+    if not norm_before_gate:
+        normed = normed * factor
+    grouped = normed.unflatten(-1, (-1, group_size or x.shape[-1]))
+    normed = (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + eps)).flatten(-2)
+    normed = weight * normed.to(x.dtype) if round_normed else weight.to(dtype) * normed
+    if norm_before_gate:
+        normed = normed * factor
+    return normed.to(x.dtype)

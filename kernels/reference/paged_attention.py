@@ -1,0 +1,62 @@
+"""Causal attention over a paged key-value cache, in plain torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..indices import StateIndices
+
+QUERY_BLOCK = 1024  # bounds the mask of a long prompt, and skips keys that come after all its queries
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    indices: StateIndices,
+    scale: float | None = None,
+) -> Tensor:
+    """See `mambacache.kernels.paged_attention`. One row at a time: no row's result depends on another's length."""
+    written = indices.kv_slot >= 0
+    slot, block_size = indices.kv_slot[written].long(), key_pages.shape[1]
+    key_pages[slot // block_size, slot % block_size] = k[written].to(key_pages.dtype)
+    value_pages[slot // block_size, slot % block_size] = v[written].to(value_pages.dtype)
+
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    positions, lengths = indices.positions.tolist(), indices.kv_len.tolist()
+    for row, (first, end) in enumerate(_row_spans(indices)):
+        if first == end or lengths[row] == 0:
+            continue
+        end = min(end, first + lengths[row] - positions[first])  # decode tokens beyond it are padding
+        pages = indices.block_table[row, : -(-lengths[row] // block_size)]
+        keys = key_pages[pages].flatten(0, 1).transpose(0, 1).to(q.dtype)
+        values = value_pages[pages].flatten(0, 1).transpose(0, 1).to(q.dtype)
+        for start in range(first, end, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, end)
+            visible = positions[stop - 1] + 1
+            mask = torch.arange(visible, device=q.device) <= indices.positions[start:stop, None]
+            attended = scaled_dot_product_attention(
+                q[start:stop].transpose(0, 1)[None],
+                keys[None, :, :visible],
+                values[None, :, :visible],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            out[start:stop] = attended[0].transpose(0, 1)
+    return out
+
+
+def _row_spans(indices: StateIndices) -> list[tuple[int, int]]:
+    """Begin and end of every row in the flat batch."""
+    width = indices.tokens_per_decode
+    bounds = [row * width for row in range(indices.num_decodes + 1)]
+    if indices.num_prefills:
+        bounds += indices.query_start_loc[1:].tolist()  # the first prefill row begins where the last decode row ends
+    return list(pairwise(bounds))

@@ -1,0 +1,144 @@
+"""Index arrays on the device, and what the ops refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kernel_cases import OPS, Conv1dOp, DeltaRuleOp, Op, Pool, Row, int32, plan_arrays, random
+from mambacache.kernels import StateIndices, conv1d, gated_delta_rule, pack_arrays
+
+
+def test_arrays_share_one_buffer_at_16_bytes_each() -> None:
+    arrays = {"a": int32([1, 2, 3]), "b": int32([[4, 5], [6, 7]]).T, "none": int32([]), "c": int32([8])}
+    packed = pack_arrays(arrays, "cpu")
+    assert list(packed) == list(arrays)
+    for name, array in arrays.items():
+        assert packed[name].dtype == torch.int32 and np.array_equal(packed[name].numpy(), array)
+        assert packed[name].storage_offset() % 4 == 0
+    assert len({tensor.untyped_storage().data_ptr() for tensor in packed.values()}) == 1
+    arrays["a"][:] = 0
+    assert packed["a"].tolist() == [1, 2, 3]
+
+
+def test_names_and_host_integers_of_a_plan() -> None:
+    decodes = [Row(1, 3, (4,)), Row(4, 5, (6, 7, 8, 9), boundary_index=2)]
+    prefills = [Row(100, 1, (2,), context=30, checkpoints={64: 10}), Row(0), Row(1, 0, (11,))]
+    arrays = plan_arrays(decodes, prefills, num_tokens=120)
+    indices = StateIndices.from_arrays(arrays, "cpu")
+    counts = indices.num_decodes, indices.tokens_per_decode, indices.num_prefills, indices.num_tokens
+    assert counts == (2, 4, 3, 120)
+    for name, array in arrays.items():
+        assert np.array_equal(getattr(indices, name).numpy(), array)
+    assert indices.chunk_start.tolist() == [8, 42, 106, 108] and indices.chunk_dst.tolist() == [10, 0, 2, 11]
+    assert indices.seq_chunk_start.tolist() == [0, 3, 3, 4]
+    assert StateIndices.from_arrays(plan_arrays(decodes, prefills), "cpu").num_tokens == 109
+    assert not hasattr(indices, "kv_slot")
+
+
+def test_arrays_that_a_step_does_not_need_may_be_left_out() -> None:
+    arrays = plan_arrays([Row(1, 3, (4,))], [Row(5, 0, (2,))])
+    decode = {name: array for name, array in arrays.items() if name.startswith("decode")}
+    prefill = {name: array for name, array in arrays.items() if not name.startswith("decode")}
+    prefill["query_start_loc"] = int32([0, 5])
+    prefill["chunk_start"] = int32([0])
+    op = DeltaRuleOp()
+    pool = Pool(op.state_shape, torch.float32)
+    pool.state[3] = 1
+    for part, tokens in ((decode, 1), (prefill, 5)):
+        indices = StateIndices.from_arrays(part, "cpu")
+        assert indices.num_tokens == tokens
+        assert op.run(op.inputs(tokens, torch.float32), pool.state, indices).isfinite().all()
+    assert pool.state[[2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("src", np.zeros(2, np.int64), "src is int64, but index arrays must be int32"),
+        ("context_len", int32([0]), "context_len has 1 entries where the other arrays need 2"),
+        ("decode_src", int32([0, 0]), "decode_src has 2 entries where the other arrays need 1"),
+        ("chunk_dst", int32([0]), "chunk_dst has 1 entries where the other arrays need 2"),
+        ("query_start_loc", int32([0, 5, 8]), "query_start_loc must begin where the decode tokens end"),
+        ("tokens", int32([0]), "The token arrays have 1 entries, but the rows hold 9 tokens"),
+    ],
+)
+def test_contradicting_arrays_are_refused(name: str, array: np.ndarray, message: str) -> None:
+    arrays = plan_arrays([Row(1, 3, (4,))], [Row(5, 0, (2,)), Row(3, 0, (1,))])
+    with pytest.raises(ValueError, match=message):
+        StateIndices.from_arrays(arrays | {name: array}, "cpu")
+
+
+@pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
+def test_pools_that_no_kernel_could_take_are_refused(make: Callable[[], Op]) -> None:
+    op = make()
+    indices = StateIndices.from_arrays(plan_arrays([], [Row(5, 0, (2,))]), "cpu")
+    inputs = op.inputs(5, torch.float32)
+    slab = torch.zeros(100_000)
+    size = int(np.prod(op.state_shape))
+    inner = torch.empty(op.state_shape, device="meta").stride()
+    for stride, offset, message in [
+        (size + 1, 0, "multiples of 16 bytes"),
+        (size + 4, 1, "multiples of 16 bytes"),
+        (size - 4, 0, "must not overlap"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            op.run(inputs, slab.as_strided((4, *op.state_shape), (stride, *inner), offset), indices)
+    with pytest.raises(ValueError, match="Every row of state must be contiguous"):
+        op.run(inputs, torch.zeros(4, *op.state_shape[:-1], 2 * op.state_shape[-1])[..., ::2], indices)
+    with pytest.raises(ValueError, match="has 5 tokens, but the indices were made for 6"):
+        longer = StateIndices.from_arrays(plan_arrays([], [Row(6, 0, (2,))]), "cpu")
+        op.run(inputs, torch.zeros(4, *op.state_shape), longer)
+    with pytest.raises(ValueError, match=r"on meta, but the indices are on cpu"):
+        op.run({name: value.to("meta") for name, value in inputs.items()}, torch.zeros(4, *op.state_shape), indices)
+
+
+def test_conv1d_errors() -> None:
+    op = Conv1dOp(dim=8)
+    indices = StateIndices.from_arrays(plan_arrays([Row(3, 1, (1, 2, 3))], []), "cpu")
+    good = {"x": torch.zeros(3, 8), "weight": torch.zeros(8, 4), "bias": None, "state": torch.zeros(4, 5, 8)}
+    conv1d(**good, indices=indices, activation=None)
+    for change, message in [
+        (
+            {"state": torch.zeros(4, 4, 8)},
+            "Windows of 4 rows are too narrow for 3 tokens per decode row: make them 5 rows",
+        ),
+        ({"weight": torch.zeros(8, 5)}, "The width of the convolution is 5, but it must be one of 2, 3, 4"),
+        ({"weight": torch.zeros(4, 4)}, r"weight has shape \[4, 4\] where the other arguments need \[8, 4\]"),
+        ({"bias": torch.zeros(4)}, "bias has shape"),
+        ({"state": torch.zeros(4, 5, 16)}, "state has shape"),
+        ({"state": torch.zeros(4, 5, 8, dtype=torch.bfloat16)}, "state is bfloat16 where float32 is needed"),
+        ({"x": torch.zeros(3, 8, 1)}, r"x has shape \[3, 8, 1\], but it must be \[F, dim\]"),
+        ({"activation": "relu"}, "activation is 'relu', but it must be one of 'silu', None"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            conv1d(**({"activation": None} | good | change), indices=indices)
+    assert op.reach == 3
+
+
+def test_gated_delta_rule_errors() -> None:
+    op = DeltaRuleOp(2, 4, 32, 16)
+    indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, (1,))]), "cpu")
+    good = {**op.inputs(3, torch.float32), "A_log": op.A_log, "dt_bias": op.dt_bias, "state": torch.zeros(4, 4, 16, 32)}
+    gated_delta_rule(**good, indices=indices)
+    for change, message in [
+        (
+            {"q": good["q"][..., :24], "k": good["k"][..., :24]},
+            "K is 24, but head widths must be multiples of 16 up to 256",
+        ),
+        ({"v": random(3, 4, 272, seed=0, dtype=torch.float32)}, "V is 272, but head widths"),
+        ({"v": good["v"][:, :3]}, "3 value heads cannot share 2 key heads"),
+        ({"k": good["k"][:, :1]}, r"k has shape \[3, 1, 32\] where the other arguments need \[3, 2, 32\]"),
+        ({"v": good["v"].bfloat16()}, "v is bfloat16 where float32 is needed"),
+        ({"a": good["a"][:, :2]}, "a has shape"),
+        ({"b": good["b"][:2]}, "b has shape"),
+        ({"A_log": op.A_log[:2]}, "A_log has shape"),
+        ({"dt_bias": op.dt_bias[:2]}, "dt_bias has shape"),
+        ({"state": torch.zeros(4, 4, 32, 16)}, "state has shape"),
+        ({"state": torch.zeros(4, 4, 16, 32, dtype=torch.int32)}, "state is int32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gated_delta_rule(**(good | change), indices=indices)

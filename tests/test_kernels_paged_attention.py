@@ -1,0 +1,159 @@
+"""Paged attention against softmax in float64, in pages full of NaN."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import Row, assert_bitwise, bits, plan_arrays, random, row_starts
+from mambacache.kernels import StateIndices, paged_attention
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+class Pages:
+    """Keys and values of sequences in pages that are handed out in random order and hold NaN where nobody wrote."""
+
+    def __init__(
+        self, heads: int, widths: tuple[int, int], dtype: torch.dtype, block_size: int = 16, blocks: int = 600
+    ) -> None:
+        self.block_size = block_size
+        self.keys = torch.full((blocks, block_size, heads, widths[0]), torch.nan, dtype=dtype)
+        self.values = torch.full((blocks, block_size, heads, widths[1]), torch.nan, dtype=dtype)
+        self._free = iter((np.random.default_rng(0).permutation(blocks - 1) + 1).tolist())
+
+    def take(self, tokens: int) -> tuple[int, ...]:
+        return tuple(next(self._free) for _ in range(-(-tokens // self.block_size)))
+
+    def hold(self, pages: tuple[int, ...], start: int, stop: int, seed: int) -> None:
+        """Random keys and values for positions start to stop."""
+        for pool in (self.keys, self.values):
+            for position in range(start, stop):
+                place = pages[position // self.block_size], position % self.block_size
+                pool[place] = random(*pool.shape[2:], seed=seed * 10_000 + position, dtype=pool.dtype)
+
+    def row(self, context: int, length: int, *, decode: bool = False, held: int = 0, seed: int = 0) -> Row:
+        """A row whose pages hold its context, and its first tokens up to position `held`."""
+        pages = self.take(context + length)
+        self.hold(pages, 0, max(context, held), seed)
+        return Row(length, 1, (1,) * length if decode else (1,), context, pages=pages, kv_held=max(held, context))
+
+    def indices(self, decodes: list[Row], prefills: list[Row], tail: int = 0) -> StateIndices:
+        total = (
+            len(decodes) * max((len(row.dst) for row in decodes), default=1)
+            + sum(row.length for row in prefills)
+            + tail
+        )
+        return StateIndices.from_arrays(
+            plan_arrays(decodes, prefills, num_tokens=total, block_size=self.block_size), "cpu"
+        )
+
+
+def inputs(
+    total: int, heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, seed: int = 0
+) -> list[Tensor]:
+    shapes = (heads[0], widths[0]), (heads[1], widths[0]), (heads[1], widths[1])
+    return [random(total, *shape, seed=seed + i, dtype=dtype) for i, shape in enumerate(shapes)]
+
+
+def oracle(q: Tensor, keys: Tensor, values: Tensor, positions: range, scale: float) -> Tensor:
+    """Softmax attention of one row in float64; keys [tokens, HKV, D]."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    late = torch.arange(len(keys)) > torch.tensor(positions)[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(late, -torch.inf).softmax(-1), values)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths"),
+    [((4, 2), (16, 16)), ((4, 4), (24, 16)), ((6, 1), (32, 64))],
+    ids=["gqa", "mla", "one-key-head"],
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_mixed_batch(heads: tuple[int, int], widths: tuple[int, int], dtype: torch.dtype, scale: float | None) -> None:
+    pages = Pages(heads[1], widths, dtype)
+    decodes = [pages.row(40, 3, decode=True, seed=1), pages.row(15, 1, decode=True, seed=2), Row(0)]
+    prefills = [
+        pages.row(0, 70, seed=3),
+        pages.row(33, 1, seed=4),
+        Row(0),
+        pages.row(64, 50, held=90, seed=5),  # shares pages beyond its hit: those tokens write nothing
+        pages.row(0, 2, seed=6),
+    ]
+    indices = pages.indices(decodes, prefills, tail=3)
+    q, k, v = inputs(indices.num_tokens, heads, widths, dtype)
+    before = pages.keys.clone(), pages.values.clone()
+
+    y = paged_attention(q, k, v, pages.keys, pages.values, indices, scale)
+
+    padding = torch.ones(len(y), dtype=torch.bool)
+    written = torch.zeros(pages.keys.shape[:2], dtype=torch.bool)
+    for row, start in zip([*decodes, *prefills], row_starts(decodes, prefills), strict=True):
+        padding[start : start + row.length] = False
+        expected = []
+        for pool, old, new in ((pages.keys, before[0], k), (pages.values, before[1], v)):
+            content = old[list(row.pages)].flatten(0, 1)[: row.context + row.length].clone()
+            content[row.kv_held :] = new[start + row.kv_held - row.context : start + row.length]
+            assert torch.equal(pool[list(row.pages)].flatten(0, 1)[: len(content)], content)
+            expected.append(content)
+        for position in range(row.kv_held, row.context + row.length):
+            written[row.pages[position // 16], position % 16] = True
+        positions = range(row.context, row.context + row.length)
+        wanted = oracle(q[start : start + row.length], *expected, positions, scale or widths[0] ** -0.5)
+        actual = y[start : start + row.length].double()
+        torch.testing.assert_close(actual, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert padding.sum() > 3 and not y[padding].any()
+    for pool, old in zip((pages.keys, pages.values), before, strict=True):
+        assert torch.equal(bits(pool)[~written], bits(old)[~written])
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    heads, widths = (4, 2), (16, 16)
+    pages = Pages(2, widths, torch.float32)
+    rows = [pages.row(0, 90, seed=1), pages.row(50, 20, seed=2), pages.row(0, 33, seed=3), pages.row(200, 64, seed=4)]
+    q, k, v = inputs(sum(row.length for row in rows), heads, widths, torch.float32)
+    together = paged_attention(q, k, v, pages.keys, pages.values, pages.indices([], rows))
+    bounds = [*row_starts([], rows), len(q)]
+    for row, (start, stop) in zip(rows, pairwise(bounds), strict=True):
+        alone = paged_attention(
+            q[start:stop], k[start:stop], v[start:stop], pages.keys, pages.values, pages.indices([], [row])
+        )
+        assert_bitwise(together[start:stop], alone)
+
+
+def test_a_long_prompt_in_blocks_of_queries() -> None:
+    """More queries than are handled at once, after a context."""
+    heads, widths = (2, 1), (16, 16)
+    pages = Pages(1, widths, torch.float32, block_size=64)
+    row = pages.row(100, 2300)
+    q, k, v = inputs(row.length, heads, widths, torch.float32)
+    y = paged_attention(q, k, v, pages.keys, pages.values, pages.indices([], [row]))
+    keys, values = (pool[list(row.pages)].flatten(0, 1)[:2400] for pool in (pages.keys, pages.values))
+    for start in (0, 1000, 2000, 2290):
+        wanted = oracle(q[start : start + 10], keys, values, range(100 + start, 110 + start), 0.25)
+        torch.testing.assert_close(y[start : start + 10].double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_errors() -> None:
+    pages = Pages(2, (16, 16), torch.float32)
+    row = pages.row(0, 4)
+    indices = pages.indices([], [row])
+    q, k, v = inputs(4, (4, 2), (16, 16), torch.float32)
+    good = {"q": q, "k": k, "v": v, "key_pages": pages.keys, "value_pages": pages.values, "indices": indices}
+    for change, message in [
+        ({"q": q[:3]}, "q has 3 tokens, but the indices were made for 4"),
+        ({"q": q[:, :3]}, "3 query heads cannot share 2 key heads"),
+        ({"k": k[..., :8]}, r"k has shape \[4, 2, 8\]"),
+        ({"v": v[0]}, r"v has shape \[2, 16\], but it must be \[F, HKV, DV\]"),
+        ({"value_pages": pages.values[:4]}, "value_pages has shape"),
+        ({"key_pages": pages.keys[..., :8]}, "key_pages has shape"),
+        ({"indices": StateIndices.from_arrays(plan_arrays([], [row]), "cpu")}, "The indices lack positions"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            paged_attention(**(good | change))
