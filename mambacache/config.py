@@ -1,0 +1,199 @@
+"""Configuration: dataclasses that validate themselves, with errors that name the setting to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mambacache.plan import CHUNK
+
+MAX_DRAFT_TOKENS = 7
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """What a `PrefixCache` manages. Counts of blocks leave out the null block, id 0.
+
+    Args:
+        num_state_blocks: blocks of the state pool, ids 1 to this number; at least 2, with drafts max_draft_tokens + 3.
+        num_kv_blocks: blocks of the KV pool; 0 where the host engine keeps the KV, or the model has none.
+        block_size: tokens in a block, a multiple of 64: the unit of hashing, of KV pages and of checkpoint positions.
+        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
+        model_key: identifies model, weights, state dtype and whatever else makes states incomparable.
+        has_attention: False for models without attention; a hit then needs no KV coverage.
+        max_checkpoints: committed states kept at a time; None for as many as the pool holds, 0 for none.
+        checkpoint_interval: also store a state every so many tokens, a multiple of block_size; 0 for none.
+        strict_reuse: reuse only blocks computed exactly as a cold prefill computes them.
+        max_seen_blocks: hashes of computed blocks remembered, to find junctions after their KV is gone.
+        record_tokens: tokens remembered for the report's ceiling, at about 4 bytes each.
+    """
+
+    num_state_blocks: int
+    num_kv_blocks: int = 0
+    block_size: int = CHUNK
+    max_draft_tokens: int = 0
+    model_key: str = ""
+    has_attention: bool = True
+    max_checkpoints: int | None = None
+    checkpoint_interval: int = 0
+    strict_reuse: bool = False
+    max_seen_blocks: int = 1 << 18
+    record_tokens: int = 1 << 24
+
+    def __post_init__(self) -> None:
+        _require(
+            self.block_size > 0 and self.block_size % CHUNK == 0,
+            f"block_size is {self.block_size}: set it to a positive multiple of {CHUNK}",
+        )
+        _require(
+            0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS,
+            f"max_draft_tokens is {self.max_draft_tokens}: set it between 0 and {MAX_DRAFT_TOKENS}",
+        )
+        least = 2 if not self.max_draft_tokens else self.max_draft_tokens + 3
+        _require(
+            self.num_state_blocks >= least,
+            f"num_state_blocks is {self.num_state_blocks}: a request needs at least {least}, "
+            "raise num_state_blocks or lower max_draft_tokens",
+        )
+        _require(self.num_kv_blocks >= 0, f"num_kv_blocks is {self.num_kv_blocks}: set it to 0 or more")
+        _require(self.has_attention or self.num_kv_blocks == 0, "num_kv_blocks must be 0 for a model without attention")
+        _require(
+            self.max_checkpoints is None or self.max_checkpoints >= 0,
+            f"max_checkpoints is {self.max_checkpoints}: set it to 0 or more, or to None for no limit",
+        )
+        _require(
+            self.checkpoint_interval >= 0 and self.checkpoint_interval % self.block_size == 0,
+            f"checkpoint_interval is {self.checkpoint_interval}: set it to 0 or a multiple of {self.block_size}",
+        )
+        _require(
+            self.max_seen_blocks >= 0 and self.record_tokens >= 0, "max_seen_blocks and record_tokens must be 0 or more"
+        )
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it stops.
+
+    Args:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens, 0 for all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p.
+        min_p: drop tokens less likely than min_p times the most likely one.
+        seed: makes draws repeatable whatever else runs; None draws a fresh seed for the request.
+        max_tokens: answer tokens at most.
+        stop: strings that end the answer; they are cut off from the text.
+        stop_token_ids: tokens that end the answer, beside the model's own end tokens.
+        ignore_eos: go on after the model's own end tokens.
+        n: answers for the prompt; they share its state and its KV.
+        logprobs: give the log probabilities of each answer token and of so many most likely ones; None for none.
+        prompt_logprobs: the same for each prompt token; the prompt is then computed in full.
+        checkpoint_at: token positions, rounded down to blocks, whose state is worth keeping.
+        read_cache: whether the request may use what is cached.
+        store_cache: whether what it computes is cached.
+        salt: requests with different salts share nothing.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    checkpoint_at: Sequence[int] = ()
+    read_cache: bool = True
+    store_cache: bool = True
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, f"temperature is {self.temperature}: set it to 0 (greedy) or more")
+        _require(self.top_k >= 0, f"top_k is {self.top_k}: set it to 0 (all tokens) or more")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}: set it above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}: set it between 0 and 1")
+        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: set it to 1 or more")
+        _require(self.n >= 1, f"n is {self.n}: set it to 1 or more")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None")
+        _require(not isinstance(self.stop, str), "stop is a string: give a list of strings")
+        _require(all(self.stop), "stop holds an empty string: remove it")
+        _require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an `LLM` runs.
+
+    Args:
+        model: directory of a checkpoint, or a Hub id.
+        device: "cpu", "cuda", or "auto" for cuda where there is one.
+        dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16",
+            "float16".
+        state_dtype: of the recurrent states: "float32", "bfloat16", "float16".
+        block_size: tokens in a block, a multiple of 64.
+        max_num_batched_tokens: tokens that one step computes at most.
+        max_num_seqs: requests that run at a time.
+        max_model_len: tokens of prompt and answer together; None for the model's own limit.
+        long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
+        enable_prefix_caching: False computes every prompt in full and keeps nothing.
+        checkpoint_budget_bytes: memory for cached states, apart from those of running requests; None for a default from
+            the device's memory, 0 for none.
+        kv_cache_bytes: memory for KV pages; None for a default from the device's memory.
+        checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
+        strict_reuse: reuse only what was computed exactly as a cold prompt is.
+        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
+        seed: of the requests that bring none of their own; None for a fresh one.
+    """
+
+    model: str | Path
+    device: str = "auto"
+    dtype: str = "auto"
+    state_dtype: str = "float32"
+    block_size: int = CHUNK
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    checkpoint_budget_bytes: int | None = None
+    kv_cache_bytes: int | None = None
+    checkpoint_interval: int = 0
+    strict_reuse: bool = False
+    max_draft_tokens: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_num_batched_tokens >= 1,
+            f"max_num_batched_tokens is {self.max_num_batched_tokens}: set it to 1 or more",
+        )
+        _require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}: set it to 1 or more")
+        _require(
+            self.max_model_len is None or self.max_model_len >= 1,
+            f"max_model_len is {self.max_model_len}: set it to 1 or more, or to None",
+        )
+        _require(
+            self.long_prefill_token_threshold >= 0,
+            f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: set it to 0 (no cap) or more",
+        )
+        for name in ("checkpoint_budget_bytes", "kv_cache_bytes"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")
+        _require(
+            self.state_dtype in STATE_DTYPES, f"state_dtype is {self.state_dtype!r}: choose {', '.join(STATE_DTYPES)}"
+        )
+        _require(
+            self.dtype in ("auto", *STATE_DTYPES), f"dtype is {self.dtype!r}: choose auto, {', '.join(STATE_DTYPES)}"
+        )
