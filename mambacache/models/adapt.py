@@ -1,0 +1,190 @@
+"""Models of transformers with our mixers and our attention in place of theirs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from mambacache.kernels import StateIndices
+from mambacache.models import gated_delta_net
+from mambacache.models.attention import ATTENTION, kv_layer
+from mambacache.models.layer import ForwardContext, KVLayer, Mixer, StateTensor, forward_context
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """How one model type of transformers is adapted.
+
+    Args:
+        mixer: class name of its recurrent layers.
+        adapt: builds the layer that takes such a module's place.
+        attention: class name of its attention modules.
+    """
+
+    mixer: str
+    adapt: Callable[[Any], Mixer]
+    attention: str
+
+
+MODEL_TYPES = {
+    "olmo_hybrid": ModelType("OlmoHybridGatedDeltaNet", gated_delta_net.from_olmo_hybrid, "OlmoHybridAttention"),
+    "qwen3_next": ModelType("Qwen3NextGatedDeltaNet", gated_delta_net.from_qwen3_next, "Qwen3NextAttention"),
+    "qwen3_5_text": ModelType("Qwen3_5GatedDeltaNet", gated_delta_net.from_qwen3_5, "Qwen3_5Attention"),
+    "qwen3_5_moe_text": ModelType("Qwen3_5MoeGatedDeltaNet", gated_delta_net.from_qwen3_5, "Qwen3_5MoeAttention"),
+}
+"""The supported types. A composite checkpoint is supported where the type of its text part is."""
+
+
+@dataclass
+class Model:
+    """A causal language model of transformers whose recurrent layers and attention read and write our pools.
+
+    `mixers` and `kv_layers` stand in the order in which a forward pass calls them.
+    """
+
+    module: PreTrainedModel
+    config: PreTrainedConfig
+    mixers: tuple[Mixer, ...]
+    kv_layers: tuple[KVLayer, ...]
+
+    def state_layers(self, state_dtype: torch.dtype, max_draft_tokens: int = 0) -> list[tuple[StateTensor, ...]]:
+        """The tensors of one state, layer by layer."""
+        return [mixer.state_layout(state_dtype, max_draft_tokens) for mixer in self.mixers]
+
+    @torch.inference_mode()
+    def logits(
+        self,
+        indices: StateIndices,
+        states: Sequence[tuple[torch.Tensor, ...]],
+        pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Runs one step.
+
+        Args:
+            indices: the batch, with `tokens`, `positions` and `logits_index`.
+            states: for each recurrent layer its tensors of the state pool, [blocks, ...].
+            pages: for each attention layer its key and value pages, [blocks, block_size, heads, dim].
+
+        Returns:
+            [L, vocabulary], the logits after the tokens at `logits_index`.
+        """
+        with forward_context(ForwardContext(indices, iter(states), iter(pages))):
+            output = self.module(
+                input_ids=indices.tokens[None],
+                position_ids=indices.positions[None],
+                attention_mask=None,
+                use_cache=False,
+                logits_to_keep=indices.logits_index,
+            )
+        return output.logits[0]
+
+
+def read_config(model: str | Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint's text part, read without its weights.
+
+    Args:
+        model: directory or Hub id.
+
+    Raises:
+        ValueError: no config.json there, or one of an unsupported model type.
+    """
+    try:
+        raw, _ = PreTrainedConfig.get_config_dict(model)
+    except OSError as error:
+        raise ValueError(_no_config(model)) from error
+    if not raw:
+        raise ValueError(_no_config(model))
+    model_type = raw.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        if config.model_type in MODEL_TYPES:
+            if config.model_type != model_type:
+                logger.warning("%s: of this %s checkpoint only the text part is loaded", model, model_type)
+            return config
+    raise ValueError(f"model type {model_type!r} of {model} is not supported: use one of {', '.join(MODEL_TYPES)}")
+
+
+def load_model(model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu") -> Model:
+    """Loads a checkpoint's text part and puts our layers in place of its own.
+
+    Args:
+        model: directory or Hub id of a checkpoint with safetensors weights.
+        dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own, on a CPU float32.
+        device: where the weights go.
+
+    Raises:
+        ValueError: see `read_config`; or weights are absent, unreadable, or do not fit the configuration.
+    """
+    config = read_config(model)
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            model,
+            dtype=_resolve_dtype(dtype, config, device),
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the weights of {model} cannot be read: put complete safetensors files there") from error
+    wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} weights of {model} are missing or of another shape than its config says, the first is "
+            f"{wrong[0]}: use a complete checkpoint"
+        )
+    return adapt(module.eval().requires_grad_(False).to(device))
+
+
+def model_skeleton(model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu") -> Model:
+    """The model that `load_model` would give, without memory or weights: for its layouts and sizes.
+
+    Raises:
+        ValueError: see `read_config`.
+    """
+    config = read_config(model)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(
+            config, dtype=_resolve_dtype(dtype, config, device), attn_implementation=ATTENTION
+        )
+    return adapt(module)
+
+
+def adapt(module: PreTrainedModel) -> Model:
+    """Puts our layers in place of those of a model of a supported type, and takes over their parameters.
+
+    The model must have been built with `attn_implementation=ATTENTION`.
+    """
+    config = module.config
+    model_type = MODEL_TYPES[config.model_type]
+    mixers: list[Mixer] = []
+    kv_layers: list[KVLayer] = []
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == model_type.mixer:
+                mixers.append(model_type.adapt(child))
+                setattr(parent, name, mixers[-1])
+            elif type(child).__name__ == model_type.attention:
+                kv_layers.append(kv_layer(child, config, module.dtype))
+    return Model(module, config, tuple(mixers), tuple(kv_layers))
+
+
+def _resolve_dtype(dtype: str, config: PreTrainedConfig, device: str | torch.device) -> torch.dtype:
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    return config.dtype or torch.float32
+
+
+def _no_config(model: str | Path) -> str:
+    return f"{model} holds no readable config.json: give the directory of a checkpoint, or a Hub id"

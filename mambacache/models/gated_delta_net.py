@@ -1,0 +1,108 @@
+"""Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mambacache.kernels import conv1d, gated_delta_rule, gated_rms_norm
+from mambacache.models.layer import StateTensor, current_context
+from mambacache.models.projection import fuse
+
+
+class GatedDeltaNet(nn.Module):
+    """A Gated DeltaNet layer over the state pool, with the parameters of the module that it replaces.
+
+    Its state is the conv window [W - 1 + drafts, 2 * H * K + HV * V] of raw queries, keys and values, and the recurrent
+    matrices [HV, V, K].
+
+    Args:
+        source: the module of transformers, for its heads, conv1d, A_log and dt_bias.
+        in_proj: hidden -> [queries, keys, values, gate, a, b].
+        norm: the gated norm of `source`; out_proj: its output projection.
+        beta_scale: 2 where negative eigenvalues are allowed, else 1.
+
+    Raises:
+        ValueError: the layer's activation is not SiLU.
+    """
+
+    def __init__(
+        self, source: Any, in_proj: nn.Module, norm: Any, out_proj: nn.Module, beta_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        if source.activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act is {source.activation!r}: Gated DeltaNet layers run with 'silu' only")
+        self.key_heads, self.value_heads = source.num_k_heads, source.num_v_heads
+        self.key_dim, self.value_dim = source.head_k_dim, source.head_v_dim
+        self.beta_scale = beta_scale
+        self.in_proj, self.out_proj = in_proj, out_proj
+        self.conv_weight = nn.Parameter(source.conv1d.weight.detach().squeeze(1), requires_grad=False)
+        self.conv_bias = source.conv1d.bias
+        self.A_log, self.dt_bias = source.A_log, source.dt_bias
+        self.norm_weight, self.norm_eps = norm.weight, norm.variance_epsilon
+
+    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+        """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
+        dim, width = self.conv_weight.shape
+        return (
+            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor((self.value_heads, self.value_dim, self.key_dim), state_dtype),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        context = current_context()
+        conv_state, recurrent_state = next(context.states)
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        qkv, gate, a, b = self.in_proj(hidden_states[0]).split(
+            [2 * keys + values, values, self.value_heads, self.value_heads], dim=-1
+        )
+        qkv = conv1d(qkv, self.conv_weight, self.conv_bias, conv_state, context.indices, activation="silu")
+        q, k, v = qkv.split([keys, keys, values], dim=-1)
+        y = gated_delta_rule(
+            q.unflatten(-1, (self.key_heads, self.key_dim)),
+            k.unflatten(-1, (self.key_heads, self.key_dim)),
+            v.unflatten(-1, (self.value_heads, self.value_dim)),
+            a,
+            b,
+            self.A_log,
+            self.dt_bias,
+            recurrent_state,
+            context.indices,
+            beta_scale=self.beta_scale,
+        )
+        y = gated_rms_norm(y, gate.unflatten(-1, (self.value_heads, self.value_dim)), self.norm_weight, self.norm_eps)
+        return self.out_proj(y.flatten(-2))[None]
+
+
+def from_qwen3_next(source: Any) -> GatedDeltaNet:
+    """A layer whose projections interleave, for each key head, its query, key, values and gates, and its b and a."""
+    groups, per_group = source.num_k_heads, source.num_v_heads // source.num_k_heads
+    values = per_group * source.head_v_dim
+    sizes = [source.head_k_dim, source.head_k_dim, values, values]
+    qkvz = _deinterleave(groups, sizes)
+    b, a = _deinterleave(groups, [per_group, per_group])
+    offset = groups * sum(sizes)
+    in_proj = fuse([source.in_proj_qkvz, source.in_proj_ba], torch.cat([*qkvz, offset + a, offset + b]))
+    return GatedDeltaNet(source, in_proj, source.norm, source.out_proj)
+
+
+def from_qwen3_5(source: Any) -> GatedDeltaNet:
+    """A layer with one projection for queries, keys and values, and one each for gate, b and a."""
+    in_proj = fuse([source.in_proj_qkv, source.in_proj_z, source.in_proj_a, source.in_proj_b])
+    return GatedDeltaNet(source, in_proj, source.norm, source.out_proj)
+
+
+def from_olmo_hybrid(source: Any) -> GatedDeltaNet:
+    """A layer with six projections, and eigenvalues down to -1 if the config allows them."""
+    in_proj = fuse([source.q_proj, source.k_proj, source.v_proj, source.g_proj, source.a_proj, source.b_proj])
+    return GatedDeltaNet(source, in_proj, source.o_norm, source.o_proj, 2.0 if source.allow_neg_eigval else 1.0)
+
+
+def _deinterleave(groups: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """For `groups` groups of sections of these sizes: the rows of each section, over all groups."""
+    rows = torch.arange(groups * sum(sizes), device="cpu").view(groups, -1)
+    return [section.flatten() for section in rows.split(list(sizes), dim=1)]

@@ -1,0 +1,41 @@
+"""Several linears over one input as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class JoinedLinears(nn.Module):
+    """Linears that cannot be merged, since their weights are quantised: called one by one, outputs put in order."""
+
+    order: torch.Tensor | None
+
+    def __init__(self, linears: Sequence[nn.Module], order: torch.Tensor | None) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(linears)
+        self.register_buffer("order", order, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out], all linears' outputs, in the order given."""
+        y = torch.cat([linear(x) for linear in self.linears], dim=-1)
+        return y if self.order is None else y.index_select(-1, self.order)
+
+
+def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.Module:
+    """One module whose output is that of `linears`, concatenated, then taken in `order` (an index of rows).
+
+    Plain linears without bias become one linear, so that a step neither concatenates nor permutes; others are called.
+    """
+    plain: list[Any] = [linear for linear in linears if type(linear) is nn.Linear and linear.bias is None]
+    if len(plain) < len(linears):
+        return JoinedLinears(linears, order)
+    weight = torch.cat([linear.weight.detach() for linear in plain])
+    if order is not None:
+        weight = weight[order.to(weight.device)]
+    fused = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    fused.weight = nn.Parameter(weight, requires_grad=False)
+    return fused

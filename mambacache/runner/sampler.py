@@ -1,0 +1,109 @@
+"""From logits to tokens: greedy or random draws, and log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mambacache.config import SamplingParams
+
+DRAW_BITS = 31
+"""Bits of a row's random number."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How one row of a step is sampled.
+
+    Args:
+        params: the request's parameters.
+        seeds: of its draws, any integers: one, or where a prompt ends one for each answer to it. A draw depends on a
+            seed and on the position of the token drawn, on nothing else: it is the same in any batch, after a
+            preemption and with drafts.
+        prompt_targets: for prompt log probabilities: the prompt tokens that follow the row's first wanted positions.
+    """
+
+    params: SamplingParams
+    seeds: Sequence[int]
+    prompt_targets: Sequence[int] = ()
+
+
+def random_bits(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """int32 [R] of `DRAW_BITS` random bits, each a hash of a seed and the position of a token.
+
+    Two rounds of the SplitMix64 generator (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014).
+    """
+    seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
+    mixed = _splitmix64(_splitmix64(seed) + np.array(positions, dtype=np.uint64))
+    return (mixed >> np.uint64(64 - DRAW_BITS)).astype(np.int32)
+
+
+def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    """int32 [5, R] for `sample`: temperature, top_p and min_p as the bits of a float32; top_k; the random bits."""
+    floats = [[getattr(each, name) for each in params] for name in ("temperature", "top_p", "min_p")]
+    integers = [[each.top_k for each in params], random_bits(seeds, positions)]
+    return np.concatenate([np.array(floats, dtype=np.float32).view(np.int32), np.array(integers, dtype=np.int32)])
+
+
+def sample(
+    logits: torch.Tensor, sample_index: torch.Tensor, draw_index: torch.Tensor, parameters: torch.Tensor
+) -> torch.Tensor:
+    """Tokens, the most likely or random ones.
+
+    Args:
+        logits: [L, vocabulary].
+        sample_index: int32 [S], after which logits to sample.
+        draw_index: int32 [R], which of these to draw at random.
+        parameters: int32 [5, R], see `draw_parameters`.
+
+    Returns:
+        int64 [S].
+    """
+    tokens = logits.argmax(dim=-1)[sample_index]
+    if len(draw_index):
+        tokens[draw_index] = _draw(logits[sample_index[draw_index]].float(), parameters)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+    """Temperature; then the top_k tokens; of them the smallest set of mass top_p; of it what min_p leaves. The token is
+    where the random number falls among the cumulative probabilities, in falling order."""
+    temperature, top_p, min_p = parameters[:3].view(torch.float32)[..., None]
+    top_k, bits = parameters[3:, :, None]
+    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+    # Below any temperature that float32 can divide by, only the most likely token is left.
+    ordered = (ordered - ordered[:, :1]) / temperature.clamp(min=torch.finfo(torch.float32).tiny)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    allowed = torch.where(top_k > 0, top_k, logits.shape[-1])
+    probabilities = ordered.softmax(dim=-1).masked_fill(rank >= allowed, 0.0)
+    mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    dropped = (mass - probabilities >= top_p * mass[:, -1:]) | (probabilities < min_p * probabilities[:, :1])
+    dropped[:, 0] = False
+    mass = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1, dtype=torch.float64)
+    place = torch.searchsorted(mass, mass[:, -1:] * ((bits.double() + 0.5) / 2**DRAW_BITS), right=True)
+    return tokens.gather(-1, place)[:, 0]
+
+
+def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Log probabilities, before temperature and truncation.
+
+    Args:
+        logits: [K, vocabulary]; tokens: int64 [K].
+        top: most likely tokens wanted.
+
+    Returns:
+        float32 [K] of `tokens`; int64 and float32 [K, top], the most likely tokens and theirs.
+    """
+    logprobs = logits.float().log_softmax(dim=-1)
+    best = logprobs.topk(min(top, logits.shape[-1]), dim=-1)
+    return logprobs.gather(-1, tokens[:, None])[:, 0], best.indices, best.values
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,93 @@
+"""Device memory of states and of attention's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from mambacache.models.layer import KVLayer, StateTensor
+
+ALIGNMENT = 256
+"""Bytes at whose multiples every tensor of a slab begins."""
+
+StateLayers = Sequence[Sequence[StateTensor]]
+KVPages = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def state_bytes(layers: StateLayers) -> int:
+    """Bytes of one state block: all tensors of all layers, each padded to `ALIGNMENT`. Needs no device."""
+    return sum(_padded(tensor) for layer in layers for tensor in layer)
+
+
+class StatePool:
+    """Slots for states: one contiguous slab a block, with all layers' tensors at the same offsets in each.
+
+    `layers` holds, for each layer, views [num_blocks + 1, *shape] of its tensors: slot `block` is the state with that
+    id. Slot 0 is the null block: it is never written, and never read, so that its contents mean nothing. The memory is
+    not cleared, and nothing but the ops of `mambacache.kernels` may read or write it.
+
+    Args:
+        layers: the tensors of one state, layer by layer.
+        num_blocks: states that the pool holds, beside the null block.
+        device: where it lies.
+    """
+
+    def __init__(self, layers: StateLayers, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        size = (num_blocks + 1) * state_bytes(layers)
+        self._lay_out(torch.empty(size, dtype=torch.uint8, device=device), layers)
+
+    @classmethod
+    def from_tensor(cls, buffer: torch.Tensor, layers: StateLayers) -> StatePool:
+        """Lays a pool into memory that the caller gives, and keeps.
+
+        Args:
+            buffer: uint8 [bytes], contiguous, from a multiple of 16 bytes on; as many blocks as fit are made of it.
+            layers: the tensors of one state, layer by layer.
+
+        Raises:
+            ValueError: a buffer of another kind, or one that holds no block beside the null block.
+        """
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.data_ptr() % 16:
+            raise ValueError("the buffer must be a contiguous uint8 vector that begins at a multiple of 16 bytes")
+        if buffer.numel() < 2 * state_bytes(layers):
+            raise ValueError(
+                f"the buffer has {buffer.numel()} bytes: give at least {2 * state_bytes(layers)}, two states"
+            )
+        pool = cls.__new__(cls)
+        pool._lay_out(buffer, layers)
+        return pool
+
+    def _lay_out(self, buffer: torch.Tensor, layers: StateLayers) -> None:
+        self.block_bytes = state_bytes(layers)
+        slots = buffer.numel() // self.block_bytes
+        self.num_blocks = slots - 1
+        self.buffer = buffer
+        slabs = buffer[: slots * self.block_bytes].view(slots, self.block_bytes)
+        offsets = accumulate((_padded(tensor) for layer in layers for tensor in layer), initial=0)
+        self.layers = [tuple(_view(slabs, tensor, next(offsets)) for tensor in layer) for layer in layers]
+
+
+def kv_block_bytes(layers: Sequence[KVLayer], block_size: int) -> int:
+    """Bytes of one KV block: `block_size` tokens' keys and values of all attention layers."""
+    return sum(block_size * x.heads * (x.key_dim + x.value_dim) * x.dtype.itemsize for x in layers)
+
+
+def allocate_kv_pages(
+    layers: Sequence[KVLayer], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+) -> KVPages:
+    """For each attention layer its key pages [num_blocks + 1, block_size, heads, key_dim] and value pages."""
+
+    def pages(layer: KVLayer, dim: int) -> torch.Tensor:
+        return torch.empty(num_blocks + 1, block_size, layer.heads, dim, dtype=layer.dtype, device=device)
+
+    return [(pages(layer, layer.key_dim), pages(layer, layer.value_dim)) for layer in layers]
+
+
+def _padded(tensor: StateTensor) -> int:
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _view(slabs: torch.Tensor, tensor: StateTensor, offset: int) -> torch.Tensor:
+    return slabs[:, offset : offset + tensor.nbytes].view(tensor.dtype).unflatten(1, tensor.shape)

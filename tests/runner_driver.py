@@ -1,0 +1,214 @@
+"""Drives a model by hand-made plans, without cache or scheduler: blocks are taken from a shuffled pool full of NaN."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from mambacache.kernels import StateIndices
+from mambacache.models.adapt import Model
+from mambacache.plan import CHUNK, SequenceStep, StepPlan
+from mambacache.runner.model_runner import ModelRunner, RowOutput
+from mambacache.runner.sampler import RowSampling
+from mambacache.runner.state_pool import StatePool, allocate_kv_pages
+
+
+@dataclass
+class Request:
+    """A sequence under way: its tokens, and where its KV and its state after `computed` tokens lie."""
+
+    tokens: list[int]
+    kv_blocks: list[int]
+    computed: int = 0
+    state: int = 0
+    conv_state: int = 0
+    conv_offset: int = 0
+    checkpoints: dict[int, int] = field(default_factory=dict)  # position -> block
+
+
+@dataclass
+class Row:
+    """What one step does with a request: it prefills `num_tokens`, or decodes one token and verifies `drafts`."""
+
+    request: Request
+    num_tokens: int = 0
+    drafts: tuple[int, ...] | None = None
+    checkpoints: Sequence[int] = ()
+    all_logits: bool = False
+
+    @property
+    def prefill(self) -> bool:
+        return self.drafts is None
+
+    @property
+    def tokens(self) -> list[int]:
+        start, known = self.request.computed, self.request.tokens
+        return known[start : start + self.num_tokens] if self.drafts is None else [known[start], *self.drafts]
+
+
+class Driver:
+    """Runs rows of requests on a model with pools of its own."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_state_blocks: int = 40,
+        num_kv_blocks: int = 80,
+        block_size: int = CHUNK,
+        max_draft_tokens: int = 0,
+        state_dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        states = StatePool(model.state_layers(state_dtype, max_draft_tokens), num_state_blocks)
+        pages = allocate_kv_pages(model.kv_layers, num_kv_blocks, block_size)
+        for tensor in [x for layer in [*states.layers, *pages] for x in layer]:
+            tensor.fill_(torch.nan)
+        self.runner = ModelRunner(model, states, pages)
+        self.free_states = list(range(1, num_state_blocks + 1))
+        self.free_kv = list(range(1, num_kv_blocks + 1))
+        shuffle = random.Random(seed)
+        shuffle.shuffle(self.free_states)
+        shuffle.shuffle(self.free_kv)
+
+    def add(self, tokens: Sequence[int]) -> Request:
+        """A request that starts from nothing."""
+        return Request(list(tokens), [])
+
+    def resume(self, other: Request, position: int, suffix: Sequence[int]) -> Request:
+        """A request that shares another's tokens, KV and checkpoint up to `position`, and goes on with `suffix`."""
+        block = other.checkpoints[position]
+        shared = other.kv_blocks[: position // self.block_size]
+        return Request([*other.tokens[:position], *suffix], list(shared), position, block, block)
+
+    def plan(self, rows: Sequence[Row]) -> StepPlan:
+        """One step of these rows (decode rows first): takes dst blocks and KV blocks for them."""
+        return build_plan(rows, [self._step(row) for row in rows], self.block_size)
+
+    def advance(self, rows: Sequence[Row], plan: StepPlan, accepted: Sequence[int] | None = None) -> None:
+        """Moves the requests on; `accepted[i]` tokens of decode row i stay, all of them without it."""
+        for i, (row, step) in enumerate(zip(rows, plan.steps, strict=True)):
+            request, count = row.request, step.num_tokens
+            if not row.prefill and accepted is not None:
+                count = accepted[i]
+            if row.drafts:
+                request.tokens[request.computed + 1 : request.computed + count] = row.drafts[: count - 1]
+            old = {request.state, request.conv_state}
+            request.computed += count
+            request.state = step.dst[0 if row.prefill else count - 1]
+            request.conv_state, request.conv_offset = step.dst[0], 0 if row.prefill else count - 1
+            request.checkpoints |= step.checkpoints | _complete_states(step, count)
+            kept = {request.state, request.conv_state, *request.checkpoints.values(), 0}
+            self.free_states += (old | set(step.dst)) - kept
+
+    def logits(self, rows: Sequence[Row], accepted: Sequence[int] | None = None) -> torch.Tensor:
+        """Runs a step; the logits [L, vocabulary] after the wanted tokens."""
+        plan = self.plan(rows)
+        indices = StateIndices.from_arrays(plan.arrays, torch.device("cpu"))
+        logits = self.runner.model.logits(indices, self.runner.states.layers, self.runner.pages)
+        self.advance(rows, plan, accepted)
+        return logits
+
+    def execute(self, rows: Sequence[Row], sampling: Sequence[RowSampling]) -> list[RowOutput]:
+        """Runs a step through the runner."""
+        plan = self.plan(rows)
+        outputs = self.runner.execute(plan, sampling)
+        self.advance(rows, plan)
+        return outputs
+
+    def _step(self, row: Row) -> SequenceStep:
+        request, start = row.request, row.request.computed
+        end = start + len(row.tokens)
+        while len(request.kv_blocks) * self.block_size < end:
+            request.kv_blocks.append(self.free_kv.pop())
+        crossing = -(-(start + 1) // CHUNK) * CHUNK - 1 - start  # the first token that ends a block
+        return SequenceStep(
+            request_id=str(id(request)),
+            start=start,
+            num_tokens=end - start,
+            prefill=row.prefill,
+            samples=True if not row.prefill else end == len(request.tokens),
+            src=request.state,
+            conv_src=request.conv_state,
+            conv_offset=request.conv_offset,
+            dst=tuple(self.free_states.pop() for _ in range(1 if row.prefill else end - start)),
+            drafts=row.drafts or (),
+            checkpoints={position: self.free_states.pop() for position in row.checkpoints if position < end},
+            boundary_index=crossing if not row.prefill and 0 < crossing < end - start else -1,
+        )
+
+
+def _complete_states(step: SequenceStep, count: int) -> dict[int, int]:
+    """The boundaries among the first `count` tokens whose state, with its own conv window, stands in a dst."""
+    if step.prefill:
+        ends = {step.start + step.num_tokens: step.dst[0]}
+    else:
+        ends = {step.start + j + 1: step.dst[j] for j in range(count) if j in (0, step.boundary_index)}
+    return {position: block for position, block in ends.items() if position % CHUNK == 0}
+
+
+def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: int) -> StepPlan:
+    """The arrays of a step, decode rows first."""
+    decodes = [step for step in steps if not step.prefill]
+    prefills = [step for step in steps if step.prefill]
+    assert list(steps) == decodes + prefills
+    per_row = max((step.num_tokens for step in decodes), default=1)
+    flat_start = [i * per_row for i in range(len(decodes))]
+    query_start = np.cumsum([len(decodes) * per_row, *(step.num_tokens for step in prefills)])
+    flat_start += query_start[:-1].tolist()
+    size = int(query_start[-1])
+    tokens, positions, kv_slot = np.zeros(size), np.zeros(size), np.full(size, -1)
+    block_table = np.zeros((len(steps), max(len(row.request.kv_blocks) for row in rows)))
+    wanted: list[int] = []
+    for i, (row, step, first) in enumerate(zip(rows, steps, flat_start, strict=True)):
+        where = np.arange(first, first + step.num_tokens)
+        blocks = np.array(row.request.kv_blocks)
+        at = np.arange(step.start, step.start + step.num_tokens)
+        tokens[where], positions[where] = row.tokens, at
+        kv_slot[where] = blocks[at // block_size] * block_size + at % block_size
+        block_table[i, : len(blocks)] = blocks
+        wanted += where.tolist() if row.all_logits or not step.prefill else where[-1:].tolist() * step.samples
+    arrays = {
+        "decode_src": [step.src for step in decodes],
+        "decode_conv_src": [step.conv_src for step in decodes],
+        "decode_conv_offset": [step.conv_offset for step in decodes],
+        "decode_boundary_index": [step.boundary_index for step in decodes],
+        "decode_dst": np.array(
+            [(*step.dst, *[0] * (per_row - step.num_tokens)) for step in decodes], dtype=np.int32
+        ).reshape(len(decodes), per_row),
+        "query_start_loc": query_start,
+        "context_len": [step.start for step in prefills],
+        "src": [step.src for step in prefills],
+        "conv_src": [step.conv_src for step in prefills],
+        "conv_offset": [step.conv_offset for step in prefills],
+        **_chunks(prefills, query_start.tolist()),
+        "tokens": tokens,
+        "positions": positions,
+        "kv_slot": kv_slot,
+        "block_table": block_table,
+        "kv_len": [step.start + step.num_tokens for step in steps],
+        "logits_index": wanted,
+    }
+    return StepPlan(
+        tuple(steps), len(decodes), per_row, {name: np.asarray(x, dtype=np.int32) for name, x in arrays.items()}
+    )
+
+
+def _chunks(prefills: Sequence[SequenceStep], query_start: Sequence[int]) -> dict[str, list[int]]:
+    """The chunk table: rows cut at absolute multiples of 64."""
+    table: dict[str, list[int]] = {"chunk_seq": [], "chunk_start": [], "chunk_dst": [], "seq_chunk_start": [0]}
+    for i, step in enumerate(prefills):
+        position, end = step.start, step.start + step.num_tokens
+        while position < end:
+            following = min(end, (position // CHUNK + 1) * CHUNK)
+            table["chunk_seq"].append(i)
+            table["chunk_start"].append(query_start[i] + position - step.start)
+            table["chunk_dst"].append(step.dst[0] if following == end else step.checkpoints.get(following, 0))
+            position = following
+        table["seq_chunk_start"].append(len(table["chunk_seq"]))
+    return table

@@ -1,0 +1,147 @@
+"""Loading: what is refused, what is shared, and how layers are described."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from mambacache.models.adapt import MODEL_TYPES, adapt, load_model, model_skeleton, read_config
+from mambacache.models.attention import ATTENTION
+from mambacache.models.layer import KVLayer, StateTensor
+from mambacache.models.projection import JoinedLinears, fuse
+from runner_driver import Driver, Row
+from tiny_models import VOCABULARY, save_tiny_model
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return save_tiny_model("qwen3_next", tmp_path / "model")
+
+
+def change_weights(checkpoint: Path, drop: str = "", halve: str = "") -> None:
+    path = checkpoint / "model.safetensors"
+    weights = {name: weight for name, weight in load_file(path).items() if name != drop}
+    if halve:
+        weights[halve] = weights[halve][: len(weights[halve]) // 2].clone()
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def test_layouts_of_a_model_and_of_its_skeleton(checkpoint: Path) -> None:
+    conv = StateTensor((3 + 2, 2 * 2 * 16 + 4 * 32), torch.float32)
+    for model in (load_model(checkpoint), model_skeleton(checkpoint)):
+        assert model.state_layers(torch.bfloat16, 2) == [(conv, StateTensor((4, 32, 16), torch.bfloat16))] * 3
+        assert model.kv_layers == (KVLayer(2, 32, 32, torch.float32),)
+    skeleton = model_skeleton(checkpoint, dtype="bfloat16")
+    assert skeleton.state_layers(torch.float32)[0][0].dtype == skeleton.kv_layers[0].dtype == torch.bfloat16
+    assert {weight.device.type for weight in skeleton.module.parameters()} == {"meta"}
+
+
+def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere(tmp_path: Path) -> None:
+    checkpoint = save_tiny_model("qwen3_next", tmp_path)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert load_model(checkpoint).module.dtype == torch.float32
+    assert load_model(checkpoint, dtype="float16").module.dtype == torch.float16
+    assert model_skeleton(checkpoint, device="cuda").module.dtype == torch.bfloat16
+
+
+def test_composite_checkpoints_say_that_only_their_text_part_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = save_tiny_model("qwen3_5", tmp_path)
+    with caplog.at_level(logging.WARNING):
+        model = load_model(checkpoint)
+    assert [message for message in caplog.messages if "only the text part" in message]
+    assert model.config.model_type == "qwen3_5_text"
+    assert not [name for name, _ in model.module.named_parameters() if "visual" in name]
+
+
+def test_no_config(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ValueError, match=r"holds no readable config\.json: give the directory of a checkpoint"):
+            load_model(path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"holds no readable config\.json"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "no_such_type", None])
+def test_unknown_model_type(tmp_path: Path, model_type: str | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": 64}))
+    with pytest.raises(ValueError, match=f"model type {model_type!r} of .* is not supported: use one of .*qwen3_next"):
+        read_config(tmp_path)
+
+
+def test_weights_that_are_absent_or_unreadable(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"weights of .* cannot be read: put complete safetensors files there"):
+        load_model(checkpoint)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"weights of .* cannot be read: put complete safetensors files there"):
+        load_model(checkpoint)
+
+
+def test_weights_that_do_not_fit_the_config(checkpoint: Path) -> None:
+    change_weights(checkpoint, halve="model.norm.weight")
+    with pytest.raises(ValueError, match=r"1 weights of .* missing or of another shape .* first is model.norm.weight"):
+        load_model(checkpoint)
+    change_weights(checkpoint, drop="model.layers.0.linear_attn.A_log", halve="")
+    with pytest.raises(ValueError, match=r"2 weights of .* first is model.layers.0.linear_attn.A_log"):
+        load_model(checkpoint)
+
+
+def test_other_activation_is_refused(tmp_path: Path) -> None:
+    checkpoint = save_tiny_model("qwen3_next", tmp_path, hidden_act="gelu")
+    with pytest.raises(ValueError, match="hidden_act is 'gelu'"):
+        load_model(checkpoint)
+
+
+def test_fuse_merges_plain_linears_and_calls_others() -> None:
+    plain = [nn.Linear(8, rows, bias=False) for rows in (6, 4)]
+    order = torch.randperm(10)
+    x = torch.randn(5, 8)
+    expected = torch.cat([linear(x) for linear in plain], dim=-1)
+    fused = fuse(plain)
+    assert isinstance(fused, nn.Linear)
+    torch.testing.assert_close(fused(x), expected)
+    torch.testing.assert_close(fuse(plain, order)(x), expected[:, order])
+    with_bias = [plain[0], nn.Linear(8, 4)]
+    joined = fuse(with_bias, order)
+    assert isinstance(joined, JoinedLinears)
+    torch.testing.assert_close(joined(x), torch.cat([linear(x) for linear in with_bias], dim=-1)[:, order])
+
+
+class Opaque(nn.Module):
+    """Stands for a quantised linear: it can be called, and has no weight to read."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.inner = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid"])
+def test_projections_are_called_and_not_read(name: str, tmp_path: Path) -> None:
+    checkpoint = save_tiny_model(name, tmp_path)
+    module = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=ATTENTION).eval()
+    for parent in list(module.modules()):
+        if type(parent).__name__ == MODEL_TYPES[module.config.model_type].mixer:
+            for child_name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, child_name, Opaque(child))
+    tokens = torch.randint(VOCABULARY, (70,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits = []
+    for model in (load_model(checkpoint), adapt(module)):
+        driver = Driver(model)
+        logits.append(driver.logits([Row(driver.add(tokens), len(tokens), all_logits=True)]))
+    assert (logits[0] - logits[1]).abs().max() < 1e-4
