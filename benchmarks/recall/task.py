@@ -1,0 +1,137 @@
+"""The recall task: the last write wins.
+
+A document is a list of records `<name> went to <place> .`, in which every name is written many times; a question
+`where is <name> ?` is answered by `<place> .` with the place that was written last for that name. One word is one
+token, so a record takes 5 tokens, a question 4 and an answer 2.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+
+_NAMES = """
+Ada Alan Alice Amos Anna Arthur Barbara Basil Bella Boris Carl Celia Clara Conrad Daniel Daphne
+Edgar Edith Elias Emma Ernest Eva Felix Fiona Frank Frida George Greta Hannah Harold Hugo Ida
+Irene Isaac Ivan Jacob Jane Jonas Julia Karl Kate Laura Leo Lily Louis Lucy Marie Martin
+Max Mona Nadia Nathan Nora Oscar Paula Peter Quentin Rosa Ruth Samuel Sophie Thomas Vera Walter
+"""
+_PLACES = """
+Accra Algiers Amman Amsterdam Ankara Athens Baghdad Bangkok Beijing Beirut Belgrade Berlin Bern Bogota Bratislava
+Brussels Bucharest Budapest Cairo Canberra Caracas Copenhagen Dakar Damascus Delhi Dhaka Dublin Hanoi Harare
+Havana Helsinki Islamabad Jakarta Kabul Kampala Khartoum Kigali Lima Lisbon Ljubljana London Luanda Lusaka
+Madrid Managua Manila Minsk Montevideo Moscow Muscat Nairobi Oslo Ottawa Paris Prague Quito Riga Rome
+Santiago Seoul Sofia Tallinn Tokyo Vienna
+"""
+NAMES: tuple[str, ...] = tuple(_NAMES.split())
+PLACES: tuple[str, ...] = tuple(_PLACES.split())
+EOS, UNKNOWN = "<eos>", "<unk>"
+VOCABULARY: tuple[str, ...] = (EOS, UNKNOWN, "went", "to", ".", "where", "is", "?", *NAMES, *PLACES)
+TOKEN_ID: dict[str, int] = {word: token for token, word in enumerate(VOCABULARY)}
+FIRST_NAME = TOKEN_ID[NAMES[0]]
+FIRST_PLACE = TOKEN_ID[PLACES[0]]
+
+RECORD_TOKENS = 5
+ANSWER_TOKENS = 2
+BLOCK_TOKENS = 64
+NO_LABEL = -100
+DEMO_SEED = 3
+
+
+@dataclass(frozen=True)
+class Document:
+    """Records in the order in which they were written, each a (name, place) pair."""
+
+    records: tuple[tuple[str, str], ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{name} went to {place} ." for name, place in self.records)
+
+    @property
+    def num_tokens(self) -> int:
+        return RECORD_TOKENS * len(self.records)
+
+    @property
+    def boundary(self) -> int:
+        """The last multiple of 64 tokens inside the document."""
+        return self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def question_text(name: str) -> str:
+    """The 4-token prompt that asks for the last place of `name`."""
+    return f"where is {name} ?"
+
+
+def answer_text(place: str) -> str:
+    """The 2-token answer."""
+    return f"{place} ."
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text of known words; KeyError for any other word."""
+    return [TOKEN_ID[word] for word in text.split()]
+
+
+def demo_document(seed: int, num_records: int = 822, num_names: int = 32) -> Document:
+    """A document of uniformly random records; the default length is 4,110 tokens, 14 past a multiple of 64."""
+    rng = random.Random(seed)
+    names = rng.sample(NAMES, num_names)
+    return Document(tuple((rng.choice(names), rng.choice(PLACES)) for _ in range(num_records)))
+
+
+def demo_questions(document: Document, seed: int, count: int = 20) -> list[tuple[str, str]]:
+    """`count` (name, right place) pairs about different names, none of them written after the document's boundary.
+
+    The tokens behind the boundary, which a hit there still computes, thus hold none of the answers. Raises ValueError
+    if fewer than `count` names qualify.
+    """
+    last_place = dict(document.records)
+    written_late = {name for name, _ in document.records[document.boundary // RECORD_TOKENS :]}
+    return random.Random(seed).sample(
+        [(name, place) for name, place in last_place.items() if name not in written_late], count
+    )
+
+
+def training_batch(
+    rng: np.random.Generator, batch_size: int, num_names: int, num_records: int, num_questions: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences of records with answered questions between and behind them.
+
+    Every sequence draws its own `num_names` of the 64 names, and a point from which on its questions may come, so that
+    some sequences are questioned throughout and some only at their end. A question drawn before its name was written
+    asks for the name of the first record instead.
+
+    Returns (tokens, labels), both int64 [batch_size, 5 * num_records + 6 * num_questions]; labels are the answers'
+    token ids and -100 elsewhere.
+    """
+    num_items = num_records + num_questions
+    rows = np.arange(batch_size)
+    first_question = rng.integers(1, num_records, size=(batch_size, 1), endpoint=True)
+    order = np.where(np.arange(num_items) < first_question, 2.0, rng.random((batch_size, num_items))).argsort(axis=1)
+    is_question = np.zeros((batch_size, num_items), dtype=bool)
+    is_question[rows[:, None], order[:, :num_questions]] = True
+
+    names = rng.permuted(np.tile(np.arange(len(NAMES)), (batch_size, 1)), axis=1)
+    name = names[rows[:, None], rng.integers(num_names, size=(batch_size, num_items))]
+    place = rng.integers(len(PLACES), size=(batch_size, num_items))
+    last_place = np.full((batch_size, len(NAMES)), -1)
+    for item in range(num_items):
+        asks = is_question[:, item]
+        unknown = asks & (last_place[rows, name[:, item]] < 0)
+        name[:, item] = np.where(unknown, name[:, 0], name[:, item])
+        place[:, item] = np.where(asks, last_place[rows, name[:, item]], place[:, item])
+        last_place[rows, name[:, item]] = place[:, item]
+
+    name, place = name + FIRST_NAME, place + FIRST_PLACE
+    went, to, stop, where, is_, mark = (np.full_like(name, token) for token in encode("went to . where is ?"))
+    absent = np.full_like(name, -1)
+    question = np.stack((where, is_, name, mark, place, stop), axis=2)
+    record = np.stack((name, went, to, place, stop, absent), axis=2)
+    items = np.where(is_question[:, :, None], question, record)
+    answered = is_question[:, :, None] & (np.arange(items.shape[2]) >= items.shape[2] - ANSWER_TOKENS)
+    present = items >= 0
+    tokens = items[present].reshape(batch_size, -1)
+    return tokens, np.where(answered[present].reshape(batch_size, -1), tokens, NO_LABEL)
