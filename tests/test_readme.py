@@ -1,0 +1,88 @@
+"""Every code block of README.md runs, and its tables say what the code computes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, OlmoHybridConfig, PreTrainedConfig, Qwen3_5MoeTextConfig, Qwen3NextConfig
+
+from mambacache.cache.report import Loss
+from mambacache.models.adapt import MODEL_TYPES, adapt
+from mambacache.models.attention import ATTENTION
+from mambacache.runner.sizing import weight_bytes
+from mambacache.runner.state_pool import kv_block_bytes, state_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line for kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+
+
+def test_there_is_no_other_kind_of_block() -> None:
+    assert {kind for kind, _ in BLOCKS} == {"text", "bash", "python"}
+
+
+@pytest.mark.parametrize("block", [block for kind, block in BLOCKS if kind == "python"])
+def test_python_block(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, "README.md", "exec"), {})
+    assert "Lima ." in printed.getvalue() or "num_tokens=128" in printed.getvalue()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, tmp_path: Path) -> None:
+    """`make demo` and `make test` run elsewhere (test_recall, and whoever runs this): here their targets must exist."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        words.insert(1, "--dry-run")
+    elif words[0] == "pip":
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(tmp_path)]
+        words = [sys.executable, "-m", *words, *options]
+    else:
+        words[0] = str(Path(sys.executable).with_name(words[0]))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or words[0] == sys.executable
+
+
+def test_demo_output_is_of_the_demo_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "recall"))
+    from demo import expected_hits
+
+    rows = [list(map(int, row)) for row in re.findall(r"prompt +(\d+)  hit +(\d+)  ceiling +(\d+)", README)]
+    assert [hit for _, hit, _ in rows] == expected_hits() + [0] * 20
+    assert all(hit <= ceiling < prompt for prompt, hit, ceiling in rows)
+
+
+def test_all_model_types_and_losses_are_listed() -> None:
+    assert all(f"`{name}`" in README for name in MODEL_TYPES)
+    assert set(re.findall(r"^\| `([a-z ]+)` \|.*\|.*\|$", README, re.MULTILINE)) >= set(Loss)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("Qwen3-Next-80B-A3B", Qwen3NextConfig()),
+        ("Qwen3.5-35B-A3B (text part)", Qwen3_5MoeTextConfig()),
+        ("OLMo-Hybrid-7B", OlmoHybridConfig()),
+    ],
+)
+def test_checkpoint_sizes(name: str, config: PreTrainedConfig) -> None:
+    """The defaults of these classes are the checkpoints' own dimensions."""
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    model = adapt(module)
+    state = state_bytes(model.state_layers(torch.float32))
+    row = next(line for line in README.splitlines() if line.startswith(f"| {name} |"))
+    sizes = weight_bytes(model), state, kv_block_bytes(model.kv_layers, 64) // 64
+    assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]{5,}) bytes", row)] == list(sizes)
