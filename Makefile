@@ -3,12 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-# Two cores: one torch thread in each of two pytest workers is faster than two threads that meet at every operation.
-export OMP_NUM_THREADS ?= 1
-# The folder kernels/ must not be importable under its own name: -P keeps the checkout off the module search path.
-PYTEST := $(PY) -P -m pytest
-
-.PHONY: setup demo test lint types pytest bench-scheduler clean
+.PHONY: setup demo test lint types pytest bench-scheduler
 
 setup: $(READY)
 
@@ -31,11 +26,11 @@ types: $(READY)
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	$(PY) -m mypy build/types/mambacache
 
+# Two workers with one torch thread each: small operations gain little from a second thread.
+# -P keeps the checkout off the module search path, where its folder kernels/ would be importable under that name too.
+pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
-	$(PYTEST) --numprocesses 2
+	$(PY) -P -m pytest --numprocesses 2
 
 bench-scheduler: $(READY)
 	$(PY) benchmarks/bench_scheduler.py
-
-clean:
-	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

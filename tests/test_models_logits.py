@@ -106,6 +106,8 @@ def test_mixed_batches_of_eight(models: tuple[Model, Original]) -> None:
     for request in [*decoding, *prefilling]:
         logits = torch.cat(got[id(request)])
         assert_close(logits, original(request.tokens[: request.computed])[-len(logits) :])
+    hit = driver.resume(decoding[1], 64, tokens_of(7, 30))  # a checkpoint that decoding wrote
+    assert_close(prefill(driver, hit, 64), original(hit.tokens)[-30:])
 
 
 def test_drafts(models: tuple[Model, Original]) -> None:

@@ -178,11 +178,20 @@ def test_outputs_after_a_failed_step(model: Model, monkeypatch: pytest.MonkeyPat
     assert outputs[0].tokens == [all_logits(model, tokens_of(0, 10))[-1].argmax().item()]
 
 
-def test_bfloat16_states_stay_close(tmp_path: Path) -> None:
-    model = load_model(save_tiny_model("qwen3_next", tmp_path))
-    tokens = tokens_of(0, 150)
-    driver = Driver(model, state_dtype=torch.bfloat16)
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_states(model: Model, state_dtype: torch.dtype) -> None:
+    """The first chunk reads no rounded state, those after it do."""
+    tokens = tokens_of(0, 192)
+    driver = Driver(model, state_dtype=state_dtype)
     request = driver.add(tokens)
-    logits = [driver.logits([Row(request, 50, all_logits=True)]) for _ in range(3)]
+    logits = [driver.logits([Row(request, 64, all_logits=True)]) for _ in range(3)]
     difference = (torch.cat(logits) - all_logits(model, tokens)).abs()
-    assert difference[:50].max() < 2e-4 < difference[64:].max() < 0.1
+    assert difference[:64].max() < 2e-4 < difference[64:].max() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["qwen3_next_moe", "olmo_hybrid"])
+def test_16_bit_models(name: str, dtype: str, tmp_path: Path) -> None:
+    checkpoint, tokens = save_tiny_model(name, tmp_path), tokens_of(0, 100)
+    difference = all_logits(load_model(checkpoint, dtype), tokens).float() - all_logits(load_model(checkpoint), tokens)
+    assert 1e-4 < difference.square().mean().sqrt() < 0.15

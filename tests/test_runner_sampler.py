@@ -117,3 +117,10 @@ def test_score() -> None:
     assert tokens[0].tolist() == [1, 2] and set(tokens[1].tolist()) == {0, 1}
     torch.testing.assert_close(values[0].double(), exact[0, [1, 2]], rtol=0, atol=1e-6)
     assert score(logits, torch.tensor([0, 1]), 10)[1].shape == (2, 3)
+
+
+def test_logits_without_meaning_give_some_token() -> None:
+    logits = torch.tensor([[torch.nan] * 4, [-torch.inf] * 4])
+    parameters = torch.from_numpy(draw_parameters([SamplingParams()] * 2, [0, 0], [0, 1]))
+    tokens = sample(logits, torch.arange(2), torch.arange(2), parameters)
+    assert all(0 <= token < 4 for token in tokens.tolist())

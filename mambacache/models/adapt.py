@@ -27,12 +27,12 @@ class ModelType:
     Args:
         mixer: class name of its recurrent layers.
         adapt: builds the layer that takes such a module's place.
-        attention: class name of its attention modules.
+        attention: class name of its attention modules, if it has any.
     """
 
     mixer: str
     adapt: Callable[[Any], Mixer]
-    attention: str
+    attention: str | None = None
 
 
 MODEL_TYPES = {
@@ -166,16 +166,19 @@ def adapt(module: PreTrainedModel) -> Model:
     """
     config = module.config
     model_type = MODEL_TYPES[config.model_type]
-    mixers: list[Mixer] = []
-    kv_layers: list[KVLayer] = []
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child).__name__ == model_type.mixer:
-                mixers.append(model_type.adapt(child))
-                setattr(parent, name, mixers[-1])
-            elif type(child).__name__ == model_type.attention:
-                kv_layers.append(kv_layer(child, config, module.dtype))
-    return Model(module, config, tuple(mixers), tuple(kv_layers))
+    attention = [child for child in module.modules() if type(child).__name__ == model_type.attention]
+    kv_layers = tuple(kv_layer(child, config, module.dtype) for child in attention)
+    places = [
+        (parent, name)
+        for parent in module.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__ == model_type.mixer
+    ]
+    mixers = []
+    for parent, name in places:  # one at a time: the old layer's weights are freed before the next one's are merged
+        mixers.append(model_type.adapt(getattr(parent, name)))
+        setattr(parent, name, mixers[-1])
+    return Model(module, config, tuple(mixers), kv_layers)
 
 
 def _resolve_dtype(dtype: str, config: PreTrainedConfig, device: str | torch.device) -> torch.dtype:

@@ -84,7 +84,7 @@ def _draw(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
     dropped[:, 0] = False
     mass = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1, dtype=torch.float64)
     place = torch.searchsorted(mass, mass[:, -1:] * ((bits.double() + 0.5) / 2**DRAW_BITS), right=True)
-    return tokens.gather(-1, place)[:, 0]
+    return tokens.gather(-1, place.clamp(max=logits.shape[-1] - 1))[:, 0]  # logits of NaN give no place
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
