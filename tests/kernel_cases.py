@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mambacache.kernels import StateIndices, conv1d, gated_delta_rule
@@ -17,6 +18,7 @@ from mambacache.kernels import StateIndices, conv1d, gated_delta_rule
 CHUNK = 64
 MAX_DRAFTS = 7
 Inputs = dict[str, Tensor]  # per token: name -> [tokens, ...]
+DtypePairs = tuple[tuple[torch.dtype, torch.dtype], ...]  # (activations, state) that an op supports
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Row:
             start = end
 
 
-def int32(values: Sequence[object]) -> np.ndarray:
+def int32(values: ArrayLike) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
@@ -168,7 +170,7 @@ class Op(Protocol):
     """What the tests need of a recurrent op. `walk` is the oracle: one row, token by token, in float64."""
 
     name: str
-    state_dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]  # (activations, state) that the op supports
+    state_dtypes: DtypePairs
     state_shape: tuple[int, ...]
     exact_state: bool  # the stored state is a copy of inputs
 
@@ -189,21 +191,21 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 class Conv1dOp:
     name = "conv1d"
-    state_dtypes = tuple((dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
+    state_dtypes: DtypePairs = tuple((t, t) for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
     exact_state = True
 
-    def __init__(self, dim: int = 40, width: int = 4, bias: bool = True, activation: str | None = "silu") -> None:
+    def __init__(self, dim: int = 37, width: int = 4, bias: bool = True, activation: str | None = "silu") -> None:
         self.dim, self.reach, self.activation = dim, width - 1, activation
         self.weight = random(dim, width, seed=1)
         self.bias = random(dim, seed=2) if bias else None
-        self.state_shape = (self.reach + MAX_DRAFTS, dim)
+        self.state_shape: tuple[int, ...] = (self.reach + MAX_DRAFTS, dim)
 
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
         return {"x": random(tokens, self.dim, seed=seed + 10, dtype=dtype)}
 
     def run(self, inputs: Inputs, state: Tensor, indices: StateIndices) -> Tensor:
-        weight, bias = (None if x is None else x.to(state.device) for x in (self.weight, self.bias))
-        return conv1d(inputs["x"], weight, bias, state, indices, self.activation)
+        bias = None if self.bias is None else self.bias.to(state.device)
+        return conv1d(inputs["x"], self.weight.to(state.device), bias, state, indices, self.activation)
 
     def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor:
         window = before[row.window_src, row.conv_offset :][: self.reach] if row.window_src else None
@@ -231,7 +233,7 @@ class Conv1dOp:
 
 class DeltaRuleOp:
     name = "gated_delta_rule"
-    state_dtypes = (
+    state_dtypes: DtypePairs = (
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
@@ -249,13 +251,17 @@ class DeltaRuleOp:
         beta_scale: float = 1.0,
     ) -> None:
         self.key_heads, self.value_heads, self.beta_scale = key_heads, value_heads, beta_scale
-        self.state_shape = (value_heads, value_width, key_width)
+        self.state_shape: tuple[int, ...] = (value_heads, value_width, key_width)
         self.A_log = random(value_heads, seed=3)
         self.dt_bias = random(value_heads, seed=4)
 
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
         heads, value_width, key_width = self.state_shape
-        shapes = {"q": (self.key_heads, key_width), "k": (self.key_heads, key_width), "v": (heads, value_width)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (self.key_heads, key_width),
+            "k": (self.key_heads, key_width),
+            "v": (heads, value_width),
+        }
         shapes |= {"a": (heads,), "b": (heads,)}
         return {
             name: random(tokens, *shape, seed=100 * seed + i, dtype=dtype)
@@ -300,7 +306,7 @@ class DeltaRuleOp:
 
 OPS: dict[str, Callable[[], Op]] = {
     "conv1d": Conv1dOp,
-    "short_conv": partial(Conv1dOp, width=3, bias=False, activation=None),
+    "short_conv": partial(Conv1dOp, dim=40, width=3, bias=False, activation=None),
     "gated_delta_rule": DeltaRuleOp,
     "gated_delta_rule_negative": partial(DeltaRuleOp, value_heads=2, key_width=16, value_width=48, beta_scale=2.0),
 }

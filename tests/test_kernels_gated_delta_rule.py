@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,11 @@ def strong_decay(inputs: Inputs) -> None:
     inputs["a"] = torch.where(random(*inputs["a"].shape, seed=1) > 0, 50.0, -5.0).to(inputs["a"])
 
 
+def extreme_decay(inputs: Inputs) -> None:
+    """Log decays of -2000 beside almost 0: differences of their sums would keep two digits."""
+    inputs["a"] = torch.where(random(*inputs["a"].shape, seed=1) > 0, 2000.0, -5.0).to(inputs["a"])
+
+
 def steady_strong_decay(inputs: Inputs) -> None:
     inputs["a"] = torch.full_like(inputs["a"], 50.0)
 
@@ -65,7 +71,7 @@ def no_decay(inputs: Inputs) -> None:
     inputs["a"] = torch.full_like(inputs["a"], -30.0)
 
 
-HARD = [strong_decay, steady_strong_decay, zero_keys, repeated_keys, correlated_keys, no_decay]
+HARD = [strong_decay, extreme_decay, steady_strong_decay, zero_keys, repeated_keys, correlated_keys, no_decay]
 
 
 @pytest.mark.parametrize("spoil", HARD)
@@ -85,7 +91,7 @@ def test_hard_inputs(spoil: Callable[[Inputs], None], beta_scale: float, dtype: 
 def test_operands_rounded_to_a_dtype_lose_what_that_dtype_loses(dtype: torch.dtype) -> None:
     """The precision ruler: its error is a few units in the last place of the operands, and gone in fp32."""
     op = DeltaRuleOp(2, 4, 64, 32)
-    inputs = op.inputs(LENGTH, dtype)
+    inputs: dict[str, Any] = op.inputs(LENGTH, dtype)
     zeros = torch.zeros(op.state_shape, dtype=torch.float64)
     expected = op.recurrence(inputs, zeros)[1][-1]
     errors = {}

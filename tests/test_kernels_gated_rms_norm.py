@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
@@ -14,7 +16,7 @@ from kernel_cases import assert_bitwise, random
 from mambacache.kernels import gated_rms_norm
 
 DIM = 96
-MODULES = {
+MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_next": (Qwen3NextRMSNormGated(DIM), {}),
     "olmo_hybrid": (OlmoHybridRMSNormGated(DIM), {}),
     "kimi_linear": (KimiLinearRMSNormGated(DIM), {"activation": "sigmoid", "round_normed": False}),
@@ -48,7 +50,7 @@ def test_equals_the_module_with_its_rounding_points(name: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", [options for _, options in MODULES.values()], ids=MODULES.keys())
-def test_a_token_does_not_depend_on_its_batch_or_strides(dtype: torch.dtype, options: dict) -> None:
+def test_a_token_does_not_depend_on_its_batch_or_strides(dtype: torch.dtype, options: dict[str, Any]) -> None:
     wide = random(700, 3 * DIM, seed=4, dtype=dtype)
     x, gate = wide[:, :DIM], wide[:, DIM : 2 * DIM]
     weight = random(DIM, seed=5, dtype=dtype)
@@ -75,7 +77,12 @@ def test_float64_is_computed_in_float64() -> None:
         ({"x": torch.zeros(4, 16, dtype=torch.int32)}, "x is int32"),
     ],
 )
-def test_errors(change: dict, message: str) -> None:
-    arguments = {"x": torch.zeros(4, 16), "gate": torch.zeros(4, 16), "weight": torch.ones(16), "eps": 1e-6} | change
+def test_errors(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "x": torch.zeros(4, 16),
+        "gate": torch.zeros(4, 16),
+        "weight": torch.ones(16),
+        "eps": 1e-6,
+    } | change
     with pytest.raises(ValueError, match=message):
         gated_rms_norm(**arguments)

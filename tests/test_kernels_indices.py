@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,12 +79,14 @@ def test_pools_that_no_kernel_could_take_are_refused(make: Callable[[], Op]) -> 
     indices = StateIndices.from_arrays(plan_arrays([], [Row(5, 0, (2,))]), "cpu")
     inputs = op.inputs(5, torch.float32)
     slab = torch.zeros(100_000)
-    size = int(np.prod(op.state_shape))
+    size = -(-int(np.prod(op.state_shape)) // 4) * 4
     inner = torch.empty(op.state_shape, device="meta").stride()
+    good = slab.as_strided((4, *op.state_shape), (size, *inner))
+    op.run(inputs, good, indices)
     for stride, offset, message in [
         (size + 1, 0, "multiples of 16 bytes"),
         (size + 4, 1, "multiples of 16 bytes"),
-        (size - 4, 0, "must not overlap"),
+        (size - 16, 0, "must not overlap"),
     ]:
         with pytest.raises(ValueError, match=message):
             op.run(inputs, slab.as_strided((4, *op.state_shape), (stride, *inner), offset), indices)
@@ -91,17 +94,22 @@ def test_pools_that_no_kernel_could_take_are_refused(make: Callable[[], Op]) -> 
         op.run(inputs, torch.zeros(4, *op.state_shape[:-1], 2 * op.state_shape[-1])[..., ::2], indices)
     with pytest.raises(ValueError, match="has 5 tokens, but the indices were made for 6"):
         longer = StateIndices.from_arrays(plan_arrays([], [Row(6, 0, (2,))]), "cpu")
-        op.run(inputs, torch.zeros(4, *op.state_shape), longer)
+        op.run(inputs, good, longer)
     with pytest.raises(ValueError, match=r"on meta, but the indices are on cpu"):
-        op.run({name: value.to("meta") for name, value in inputs.items()}, torch.zeros(4, *op.state_shape), indices)
+        op.run({name: value.to("meta") for name, value in inputs.items()}, good, indices)
 
 
 def test_conv1d_errors() -> None:
     op = Conv1dOp(dim=8)
     indices = StateIndices.from_arrays(plan_arrays([Row(3, 1, (1, 2, 3))], []), "cpu")
-    good = {"x": torch.zeros(3, 8), "weight": torch.zeros(8, 4), "bias": None, "state": torch.zeros(4, 5, 8)}
+    good: dict[str, Any] = {
+        "x": torch.zeros(3, 8),
+        "weight": torch.zeros(8, 4),
+        "bias": None,
+        "state": torch.zeros(4, 5, 8),
+    }
     conv1d(**good, indices=indices, activation=None)
-    for change, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"state": torch.zeros(4, 4, 8)},
             "Windows of 4 rows are too narrow for 3 tokens per decode row: make them 5 rows",
@@ -113,7 +121,8 @@ def test_conv1d_errors() -> None:
         ({"state": torch.zeros(4, 5, 8, dtype=torch.bfloat16)}, "state is bfloat16 where float32 is needed"),
         ({"x": torch.zeros(3, 8, 1)}, r"x has shape \[3, 8, 1\], but it must be \[F, dim\]"),
         ({"activation": "relu"}, "activation is 'relu', but it must be one of 'silu', None"),
-    ]:
+    ]
+    for change, message in cases:
         with pytest.raises(ValueError, match=message):
             conv1d(**({"activation": None} | good | change), indices=indices)
     assert op.reach == 3
@@ -122,9 +131,14 @@ def test_conv1d_errors() -> None:
 def test_gated_delta_rule_errors() -> None:
     op = DeltaRuleOp(2, 4, 32, 16)
     indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, (1,))]), "cpu")
-    good = {**op.inputs(3, torch.float32), "A_log": op.A_log, "dt_bias": op.dt_bias, "state": torch.zeros(4, 4, 16, 32)}
+    good: dict[str, Any] = {
+        **op.inputs(3, torch.float32),
+        "A_log": op.A_log,
+        "dt_bias": op.dt_bias,
+        "state": torch.zeros(4, 4, 16, 32),
+    }
     gated_delta_rule(**good, indices=indices)
-    for change, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"q": good["q"][..., :24], "k": good["k"][..., :24]},
             "K is 24, but head widths must be multiples of 16 up to 256",
@@ -139,6 +153,7 @@ def test_gated_delta_rule_errors() -> None:
         ({"dt_bias": op.dt_bias[:2]}, "dt_bias has shape"),
         ({"state": torch.zeros(4, 4, 32, 16)}, "state has shape"),
         ({"state": torch.zeros(4, 4, 16, 32, dtype=torch.int32)}, "state is int32"),
-    ]:
+    ]
+    for change, message in cases:
         with pytest.raises(ValueError, match=message):
             gated_delta_rule(**(good | change), indices=indices)

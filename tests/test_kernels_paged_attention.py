@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,7 +106,7 @@ def test_mixed_batch(heads: tuple[int, int], widths: tuple[int, int], dtype: tor
         for position in range(row.kv_held, row.context + row.length):
             written[row.pages[position // 16], position % 16] = True
         positions = range(row.context, row.context + row.length)
-        wanted = oracle(q[start : start + row.length], *expected, positions, scale or widths[0] ** -0.5)
+        wanted = oracle(q[start : start + row.length], expected[0], expected[1], positions, scale or widths[0] ** -0.5)
         actual = y[start : start + row.length].double()
         torch.testing.assert_close(actual, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert padding.sum() > 3 and not y[padding].any()
@@ -145,8 +146,15 @@ def test_errors() -> None:
     row = pages.row(0, 4)
     indices = pages.indices([], [row])
     q, k, v = inputs(4, (4, 2), (16, 16), torch.float32)
-    good = {"q": q, "k": k, "v": v, "key_pages": pages.keys, "value_pages": pages.values, "indices": indices}
-    for change, message in [
+    good: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "key_pages": pages.keys,
+        "value_pages": pages.values,
+        "indices": indices,
+    }
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"q": q[:3]}, "q has 3 tokens, but the indices were made for 4"),
         ({"q": q[:, :3]}, "3 query heads cannot share 2 key heads"),
         ({"k": k[..., :8]}, r"k has shape \[4, 2, 8\]"),
@@ -154,6 +162,7 @@ def test_errors() -> None:
         ({"value_pages": pages.values[:4]}, "value_pages has shape"),
         ({"key_pages": pages.keys[..., :8]}, "key_pages has shape"),
         ({"indices": StateIndices.from_arrays(plan_arrays([], [row]), "cpu")}, "The indices lack positions"),
-    ]:
+    ]
+    for change, message in cases:
         with pytest.raises(ValueError, match=message):
             paged_attention(**(good | change))

@@ -20,56 +20,61 @@ def conv1d(
     activation: str | None = "silu",
 ) -> Tensor:
     """See `mambacache.kernels.conv1d`. One history holds, row by row, the row's source window and then its tokens."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    reach = weight.shape[1] - 1  # tokens before its own that an output sees
-    num_decodes, tokens_per_decode = indices.num_decodes, indices.tokens_per_decode
-    device = x.device
-
-    tokens, rows, row_starts, sources, offsets = [], [], [], [], []
-    if num_decodes:
-        computed = computed_decode_tokens(indices).flatten().nonzero().squeeze(1)
-        tokens.append(computed)
-        rows.append(computed // tokens_per_decode)
-        row_starts.append(torch.arange(num_decodes, device=device) * tokens_per_decode)
-        sources.append(indices.decode_conv_src)
-        offsets.append(indices.decode_conv_offset)
-    if indices.num_prefills:
-        starts = indices.query_start_loc.long()
-        lengths = starts.diff()
-        tokens.append(torch.arange(int(starts[0]), int(starts[-1]), device=device))
-        rows.append(torch.arange(indices.num_prefills, device=device).repeat_interleave(lengths) + num_decodes)
-        row_starts.append(starts[:-1])
-        sources.append(indices.conv_src)
-        offsets.append(indices.conv_offset)
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    if not tokens:
+    num_rows = indices.num_decodes + indices.num_prefills
+    if not num_rows:
         return out
-
-    token = torch.cat(tokens)
-    window_start = torch.cat(row_starts) + reach * torch.arange(num_decodes + indices.num_prefills, device=device)
-    place = token + reach * (torch.cat(rows) + 1)  # of a token in the history
-    tap = torch.arange(reach, device=device)
-    source = torch.cat(sources)
-    history = x.new_zeros(indices.num_tokens + reach * len(source), x.shape[1])
+    reach = weight.shape[1] - 1  # tokens before its own that an output sees
+    token, row, row_start, source, offset = _rows(indices)
+    place = token + reach * (row + 1)  # of a token in the history
+    window_start = row_start + reach * torch.arange(num_rows, device=x.device)
+    history = x.new_zeros(indices.num_tokens + reach * num_rows, x.shape[1])
     history[place] = x[token]
-    history[window_start[:, None] + tap] = _read_windows(state, source, torch.cat(offsets), reach)
+    history[window_start[:, None] + torch.arange(reach, device=x.device)] = _read_windows(state, source, offset, reach)
 
-    total = torch.zeros(len(token), x.shape[1], dtype=dtype, device=device) if bias is None else bias.to(dtype)
-    for i in range(reach + 1):
-        total = total + weight[:, i].to(dtype) * history[place - reach + i].to(dtype)
-    out[token] = (silu(total) if activation == "silu" else total).to(x.dtype)
+    outputs = _convolve(history, weight, bias)[place - reach]
+    out[token] = (silu(outputs) if activation == "silu" else outputs).to(x.dtype)
 
-    if num_decodes:
-        _write_wide_windows(state, indices, history, window_start[:num_decodes], reach)
-        boundary = indices.decode_boundary_index.long()
-        row = (boundary > 0).nonzero().squeeze(1)
-        boundary = boundary[row]
+    if indices.num_decodes:
+        _write_wide_windows(state, indices, history, window_start[: indices.num_decodes], reach)
+        row = (indices.decode_boundary_index > 0).nonzero().squeeze(1)
+        boundary = indices.decode_boundary_index[row].long()
         _write_windows(state, indices.decode_dst[row, boundary], history, window_start[row] + reach + boundary, reach)
     if indices.num_prefills:
         chunks = Chunks.of(indices)
-        last = chunks.last + reach * (indices.chunk_seq[: chunks.count] + num_decodes + 1)
+        last = chunks.last + reach * (indices.chunk_seq[: chunks.count] + indices.num_decodes + 1)
         _write_windows(state, indices.chunk_dst[: chunks.count], history, last, reach)
     return out
+
+
+def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
+    """The computed tokens [n] and the row of each, then each row's first token, window block and window offset."""
+    parts = []
+    device = indices.device
+    if indices.num_decodes:
+        token = computed_decode_tokens(indices).flatten().nonzero().squeeze(1)
+        start = torch.arange(indices.num_decodes, device=device) * indices.tokens_per_decode
+        row = token // indices.tokens_per_decode
+        parts.append((token, row, start, indices.decode_conv_src, indices.decode_conv_offset))
+    if indices.num_prefills:
+        bounds = indices.query_start_loc.long()
+        token = torch.arange(int(bounds[0]), int(bounds[-1]), device=device)
+        row = torch.arange(indices.num_prefills, device=device).repeat_interleave(bounds.diff()) + indices.num_decodes
+        parts.append((token, row, bounds[:-1], indices.conv_src, indices.conv_offset))
+    return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def _convolve(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Output i ends at place i + W - 1. Taps are added one by one: no sum whose order could vary."""
+    dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+    width = weight.shape[1]
+    count = len(history) - width + 1
+    total = torch.zeros(count, history.shape[1], dtype=dtype, device=history.device)
+    if bias is not None:
+        total += bias.to(dtype)
+    for i in range(width):
+        total += weight[:, i].to(dtype) * history[i : i + count].to(dtype)
+    return total
 
 
 def _read_windows(state: Tensor, blocks: Tensor, offsets: Tensor, reach: int) -> Tensor:
