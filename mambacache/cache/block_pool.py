@@ -46,6 +46,16 @@ class BlockPool:
     def num_committed(self) -> int:
         return len(self._blocks)
 
+    def counts(self) -> dict[str, int]:
+        """Blocks by status; evictable ones are committed too."""
+        free, committed = len(self._free), len(self._blocks)
+        return {
+            "free": free,
+            "writing": self.num_blocks - free - committed,
+            "committed": committed,
+            "evictable": self.num_evictable,
+        }
+
     def lookup(self, block_hash: bytes) -> int | None:
         """The COMMITTED block that a hash names, or None."""
         return self._blocks.get(block_hash)

@@ -5,46 +5,21 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from mambacache.cache.batch_arrays import build_plan
 from mambacache.cache.block_pool import BlockPool
-from mambacache.cache.prefix_index import Match, PrefixIndex, common_blocks, extend_chain, root_hash
-from mambacache.cache.report import (
-    CacheEvent,
-    CacheStats,
-    ComputedRecord,
-    Loss,
-    RequestReport,
-    common_tokens,
-    partition_loss,
-)
+from mambacache.cache.matcher import Hit, Matcher
+from mambacache.cache.prefix_index import PrefixIndex, extend_chain, root_hash
+from mambacache.cache.report import CacheEvent, CacheStats, ComputedRecord, Loss, RequestReport
 from mambacache.cache.retention import Retention, Wish
-from mambacache.cache.sequence import ALWAYS_EXACT, CachedSequence
+from mambacache.cache.sequence import CachedSequence
 from mambacache.cache.state_planner import StatePlanner
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan
 
+__all__ = ["Hit", "PrefixCache"]
+
 MAX_EVENTS = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """What a prompt finds in the cache.
-
-    Attributes:
-        num_tokens: prompt tokens that need not be computed, a multiple of the block size.
-        junction: where the prompt leaves what others computed, in tokens; 0 if that is no deeper than the hit.
-        exact: whether the state, and the KV before it, were computed as a cold prefill computes them.
-        waits_for: a running request that is about to compute a longer common prefix, or None.
-        losses: tokens that others computed and that are computed again, by reason.
-    """
-
-    num_tokens: int
-    junction: int
-    exact: bool
-    waits_for: str | None
-    losses: dict[Loss, int]
 
 
 class PrefixCache:
@@ -52,14 +27,14 @@ class PrefixCache:
 
     Host integers only. A request's life: `add`, then `admit` until it returns a hit, then for each step `chunk`,
     `allocate`, and for all rows together `plan`, the forward pass, `issued`, `accept`; at last `free`. Between
-    `allocate` and `issued` (or `cancel`) a row's request is neither preempted nor freed. Blocks beside the running state
-    are taken only if there are any: without room fewer states are cached, and `None` says that a row or a request has to
-    wait, or another one to be preempted.
+    `allocate` and `issued` (or `cancel`) a row's request is neither preempted nor freed. Blocks beside the running
+    state are taken only if there are any: without room fewer states are cached, and `None` says that a row or a
+    request has to wait, or another one to be preempted.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.stats = CacheStats()
+        self._stats = CacheStats()
         self._events: deque[CacheEvent] = deque(maxlen=MAX_EVENTS)
         self._record = ComputedRecord(config.block_size, config.record_tokens)
         self._states = BlockPool(config.num_state_blocks, self._state_removed)
@@ -67,11 +42,11 @@ class PrefixCache:
         self._index = PrefixIndex(self._states, self._kv, config.max_seen_blocks, config.strict_reuse)
         self._retention = Retention(config.block_size, config.checkpoint_interval)
         self._planner = StatePlanner(
-            config, self._states, self._kv, self._index, self._retention, self._record, self.stats, self._events
+            config, self._states, self._kv, self._index, self._retention, self._record, self._stats, self._events
         )
         self._sequences: dict[str, CachedSequence] = {}
         self._running: dict[str, CachedSequence] = {}
-        self._kv_copies: list[tuple[int, int]] = []
+        self._matcher = Matcher(config, self._states, self._kv, self._index, self._record, self._running)
         self._generation = 0
 
     # --- requests ---
@@ -114,9 +89,9 @@ class PrefixCache:
             kv_tokens: tokens that the host's own KV covers; required if the model has attention and the host keeps KV.
         """
         s = self._sequences[request_id]
-        match = self._match(s, kv_tokens)
-        writer = self._find_writer(s, match)
-        return self._hit(s, match, None if writer is None else writer[0].request_id)
+        match = self._matcher.match(s, kv_tokens)
+        promise = self._matcher.find_writer(s, match)
+        return self._matcher.hit(s, match, None if promise is None else promise.writer.request_id)
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None) -> Hit | None:
         """Takes references to all that is hit, and a block for the running state, in one act.
@@ -125,64 +100,69 @@ class PrefixCache:
             None, and nothing is taken: there is no room, or another request computes the prefix (`waits_for` tells).
         """
         s = self._sequences[request_id]
-        s.waits = None if s.waits is None or not self._still_writing(*s.waits) else s.waits
-        if s.running or s.in_flight or s.waits is not None or not self._states.num_available:
+        if s.running or s.in_flight or self._matcher.still_waits(s):
             return None
-        match = self._match(s, kv_tokens)
-        s.waits = self._find_writer(s, match)
+        s.waits = None
+        if not self._states.num_available:
+            return None
+        match = self._matcher.match(s, kv_tokens)
+        s.waits = self._matcher.find_writer(s, match)
         if s.waits is not None:
-            s.waits[0].wishes[s.waits[2]] = Wish.PROMISED
-            self.stats.waits += 1
+            s.waits.writer.wishes[s.waits.boundary] = Wish.PROMISED
+            self._stats.waits += 1
             return None
         hit_block = self._states.lookup(s.chain[match.hit]) or 0 if match.hit else 0
-        shared = self._shared_kv(s, match)
+        shared = self._matcher.shared_kv(s, match)
         if not self._has_room(s, hit_block, shared):
             return None
-        hit = self._hit(s, match, None)
+        hit = self._matcher.hit(s, match)
         if s.report is None:
             ceiling = hit.num_tokens + sum(hit.losses.values())
             s.report = RequestReport(len(s.tokens), hit.num_tokens, ceiling, hit.losses)
-            self.stats.add(s.report)
-        self._take(s, hit, hit_block, shared)
+            self._stats.add(s.report)
+        s.near_from = self._matcher.near_from(s, match)
+        self._planner.admit(s, hit_block, hit.num_tokens, shared)
+        s.wishes = self._wishes(s, hit.junction)
+        self._running[request_id] = s
         return hit
 
     def waits_for(self, request_id: str) -> str | None:
         """The request whose progress made the last `admit` of this one return None; None if it was lack of room."""
         waits = self._sequences[request_id].waits
-        return None if waits is None else waits[0].request_id
+        return None if waits is None else waits.writer.request_id
 
     def report(self, request_id: str) -> RequestReport | None:
         """What the cache did for the request at its first admission; None before it."""
         return self._sequences[request_id].report
 
-    def fork(self, request_id: str, children: Mapping[str, int]) -> list[str]:
+    def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
         """More answers to a prompt that was just computed: they share its last state and its full KV blocks.
 
-        Called after the `accept` that gave the request its first answer token.
+        Called after the `accept` that gave the request its first answer token, before it runs on.
 
         Args:
             children: for each further answer its request id and its own first token.
+            max_running: how many of them may run now; None for all.
 
         Returns:
-            The ids that run now. The others found no room for a KV page: they are known, and wait for `admit`.
+            The ids that run now. The others, for which there is no room, are known, and wait for `admit`.
         """
         parent = self._sequences[request_id]
-        running = []
+        running: list[str] = []
         for child_id, token in children.items():
-            tokens = parent.tokens[: parent.computed] + array("i", [token])
+            tokens = parent.tokens[: parent.prompt_len] + array("i", [token])
+            chain = parent.chain[: parent.prompt_len // self.config.block_size + 1]
+            extend_chain(chain, tokens, self.config.block_size)
             child = CachedSequence(
-                child_id, tokens, parent.prompt_len, parent.salt, (), parent.read, parent.store,
-                parent.chain[: parent.computed // self.config.block_size + 1], report=parent.report, stale=parent.stale,
+                child_id, tokens, parent.prompt_len, parent.salt, (), parent.read, parent.store, chain,
+                report=parent.report, stale=parent.stale,
             )  # fmt: skip
-            extend_chain(child.chain, tokens, self.config.block_size)
             self._sequences[child_id] = child
-            copy = self._planner.fork(parent, child)
-            if copy is None:
+            if parent.running and len(running) != max_running and self._planner.fork(parent, child):
+                self._running[child_id] = child
+                running.append(child_id)
+            else:
                 self._rehash_if_stale(child)
-                continue
-            self._kv_copies += copy
-            self._running[child_id] = child
-            running.append(child_id)
         return running
 
     def preempt(self, request_id: str) -> None:
@@ -190,7 +170,7 @@ class PrefixCache:
         s = self._running.pop(request_id)
         self._planner.release(s, finished=False)
         self._rehash_if_stale(s)
-        self.stats.preemptions += 1
+        self._stats.preemptions += 1
 
     def free(self, request_id: str, *, finished: bool) -> None:
         """Forgets a request; what it committed stays. `finished` is False for an aborted one."""
@@ -224,7 +204,7 @@ class PrefixCache:
         rows = [(self._running[step.request_id], step) for step in steps]
         self._planner.add_checkpoints(rows)
         plan = build_plan(rows, self._planner.table, self.config.block_size)
-        plan.kv_copies, self._kv_copies = tuple(self._kv_copies), []
+        plan.kv_copies = tuple((s.kv_source, s.kv[s.kv_shared]) for s, _ in rows if s.kv_source)
         return plan
 
     def issued(self, plan: StepPlan) -> None:
@@ -238,7 +218,8 @@ class PrefixCache:
         """The step's tokens have been read.
 
         Args:
-            token_ids: for each request that sampled, the tokens that remain after stops, a stop token included.
+            token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
+                request that stopped runs no further step.
         """
         for step in plan.steps:
             s = self._sequences.get(step.request_id)
@@ -252,9 +233,16 @@ class PrefixCache:
             if s is not None:
                 self._planner.cancel(s, step)
                 self._rehash_if_stale(s)
-                self.stats.preemptions += 1
+                self._stats.preemptions += 1
 
     # --- the cache as a whole ---
+
+    @property
+    def stats(self) -> CacheStats:
+        """Totals, and how many blocks are in use at this moment."""
+        self._stats.state_blocks = self._states.counts()
+        self._stats.kv_blocks = self._kv.counts() if self._kv is not None else {}
+        return self._stats
 
     def block_row(self, request_id: str) -> list[int]:
         """The request's states as a row of a sparse block table: column i is the state after block i, 0 is null."""
@@ -296,75 +284,6 @@ class PrefixCache:
             s.stale, s.waits = False, None
             s.chain = self._chain(s.tokens, s.salt)
 
-    def _match(self, s: CachedSequence, kv_tokens: int | None) -> Match:
-        host_coverage = None
-        if self.config.has_attention and self._kv is None:
-            if kv_tokens is None:
-                raise ValueError("kv_tokens is missing: say how many tokens the host's KV covers, or set num_kv_blocks")
-            host_coverage = kv_tokens // self.config.block_size
-        if not s.read:
-            return Match(0, 0, 0)
-        return self._index.match(s.chain, (len(s.tokens) - 1) // self.config.block_size, host_coverage)
-
-    def _hit(self, s: CachedSequence, match: Match, waits_for: str | None) -> Hit:
-        size, strict = self.config.block_size, self.config.strict_reuse
-        hit = match.hit * size
-        ceiling = max(hit, min(len(s.tokens) - 1, self._longest_computed(s)))
-        causes: list[Loss | None] = []
-        for block_hash in s.chain[match.hit + 1 : ceiling // size + 1]:
-            held = self._states.lookup(block_hash) is not None
-            near = strict and held and not self._index.usable(self._states, block_hash)
-            if strict and self._kv is not None and self._kv.lookup(block_hash) is not None:
-                near = near or not self._index.usable(self._kv, block_hash)
-            causes.append(Loss.ONLY_NEAR if near else self._record.fate(block_hash))
-        losses = partition_loss(hit, ceiling, size, causes, not_asked=not s.read)
-        return Hit(hit, match.junction * size, self._near_from(s, match) >= hit, waits_for, losses)
-
-    def _longest_computed(self, s: CachedSequence) -> int:
-        """Tokens at the prompt's beginning that were ever computed, by requests that run now too."""
-        size = self.config.block_size
-        longest = self._record.longest(s.chain, s.tokens.tobytes())
-        depth = min(longest // size, len(s.chain) - 1)
-        for other in self._running.values():
-            if other is not s and len(other.chain) > depth and other.chain[depth] == s.chain[depth]:
-                ends = s.tokens[depth * size :], other.tokens[depth * size : other.computed]
-                longest = max(longest, depth * size + common_tokens(ends[0].tobytes(), ends[1].tobytes()))
-        return longest
-
-    def _near_from(self, s: CachedSequence, match: Match) -> int:
-        """The position from which states and KV computed after this hit are near."""
-        block = self._states.lookup(s.chain[match.hit]) if match.hit else None
-        if block is not None and not self._states.exact[block]:
-            return 0
-        for depth, kv_block in enumerate(self._shared_kv(s, match)):
-            if self._kv is not None and not self._kv.exact[kv_block]:
-                return depth * self.config.block_size
-        return ALWAYS_EXACT
-
-    def _shared_kv(self, s: CachedSequence, match: Match) -> list[int]:
-        if self._kv is None:
-            return []
-        return [block for h in s.chain[1 : match.coverage + 1] if (block := self._kv.lookup(h)) is not None]
-
-    def _find_writer(self, s: CachedSequence, match: Match) -> tuple[CachedSequence, int, int] | None:
-        """Who is about to compute the longest prefix shared with this request beyond its hit, and up to where."""
-        config = self.config
-        if not s.read or config.max_checkpoints == 0:
-            return None
-        best, limit = None, (len(s.tokens) - 1) // config.block_size
-        for other in self._running.values():
-            if not other.store or other.stale or other.computed >= other.prefill_end:
-                continue
-            boundary = min(common_blocks(s.chain, other.chain), limit) * config.block_size
-            if config.strict_reuse and boundary > other.near_from:
-                continue
-            if boundary > max(match.hit * config.block_size, other.computed, best[2] if best else 0):
-                best = (other, other.epoch, boundary)
-        return best
-
-    def _still_writing(self, writer: CachedSequence, epoch: int, boundary: int) -> bool:
-        return writer.running and writer.epoch == epoch and writer.computed < boundary
-
     def _has_room(self, s: CachedSequence, hit_block: int, shared: Sequence[int]) -> bool:
         """Whether the state pool has a block and the KV pool all blocks that the known tokens need, beside what will
         be shared and what admitted prompts still lack."""
@@ -377,25 +296,23 @@ class PrefixCache:
         idle = sum(not kv.references[block] for block in shared)
         return -(-len(s.tokens) // size) - len(shared) <= kv.num_available - idle - lacking
 
-    def _take(self, s: CachedSequence, hit: Hit, hit_block: int, shared: Sequence[int]) -> None:
-        s.near_from = self._near_from(s, Match(len(shared), hit.num_tokens // self.config.block_size, 0))
-        self._planner.admit(s, hit_block, hit.num_tokens, shared)
-        s.wishes = dict.fromkeys(s.marks, Wish.MARKED)
-        if hit.junction:
-            s.wishes[hit.junction] = Wish.JUNCTION
+    def _wishes(self, s: CachedSequence, junction: int) -> dict[int, Wish]:
+        wishes = dict.fromkeys(s.marks, Wish.MARKED)
+        if junction:
+            wishes[junction] = Wish.JUNCTION
         for length in (s.prompt_len, s.prefill_end):
-            s.wishes[self._retention.tail(length)] = Wish.TAIL
-        self._running[s.request_id] = s
+            wishes[self._retention.tail(length)] = Wish.TAIL
+        return wishes
 
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self._events.append(CacheEvent("removed", "state", block_hash, 0, ""))
         if evicted:
             self._record.set_fate(block_hash, Loss.EVICTED)
-            self.stats.states_evicted += 1
+            self._stats.states_evicted += 1
 
     def _kv_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self._events.append(CacheEvent("removed", "kv", block_hash, 0, ""))
         if evicted:
             self._record.set_fate(block_hash, Loss.EVICTED)
-            self.stats.kv_evicted += 1
+            self._stats.kv_evicted += 1
             self._states.drop(block_hash, evicted=True)

@@ -92,9 +92,9 @@ class PrefixIndex:
         while hit and not self.usable(self._states, chain[hit]):
             hit -= 1
         needs_kv = self._kv is not None or host_coverage is not None
-        junction = min(limit, coverage) if needs_kv else hit
-        while junction < limit and chain[junction + 1] in self._seen:
-            junction += 1
+        met, junction = min(limit, coverage) if needs_kv else hit, limit
+        while junction > met and chain[junction] not in self._seen:
+            junction -= 1
         return Match(coverage, hit, junction if junction > hit else 0)
 
     def _leading(self, pool: BlockPool, chain: Sequence[bytes]) -> int:

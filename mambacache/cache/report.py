@@ -60,8 +60,8 @@ class CacheStats:
     states_stored: int = 0
     states_evicted: int = 0
     kv_evicted: int = 0
-    state_blocks: dict[str, int] = field(default_factory=dict)  # free, writing, committed, evictable at this moment
-    kv_blocks: dict[str, int] = field(default_factory=dict)
+    state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
+    kv_blocks: dict[str, int] = field(default_factory=dict)  # empty where the host keeps the KV, and without attention
 
     def add(self, report: RequestReport) -> None:
         self.requests += 1

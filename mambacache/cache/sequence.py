@@ -11,6 +11,15 @@ from mambacache.cache.retention import Wish
 ALWAYS_EXACT = 1 << 62
 
 
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A running request, in one of its lives, is about to compute a prefix that others wait for."""
+
+    writer: CachedSequence
+    epoch: int
+    boundary: int
+
+
 @dataclass(slots=True, eq=False)
 class CachedSequence:
     """One request: its tokens, their hash chain and, while it runs, the blocks it holds by reference."""
@@ -24,7 +33,7 @@ class CachedSequence:
     store: bool
     chain: list[bytes]  # the root, then the hash of each whole block of known tokens
     report: RequestReport | None = None  # made at the first admission
-    waits: tuple[CachedSequence, int, int] | None = None  # who computes its prefix, in which epoch, to which boundary
+    waits: Promise | None = None
     in_flight: int = 0  # issued steps whose tokens have not been read
     epoch: int = 0  # counts the lives that ended by preemption or release
     stale: bool = False  # holds blocks from before a reset: commits nothing more
@@ -42,6 +51,7 @@ class CachedSequence:
     drafted: tuple[int, ...] = ()  # dst blocks of a step with drafts whose acceptance is not known yet
     kv: list[int] = field(default_factory=list)
     kv_shared: int = 0  # leading KV blocks that others wrote
+    kv_source: int = 0  # the page to copy to the one after these before the next step; held until that is issued
     advanced: int = 0  # leading blocks whose KV was committed and whose tokens went into the record
     wishes: dict[int, Wish] = field(default_factory=dict)
     pending: list[tuple[int, int]] = field(default_factory=list)  # (position, block): commits that wait for tokens
@@ -61,7 +71,7 @@ class CachedSequence:
         self.state = self.conv = self.conv_offset = self.reserve = 0
         self.near_from = ALWAYS_EXACT
         self.drafted = ()
-        self.kv = []
+        self.kv, self.kv_source = [], 0
         self.wishes = {}
         self.pending = []
         self.checkpoint = None

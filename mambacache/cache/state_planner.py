@@ -7,6 +7,7 @@ committed). `cancel` stands for a step that was never issued.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from mambacache.cache.batch_arrays import BlockTable, Row
@@ -35,7 +36,7 @@ class StatePlanner:
         retention: Retention,
         record: ComputedRecord,
         stats: CacheStats,
-        events: list[CacheEvent],
+        events: deque[CacheEvent],
     ) -> None:
         self._block_size = config.block_size
         self._max_checkpoints = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
@@ -63,24 +64,25 @@ class StatePlanner:
         self._share_kv(s, shared_kv)
         s.kv_shared = len(shared_kv)
 
-    def fork(self, parent: CachedSequence, child: CachedSequence) -> list[tuple[int, int]] | None:
-        """The child goes on from the parent's state; gives the KV pages to copy, or None without room for one."""
+    def fork(self, parent: CachedSequence, child: CachedSequence) -> bool:
+        """The child goes on from the parent's state; False, and nothing has changed, without room for a KV page."""
         full, partial = divmod(parent.computed, self._block_size)
         if self._kv is not None and partial and not self._kv.num_available:
-            return None
+            return False
         child.begin(self.table.take_row() if self.table is not None else 0)
         child.computed = child.prefill_end = parent.computed
         child.near_from, child.advanced = parent.near_from, parent.advanced
         child.state, child.conv, child.conv_offset = parent.state, parent.conv, parent.conv_offset
         for block in {child.state, child.conv}:
             self._states.share(block)
-        if self._kv is None:
-            return []
-        self._share_kv(child, parent.kv[:full])
-        child.kv_shared = full
-        if partial:
-            self._append_kv(child)
-        return [(parent.kv[full], child.kv[full])] if partial else []
+        if self._kv is not None:
+            self._share_kv(child, parent.kv[:full])
+            child.kv_shared = full
+            if partial:
+                child.kv_source = parent.kv[full]
+                self._kv.share(child.kv_source)
+                self._append_kv(child)
+        return True
 
     def _share_kv(self, s: CachedSequence, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -109,10 +111,8 @@ class StatePlanner:
         boundary = start // self._block_size * self._block_size + self._block_size
         if not prefill and start + 1 < boundary <= end:
             step.boundary_index = boundary - start - 1
-        if not prefill or start % CHUNK:
+        if not prefill or start % CHUNK:  # a step that is cut inside a chunk makes the next one start there
             s.near_from = min(s.near_from, start)
-        elif end % CHUNK and end != s.prefill_end:
-            s.near_from = min(s.near_from, end // CHUNK * CHUNK)
         return step
 
     def _append_kv(self, s: CachedSequence) -> None:
@@ -123,8 +123,8 @@ class StatePlanner:
 
     def _fresh(self, s: CachedSequence, count: int) -> tuple[int, ...]:
         if s.reserve:
-            block, s.reserve = s.reserve, 0
-            return (block,)
+            reserved, s.reserve = s.reserve, 0
+            return (reserved,)
         if self._states.num_available < count:
             return ()
         return tuple(block for _ in range(count) if (block := self._states.allocate()))
@@ -195,6 +195,7 @@ class StatePlanner:
         """The step is on the stream: whatever is issued later finds its dst written and its src read."""
         end = step.start + step.num_tokens
         self._release_running(s, keep=step.dst)
+        self._release_kv_source(s)
         s.in_flight += step.samples
         if step.drafts:
             s.drafted = step.dst
@@ -203,13 +204,14 @@ class StatePlanner:
         s.computed = end
         s.state = s.conv = step.dst[0]
         s.conv_offset = 0
-        for position, block in step.checkpoints.items():
-            self._name(s, position, block)
+        for position, block in sorted(step.checkpoints.items(), reverse=True):  # deepest first, as with KV blocks
+            if not s.stale:
+                self._name(s, position, block)
             self._states.release(block)
         self._unwritten -= len(step.checkpoints)
         if end % self._block_size == 0:
             self._commit(s, end, s.state)
-        if end % self._block_size == 0 or (step.prefill and end == s.prefill_end):
+        if end % self._block_size == 0 or step.prefill:
             self._advance(s)
 
     def accept(self, s: CachedSequence, step: SequenceStep, token_ids: Sequence[int]) -> None:
@@ -220,23 +222,22 @@ class StatePlanner:
         if step.epoch != s.epoch:
             return
         if step.drafts:
-            self._resolve_drafts(s, step, len(token_ids))
+            self._resolve_drafts(s, step)
         self._commit_pending(s)
         self._advance(s)
 
-    def _resolve_drafts(self, s: CachedSequence, step: SequenceStep, num_new: int) -> None:
+    def _resolve_drafts(self, s: CachedSequence, step: SequenceStep) -> None:
         """Keeps the states that consumed accepted tokens only: the last one to go on from, and one on a boundary."""
         fed, known = (PLACEHOLDER, *step.drafts), s.tokens[step.start : step.start + step.num_tokens]
-        valid = 1  # states that consumed known tokens; after a stop token one more than the request needs
-        while valid < len(known) and fed[valid] == known[valid]:
-            valid += 1
-        last = max(min(valid, num_new) - 1, 0)
+        last = 0  # the last state that consumed known tokens only; where a stop was drafted, it has consumed that too
+        while last + 1 < len(known) and fed[last + 1] == known[last + 1]:
+            last += 1
         boundary = self._block_size - 1 - step.start % self._block_size
         s.drafted = ()
         s.computed = step.start + last + 1
         s.state = step.dst[last]
         s.conv, s.conv_offset = (s.state, 0) if last in (0, boundary) else (step.dst[0], last)
-        if boundary < valid:
+        if boundary <= last:
             self._commit(s, step.start + boundary + 1, step.dst[boundary])
         for block in step.dst:
             if block not in (s.state, s.conv):
@@ -256,9 +257,9 @@ class StatePlanner:
         for _, block in s.pending:
             self._states.release(block)
         if finished and s.checkpoint is not None:
-            block = self._states.lookup(s.checkpoint[1])
-            if block is not None:
-                self._states.heat(block)
+            last = self._states.lookup(s.checkpoint[1])
+            if last is not None:
+                self._states.heat(last)
         self._record_tail(s)
         self._record.touch(s.chain)
         self._release_running(s)
@@ -266,10 +267,16 @@ class StatePlanner:
             if block:
                 self._states.release(block)
         if self._kv is not None and self.table is not None:
+            self._release_kv_source(s)
             for block in reversed(s.kv):  # deepest first, so that chains are evicted from their ends
                 self._kv.release(block)
             self.table.give_row(s.row)
         s.end()
+
+    def _release_kv_source(self, s: CachedSequence) -> None:
+        if s.kv_source and self._kv is not None:
+            self._kv.release(s.kv_source)
+            s.kv_source = 0
 
     # --- commits ---
 

@@ -21,7 +21,7 @@ class FinishReason(StrEnum):
 class Request:
     """A prompt, how it is to be answered, and the answer so far.
 
-    `completes_stop` is asked with each answer token whether the text now holds a stop string.
+    `completes_stop` is told each answer token but an end token, and says whether the text now holds a stop string.
     """
 
     request_id: str
@@ -56,10 +56,7 @@ class Request:
         for token in tokens:
             taken.append(token)
             self.output.append(token)
-            at_stop = token in self.end_tokens
-            if self.completes_stop is not None:
-                at_stop = self.completes_stop(token) or at_stop
-            if at_stop:
+            if token in self.end_tokens or (self.completes_stop is not None and self.completes_stop(token)):
                 self.finish_reason = FinishReason.STOP
             elif len(self.output) >= self.params.max_tokens:
                 self.finish_reason = FinishReason.LENGTH

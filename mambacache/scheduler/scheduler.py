@@ -97,7 +97,9 @@ class Scheduler:
     def _schedule_alone(self) -> bool:
         """After a failed step its requests run one to a step, so that only the one that fails alone ends."""
         suspect = next(r for r in (*self._running, *self._waiting) if r.request_id in self._suspects)
-        return (suspect.running or self._try_admit(suspect)) and self._schedule_row(suspect)
+        if not suspect.running and (len(self._running) >= self._max_num_seqs or not self._try_admit(suspect)):
+            return False
+        return self._schedule_row(suspect)
 
     def _admit(self) -> None:
         for request in list(self._waiting):
@@ -129,8 +131,9 @@ class Scheduler:
         if request.prefilling:
             num_tokens = self._prefill_tokens(request)
         else:
-            num_tokens = int(request.in_flight + len(request.output) < request.params.max_tokens)
-            drafts = self._propose(request) if self._draft is not None else ()
+            more = request.in_flight + len(request.output) < request.params.max_tokens
+            num_tokens = int(more and not request.siblings)  # siblings are forked from the state after the prompt
+            drafts = self._propose(request) if num_tokens and self._draft is not None else ()
         if not num_tokens:
             return False
         step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
@@ -237,7 +240,8 @@ class Scheduler:
         """The prompt is computed: its further answers begin, each with its own first token."""
         siblings, request.siblings = request.siblings, []
         children = dict(zip((s.request_id for s in siblings), tokens, strict=True))
-        running = self.cache.fork(request.request_id, children)
+        room = self._max_num_seqs - len(self._running)
+        running = self.cache.fork(request.request_id, children, max_running=room)
         for sibling, token in zip(siblings, tokens, strict=True):
             self._enlist(sibling)
             sibling.report = request.report

@@ -1,0 +1,373 @@
+"""A symbolic model on real pools of block ids: exact, fast, no rounding.
+
+A state is the digest of the tokens that a sequence has consumed, each token seen through its conv window; a KV slot
+holds a token and the digest after it. The next token is a function of the state and of all KV that the block table
+reaches. So a wrong src, dst, window row, slot or page, a stale, early or overwritten block raises or changes tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from mambacache.plan import CHUNK, StepPlan
+
+VOCAB = 40
+WINDOW = 3  # rows of a conv window: the last inputs of a convolution of width 4
+UNWRITTEN = -7  # a window row that no op has written since the block's state was
+FRESH = np.uint64(0x9E3779B97F4A7C15)  # the digest of no tokens
+
+_MASK = (1 << 64) - 1
+_FACTOR = 0xD1342543DE82EF95
+_TAPS = np.array([0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3, 1], dtype=np.uint64)  # newest input last
+_LIMIT = 1 << 13  # tokens of one sequence, at most
+
+
+def _powers(base: int) -> np.ndarray:
+    values = [1]
+    for _ in range(_LIMIT):
+        values.append(values[-1] * base & _MASK)
+    return np.array(values, dtype=np.uint64)
+
+
+_POWERS, _INVERSES = _powers(_FACTOR), _powers(pow(_FACTOR, -1, 1 << 64))
+
+
+def _digests(before: np.uint64, inputs: np.ndarray) -> np.ndarray:
+    """Digests after each token, whose conv inputs (the window's `WINDOW` rows before them) are `inputs`.
+
+    d' = factor * d + sum of taps * inputs, modulo 2^64, here for all tokens at once.
+    """
+    values = np.lib.stride_tricks.sliding_window_view(inputs.astype(np.uint64), WINDOW + 1) @ _TAPS
+    count = len(values)
+    sums = np.cumsum(values * _INVERSES[1 : count + 1]) + before
+    return sums * _POWERS[1 : count + 1]
+
+
+def _next_token(digest: int, kv_sum: int, branch: int = 0) -> int:
+    mixed = (digest ^ (kv_sum * 3 & _MASK)) + branch * 0x2545F4914F6CDD1D & _MASK
+    mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _MASK
+    return (mixed >> 40) % VOCAB
+
+
+def _inputs(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Conv inputs of tokens from position 0: zeros stand for what was before."""
+    return np.concatenate([np.zeros(WINDOW, dtype=np.int64), np.asarray(tokens, dtype=np.int64) + 1])
+
+
+@lru_cache(maxsize=512)
+def _true_digests(tokens: bytes) -> np.ndarray:
+    return _digests(FRESH, _inputs(np.frombuffer(tokens, dtype=np.int32)))
+
+
+def true_state(tokens: bytes, position: int) -> tuple[int, list[int]]:
+    """Digest and conv window after the first `position` of these int32 tokens."""
+    digests = _true_digests(tokens)
+    window = _inputs(np.frombuffer(tokens[: 4 * position], dtype=np.int32))[-WINDOW:]
+    return int(digests[position - 1]), window.tolist()
+
+
+def true_page(tokens: bytes, start: int, end: int) -> np.ndarray:
+    """Digests that the KV slots of these positions hold."""
+    return _true_digests(tokens)[start:end]
+
+
+def answer(
+    prompt: Sequence[int], max_tokens: int, *, attention: bool, stop: Sequence[int] = (), branch: int = 0
+) -> list[int]:
+    """The tokens that a prompt gets alone; `branch` picks the first one of the k-th answer."""
+    digests = _digests(FRESH, _inputs(prompt))
+    digest, kv_sum = int(digests[-1]), int(digests.sum()) if attention else 0
+    tokens, taps = list(prompt), [int(tap) for tap in _TAPS]
+    output = [_next_token(digest, kv_sum, branch)]
+    while len(output) < max_tokens and output[-1] not in stop:
+        tokens.append(output[-1])
+        last = [token + 1 for token in tokens[-WINDOW - 1 :]]
+        digest = digest * _FACTOR + sum(t * x for t, x in zip(taps[-len(last) :], last, strict=True)) & _MASK
+        kv_sum = kv_sum + digest & _MASK if attention else 0
+        output.append(_next_token(digest, kv_sum))
+    return output
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Random tokens; texts of different seeds differ in their first token, those of one seed begin alike."""
+    return [seed % VOCAB, *random.Random(seed).choices(range(VOCAB), k=length)][:length]
+
+
+class StepFailed(Exception):
+    """What a failing step raises."""
+
+
+@dataclass
+class _Row:
+    """One sequence's part of a step, as the arrays tell it."""
+
+    flat: slice  # its tokens in the flat batch, padding left out
+    start: int
+    src: int
+    conv_src: int
+    conv_offset: int
+    ends: list[int]  # tokens consumed when each dst is written
+    dst: list[int]
+    wide: bool  # decode: the first dst gets the wide window
+    boundary_index: int
+    before: np.uint64 = FRESH
+    exact: bool = False
+    window: np.ndarray = field(default_factory=lambda: np.zeros(WINDOW, dtype=np.int64))
+    digests: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+
+    @property
+    def num_tokens(self) -> int:
+        return self.flat.stop - self.flat.start
+
+
+class SymbolicRunner:
+    """Executes `StepPlan.arrays`, and raises AssertionError where they break the rules of a step.
+
+    Args:
+        may_write_state, may_write_page: asked before a block or a page is written; False for one that others read.
+    """
+
+    def __init__(
+        self,
+        num_state_blocks: int,
+        num_kv_blocks: int,
+        *,
+        block_size: int = CHUNK,
+        max_draft_tokens: int = 0,
+        may_write_state: Callable[[int], bool] = lambda block: True,
+        may_write_page: Callable[[int], bool] = lambda block: True,
+    ) -> None:
+        self._size = block_size
+        self._may_write_state, self._may_write_page = may_write_state, may_write_page
+        self.written = np.zeros(num_state_blocks + 1, dtype=bool)  # False: poisoned
+        self.states = np.zeros(num_state_blocks + 1, dtype=np.uint64)
+        self.exact = np.zeros(num_state_blocks + 1, dtype=bool)
+        self.windows = np.full((num_state_blocks + 1, WINDOW + max_draft_tokens), UNWRITTEN, dtype=np.int64)
+        slots = (num_kv_blocks + 1) * block_size
+        self.kv_written = np.zeros(slots, dtype=bool)
+        self.kv_tokens = np.zeros(slots, dtype=np.int64)
+        self.kv_digests = np.zeros(slots, dtype=np.uint64)
+        self.kv_exact = np.zeros(slots, dtype=bool)
+        self._sampled: dict[str, int] = {}  # the last token of each request, for placeholders
+
+    def poison_state(self, block: int) -> None:
+        self.written[block] = False
+
+    def poison_page(self, block: int) -> None:
+        self.kv_written[block * self._size : (block + 1) * self._size] = False
+
+    def execute(self, plan: StepPlan, answers: Sequence[int], fail: bool = False) -> list[list[int]]:
+        """Runs a step.
+
+        Args:
+            answers: for each row how many tokens are sampled after its last token: 0 for none, 1 for one after each of
+                a decode row's tokens.
+            fail: tear all that the step writes, and raise StepFailed.
+        """
+        arrays = plan.arrays
+        attention = "kv_slot" in arrays
+        tokens = arrays["tokens"].astype(np.int64)
+        rows = self._decode_rows(arrays) + self._prefill_rows(arrays)
+        assert len(rows) == len(answers) == len(plan.steps)
+        self._check_dsts(rows)
+        for source, target in plan.kv_copies:
+            assert self._may_write_page(target)
+            for pool in (self.kv_written, self.kv_tokens, self.kv_digests, self.kv_exact):
+                pages = pool.reshape(-1, self._size)
+                pages[target] = pages[source]
+        if fail:
+            self._tear(rows, arrays, [target for _, target in plan.kv_copies])
+            raise StepFailed("the step fails")
+
+        ids = [step.request_id for step in plan.steps]
+        for row, request_id in zip(rows, ids, strict=True):
+            if tokens[row.flat.start] < 0:
+                tokens[row.flat.start] = self._sampled[request_id]
+            self._read_state(row, tokens)
+        if attention:
+            self._write_kv(rows, arrays, tokens)
+        outputs = []
+        for index, (row, wanted) in enumerate(zip(rows, answers, strict=True)):
+            exact_until = row.start + row.num_tokens
+            sums = np.zeros(row.num_tokens, dtype=np.uint64)
+            if attention:
+                own = arrays["kv_slot"][row.flat]
+                sums, exact_until = self._read_kv(row, arrays["block_table"][index], int(arrays["kv_len"][index]), own)
+            exact = self._exact(row, exact_until, finishes=wanted > 0)
+            self._write_states(row, tokens, exact)
+            if attention:
+                self.kv_exact[own[own >= 0]] = exact[own >= 0]
+            outputs.append(self._sample(row, sums, wanted))
+            if outputs[-1]:
+                self._sampled[ids[index]] = outputs[-1][0]
+        self._check_logits(arrays["logits_index"], plan, rows, answers)
+        return outputs
+
+    # --- the rows ---
+
+    def _decode_rows(self, arrays: dict[str, np.ndarray]) -> list[_Row]:
+        rows = []
+        count, width = arrays["decode_dst"].shape
+        positions = arrays["positions"]
+        for i in range(count):
+            dst = arrays["decode_dst"][i].tolist()
+            used = width - dst[::-1].index(next(b for b in reversed(dst) if b))
+            flat = slice(i * width, i * width + used)
+            assert all(dst[:used]), "a decode token without dst"
+            start = int(positions[flat.start])
+            assert positions[flat].tolist() == list(range(start, start + used))
+            if "kv_slot" in arrays:
+                assert (arrays["kv_slot"][flat] >= 0).all(), "a decode token without KV slot"
+                assert (arrays["kv_slot"][flat.stop : (i + 1) * width] == -1).all(), "padding writes KV"
+            boundary_index = int(arrays["decode_boundary_index"][i])
+            assert boundary_index == -1 or 0 < boundary_index < used
+            rows.append(
+                _Row(
+                    flat, start, int(arrays["decode_src"][i]), int(arrays["decode_conv_src"][i]),
+                    int(arrays["decode_conv_offset"][i]), list(range(1, used + 1)), dst[:used], True, boundary_index,
+                )
+            )  # fmt: skip
+        assert int(arrays["query_start_loc"][0]) == count * width
+        return rows
+
+    def _prefill_rows(self, arrays: dict[str, np.ndarray]) -> list[_Row]:
+        rows = []
+        starts, chunks = arrays["query_start_loc"].tolist(), arrays["seq_chunk_start"].tolist()
+        assert chunks[-1] == len(arrays["chunk_seq"]) == len(arrays["chunk_start"]) == len(arrays["chunk_dst"])
+        for i, (begin, end) in enumerate(pairwise(starts)):
+            start = int(arrays["context_len"][i])
+            assert arrays["positions"][begin:end].tolist() == list(range(start, start + end - begin))
+            mine = slice(chunks[i], chunks[i + 1])
+            assert (arrays["chunk_seq"][mine] == i).all()
+            cuts = [*(arrays["chunk_start"][mine] - begin).tolist(), end - begin]
+            grid = range(start // CHUNK * CHUNK + CHUNK, start + end - begin, CHUNK)
+            assert cuts == [0, *(p - start for p in grid), end - begin], "chunks lie between absolute multiples"
+            dst = arrays["chunk_dst"][mine].tolist()
+            assert dst[-1], "a prefill row without dst"
+            rows.append(
+                _Row(
+                    slice(begin, end), start, int(arrays["src"][i]), int(arrays["conv_src"][i]),
+                    int(arrays["conv_offset"][i]), cuts[1:], dst, False, -1,
+                )
+            )  # fmt: skip
+        return rows
+
+    def _check_dsts(self, rows: Sequence[_Row]) -> None:
+        owner: dict[int, _Row] = {}
+        for row in rows:
+            for block in filter(None, row.dst):
+                assert block not in owner, f"block {block} is a dst twice"
+                assert self._may_write_state(block), f"block {block} is committed or shared, and a dst"
+                owner[block] = row
+        for row in rows:
+            assert row.conv_src not in owner or (owner[row.conv_src] is row and row.wide)
+            assert row.src not in owner or (owner[row.src] is row and row.dst == [row.src] and row.wide)
+
+    def _tear(self, rows: Sequence[_Row], arrays: dict[str, np.ndarray], copied: Sequence[int]) -> None:
+        for block in (b for row in rows for b in row.dst if b):
+            self.poison_state(block)
+        for page in copied:
+            self.poison_page(page)
+        if "kv_slot" in arrays:
+            slots = arrays["kv_slot"]
+            self.kv_written[slots[slots >= 0]] = False
+
+    # --- states ---
+
+    def _read_state(self, row: _Row, tokens: np.ndarray) -> None:
+        assert (row.src == 0) == (row.start == 0) == (row.conv_src == 0), "only position 0 begins with a fresh state"
+        row.exact = True
+        if row.src:
+            assert self.written[row.src], f"block {row.src} is read and holds no state"
+            assert self.written[row.conv_src], f"block {row.conv_src} is read and holds no window"
+            row.before, row.exact = self.states[row.src], bool(self.exact[row.src])
+            row.window = self.windows[row.conv_src, row.conv_offset : row.conv_offset + WINDOW].copy()
+        assert len(row.window) == WINDOW and UNWRITTEN not in row.window, "a window is read that nobody wrote"
+        row.digests = _digests(row.before, np.concatenate([row.window, tokens[row.flat] + 1]))
+
+    def _exact(self, row: _Row, exact_until: int, finishes: bool) -> np.ndarray:
+        """For each token of a row, whether the state after it and its KV are as a cold prefill computes them."""
+        exact = np.zeros(row.num_tokens, dtype=bool)
+        first = 0
+        for last in row.ends if not row.wide else ():
+            whole = (row.start + first) % CHUNK == 0 and ((row.start + last) % CHUNK == 0 or finishes)
+            if not (row.exact and whole and row.start + last <= exact_until):
+                break
+            exact[first:last] = True
+            first = last
+        return exact
+
+    def _write_states(self, row: _Row, tokens: np.ndarray, exact: np.ndarray) -> None:
+        inputs = np.concatenate([row.window, tokens[row.flat] + 1])
+        for j, (end, block) in enumerate(zip(row.ends, row.dst, strict=True)):
+            if not block:
+                continue
+            self.written[block] = True
+            self.states[block] = row.digests[end - 1]
+            self.exact[block] = exact[end - 1]
+            window = self.windows[block]
+            if row.wide and j == 0:
+                assert len(inputs) - 1 <= len(window), "more drafts than the window has rows for"
+                window[:] = 0
+                window[: len(inputs) - 1] = inputs[1:]
+            elif not row.wide or j == row.boundary_index:
+                window[:] = 0
+                window[:WINDOW] = inputs[end : end + WINDOW]
+            else:
+                window[:] = UNWRITTEN
+
+    # --- KV ---
+
+    def _write_kv(self, rows: Sequence[_Row], arrays: dict[str, np.ndarray], tokens: np.ndarray) -> None:
+        readers: dict[int, int] = {}
+        for index, length in enumerate(arrays["kv_len"].tolist()):
+            for page in arrays["block_table"][index][: -(-length // self._size)].tolist():
+                readers[page] = index if readers.get(page, index) == index else -1
+        for index, row in enumerate(rows):
+            slots = arrays["kv_slot"][row.flat]
+            mine = slots >= 0
+            slots = slots[mine]
+            for page in set((slots // self._size).tolist()):
+                assert page and self._may_write_page(page), f"page {page} is committed or shared, and written"
+                assert readers.get(page) == index, f"page {page} is written by one row and read by another"
+            self.kv_written[slots] = True
+            self.kv_tokens[slots] = tokens[row.flat][mine]
+            self.kv_digests[slots] = row.digests[mine]
+
+    def _read_kv(self, row: _Row, table: np.ndarray, length: int, own: np.ndarray) -> tuple[np.ndarray, int]:
+        """Sums of the KV digests that each token of a row reads, and the position up to which that KV is exact."""
+        assert length == row.start + row.num_tokens
+        pages = table[: -(-length // self._size)].astype(np.int64)
+        assert (pages > 0).all() and len(set(pages.tolist())) == len(pages)
+        slots = (pages[:, None] * self._size + np.arange(self._size)).ravel()[:length]
+        assert (own[own >= 0] == slots[row.start :][own >= 0]).all(), "KV is written where the row does not read it"
+        assert self.kv_written[slots].all(), "KV is read that nobody wrote"
+        digests = self.kv_digests[slots]
+        assert (digests == _digests(FRESH, _inputs(self.kv_tokens[slots]))).all(), "KV of another prefix"
+        assert (digests[row.start :] == row.digests).all(), "KV of other tokens than the row's own"
+        assert not row.start or digests[row.start - 1] == row.before, "KV and state of different prefixes"
+        near = ~self.kv_exact[slots]
+        near[row.start :] &= own < 0  # the row's own slots get their flags from this step
+        return np.cumsum(digests)[row.start :], int(near.argmax()) if near.any() else length
+
+    # --- tokens ---
+
+    def _sample(self, row: _Row, sums: np.ndarray, wanted: int) -> list[int]:
+        if not wanted:
+            return []
+        if row.wide:
+            return [_next_token(int(d), int(s)) for d, s in zip(row.digests, sums, strict=True)]
+        return [_next_token(int(row.digests[-1]), int(sums[-1]), branch) for branch in range(wanted)]
+
+    def _check_logits(self, offsets: np.ndarray, plan: StepPlan, rows: Sequence[_Row], answers: Sequence[int]) -> None:
+        expected: list[int] = []
+        for step, row, wanted in zip(plan.steps, rows, answers, strict=True):
+            first = row.flat.start if row.wide or step.prompt_logits else row.flat.stop - (wanted > 0)
+            expected += range(first, row.flat.stop)
+        assert offsets.tolist() == expected

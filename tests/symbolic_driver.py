@@ -1,0 +1,381 @@
+"""Runs mixes of requests through `PrefixCache` and `Scheduler` on the symbolic model, and checks every move."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from cache_model import CacheModel, Prefix, common_prefix
+from mambacache.cache.prefix_cache import Hit, PrefixCache
+from mambacache.cache.sequence import CachedSequence
+from mambacache.config import CacheConfig, SamplingParams
+from mambacache.plan import SequenceStep, StepPlan
+from mambacache.scheduler.request import FinishReason, Request
+from mambacache.scheduler.scheduler import Scheduler
+from symbolic import WINDOW, StepFailed, SymbolicRunner, answer, true_page, true_state
+
+MAX_STEPS = 20_000
+
+
+class CheckedCache(PrefixCache):
+    """Compares every admission with `CacheModel`, and every stored block with what it must hold."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        super().__init__(config)
+        self.model = CacheModel(config.block_size, config.strict_reuse, config.has_attention)
+        self.runner = SymbolicRunner(
+            config.num_state_blocks,
+            config.num_kv_blocks,
+            block_size=config.block_size,
+            max_draft_tokens=config.max_draft_tokens,
+            may_write_state=lambda block: self._states.hashes[block] is None and self._states.references[block] == 1,
+            may_write_page=lambda block: self._kv is not None and self._kv.hashes[block] is None,
+        )
+        self.hits: list[tuple[str, Hit]] = []
+        self._owners: dict[str, CachedSequence] = {}
+        self._names: dict[tuple[str, bytes], Prefix] = {}
+        self._consumed: dict[str, int] = {}
+
+    def add(self, request_id: str, token_ids: Sequence[int], **options: Any) -> None:
+        super().add(request_id, token_ids, **options)
+        self._owners[request_id] = self._sequences[request_id]
+
+    def admit(self, request_id: str, *, kv_tokens: int | None = None) -> Hit | None:
+        s = self._sequences[request_id]
+        prompt = s.salt, s.tokens.tobytes()
+        hit, coverage, junction = self.model.match(prompt, kv_tokens) if s.read else (0, 0, 0)
+        ceiling = self.model.ceiling(prompt, hit)
+        exact = self.model.exact(prompt, hit)
+        looked = self.match(request_id, kv_tokens=kv_tokens)
+        writer, waits = self._writer(s, hit), s.waits
+        found = super().admit(request_id, kv_tokens=kv_tokens)
+        self.sync()
+        assert (looked.num_tokens, looked.junction, looked.exact) == (hit, junction, exact)
+        assert sum(looked.losses.values()) == ceiling - hit, f"{looked}, but the ceiling is {ceiling}"
+        assert min(looked.losses.values(), default=1) > 0
+        if found is None:
+            assert not s.running
+            if s.waits is not None and s.waits is not waits:
+                self._check_wait(s, s.waits.writer, hit)
+            return None
+        assert writer is None, f"{request_id} runs though {writer} computes its prefix"
+        assert (found.num_tokens, found.junction, found.exact) == (hit, junction, exact)
+        assert found.losses == looked.losses
+        if self._kv is not None:
+            assert s.kv_shared * self.config.block_size == coverage
+        report = self.report(request_id)
+        assert report is not None and sum(report.losses.values()) == report.ceiling - report.hit
+        self.hits.append((request_id, found))
+        return found
+
+    def allocate(self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = ()) -> SequenceStep | None:
+        step = super().allocate(request_id, num_tokens, drafts=drafts)
+        self.sync()
+        return step
+
+    def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
+        plan = super().plan(steps)
+        self.sync()
+        return plan
+
+    def issued(self, plan: StepPlan) -> None:
+        super().issued(plan)
+        for step in plan.steps:
+            self._computes(self._sequences[step.request_id], step, 0 if step.drafts else step.num_tokens)
+        self.sync()
+
+    def accept(self, plan: StepPlan, token_ids: Mapping[str, Sequence[int]]) -> None:
+        super().accept(plan, token_ids)
+        for step in plan.steps:
+            if (s := self._sequences.get(step.request_id)) is not None:
+                fed = zip(step.drafts, token_ids.get(step.request_id, ()), strict=False)
+                agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], fed))
+                self._computes(s, step, agreed + 1 if step.drafts else step.num_tokens)
+        self.sync()
+
+    def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
+        running = super().fork(request_id, children, max_running=max_running)
+        for child in children:
+            self._owners[child] = self._sequences[child]
+        self.sync()
+        return running
+
+    def cancel(self, plan: StepPlan) -> None:
+        held = self.committed()
+        super().cancel(plan)
+        assert held <= self.committed(), "a failed step loses what was cached"
+        self.sync()
+
+    def preempt(self, request_id: str) -> None:
+        super().preempt(request_id)
+        self.sync()
+
+    def free(self, request_id: str, *, finished: bool) -> None:
+        super().free(request_id, finished=finished)
+        self.sync()
+
+    def reset(self) -> None:
+        super().reset()
+        self.sync()
+        self.model.clear()
+        assert not self.model.states and not self.model.kv
+
+    # --- the checks ---
+
+    def committed(self) -> set[bytes]:
+        """Hashes of the cached states and KV blocks."""
+        hashes = [*self._states.hashes, *(self._kv.hashes if self._kv is not None else ())]
+        return {block_hash for block_hash in hashes if block_hash is not None}
+
+    def sync(self) -> None:
+        """Feeds the model with what happened, and poisons what is free."""
+        for event in self.take_events():
+            held = self.model.states if event.kind == "state" else self.model.kv
+            if event.action == "removed":
+                del held[self._names.pop((event.kind, event.block_hash))]
+                continue
+            s = self._owners[event.request_id]
+            assert s.store and not s.stale, "a request that may not store stores"
+            tokens = s.tokens.tobytes()
+            assert event.num_tokens <= len(s.tokens), "a block of unknown tokens is readable"
+            prefix = s.salt, tokens[: event.num_tokens * 4]
+            assert prefix not in held
+            self._names[event.kind, event.block_hash] = prefix
+            held[prefix] = self._check_stored(event.kind, event.block_hash, prefix[1])
+        self.runner.written[self._states._free] = False
+        if self._kv is not None:
+            self.runner.kv_written.reshape(-1, self.config.block_size)[self._kv._free] = False
+
+    def check_contents(self) -> None:
+        """Every committed block still holds what its hash stands for."""
+        for (kind, block_hash), prefix in self._names.items():
+            self._check_stored(kind, block_hash, prefix[1])
+
+    def check_no_leak(self) -> None:
+        """Once no request is left, every block is free or may be evicted."""
+        assert not self._sequences and not self._running
+        for pool in filter(None, (self._states, self._kv)):
+            assert not any(pool.references)
+            assert pool.num_free + pool.num_evictable == pool.num_blocks
+            assert pool.num_evictable == pool.num_committed
+        assert self._planner._unwritten == 0
+        if self._planner.table is not None:
+            assert len(self._planner.table._free_rows) == len(self._planner.table.blocks)
+
+    def _check_stored(self, kind: str, block_hash: bytes, tokens: bytes) -> bool:
+        runner, count = self.runner, len(tokens) // 4
+        if kind == "state":
+            block = self._states.lookup(block_hash)
+            if block is None:
+                return False  # it was removed again, as the next events tell
+            digest, window = true_state(tokens, count)
+            assert runner.written[block] and int(runner.states[block]) == digest, "a state of other tokens is committed"
+            assert runner.windows[block, :WINDOW].tolist() == window, "a conv window of other tokens is committed"
+            exact = bool(runner.exact[block])
+            assert self._states.exact[block] == exact
+            return exact
+        assert self._kv is not None
+        block = self._kv.lookup(block_hash)
+        if block is None:
+            return False
+        size = self.config.block_size
+        page = slice(block * size, (block + 1) * size)
+        held = runner.kv_digests[page]
+        assert runner.kv_written[page].all()
+        assert (held == true_page(tokens, count - size, count)).all(), "KV of other tokens is committed"
+        exact = bool(runner.kv_exact[page].all())
+        assert self._kv.exact[block] == exact
+        return exact
+
+    def _computes(self, s: CachedSequence, step: SequenceStep, count: int) -> None:
+        """A step has consumed `count` of its tokens, of which the last may become known later."""
+        if s.stale or s.epoch != step.epoch:
+            return
+        life = f"{s.request_id} {s.epoch}"
+        self._consumed[life] = end = max(self._consumed.get(life, 0), step.start + count)
+        tokens = s.tokens.tobytes()[: end * 4]
+        self.model.computes(life, (s.salt, tokens))
+        size = self.config.block_size
+        for end in range(len(tokens) // 4 // size * size, 0, -size) if s.store else ():
+            if (prefix := (s.salt, tokens[: end * 4])) in self.model.seen:
+                break
+            self.model.seen.add(prefix)
+
+    def _writer(self, s: CachedSequence, hit: int) -> str | None:
+        """Who is about to compute a longer prefix of this request than it hits."""
+        if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
+            return None
+        for other in self._running.values():
+            writes = other.store and not other.stale and other.computed < other.prefill_end
+            if writes and other.salt == s.salt and self._shared(s, other) > max(hit, other.computed):
+                return other.request_id
+        return None
+
+    def _shared(self, s: CachedSequence, other: CachedSequence) -> int:
+        common = min(common_prefix(s.tokens.tobytes(), other.tokens.tobytes()), len(s.tokens) - 1)
+        return common // self.config.block_size * self.config.block_size
+
+    def _check_wait(self, s: CachedSequence, other: CachedSequence, hit: int) -> None:
+        assert self.waits_for(s.request_id) == other.request_id and self._running[other.request_id] is other
+        assert s.read and other.store and not other.stale and self.config.max_checkpoints != 0
+        assert other.computed < other.prefill_end
+        assert self._shared(s, other) > max(hit, other.computed)
+
+
+@dataclass
+class Job:
+    """One request of a mix; steps are counted from the beginning."""
+
+    prompt: list[int]
+    max_tokens: int = 4
+    arrives: int = 0
+    aborts: int | None = None
+    stop: tuple[int, ...] = ()
+    salt: str = ""
+    n: int = 1
+    marks: tuple[int, ...] = ()
+    read: bool = True
+    store: bool = True
+
+
+@dataclass
+class Mix:
+    """Jobs, and how they are run."""
+
+    jobs: list[Job]
+    budget: int = 200
+    max_num_seqs: int = 8
+    long_prefill: int = 0
+    ahead: bool = False
+    draft_errors: int | None = None  # None: no drafts; else every so many proposed tokens one is wrong
+    fails: frozenset[int] = frozenset()  # steps that fail
+    bad: int | None = None  # the job whose every step fails
+    resets: frozenset[int] = frozenset()
+    cache: dict[str, Any] = field(default_factory=dict)  # of CacheConfig
+
+
+class Driver:
+    """Runs a mix to its end. `outputs` and `requests` are keyed by job, and by answer for n > 1."""
+
+    def __init__(self, mix: Mix) -> None:
+        self.mix = mix
+        self.config = CacheConfig(**mix.cache)
+        self.cache = CheckedCache(self.config)
+        self.scheduler = Scheduler(
+            self.cache,
+            max_num_batched_tokens=mix.budget,
+            max_num_seqs=mix.max_num_seqs,
+            long_prefill_token_threshold=mix.long_prefill,
+            draft=self._draft if mix.draft_errors is not None else None,
+        )
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.steps = 0
+        self.tokens_computed = 0
+        self.plans: deque[tuple[StepPlan, list[list[int]]]] = deque()
+        self._expected: dict[str, list[int]] = {}
+
+    def run(self) -> Driver:
+        mix = self.mix
+        arrivals = sorted(range(len(mix.jobs)), key=lambda i: mix.jobs[i].arrives)
+        while arrivals or not self.scheduler.idle or self.plans:
+            assert self.steps < MAX_STEPS, "no progress"
+            while arrivals and mix.jobs[arrivals[0]].arrives <= self.steps:
+                self.submit(arrivals.pop(0))
+            for index, job in enumerate(mix.jobs):
+                for k in range(job.n if job.aborts is not None and job.aborts <= self.steps else 0):
+                    self.scheduler.abort(f"{index}.{k}")
+            if self.steps in mix.resets:
+                self.cache.reset()
+            self.step()
+            self.steps += 1
+        self.check()
+        return self
+
+    def submit(self, index: int) -> None:
+        job = self.mix.jobs[index]
+        params = SamplingParams(
+            max_tokens=job.max_tokens, salt=job.salt, n=job.n, checkpoint_at=job.marks,
+            read_cache=job.read, store_cache=job.store,
+        )  # fmt: skip
+        answers = [Request(f"{index}.{k}", job.prompt, params, frozenset(job.stop)) for k in range(job.n)]
+        answers[0].siblings = answers[1:]
+        for k, request in enumerate(answers):
+            self.requests[index, k] = request
+            self._expected[request.request_id] = self.expected(job, k)
+        self.scheduler.add(answers[0])
+
+    def expected(self, job: Job, k: int = 0) -> list[int]:
+        return answer(job.prompt, job.max_tokens, attention=self.config.num_kv_blocks > 0, stop=job.stop, branch=k)
+
+    def step(self) -> None:
+        """Schedules and issues a step, and reads the oldest one in flight if there are enough."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.plans or self.scheduler.idle, "requests are left, nothing is in flight, and nothing runs"
+            if self.plans:
+                self.read()
+            return
+        assert 0 < sum(step.num_tokens for step in plan.steps) <= self.mix.budget
+        assert len(self.scheduler._running) <= self.mix.max_num_seqs
+        wanted = [self._answers(step) for step in plan.steps]
+        bad = self.mix.bad is not None and any(step.request_id == f"{self.mix.bad}.0" for step in plan.steps)
+        try:
+            outputs = self.cache.runner.execute(plan, wanted, fail=bad or self.steps in self.mix.fails)
+        except StepFailed as error:
+            alone = [step.request_id for step in plan.steps] if len(plan.steps) == 1 else []
+            assert [request.request_id for request in self.scheduler.failed(plan, error)] == alone
+            return
+        self.tokens_computed += sum(step.num_tokens for step in plan.steps)
+        self.scheduler.issued(plan)
+        self.plans.append((plan, outputs))
+        if len(self.plans) > self.mix.ahead:
+            self.read()
+
+    def read(self) -> None:
+        plan, outputs = self.plans.popleft()
+        self.scheduler.update(plan, outputs)
+
+    def check(self) -> None:
+        """After the end: the tokens of every request, no leak, and no committed block that changed."""
+        self.cache.check_no_leak()
+        self.cache.check_contents()
+        for (index, k), request in self.requests.items():
+            job, expected = self.mix.jobs[index], self._expected[request.request_id]
+            assert request.finish_reason is not None
+            if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+                assert request.output == expected[: len(request.output)]
+                assert job.aborts is not None or request.error
+                continue
+            assert request.output == expected, f"{index}.{k}"
+            at_stop = request.output[-1] in job.stop
+            assert request.finish_reason is (FinishReason.STOP if at_stop else FinishReason.LENGTH)
+
+    def hit(self, index: int, k: int = 0) -> int:
+        """Prompt tokens that a job did not compute at its first admission."""
+        report = self.requests[index, k].report
+        assert report is not None
+        return report.hit
+
+    def _answers(self, step: SequenceStep) -> int:
+        if not step.samples:
+            return 0
+        return 1 + len(self.scheduler.requests[step.request_id].siblings)
+
+    def _draft(self, request: Request, limit: int) -> list[int]:
+        done = len(request.output)
+        right = self._expected[request.request_id][done : done + limit]
+        every = self.mix.draft_errors
+        assert every is not None
+        return [token if (done + i) % every else (token + 1) % 40 for i, token in enumerate(right)]
+
+
+def run(jobs: Iterable[Job], **options: Any) -> Driver:
+    """Runs jobs; options are those of `Mix` and, for everything else, of `CacheConfig`."""
+    cache: dict[str, Any] = {"num_state_blocks": 64, "num_kv_blocks": 256}
+    mix: dict[str, Any] = {}
+    for name, value in options.items():
+        (mix if name in Mix.__dataclass_fields__ else cache)[name] = value
+    return Driver(Mix(list(jobs), cache=cache, **mix)).run()

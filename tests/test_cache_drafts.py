@@ -1,0 +1,113 @@
+"""Rows with drafts: a boundary at every offset inside the tokens of a step, and where the next step reads from."""
+
+from __future__ import annotations
+
+import pytest
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.config import CacheConfig
+from symbolic import answer, text
+from symbolic_driver import Driver, Job, Mix, run
+
+
+def drive(job: Job, wrong_every: int, drafts: int, state_blocks: int = 64) -> Driver:
+    cache = {"num_state_blocks": state_blocks, "num_kv_blocks": 64, "max_draft_tokens": drafts}
+    d = Driver(Mix([job], draft_errors=wrong_every, cache=cache))
+    d.submit(0)
+    d.step()  # the prompt
+    return d
+
+
+def cached(d: Driver) -> list[int]:
+    return sorted(len(tokens) // 4 for _, tokens in d.cache.model.states)
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+def test_a_boundary_at_every_offset_is_committed_once_accepted(tokens: int) -> None:
+    for offset in range(tokens):
+        d = drive(Job(text(63 - offset), 40), 1000, tokens - 1)
+        d.step()
+        assert cached(d) == [64], f"offset {offset}"
+        while not d.scheduler.idle:
+            d.step()
+        d.check()
+        d.mix.jobs.append(Job([*text(63 - offset), *answer(text(63 - offset), 40, attention=True), 1, 2]))
+        d.submit(1)
+        while not d.scheduler.idle:
+            d.step()
+        d.check()
+        assert d.hit(1) == 64
+
+
+@pytest.mark.parametrize("tokens", range(2, 9))
+def test_a_boundary_after_a_rejected_draft_is_not_committed(tokens: int) -> None:
+    for offset in range(tokens):
+        d = drive(Job(text(63 - offset), 40), 1, tokens - 1)
+        d.step()
+        assert cached(d) == ([64] if offset == 0 else []), f"offset {offset}"
+        while not d.scheduler.idle:
+            d.step()
+        d.check()
+        assert cached(d) == [64]
+
+
+@pytest.mark.parametrize("accepted", range(8))
+def test_the_next_step_reads_the_last_accepted_state_and_the_window_of_the_first_block(accepted: int) -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=20, num_kv_blocks=4, max_draft_tokens=7))
+    cache.add("a", text(20))
+    assert cache.admit("a") is not None
+    drafts = list(range(7))
+    first = cache.allocate("a", 20)
+    assert first is not None
+    plan = cache.plan([first])
+    cache.issued(plan)
+    cache.accept(plan, {"a": [30]})
+    verify = cache.allocate("a", 1, drafts=drafts)
+    assert verify is not None
+    plan = cache.plan([verify])
+    cache.issued(plan)
+    cache.accept(plan, {"a": [*drafts[:accepted], 31]})
+    after = cache.allocate("a", 1)
+    assert after is not None and after.start == 21 + accepted
+    assert (after.src, after.conv_src, after.conv_offset) == (verify.dst[accepted], verify.dst[0], accepted)
+
+
+def test_drafts_get_fewer_where_blocks_are_few() -> None:
+    jobs = [Job(text(50, seed), 60) for seed in range(3)]
+    d = run(jobs, num_state_blocks=10, max_draft_tokens=7, draft_errors=1000, budget=64)
+    assert d.cache.stats.preemptions == 0
+    assert max(len(request.output) for request in d.requests.values()) == 60
+
+
+def test_drafts_never_exceed_what_is_left_to_answer_or_to_spend() -> None:
+    d = Driver(Mix([Job(text(10), 4)], budget=3, draft_errors=1000, cache={
+        "num_state_blocks": 20, "num_kv_blocks": 1, "max_draft_tokens": 7,
+    }))  # fmt: skip
+    d.submit(0)
+    sizes = []
+    while not d.scheduler.idle:
+        d.step()
+        sizes.append(d.tokens_computed)
+    assert [b - a for a, b in zip([0, *sizes], sizes, strict=False)] == [3, 3, 3, 1, 3]
+
+
+def test_a_stop_token_inside_the_drafts_ends_the_answer_there() -> None:
+    prompt = text(57)
+    said = answer(prompt, 40, attention=True)
+    stop = next(token for i, token in enumerate(said) if i > 2 and token not in said[:i])
+    d = run([Job(prompt, 40, stop=(stop,))], max_draft_tokens=7, draft_errors=1000)
+    assert d.requests[0, 0].output == said[: said.index(stop) + 1]
+    assert d.tokens_computed > len(prompt) + len(d.requests[0, 0].output) - 1
+
+
+def test_a_state_that_ends_with_the_stop_token_is_committed_and_reached() -> None:
+    # The stop token, an accepted draft, fills the block: its state and its KV serve the next turn.
+    prompt = text(60, 3)
+    said = answer(prompt, 4, attention=True)
+    assert said[3] not in said[:3]
+    d = run(
+        [Job(prompt, 40, stop=(said[3],)), Job(prompt + said + [1, 2, 3])],
+        max_num_seqs=1, max_draft_tokens=7, draft_errors=1000,
+    )  # fmt: skip
+    assert d.requests[0, 0].output == said
+    assert d.hit(1) == 64

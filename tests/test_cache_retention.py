@@ -1,0 +1,191 @@
+"""Which states are kept when blocks are few: what was asked for, then what was used last."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import Retention, Wish
+from mambacache.config import CacheConfig, SamplingParams
+from mambacache.plan import StepPlan
+from mambacache.scheduler.request import Request
+from mambacache.scheduler.scheduler import Scheduler
+from symbolic import answer, text
+from symbolic_driver import Driver, Job, Mix, run
+
+
+def cached(d: Driver) -> list[int]:
+    """Positions of the cached states."""
+    return sorted(len(tokens) // 4 for _, tokens in d.cache.model.states)
+
+
+def finds(d: Driver, prompt: list[int]) -> int:
+    """What a prompt would hit."""
+    d.cache.add("look", prompt)
+    hit = d.cache.match("look").num_tokens
+    d.cache.free("look", finished=False)
+    return hit
+
+
+def resume(d: Driver, *jobs: Job) -> None:
+    """Runs more jobs, one after the other."""
+    for job in jobs:
+        d.mix.jobs.append(job)
+        d.submit(len(d.mix.jobs) - 1)
+        while not d.scheduler.idle:
+            d.step()
+    d.check()
+
+
+def test_wishes_between_two_positions() -> None:
+    retention = Retention(64, 128)
+    wishes = {64: Wish.TAIL, 256: Wish.MARKED, 320: Wish.JUNCTION}
+    assert retention.tail(1) == retention.tail(64) == 0
+    assert retention.tail(65) == retention.tail(128) == 64
+    found = retention.between(wishes, 64, 512)
+    assert sorted(found) == [(Wish.JUNCTION, 320), (Wish.MARKED, 256), (Wish.INTERVAL, 128), (Wish.INTERVAL, 384)]
+    assert retention.wish(wishes, 256) is Wish.MARKED
+    assert retention.wish(wishes, 128) is Wish.INTERVAL
+    assert retention.wish(wishes, 192) is None
+    assert [Retention.hot(wish) for wish in (*Wish, None)] == [True, True, True, True, False, False]
+
+
+def test_of_several_answers_boundaries_the_last_is_kept() -> None:
+    d = run([Job(text(100), 400)], max_num_seqs=1)
+    assert cached(d) == [64, 448]
+
+
+def test_a_prompt_that_ends_on_a_boundary_keeps_its_last_state_too() -> None:
+    d = run([Job(text(128), 100)], max_num_seqs=1)
+    assert cached(d) == [64, 128, 192]
+
+
+def test_a_decode_state_that_somebody_uses_is_not_given_up() -> None:
+    prompt = text(30)
+    said = answer(prompt, 200, attention=True)
+    d = Driver(Mix([Job(prompt, 200), Job(prompt + said[:40], 2)], cache={"num_state_blocks": 16, "num_kv_blocks": 16}))
+    d.submit(0)
+    while finds(d, prompt + said[:40]) < 64:
+        d.step()
+    d.submit(1)
+    while not d.scheduler.idle:
+        d.step()
+    d.check()
+    assert d.hit(1) == 64
+    assert cached(d) == [64, 192]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_long_answers_do_not_evict_shared_prefixes(ahead: bool) -> None:
+    """256 answers cross boundaries beside 20 prefixes, with two blocks to spare."""
+    cache = PrefixCache(CacheConfig(num_state_blocks=256 + 20 + 2, num_kv_blocks=4000))
+    scheduler = Scheduler(cache, max_num_batched_tokens=8192, max_num_seqs=256)
+    prefixes = [text(100, seed) for seed in range(20)]
+
+    plans: deque[StepPlan] = deque()
+
+    def step() -> StepPlan | None:
+        plan = scheduler.schedule()
+        if plan is not None:
+            scheduler.issued(plan)
+            plans.append(plan)
+        if plan is None or len(plans) > ahead:
+            read = plans.popleft()
+            scheduler.update(read, [[len(row.request_id)] * row.samples for row in read.steps])
+        return plan
+
+    for i, prefix in enumerate(prefixes):
+        scheduler.add(Request(f"prefix {i}", prefix, SamplingParams(max_tokens=1)))
+    while not scheduler.idle:
+        step()
+    for i in range(256):
+        scheduler.add(Request(f"answer {i}", [30 + i % 8, *text(i % 50, i)], SamplingParams(max_tokens=1000)))
+    for _ in range(200):
+        plan = step()
+    assert plan is not None and plan.num_decodes == 256
+    assert cache.stats.preemptions == 0
+    for prefix in prefixes:
+        cache.add("look", prefix)
+        assert cache.match("look").num_tokens == 64
+        cache.free("look", finished=False)
+
+
+def test_an_interval_of_one_block_on_a_long_prompt_leaves_other_tails() -> None:
+    prompts = [text(100, seed) for seed in range(20)]
+    d = run([*(Job(prompt, 1) for prompt in prompts), Job(text(3000, 30), 1)], max_num_seqs=1, num_state_blocks=24,
+            checkpoint_interval=64, budget=1000)  # fmt: skip
+    assert [finds(d, prompt) for prompt in prompts] == [64] * 20
+    assert finds(d, text(3000, 30)) == 2944
+
+
+def test_without_a_fresh_block_a_state_nobody_asked_for_is_overwritten() -> None:
+    d = run([Job(text(30), 130)], num_state_blocks=2, max_num_seqs=1)
+    assert cached(d) == [128]
+    other = Job(text(100, 1), 1)
+    d = Driver(Mix([other, Job(text(30), 130)], max_num_seqs=1, cache={"num_state_blocks": 2, "num_kv_blocks": 9}))
+    d.submit(0)
+    while not d.scheduler.idle:
+        d.step()
+    d.submit(1)
+    while not d.scheduler.idle:
+        d.step()
+    d.check()
+    assert cached(d) == [64] and finds(d, other.prompt) == 64  # the tail of the other stays, at the cost of the own
+    assert d.cache.stats.preemptions == 0
+
+
+def test_a_state_that_was_asked_for_may_evict_a_tail() -> None:
+    cache = {"num_state_blocks": 2, "num_kv_blocks": 9}
+    d = Driver(Mix([Job(text(100, 1), 1), Job(text(30), 130, marks=(64,))], max_num_seqs=1, cache=cache))
+    d.submit(0)
+    d.submit(1)
+    while not d.scheduler.idle:
+        d.step()
+    d.check()
+    assert cached(d) == [64] and finds(d, text(100, 1)) == 0
+
+
+def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
+    old, other = Job(text(300), 1, marks=(64, 128)), Job(text(100, 1), 1)
+    d = run([old, other, Job(text(150), 1)], max_num_seqs=1, num_state_blocks=6, budget=8192)
+    # Six blocks: 64, 128 and 256 of the first, 64 of the second, and two that ran. The third prompt hit 128.
+    assert d.hit(2) == 128
+    resume(d, *(Job(text(100, seed), 1) for seed in (2, 3, 4)))
+    assert finds(d, text(300)) == 128  # 256 and 64 are older, and gone
+    assert finds(d, text(128)) == 0
+    assert finds(d, text(100, 1)) == 64
+
+
+def test_the_states_of_one_prompt_are_evicted_from_its_end() -> None:
+    d = run([Job(text(300), 1, marks=(64, 128, 192))], max_num_seqs=1, num_state_blocks=5, budget=8192)
+    assert cached(d) == [64, 128, 192, 256]
+    d.cache._states.evict()
+    assert finds(d, text(300)) == 192
+    d.cache._states.evict()
+    assert finds(d, text(300)) == 128
+
+
+def test_kv_is_evicted_from_its_end_and_takes_the_states_with_it() -> None:
+    d = run([Job(text(300), 1, marks=(64, 128))], max_num_seqs=1, num_kv_blocks=6, budget=8192)
+    assert cached(d) == [64, 128, 256]
+    resume(d, Job(text(200, 1), 1))  # four blocks, of which two are free
+    assert finds(d, text(300)) == 128
+    assert d.cache.stats.kv_evicted == 2 and d.cache.stats.states_evicted == 1
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_last_state_of_an_answer_is_kept_for_the_next_turn_once_it_finished(finished: bool) -> None:
+    d = run([Job(text(30), 50, aborts=None if finished else 45)], max_num_seqs=1)
+    assert cached(d) == [64]
+    block = next(block for block, block_hash in enumerate(d.cache._states.hashes) if block_hash is not None)
+    assert d.cache._states.hot[block] is finished
+
+
+def test_a_chat_outlives_the_cold_states_of_others() -> None:
+    first = text(30)
+    turn = first + answer(first, 50, attention=True) + [1]
+    d = run([Job(first, 50)], max_num_seqs=1, num_state_blocks=4)
+    resume(d, *(Job(text(20, seed), 100) for seed in range(1, 3)))
+    assert finds(d, turn) == 64

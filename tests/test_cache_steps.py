@@ -1,0 +1,413 @@
+"""`PrefixCache` step by step, as a host engine uses it: what is readable when, and what the arrays say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mambacache.cache.batch_arrays import BlockTable
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.sequence import CachedSequence
+from mambacache.config import CacheConfig
+from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
+from symbolic import text
+
+
+def make(**options: int | bool | None) -> PrefixCache:
+    return PrefixCache(CacheConfig(**{"num_state_blocks": 16, "num_kv_blocks": 16, **options}))  # type: ignore[arg-type]
+
+
+def allocate(cache: PrefixCache, request_id: str, num_tokens: int, drafts: tuple[int, ...] = ()) -> SequenceStep:
+    step = cache.allocate(request_id, num_tokens, drafts=drafts)
+    assert step is not None
+    return step
+
+
+def run_step(cache: PrefixCache, request_id: str, num_tokens: int, sampled: int | None = None) -> StepPlan:
+    plan = cache.plan([allocate(cache, request_id, num_tokens)])
+    cache.issued(plan)
+    cache.accept(plan, {} if sampled is None else {request_id: [sampled]})
+    return plan
+
+
+def hit(cache: PrefixCache, tokens: list[int]) -> int:
+    cache.add("look", tokens)
+    found = cache.match("look").num_tokens
+    cache.free("look", finished=False)
+    return found
+
+
+def started(cache: PrefixCache, request_id: str, tokens: list[int], **options: bool | str) -> None:
+    cache.add(request_id, tokens, **options)  # type: ignore[arg-type]
+    assert cache.admit(request_id) is not None
+
+
+# --- requests ---
+
+
+def test_add_refuses_an_empty_prompt_and_an_id_in_use() -> None:
+    cache = make()
+    with pytest.raises(ValueError, match="request 'a' has an empty prompt: give it at least one token"):
+        cache.add("a", [])
+    cache.add("a", [1])
+    with pytest.raises(ValueError, match="request id 'a' is in use: choose another, or free that request first"):
+        cache.add("a", [2])
+    cache.free("a", finished=False)
+    cache.add("a", [2])
+
+
+def test_a_host_that_keeps_the_kv_must_say_what_it_covers() -> None:
+    cache = make(num_kv_blocks=0)
+    cache.add("a", text(200))
+    for ask in (cache.match, cache.admit):
+        with pytest.raises(ValueError, match="kv_tokens is missing: say how many tokens the host's KV covers"):
+            ask("a")
+    assert cache.admit("a", kv_tokens=0) is not None
+    run_step(cache, "a", 200, 1)
+    cache.add("b", text(200))
+    assert [cache.match("b", kv_tokens=kv).num_tokens for kv in (0, 191, 192, 1000)] == [0, 0, 192, 192]
+    assert cache.match("b", kv_tokens=130).junction == 192
+    assert "kv_slot" not in cache.plan([allocate(cache, "a", 1)]).arrays
+
+
+def test_match_looks_only() -> None:
+    cache = make(num_state_blocks=2)
+    started(cache, "a", text(200))
+    run_step(cache, "a", 200, 1)
+    before = cache.stats.state_blocks, cache.stats.kv_blocks, cache.stats.requests, cache.take_events()
+    cache.add("b", text(200))
+    assert cache.match("b") == cache.match("b")
+    assert before[:3] == (cache.stats.state_blocks, cache.stats.kv_blocks, cache.stats.requests)
+    assert cache.take_events() == []
+
+
+def test_admit_takes_all_or_nothing() -> None:
+    cache = make(num_kv_blocks=3, num_state_blocks=4)
+    started(cache, "a", text(100))
+    cache.add("b", text(100, 1))
+    assert cache.admit("b") is None  # the first lacks two of the three pages
+    assert cache.waits_for("b") is None
+    assert cache.stats.kv_blocks == {"free": 3, "writing": 0, "committed": 0, "evictable": 0}
+    assert cache.stats.state_blocks["free"] == 3
+    cache.free("a", finished=False)
+    assert cache.admit("b") is not None
+    assert cache.admit("b") is None  # it runs already
+
+
+def test_admit_needs_a_state_block_beside_the_hit() -> None:
+    cache = make(num_state_blocks=2)
+    started(cache, "a", text(64))
+    run_step(cache, "a", 64, 1)
+    cache.free("a", finished=True)
+    started(cache, "b", text(10, 1))
+    cache.add("c", text(70))
+    assert cache.match("c").num_tokens == 64
+    assert cache.admit("c") is None
+    assert hit(cache, text(70)) == 64
+
+
+# --- chunks ---
+
+
+@pytest.mark.parametrize(
+    ("computed", "budget", "expected"),
+    [(0, 1000, 300), (0, 300, 300), (0, 299, 256), (0, 100, 64), (0, 64, 64), (0, 63, 63), (0, 1, 1), (10, 54, 54),
+     (10, 53, 53), (10, 120, 118), (299, 1, 1), (256, 44, 44), (256, 43, 43)],
+)  # fmt: skip
+def test_a_chunk_ends_at_the_end_or_on_the_last_boundary_in_reach(computed: int, budget: int, expected: int) -> None:
+    cache = make()
+    started(cache, "a", text(300))
+    if computed:
+        run_step(cache, "a", computed)
+    assert cache.chunk("a", budget) == expected
+
+
+def test_a_decoding_request_runs_one_token() -> None:
+    cache = make()
+    started(cache, "a", text(30))
+    run_step(cache, "a", 30, 1)
+    assert cache.chunk("a", 100) == 1
+
+
+# --- the fence ---
+
+
+def test_nothing_is_readable_before_its_step_is_issued() -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    plan = cache.plan([allocate(cache, "a", 200)])
+    assert hit(cache, text(200)) == 0
+    cache.issued(plan)
+    assert hit(cache, text(200)) == 192
+
+
+def test_a_state_of_tokens_that_are_not_known_waits_for_them() -> None:
+    cache = make()
+    said = [*range(2, 10)]
+    started(cache, "a", text(62))
+    first = cache.plan([allocate(cache, "a", 62)])
+    cache.issued(first)
+    second = cache.plan([allocate(cache, "a", 1)])  # its token is still being sampled
+    assert second.arrays["tokens"].tolist() == [PLACEHOLDER]
+    cache.issued(second)
+    cache.accept(first, {"a": said[:1]})
+    third = cache.plan([allocate(cache, "a", 1)])
+    cache.issued(third)  # the state after 64 tokens, the last of which is unknown
+    assert hit(cache, text(62) + said) == 0
+    rotated = cache.plan([allocate(cache, "a", 1)])
+    assert rotated.steps[0].src == third.steps[0].dst[0] != rotated.steps[0].dst[0]
+    cache.accept(second, {"a": said[1:2]})
+    assert hit(cache, text(62) + said) == 64
+
+
+def test_a_cancelled_step_commits_nothing_and_takes_the_running_block() -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    run_step(cache, "a", 64)
+    cache.cancel(cache.plan([allocate(cache, "a", 136)]))
+    assert hit(cache, text(200)) == 64
+    assert cache.stats.state_blocks == {"free": 15, "writing": 0, "committed": 1, "evictable": 1}
+    found = cache.admit("a")
+    assert found is not None and found.num_tokens == 64
+
+
+def test_a_reset_between_planning_and_issuing_commits_nothing() -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    plan = cache.plan([allocate(cache, "a", 200)])
+    assert plan.steps[0].checkpoints
+    cache.reset()
+    cache.issued(plan)
+    cache.accept(plan, {"a": [1]})
+    assert cache.take_events() == []
+    cache.free("a", finished=True)
+    assert cache.stats.state_blocks["free"] == cache.stats.kv_blocks["free"] == 16
+
+
+def test_after_a_reset_running_requests_finish_and_waiting_ones_start_anew() -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    run_step(cache, "a", 128)
+    cache.add("b", text(200))
+    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    cache.reset()
+    assert cache.waits_for("b") is None
+    found = cache.admit("b")
+    assert found is not None and (found.num_tokens, found.losses) == (0, {})
+    assert run_step(cache, "a", 72, 1).steps[0].start == 128
+    assert hit(cache, text(200)) == 0
+    run_step(cache, "b", 200, 1)
+    assert hit(cache, text(200)) == 192
+    cache.preempt("a")
+    again = cache.admit("a")
+    assert again is not None and again.num_tokens == 192  # of the new generation
+
+
+# --- waiting for a prefix ---
+
+
+def test_a_promised_boundary_is_stored_and_hit() -> None:
+    cache = make()
+    shared = text(150)
+    started(cache, "a", shared + text(100, 1))
+    cache.add("b", shared + text(100, 2))
+    assert cache.match("b").waits_for == "a"
+    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    step = run_step(cache, "a", 250, 1).steps[0]
+    assert sorted(step.checkpoints) == [128, 192]
+    found = cache.admit("b")
+    assert found is not None and found.num_tokens == 128
+
+
+@pytest.mark.parametrize("options", [{"read": False}, {"salt": "x"}])
+def test_who_cannot_use_a_prefix_does_not_wait_for_it(options: dict) -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    started(cache, "b", text(200), **options)
+
+
+@pytest.mark.parametrize(("config", "options"), [({}, {"store": False}), ({"max_checkpoints": 0}, {})])
+def test_nobody_waits_for_who_stores_nothing(config: dict, options: dict) -> None:
+    cache = make(**config)
+    started(cache, "a", text(200), **options)
+    started(cache, "b", text(200))
+
+
+def test_waiting_ends_with_the_writer() -> None:
+    for end in (lambda c: c.preempt("a"), lambda c: c.free("a", finished=False), lambda c: run_step(c, "a", 192)):
+        cache = make()
+        started(cache, "a", text(200))
+        cache.add("b", text(200))
+        assert cache.admit("b") is None
+        end(cache)
+        assert cache.admit("b") is not None
+
+
+# --- blocks ---
+
+
+def test_block_row_shows_states_like_a_sparse_block_table() -> None:
+    cache = make()
+    started(cache, "a", text(300), checkpoint_at=(64,))  # type: ignore[arg-type]
+    assert cache.block_row("a") == []
+    step = run_step(cache, "a", 290).steps[0]
+    assert cache.block_row("a") == [step.checkpoints[64], 0, 0, step.checkpoints[256], step.dst[0]]
+    step = run_step(cache, "a", 10, 1).steps[0]
+    assert cache.block_row("a")[4:] == [step.dst[0]]
+    for i in range(20):
+        step = run_step(cache, "a", 1, i).steps[0]
+    assert cache.block_row("a")[4] == step.dst[0] and len(cache.block_row("a")) == 5
+    step = run_step(cache, "a", 1, 99).steps[0]
+    assert cache.block_row("a")[5] == step.dst[0] != cache.block_row("a")[4]
+
+
+def test_decode_updates_in_place_and_rotates_on_a_boundary() -> None:
+    cache = make()
+    started(cache, "a", text(62))
+    prefill = run_step(cache, "a", 62, 0).steps[0]
+    for i in range(2):
+        step = run_step(cache, "a", 1, i).steps[0]
+        assert step.src == step.conv_src == step.dst[0] == prefill.dst[0]
+    step = run_step(cache, "a", 1, 5).steps[0]
+    assert step.src == prefill.dst[0] != step.dst[0]
+
+
+def test_a_prefill_step_never_writes_its_src() -> None:
+    cache = make(num_state_blocks=2)
+    started(cache, "a", text(200))
+    before = 0
+    for _ in range(20):
+        step = run_step(cache, "a", 10).steps[0]
+        assert step.src == before != step.dst[0]
+        before = step.dst[0]
+
+
+def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() -> None:
+    cache = make()
+    started(cache, "a", text(100))
+    run_step(cache, "a", 100, 1)
+    assert cache.fork("a", {"b": 2, "c": 3, "d": 4}, max_running=2) == ["b", "c"]
+    steps = [allocate(cache, name, 1) for name in "abc"]
+    assert len({step.src for step in steps}) == 1
+    assert len({step.dst[0] for step in steps} | {steps[0].src}) == 4
+    plan = cache.plan(steps)
+    table = plan.arrays["block_table"]
+    assert plan.kv_copies == ((table[0, 1], table[1, 1]), (table[0, 1], table[2, 1]))
+    assert len(set(table[:, 0])) == 1 and len(set(table[:, 1])) == 3
+    assert plan.arrays["tokens"].tolist() == [1, 2, 3]
+    cache.issued(plan)
+    cache.accept(plan, {"a": [1], "b": [1], "c": [1]})
+    assert cache.plan([allocate(cache, name, 1) for name in "abc"]).kv_copies == ()
+    found = cache.admit("d")
+    assert found is not None and found.num_tokens == 64
+
+
+def test_a_page_is_kept_until_it_was_copied() -> None:
+    cache = make(num_kv_blocks=3)
+    started(cache, "a", text(100))
+    page = run_step(cache, "a", 100, 1).arrays["block_table"][0, 1]
+    cache.fork("a", {"b": 2})
+    cache.free("a", finished=True)
+    assert cache.stats.kv_blocks["free"] == 0
+    plan = cache.plan([allocate(cache, "b", 1)])
+    assert [source for source, _ in plan.kv_copies] == [page]
+    cache.issued(plan)
+    assert cache.stats.kv_blocks["free"] == 1
+
+
+def test_fork_without_room_for_a_page() -> None:
+    cache = make(num_kv_blocks=2)
+    started(cache, "a", text(100))
+    run_step(cache, "a", 100, 1)
+    assert cache.fork("a", {"b": 2}) == []
+    cache.free("a", finished=True)
+    found = cache.admit("b")
+    assert found is not None and found.num_tokens == 64
+    assert allocate(cache, "b", 37).samples
+
+
+def test_allocate_gives_none_and_changes_nothing_without_room() -> None:
+    cache = make(num_kv_blocks=3, num_state_blocks=2)
+    started(cache, "a", text(60))
+    run_step(cache, "a", 60, 1)
+    started(cache, "b", text(60, 1))
+    run_step(cache, "b", 60, 1)
+    before = cache.stats.kv_blocks, cache.stats.state_blocks
+    assert cache.allocate("b", 1, drafts=[1] * 3) is None  # no state blocks for the drafts
+    assert (cache.stats.kv_blocks, cache.stats.state_blocks) == before
+    for i in range(4):
+        run_step(cache, "a", 1, i)
+        run_step(cache, "b", 1, i)
+    run_step(cache, "a", 1, 9)
+    assert cache.allocate("b", 1) is None  # no page
+    cache.preempt("a")
+    allocate(cache, "b", 1)
+
+
+def test_the_arrays_of_a_mixed_batch() -> None:
+    cache = make(max_draft_tokens=2)
+    for name, length in (("a", 20), ("b", 30)):
+        started(cache, name, text(length, ord(name)))
+        run_step(cache, name, length, 1)
+    started(cache, "c", text(250, 3), checkpoint_at=(64,))  # type: ignore[arg-type]
+    run_step(cache, "c", 100)
+    steps = [allocate(cache, "c", 150), allocate(cache, "b", 1), allocate(cache, "a", 1, (7, 8))]
+    plan = cache.plan(steps)
+    arrays = plan.arrays
+    assert [step.request_id for step in plan.steps] == ["b", "a", "c"]
+    assert (plan.num_decodes, plan.tokens_per_decode) == (2, 3)
+    c, b, a = steps
+    expected = {
+        "decode_src": [b.src, a.src], "decode_dst": [[b.dst[0], 0, 0], [*a.dst]], "decode_boundary_index": [-1, -1],
+        "decode_conv_src": [b.src, a.src], "decode_conv_offset": [0, 0],
+        "query_start_loc": [6, 156], "context_len": [100], "src": [c.src], "conv_src": [c.src], "conv_offset": [0],
+        "chunk_seq": [0, 0, 0], "chunk_start": [6, 34, 98], "seq_chunk_start": [0, 3],
+        "chunk_dst": [0, c.checkpoints[192], c.dst[0]],
+        "tokens": [1, 0, 0, 1, 7, 8, *text(250, 3)[100:]], "positions": [30, 0, 0, 20, 21, 22, *range(100, 250)],
+        "kv_len": [31, 23, 250], "logits_index": [0, 3, 4, 5, 155],
+    }  # fmt: skip
+    assert {name: arrays[name].tolist() for name in expected} == expected
+    table = arrays["block_table"]
+    assert table.shape == (3, 4)
+    slots = [table[0, 0] * 64 + 30, -1, -1, *(table[1, 0] * 64 + np.arange(20, 23))]
+    slots += [table[2, p // 64] * 64 + p % 64 for p in range(100, 250)]
+    assert arrays["kv_slot"].tolist() == slots
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+    assert set(arrays) == {*expected, "block_table", "kv_slot"}
+
+
+def test_pages_that_others_wrote_are_not_written_again() -> None:
+    cache = make()
+    shared = text(200)
+    started(cache, "a", shared + text(60, 1))
+    run_step(cache, "a", 260, 1)
+    cache.free("a", finished=True)
+    started(cache, "b", shared + text(60, 2))
+    plan = cache.plan([allocate(cache, "b", 260)])
+    slots = plan.arrays["kv_slot"]
+    assert (slots[:192] == -1).all() and (slots[192:] > 0).all()
+    assert (plan.arrays["block_table"] > 0).all()
+
+
+def test_all_logits_of_a_prompt_on_request() -> None:
+    cache = make()
+    started(cache, "a", text(100), read=False)
+    step = allocate(cache, "a", 60)
+    step.prompt_logits = True
+    assert cache.plan([step]).arrays["logits_index"].tolist() == [*range(60)]
+
+
+def test_the_block_table_grows_and_reuses_rows() -> None:
+    table = BlockTable()
+    sequences = []
+    for i in range(5):
+        s = CachedSequence(str(i), np.array([]), 0, "", (), True, True, [])  # type: ignore[arg-type]
+        s.row = table.take_row()
+        for block in range(i + 1):
+            table.append(s, 10 * i + block)
+        sequences.append(s)
+    assert len({s.row for s in sequences}) == 5
+    for i, s in enumerate(sequences):
+        assert table.blocks[s.row, : i + 1].tolist() == s.kv == [10 * i + block for block in range(i + 1)]
+    table.give_row(sequences[2].row)
+    assert table.take_row() == sequences[2].row

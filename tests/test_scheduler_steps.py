@@ -1,0 +1,258 @@
+"""Which rows a step holds: order, budgets, alignment, and what happens when one fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.config import CacheConfig, SamplingParams
+from mambacache.plan import StepPlan
+from mambacache.scheduler.request import FinishReason, Request
+from mambacache.scheduler.scheduler import Scheduler
+from symbolic import text
+from symbolic_driver import Driver, Job, Mix, run
+
+Rows = list[tuple[str, int, int]]  # request, start, tokens
+
+
+class Steps:
+    """A scheduler whose every sampled token is 0; a step gives its rows."""
+
+    def __init__(self, cache: dict[str, Any] | None = None, **options: Any) -> None:
+        self.cache = PrefixCache(CacheConfig(**{"num_state_blocks": 64, "num_kv_blocks": 64, **(cache or {})}))
+        limits = {"max_num_batched_tokens": 200, "max_num_seqs": 8, **options}
+        self.scheduler = Scheduler(self.cache, **limits)
+
+    def add(self, name: str, prompt: list[int], **params: Any) -> Request:
+        request = Request(name, prompt, SamplingParams(**{"max_tokens": 50, **params}))
+        self.scheduler.add(request)
+        return request
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        return plan
+
+    def run(self) -> Rows:
+        plan = self.plan()
+        self.scheduler.issued(plan)
+        self.scheduler.update(plan, [[0] * step.samples for step in plan.steps])
+        return rows(plan)
+
+
+def rows(plan: StepPlan) -> Rows:
+    return [(step.request_id, step.start, step.num_tokens) for step in plan.steps]
+
+
+def test_decode_first_then_prefill_in_order_of_arrival() -> None:
+    s = Steps()
+    s.add("a", text(10))
+    assert s.run() == [("a", 0, 10)]
+    s.add("b", text(100, 1))
+    s.add("c", text(20, 2))
+    assert s.run() == [("a", 10, 1), ("b", 0, 100), ("c", 0, 20)]
+    s.add("d", text(10, 3))
+    assert s.run() == [("a", 11, 1), ("b", 100, 1), ("c", 20, 1), ("d", 0, 10)]
+
+
+def test_a_prompt_is_cut_on_boundaries() -> None:
+    s = Steps(max_num_batched_tokens=150)
+    s.add("a", text(300))
+    assert [s.run() for _ in range(4)] == [[("a", 0, 128)], [("a", 128, 128)], [("a", 256, 44)], [("a", 300, 1)]]
+
+
+def test_a_budget_below_a_block_still_moves() -> None:
+    s = Steps(max_num_batched_tokens=50)
+    s.add("a", text(130))
+    assert [s.run()[0][1:] for _ in range(4)] == [(0, 50), (50, 14), (64, 50), (114, 16)]
+
+
+def test_a_prefill_that_reaches_no_boundary_waits_unless_it_is_the_first() -> None:
+    s = Steps(max_num_batched_tokens=150)
+    s.add("a", text(100, 1))
+    s.add("b", text(100, 2))
+    s.add("c", text(30, 3))
+    assert s.run() == [("a", 0, 100)]  # 50 left: b would end at 50
+    assert s.run() == [("a", 100, 1), ("b", 0, 100), ("c", 0, 30)]
+
+
+def test_one_token_of_a_prompt_is_prefilled_too() -> None:
+    s = Steps()
+    s.add("a", text(65), max_tokens=1)
+    s.run()
+    s.add("b", text(65), max_tokens=1)
+    plan = s.plan()
+    assert rows(plan) == [("b", 64, 1)] and plan.steps[0].prefill and plan.num_decodes == 0
+
+
+def test_long_prompts_leave_room_for_others() -> None:
+    s = Steps(long_prefill_token_threshold=64)
+    s.add("a", text(300, 1))
+    s.add("b", text(100, 2))
+    assert s.run() == [("a", 0, 64), ("b", 0, 64)]
+    assert s.run() == [("a", 64, 64), ("b", 64, 36)]
+
+
+def test_a_budget_spent_on_decoding_leaves_none_for_prompts() -> None:
+    s = Steps(max_num_batched_tokens=2)
+    for name in "ab":
+        s.add(name, text(1, ord(name)))
+    s.run()
+    s.add("c", text(1, 3))
+    assert s.run() == [("a", 1, 1), ("b", 1, 1)]
+
+
+def test_as_many_requests_as_allowed() -> None:
+    s = Steps(max_num_seqs=2)
+    for name in "abc":
+        s.add(name, text(5, ord(name)), max_tokens=2)
+    assert [row[0] for row in s.run()] == ["a", "b"]
+    assert [row[0] for row in s.run()] == ["a", "b"]
+    assert [row[0] for row in s.run()] == ["c"]
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_further_answers_keep_to_the_limits(n: int) -> None:
+    d = run([Job(text(100), 20, n=n), Job(text(90, 1), 5)], max_num_seqs=2)
+    assert len(d.requests) == n + 1
+    tight = run([Job(text(100), 20, n=n)], num_state_blocks=2, num_kv_blocks=2)
+    assert len(tight.requests) == n
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_further_answers_compute_the_prompt_once(ahead: bool) -> None:
+    d = run([Job(text(100), 20, n=4)], ahead=ahead)
+    assert d.tokens_computed == 100 + 4 * 19
+    assert all(request.report is d.requests[0, 0].report for request in d.requests.values())
+
+
+def test_aborting_the_first_answer_before_it_began_aborts_all() -> None:
+    d = run([Job(text(300), 5, n=3, aborts=1)], budget=64)
+    assert [request.finish_reason for request in d.requests.values()] == [FinishReason.ABORT] * 3
+
+
+def test_an_unknown_id_is_ignored() -> None:
+    s = Steps()
+    s.scheduler.abort("nobody")
+    assert s.scheduler.schedule() is None and s.scheduler.idle
+
+
+def test_an_abort_while_a_step_is_in_flight() -> None:
+    s = Steps()
+    request = s.add("a", text(100))
+    s.add("b", text(100, 1))
+    plan = s.plan()
+    s.scheduler.issued(plan)
+    s.scheduler.abort("a")
+    assert [r.request_id for r in s.scheduler.update(plan, [[0], [0]])] == ["b"]
+    assert request.finish_reason is FinishReason.ABORT and request.output == []
+    s.scheduler.abort("b")
+    assert s.cache.stats.kv_blocks["writing"] == s.cache.stats.state_blocks["writing"] == 0
+
+
+def test_all_logits_of_the_prompt_skip_the_hit() -> None:
+    s = Steps()
+    s.add("a", text(100), max_tokens=1)
+    s.run()
+    s.add("b", text(100), max_tokens=1, prompt_logprobs=0)
+    plan = s.plan()
+    assert rows(plan) == [("b", 0, 100)] and plan.steps[0].prompt_logits
+    assert len(plan.arrays["logits_index"]) == 100
+
+
+def test_stops() -> None:
+    prompt = text(10)
+    request = Request("a", prompt, SamplingParams(max_tokens=4), frozenset([7]), lambda token: token == 9)
+    assert request.take([1, 2]) == [1, 2] and request.finish_reason is None
+    assert request.take([7, 3]) == [7] and request.finish_reason is FinishReason.STOP
+    request = Request("a", prompt, SamplingParams(max_tokens=4), completes_stop=lambda token: token == 9)
+    assert request.take([1, 9, 3]) == [1, 9] and request.finish_reason is FinishReason.STOP
+    request = Request("a", prompt, SamplingParams(max_tokens=2))
+    assert request.take([1, 2, 3]) == [1, 2] and request.finish_reason is FinishReason.LENGTH
+    assert request.num_tokens == 12
+
+
+# --- scheduling ahead ---
+
+
+def test_a_step_is_planned_before_the_tokens_of_the_last_are_known() -> None:
+    s = Steps()
+    s.add("a", text(10), max_tokens=3)
+    plans = []
+    for _ in range(3):
+        plans.append(s.plan())
+        s.scheduler.issued(plans[-1])
+    assert [rows(plan) for plan in plans] == [[("a", 0, 10)], [("a", 10, 1)], [("a", 11, 1)]]
+    assert s.scheduler.schedule() is None  # the third answer token is on its way
+    for plan in plans:
+        s.scheduler.update(plan, [[0]])
+    assert s.scheduler.idle
+
+
+# --- a failing step ---
+
+
+def fail(s: Steps) -> tuple[Rows, list[str]]:
+    plan = s.plan()
+    ended = s.scheduler.failed(plan, RuntimeError("out of luck"))
+    return rows(plan), [request.request_id for request in ended]
+
+
+def test_after_a_failed_step_its_requests_run_one_to_a_step() -> None:
+    s = Steps()
+    s.add("a", text(10, 1))
+    s.run()
+    s.add("b", text(100, 2))
+    s.add("c", text(20, 3))
+    assert fail(s) == ([("a", 10, 1), ("b", 0, 100), ("c", 0, 20)], [])
+    s.add("d", text(20, 4))
+    assert s.run() == [("a", 0, 11)]
+    assert fail(s) == ([("b", 0, 100)], ["b"])
+    assert s.run() == [("c", 0, 20)]
+    assert s.run() == [("a", 11, 1), ("c", 20, 1), ("d", 0, 20)]
+
+
+def test_the_one_that_fails_alone_ends_with_the_error() -> None:
+    d = run([Job(text(100, seed)) for seed in range(4)], bad=2)
+    assert [r.finish_reason for r in d.requests.values()] == [FinishReason.LENGTH] * 2 + [
+        FinishReason.ERROR, FinishReason.LENGTH,
+    ]  # fmt: skip
+    assert d.requests[2, 0].error == "the step fails"
+
+
+def test_what_was_cached_survives_a_failed_step() -> None:
+    d = Driver(Mix([Job(text(300)), Job(text(300), 3), Job(text(300), 3)], fails=frozenset([6, 7]), cache={
+        "num_state_blocks": 16, "num_kv_blocks": 16,
+    }))  # fmt: skip
+    d.submit(0)
+    while not d.scheduler.idle:
+        d.step()
+        d.steps += 1
+    assert d.steps <= 6
+    d.steps = 6
+    d.submit(1)
+    d.submit(2)
+    while not d.scheduler.idle:
+        d.step()
+        d.steps += 1
+    d.check()
+    assert [d.requests[i, 0].finish_reason for i in (1, 2)] == [FinishReason.ERROR, FinishReason.LENGTH]
+    assert d.hit(2) == 256
+
+
+def test_a_failure_while_a_step_is_in_flight() -> None:
+    s = Steps()
+    request = s.add("a", text(10), max_tokens=3)
+    first = s.plan()
+    s.scheduler.issued(first)
+    s.add("b", text(10, 1))
+    second = s.plan()
+    assert [step.request_id for step in second.steps] == ["a", "b"]
+    assert s.scheduler.failed(second, RuntimeError("no")) == []
+    assert s.scheduler.schedule() is None  # a's first token has not been read
+    s.scheduler.update(first, [[4]])
+    assert request.output == [4]
+    assert s.run() == [("a", 0, 11)]
+    assert s.run() == [("b", 0, 10)]
