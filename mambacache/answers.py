@@ -34,6 +34,7 @@ class Answers:
         self.params = params
         self._submitted = time.perf_counter()
         self._seeds = tuple(seed + i for i in range(params.n))
+        self._given = [0] * params.n  # characters of each text that were handed out
         self._texts = [Detokenizer(tokenizer, params.stop) for _ in range(params.n)] if tokenizer is not None else []
         self.requests = [
             Request(
@@ -71,26 +72,31 @@ class Answers:
                 completion.logprobs = [entry]
         else:
             completion = output.outputs[self._index(step)]
-            completion.logprobs = (completion.logprobs or []) + row.logprobs
+            assert completion.logprobs is not None, "log probabilities were asked for"
+            completion.logprobs += row.logprobs
 
-    def refresh(self) -> RequestOutput:
+    def refresh(self) -> None:
         """Brings the output up to date with the requests."""
         output = self.output
         for i, (request, completion) in enumerate(zip(self.requests, output.outputs, strict=True)):
             completion.token_ids = request.output
-            completion.delta = ""
             if completion.logprobs is not None:
                 del completion.logprobs[len(request.output) :]
             if self._texts:
                 if request.finish_reason is not None:
                     self._texts[i].finish()
-                text = self._texts[i].text
-                completion.delta, completion.text = text[len(completion.text) :], text
+                completion.text = self._texts[i].text
             completion.finish_reason, completion.error = request.finish_reason, request.error
         output.cache = self.requests[0].report
         if output.time_to_first_token is None and self.requests[0].output:
             output.time_to_first_token = time.perf_counter() - self._submitted
-        return output
+
+    def hand_out(self) -> RequestOutput:
+        """The output, its deltas from the last call on."""
+        for i, completion in enumerate(self.output.outputs):
+            completion.delta = completion.text[self._given[i] :]
+            self._given[i] = len(completion.text)
+        return self.output
 
     def _index(self, step: SequenceStep) -> int:
         return next(i for i, request in enumerate(self.requests) if request.request_id == step.request_id)

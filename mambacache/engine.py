@@ -22,7 +22,7 @@ from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache.models.adapt import load_model
 from mambacache.outputs import RequestOutput
 from mambacache.runner.model_runner import ModelRunner
-from mambacache.runner.sizing import free_memory, plan_memory, resolve_device
+from mambacache.runner.sizing import free_memory, plan_memory, present_device
 from mambacache.runner.state_pool import StatePool, allocate_kv_pages
 from mambacache.scheduler.request import Request
 from mambacache.scheduler.scheduler import DraftSource, Scheduler
@@ -54,7 +54,7 @@ class LLM:
         if unknown is not None:
             raise TypeError(f"LLM has no option {unknown!r}: choose from {', '.join(known[1:])}")
         self.config = EngineConfig(model, **options)
-        device = resolve_device(self.config.device)
+        device = present_device(self.config.device)
         loaded = load_model(model, self.config.dtype, device)
         self.sizes = plan_memory(self.config, loaded, free_memory(device))
         layers = loaded.state_layers(getattr(torch, self.config.state_dtype), self.config.max_draft_tokens)
@@ -76,6 +76,15 @@ class LLM:
             StatePool(layers, self.sizes.num_state_blocks, device),
             allocate_kv_pages(loaded.kv_layers, self.sizes.num_kv_blocks, self.config.block_size, device),
         )
+        aligned = self.sizes.max_num_seqs + self.config.block_size
+        if self.config.max_num_batched_tokens < aligned:
+            logger.warning(
+                "max_num_batched_tokens is %d: with %d requests at a time prompts may be cut inside blocks, set it to "
+                "%d or more",
+                self.config.max_num_batched_tokens,
+                self.sizes.max_num_seqs,
+                aligned,
+            )
         self._scheduler = Scheduler(
             self.cache,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -87,6 +96,7 @@ class LLM:
         self._vocab_size: int = loaded.config.vocab_size
         self._end_tokens = _end_tokens(loaded.module)
         self._answers: dict[str, Answers] = {}  # by the id of each of their requests
+        self._fresh: dict[str, Answers] = {}  # whose output has news that were not given yet
         self._ids = count()
         self._rng = random.Random(self.config.seed)
 
@@ -152,15 +162,19 @@ class LLM:
         return self.generate(tokens, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answers one prompt, with an output after each step that added to it; `delta` is the new text."""
+        """Answers one prompt, with an output after each step that added to it; `delta` is the new text.
+
+        Several streams may take turns, and other requests be run meanwhile: every step brings on all of them. The
+        stream ends early if its request is aborted.
+        """
         request_id = self.submit(prompt, sampling_params)
+        answers = self._answers[request_id]
         try:
-            finished = False
-            while not finished:
-                for output in self.step():
-                    if output.request_id == request_id:
-                        finished = output.finished
-                        yield output
+            while request_id in self._fresh or not answers.output.finished:
+                if request_id in self._fresh:
+                    yield self._hand_out(answers)
+                else:
+                    self._advance()
         finally:
             self.abort(request_id)
 
@@ -181,37 +195,30 @@ class LLM:
         tokens = self._encode(prompt)
         self._check(tokens, params)
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
-        if request_id in self._answers:
-            raise ValueError(f"request id {request_id!r} is in use: choose another")
         end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._end_tokens)
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
         answers = Answers(request_id, tokens, params, end_tokens, self.tokenizer, seed)
+        its_ids = [request.request_id for request in answers.requests]
+        if any(each in self._answers for each in its_ids):
+            raise ValueError(f"request id {request_id!r} is in use: choose another")
         self._scheduler.add(answers.requests[0])
-        self._answers.update({request.request_id: answers for request in answers.requests})
+        self._answers.update(dict.fromkeys(its_ids, answers))
         return request_id
 
     def step(self) -> list[RequestOutput]:
         """Runs one step.
 
         Returns:
-            The outputs of the requests that it brought on, the same objects each time, brought up to date; empty if
-            there is nothing to do.
+            The outputs that have grown or ended since they were last given, the same objects each time, brought up to
+            date. There may be none although requests are under way: `idle` tells when all have ended.
         """
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return []
-        try:
-            rows = self.runner.execute(plan, [self._answers[step.request_id].sampling(step) for step in plan.steps])
-        except BaseException as error:
-            logger.exception("a step of %d requests failed", len(plan.steps))
-            failed = self._scheduler.failed(plan, error)
-            if not isinstance(error, Exception):
-                raise
-            return self._report(failed)
-        self._scheduler.issued(plan)
-        for step, row in zip(plan.steps, rows, strict=True):
-            self._answers[step.request_id].keep_logprobs(step, row)
-        return self._report(self._scheduler.update(plan, [row.tokens for row in rows]))
+        self._advance()
+        return [self._hand_out(answers) for answers in list(self._fresh.values())]
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended and its output was given."""
+        return not self._answers
 
     def abort(self, request_id: str) -> None:
         """Ends a request; what it committed stays cached. An unknown id is ignored: it may have ended."""
@@ -219,6 +226,7 @@ class LLM:
         if answers is not None:
             for request in answers.requests:
                 self._scheduler.abort(request.request_id)
+            answers.refresh()
             self._forget(answers)
 
     def reset_prefix_cache(self) -> None:
@@ -233,14 +241,51 @@ class LLM:
     # --- inside ---
 
     def _run(self, ids: Sequence[str], use_tqdm: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+        left = {request_id: self._answers[request_id] for request_id in ids}
+        outputs = [answers.output for answers in left.values()]
         with tqdm(total=len(ids), desc="prompts", disable=not use_tqdm) as bar:
-            while len(done) < len(ids):
-                for output in self.step():
-                    if output.finished and output.request_id in ids:
-                        done[output.request_id] = output
-                        bar.update()
-        return [done[request_id] for request_id in ids]
+            while left:
+                self._advance()
+                for request_id in [each for each in self._fresh if each in left and left[each].output.finished]:
+                    self._hand_out(left.pop(request_id))
+                    bar.update()
+        return outputs
+
+    def _advance(self) -> None:
+        """Runs one step, and brings up to date the outputs of the requests that it brought on."""
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return
+        try:
+            rows = self.runner.execute(plan, [self._answers[step.request_id].sampling(step) for step in plan.steps])
+        except BaseException as error:
+            logger.exception("a step of %d requests failed", len(plan.steps))
+            self._refresh(self._scheduler.failed(plan, error))
+            if not isinstance(error, Exception):
+                raise
+            return
+        self._scheduler.issued(plan)
+        for step, row in zip(plan.steps, rows, strict=True):
+            self._answers[step.request_id].keep_logprobs(step, row)
+        self._refresh(self._scheduler.update(plan, [row.tokens for row in rows]))
+
+    def _refresh(self, requests: Sequence[Request]) -> None:
+        brought_on = {a.output.request_id: a for a in (self._answers[r.request_id] for r in requests)}
+        for answers in brought_on.values():
+            answers.refresh()
+        self._fresh |= brought_on
+
+    def _hand_out(self, answers: Answers) -> RequestOutput:
+        if answers.output.finished:
+            self._forget(answers)
+        else:
+            del self._fresh[answers.output.request_id]
+        return answers.hand_out()
+
+    def _forget(self, answers: Answers) -> None:
+        self._fresh.pop(answers.output.request_id, None)
+        for request in answers.requests:
+            del self._answers[request.request_id]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -268,18 +313,6 @@ class LLM:
                 f"the prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}, and the KV pool holds "
                 f"{self.sizes.num_kv_blocks * self.config.block_size}: shorten it, or raise kv_cache_bytes"
             )
-
-    def _report(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        brought_on = {id(answers): answers for r in requests if (answers := self._answers.get(r.request_id))}
-        outputs = [answers.refresh() for answers in brought_on.values()]
-        for answers in brought_on.values():
-            if answers.output.finished:
-                self._forget(answers)
-        return outputs
-
-    def _forget(self, answers: Answers) -> None:
-        for request in answers.requests:
-            del self._answers[request.request_id]
 
 
 def _load_tokenizer(model: str | Path) -> Any:

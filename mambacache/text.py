@@ -58,8 +58,9 @@ class Detokenizer:
     def _append(self, decoded: str) -> bool:
         known = self._decode(self._context, self._read)
         searched = len(self._text) - max((len(stop) for stop in self._stop), default=1) + 1
-        self._text += decoded[len(known) :]
-        self._context, self._read = self._read, len(self._tokens)
+        if decoded != known:  # tokens without text are decoded again with the next: they may stand between two words
+            self._text += decoded[len(known) :]
+            self._context, self._read = self._read, len(self._tokens)
         found = [at for stop in self._stop if (at := self._text.find(stop, max(searched, 0))) >= 0]
         if found:
             self._text, self._stopped = self._text[: min(found)], True
@@ -89,5 +90,6 @@ def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **
     if not answers:
         return False
     last = answers[-1]
-    then = render_chat(tokenizer, messages[:last], **options) + str(messages[last].get("content", ""))
+    content = messages[last].get("content")  # None beside tool calls, a list of parts in some clients
+    then = render_chat(tokenizer, messages[:last], **options) + (content if isinstance(content, str) else "")
     return not render_chat(tokenizer, messages, **options).startswith(then)

@@ -1,8 +1,27 @@
-"""Tests marked `gpu` or `gpu_full` skip themselves where there is no CUDA device."""
+"""Tests marked `gpu` or `gpu_full` skip themselves where there is no CUDA device. Engines on tiny models.
+
+Where there is none, GPU kernels are tested in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from engine_driver import Engines, Original
+
+
+def pytest_configure() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which other packages do as well
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -14,3 +33,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def compiled(request: pytest.FixtureRequest) -> None:
+    """All kernels that the session's tests with this fixture run, compiled side by side."""
+    from gpu_cases import compile_ahead, kernels_of
+
+    items = [item for item in request.session.items if "compiled" in item.fixturenames and hasattr(item, "callspec")]
+    compile_ahead(kernel for item in items for kernel in kernels_of(item.callspec.params))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a tiny model by its name, made once."""
+    from tiny_models import save_tiny_model
+
+    return cache(lambda name: save_tiny_model(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def original(tiny_model: Callable[[str], Path]) -> Callable[[str], Original]:
+    """The original of a tiny model by its name."""
+    from engine_driver import Original
+
+    return cache(lambda name: Original(tiny_model(name)))
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny model with a tokenizer of bytes and a chat template."""
+    from engine_driver import save_text_model
+
+    return save_text_model(tmp_path_factory.mktemp("text_model"))
+
+
+@pytest.fixture
+def engine(tiny_model: Callable[[str], Path]) -> Iterator[Engines]:
+    """Makes engines on tiny models: the only way in which tests of the engine get one."""
+    from engine_driver import Engines
+
+    with Engines(tiny_model) as engines:
+        yield engines
+    engines.check()

@@ -14,35 +14,48 @@ KERNELS = "mambacache.kernels"
 
 
 class StateWatch(TorchDispatchMode):
-    """Watches a pool's storage while it is entered.
+    """Watches the storage of pools while it is entered.
 
-    An operation that reads or writes the storage raises AssertionError, unless a function of `mambacache.kernels` is
-    on the Python stack. Making views of it is allowed: they read nothing. `kernel_accesses` counts what the ops did, so
-    that a test can tell that the watch saw the pool at all.
+    An operation that reads or writes a storage raises AssertionError, unless a function of `mambacache.kernels` is on
+    the Python stack. Making views of it is allowed: they read nothing. `kernel_accesses` counts what the ops did, so
+    that a test can tell that the watch saw the pool at all; `offences` keeps what was raised, which an engine takes for
+    the failure of a step.
 
     Args:
-        pool: any tensor in the pool's storage.
+        pools: tensors, any one in each pool's storage.
     """
 
-    def __init__(self, pool: torch.Tensor) -> None:
+    def __init__(self, *pools: torch.Tensor) -> None:
         super().__init__()
-        self.storage = pool.untyped_storage().data_ptr()
         self.kernel_accesses = 0
+        self.offences: list[str] = []
+        self._storages: set[int] = set()
+        for pool in pools:
+            self.add(pool)
+
+    def add(self, pool: torch.Tensor) -> None:
+        """Watches one more pool."""
+        self._storages.add(pool.untyped_storage().data_ptr())
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        watched = any(self._in_pool(x) for x in _tensors([*args, *kwargs.values()]))
+        watched = self._any_in_pool(args) or self._any_in_pool(kwargs.values())
         result = func(*args, **kwargs)
         # Operations such as `contiguous` are views by their schema, but copy where no view will do.
-        if watched and not (func.is_view and all(self._in_pool(x) for x in _tensors([result]))):
-            assert _called_from(KERNELS), f"{func} touches the state pool outside {KERNELS}"
+        if watched and not (func.is_view and all(map(self._in_pool, _tensors([result])))):
+            if not _called_from(KERNELS):
+                self.offences.append(f"{func} touches the state pool outside {KERNELS}")
+                raise AssertionError(self.offences[-1])
             self.kernel_accesses += 1
         return result
 
+    def _any_in_pool(self, values: Iterable[Any]) -> bool:
+        return any(map(self._in_pool, _tensors(values)))
+
     def _in_pool(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() == self.storage
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._storages
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -249,7 +249,7 @@ class Mix:
     budget: int = 200
     max_num_seqs: int = 8
     long_prefill: int = 0
-    ahead: bool = False
+    ahead: int = 0  # steps that are scheduled and issued before the tokens of the oldest are read
     draft_errors: int | None = None  # None: no drafts; else every so many proposed tokens one is wrong
     fails: frozenset[int] = frozenset()  # steps that fail
     bad: int | None = None  # the job whose every step fails

@@ -136,6 +136,12 @@ def test_without_a_fresh_block_a_state_nobody_asked_for_is_overwritten() -> None
     assert d.cache.stats.preemptions == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_answers_in_two_blocks_give_up_their_boundaries(ahead: bool) -> None:
+    d = run([Job(text(50, seed), 100) for seed in range(2)], num_state_blocks=2, ahead=ahead)
+    assert cached(d) == [] and d.cache.stats.preemptions == 0
+
+
 def test_a_state_that_was_asked_for_may_evict_a_tail() -> None:
     cache = {"num_state_blocks": 2, "num_kv_blocks": 9}
     d = Driver(Mix([Job(text(100, 1), 1), Job(text(30), 130, marks=(64,))], max_num_seqs=1, cache=cache))
@@ -145,6 +151,14 @@ def test_a_state_that_was_asked_for_may_evict_a_tail() -> None:
         d.step()
     d.check()
     assert cached(d) == [64] and finds(d, text(100, 1)) == 0
+
+
+def test_within_the_checkpoint_budget_only_what_is_asked_for_evicts_tails() -> None:
+    tails = [Job(text(100, seed), 1) for seed in (1, 2)]
+    d = run([*tails, Job(text(20, 3), 200)], max_num_seqs=1, max_checkpoints=2)
+    assert [finds(d, job.prompt) for job in tails] == [64, 64]
+    resume(d, Job(text(100, 4), 1))
+    assert [finds(d, job.prompt) for job in tails] == [0, 64]
 
 
 def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:

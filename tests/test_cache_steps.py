@@ -160,6 +160,31 @@ def test_a_state_of_tokens_that_are_not_known_waits_for_them() -> None:
     assert hit(cache, text(62) + said) == 64
 
 
+def test_a_state_that_waits_for_its_tokens_gives_way_to_a_tail() -> None:
+    cache = make(num_state_blocks=3)
+    said = [*range(2, 10)]
+    started(cache, "b", text(70, 1))
+    run_step(cache, "b", 70, 1)
+    cache.free("b", finished=True)
+    started(cache, "a", text(62))
+    plans = []
+    for num_tokens in (62, 1, 1):
+        plans.append(cache.plan([allocate(cache, "a", num_tokens)]))
+        cache.issued(plans[-1])
+    started(cache, "c", text(5, 2))  # takes the last block but the tail
+    step = allocate(cache, "a", 1)
+    assert step.src == step.dst[0] == plans[-1].steps[0].dst[0]
+    plans.append(cache.plan([step]))
+    cache.issued(plans[-1])
+    for plan, token in zip(plans, said, strict=False):
+        cache.accept(plan, {"a": [token]})
+    assert hit(cache, text(62) + said) == 0  # the block has gone on
+    assert hit(cache, text(70, 1)) == 64
+    for request_id in "ac":
+        cache.free(request_id, finished=True)
+    assert cache.stats.state_blocks == {"free": 2, "writing": 0, "committed": 1, "evictable": 1}
+
+
 def test_a_cancelled_step_commits_nothing_and_takes_the_running_block() -> None:
     cache = make()
     started(cache, "a", text(200))
@@ -169,6 +194,32 @@ def test_a_cancelled_step_commits_nothing_and_takes_the_running_block() -> None:
     assert cache.stats.state_blocks == {"free": 15, "writing": 0, "committed": 1, "evictable": 1}
     found = cache.admit("a")
     assert found is not None and found.num_tokens == 64
+
+
+def test_a_row_with_drafts_is_accepted_before_the_next() -> None:
+    cache = make(max_draft_tokens=3)
+    started(cache, "a", text(62))
+    run_step(cache, "a", 62, 5)
+    plan = cache.plan([allocate(cache, "a", 1, (6,))])
+    cache.issued(plan)
+    with pytest.raises(RuntimeError, match="request 'a' has drafts in flight: accept that step before the next one"):
+        cache.allocate("a", 1)
+    cache.accept(plan, {"a": [9]})
+    allocate(cache, "a", 1)
+
+
+def test_tokens_of_a_request_that_was_preempted_meanwhile_are_kept() -> None:
+    cache = make(max_draft_tokens=3)
+    started(cache, "a", text(62))
+    run_step(cache, "a", 62, 5)
+    plan = cache.plan([allocate(cache, "a", 1, (6, 7, 8))])
+    cache.issued(plan)
+    cache.preempt("a")
+    assert cache.admit("a") is None  # until what the step gives is known
+    cache.accept(plan, {"a": [6, 7, 9]})
+    assert cache.stats.state_blocks["free"] == cache.stats.kv_blocks["free"] == 16
+    assert cache.admit("a") is not None
+    assert cache.plan([allocate(cache, "a", 66)]).arrays["tokens"].tolist() == [*text(62), 5, 6, 7, 9]
 
 
 def test_a_reset_between_planning_and_issuing_commits_nothing() -> None:
@@ -201,6 +252,40 @@ def test_after_a_reset_running_requests_finish_and_waiting_ones_start_anew() -> 
     cache.preempt("a")
     again = cache.admit("a")
     assert again is not None and again.num_tokens == 192  # of the new generation
+
+
+# --- checkpoints ---
+
+
+def test_a_position_is_stored_once_whoever_reaches_it() -> None:
+    cache = make()
+    for name in "ab":
+        started(cache, name, text(200), read=False)
+    plan = cache.plan([allocate(cache, name, 200) for name in "ab"])
+    assert [sorted(step.checkpoints) for step in plan.steps] == [[192], []]
+
+
+def test_an_exact_state_is_stored_beside_a_near_one_of_the_same_step() -> None:
+    cache = make()
+    for name in "ab":
+        started(cache, name, text(200), read=False)
+    run_step(cache, "a", 10)
+    plan = cache.plan([allocate(cache, "a", 190), allocate(cache, "b", 200)])
+    assert [sorted(step.checkpoints) for step in plan.steps] == [[192], [192]]
+    cache.issued(plan)
+    cache.add("c", text(200))
+    assert cache.match("c").exact
+
+
+@pytest.mark.parametrize(("first", "second", "again"), [(10, 64, [192]), (10, 20, []), (64, 20, []), (64, 64, [])])
+def test_a_state_that_is_there_is_stored_again_only_if_it_was_near(first: int, second: int, again: list[int]) -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    run_step(cache, "a", first)
+    run_step(cache, "a", 200 - first, 1)
+    started(cache, "b", text(200), read=False)
+    run_step(cache, "b", second)
+    assert sorted(run_step(cache, "b", 200 - second, 1).steps[0].checkpoints) == again
 
 
 # --- waiting for a prefix ---

@@ -85,10 +85,8 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     mix = Mix(jobs, budget=budget, cache=cache)
     mix.max_num_seqs = draw(st.sampled_from([1, 2, 3, 8, 8]))
     mix.long_prefill = draw(st.sampled_from([0, 0, 0, 5, 64, 90]))
-    if drafts:
-        mix.draft_errors = draw(st.integers(1, 9))
-    else:
-        mix.ahead = draw(st.booleans())
+    mix.draft_errors = draw(st.integers(1, 9)) if drafts else None
+    mix.ahead = draw(st.sampled_from([0, 0, 1, 1, 3]))
     if faults:
         mix.fails = frozenset(draw(st.lists(st.integers(0, 60), max_size=4)))
         mix.resets = frozenset(draw(st.lists(st.integers(0, 60), max_size=2)))
@@ -96,19 +94,19 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     return mix
 
 
-@mixes(300)
+@mixes(700)
 @given(any_mix())
 def test_any_mix(mix: Mix) -> None:
     Driver(mix).run()
 
 
-@mixes(300)
+@mixes(600)
 @given(any_mix(drafts=True))
 def test_any_mix_with_drafts(mix: Mix) -> None:
     Driver(mix).run()
 
 
-@mixes(300)
+@mixes(700)
 @given(any_mix(faults=True))
 def test_any_mix_with_failing_steps_and_resets(mix: Mix) -> None:
     Driver(mix).run()

@@ -139,7 +139,7 @@ def hosts(draw: st.DrawFn) -> tuple[int, CacheConfig, bool]:
     return draw(st.integers(0, 1 << 30)), config, not drafts and draw(st.booleans())
 
 
-@mixes(400)
+@mixes(500)
 @given(hosts())
 def test_any_host(host: tuple[int, CacheConfig, bool]) -> None:
     Host(*host).run(5)

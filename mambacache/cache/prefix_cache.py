@@ -194,6 +194,8 @@ class PrefixCache:
     def allocate(self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = ()) -> SequenceStep | None:
         """The row that runs the next `num_tokens` tokens and then `drafts`, with a block for each state it writes.
 
+        After a row with drafts, the next one can be allocated once `accept` was told which of them agreed.
+
         Returns:
             None, and nothing has changed: there is no room.
         """

@@ -94,6 +94,8 @@ class StatePlanner:
 
     def allocate(self, s: CachedSequence, num_tokens: int, drafts: tuple[int, ...]) -> SequenceStep | None:
         """A row of `num_tokens` (and drafts) tokens with its dst blocks; None, and nothing changed, without room."""
+        if s.drafted:
+            raise RuntimeError(f"request {s.request_id!r} has drafts in flight: accept that step before the next one")
         start, prefill = s.computed, s.computed < s.prefill_end
         end = start + num_tokens + len(drafts)
         missing_kv = -(-end // self._block_size) - len(s.kv) if self._kv is not None else 0
@@ -253,7 +255,6 @@ class StatePlanner:
 
     def release(self, s: CachedSequence, *, finished: bool) -> None:
         """Gives back every block that a sequence holds; what is committed stays."""
-        self._commit_pending(s)
         for _, block in s.pending:
             self._states.release(block)
         if finished and s.checkpoint is not None:

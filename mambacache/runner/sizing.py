@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +18,9 @@ CPU_SHARE, CUDA_SHARE = 0.25, 0.85
 """Parts of the free memory that the default budgets take together."""
 
 MAX_DEFAULT_BLOCKS = 1 << 16
+
+SPARE_STATES = 2
+"""Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         free_bytes: of the device, once the weights are there.
 
     Raises:
-        ValueError: not even one request fits.
+        ValueError: not even one request fits, or the budgets exceed the free memory.
     """
     state = state_bytes(model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens))
     page = kv_block_bytes(model.kv_layers, config.block_size)
@@ -54,27 +57,32 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     max_model_len = min(limit, getattr(model.config, "max_position_embeddings", None) or limit)
 
     per_seq = 1 if not config.max_draft_tokens else config.max_draft_tokens + 3
-    fitting = (memory // state - 2) // per_seq
-    if fitting < 1:
+    least = (per_seq + SPARE_STATES) * state + page
+    if memory < least:
         raise ValueError(
-            f"one state takes {state:,} bytes and {memory:,} are available for states and KV: "
+            f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
             "free memory, or lower max_draft_tokens"
         )
-    max_num_seqs = min(config.max_num_seqs, fitting)
+    # Running states take half of the memory at most, so that there is room for KV and for what is cached.
+    max_num_seqs = min(config.max_num_seqs, max((memory // 2 // state - SPARE_STATES) // per_seq, 1))
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
-    num_running = max_num_seqs * per_seq + 2
-    rest = max(memory - num_running * state, 0)
+    num_running = max_num_seqs * per_seq + SPARE_STATES
+    rest = memory - num_running * state
     kv_budget = config.kv_cache_bytes
     if kv_budget is None:
-        kv_budget = min(rest // 2, MAX_DEFAULT_BLOCKS * page)
+        kv_budget = min(max(rest // 2, page), MAX_DEFAULT_BLOCKS * page)
     num_kv_blocks = kv_budget // page if page else 0
     if page and not num_kv_blocks:
         raise ValueError(f"kv_cache_bytes is {kv_budget:,} and one KV block takes {page:,} bytes: raise kv_cache_bytes")
-    return Sizes(
-        state, page, num_running, _checkpoints(config, state, rest - num_kv_blocks * page), num_kv_blocks, max_num_seqs,
-        max_model_len,
-    )  # fmt: skip
+    max_checkpoints = _checkpoints(config, state, rest - num_kv_blocks * page)
+    needed = (num_running + max_checkpoints) * state + num_kv_blocks * page
+    if needed > free_bytes:
+        raise ValueError(
+            f"states and KV take {needed:,} bytes and {free_bytes:,} are free: lower kv_cache_bytes, "
+            "checkpoint_budget_bytes or max_num_seqs"
+        )
+    return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len)
 
 
 def _checkpoints(config: EngineConfig, state: int, default_bytes: int) -> int:
@@ -112,7 +120,7 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
         ("shortest hit", f"{block} tokens, of a prompt of {block + 1} or more"),
     ]
     costs = [
-        ("max_num_seqs + 1", f"{sizes.num_running_states // sizes.max_num_seqs * state:,} bytes"),
+        ("max_num_seqs + 1", f"{(sizes.num_running_states - SPARE_STATES) // sizes.max_num_seqs * state:,} bytes"),
         ("a prompt", f"up to 2 cached states: its tail and its junction, {2 * state:,} bytes"),
         (f"checkpoint_interval {16 * block}", f"{state:,} bytes every {16 * block} tokens of a prompt"),
         (
@@ -125,14 +133,37 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
 
 
 def resolve_device(device: str) -> str:
-    """The device that a setting means: "auto" is cuda where there is one."""
+    """The device that a setting means, here or elsewhere: "auto" is cuda where there is one.
+
+    Raises:
+        ValueError: no such kind of device.
+    """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and device.split(":")[0] != "cuda":
+        raise ValueError(f"device is {device!r}: set it to auto, cpu or cuda")
     return device
 
 
+def present_device(device: str) -> str:
+    """`resolve_device`, of a device that is here.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    resolved = resolve_device(device)
+    if resolved != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r} and there is no CUDA device here: set it to auto or cpu")
+    return resolved
+
+
 def free_memory(device: str) -> int:
-    """Bytes that a device has free."""
-    if resolve_device(device) == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that a device has free, the caches of the operating system counted as free.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if present_device(device) == "cpu":
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024
     return torch.cuda.mem_get_info(device)[0]

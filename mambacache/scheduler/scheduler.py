@@ -17,7 +17,7 @@ class Scheduler:
     """Decides which rows run in a step: decode first, then prefill in order of arrival, under a budget of tokens.
 
     Alignment decides what is cached, never whether a request runs: any budget of one token or more makes progress.
-    `schedule` may be called again before the tokens of the step before are known (`update`), if there are no drafts.
+    `schedule` may be called again before the tokens of the step before are known (`update`).
 
     Args:
         cache: chooses blocks and says what is cached.
@@ -131,8 +131,7 @@ class Scheduler:
         if request.prefilling:
             num_tokens = self._prefill_tokens(request)
         else:
-            more = request.in_flight + len(request.output) < request.params.max_tokens
-            num_tokens = int(more and not request.siblings)  # siblings are forked from the state after the prompt
+            num_tokens = int(self._may_decode(request))
             drafts = self._propose(request) if num_tokens and self._draft is not None else ()
         if not num_tokens:
             return False
@@ -149,6 +148,11 @@ class Scheduler:
         self._budget -= step.num_tokens
         self._steps[request.request_id] = step
         return True
+
+    def _may_decode(self, request: Request) -> bool:
+        if request.in_flight and (request.siblings or self._draft is not None):
+            return False  # what it goes on from is known when its tokens are: a fork, or the last accepted draft
+        return request.in_flight + len(request.output) < request.params.max_tokens
 
     def _prefill_tokens(self, request: Request) -> int:
         budget = min(self._budget, self._long_prefill or self._budget)

@@ -1,0 +1,319 @@
+"""What an answer holds: several for a prompt, when it stops, log probabilities, text as it comes, conversations."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_driver import Engines, Original, answer, ask, floor, greedy, hits, run_until_idle, speak, tokens_of
+from mambacache import LLM, SamplingParams
+from mambacache.outputs import Logprobs, RequestOutput
+from mambacache.scheduler.request import Request
+
+Originals = Callable[[str], Original]
+
+
+def assert_logprobs(entries: list[Logprobs] | None, logits: torch.Tensor, tokens: list[int], top: int) -> None:
+    """Each entry holds the log probability of its token and of the `top` most likely ones."""
+    assert entries is not None and len(entries) == len(tokens) == len(logits)
+    for entry, exact, token in zip(entries, logits.log_softmax(-1), tokens, strict=True):
+        best = exact.topk(top).indices.tolist()
+        assert list(entry) == [token, *(t for t in best if t != token)]
+        assert entry == pytest.approx({t: exact[t].item() for t in entry}, abs=2e-4)
+
+
+# --- several answers to a prompt ---
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({}, 64),
+        ({}, 65),
+        ({}, 120),
+        ({"max_num_batched_tokens": 2}, 65),
+        ({"max_num_seqs": 2}, 65),
+        ({"num_kv_blocks": 5}, 65),
+        ({"num_kv_blocks": 6}, 120),
+        ({"num_checkpoints": 0}, 64),
+    ],
+)
+def test_several_answers(engine: Engines, original: Originals, options: dict[str, int], length: int) -> None:
+    """Each is what a request of its own with its seed would be; the prompt is computed once."""
+    prompt = tokens_of(length, length)
+    drawn = {"temperature": 1.2, "ignore_eos": True, "max_tokens": 15, "logprobs": 1}
+    alone = ask(engine(), [prompt] * 4, [SamplingParams(seed=7 + i, **drawn) for i in range(4)], together=False)
+    llm = engine(**options)
+    output = ask(llm, [prompt, tokens_of(1, 20)], [SamplingParams(seed=7, n=4, **drawn), greedy(15)])[0]
+    assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
+    assert [completion.token_ids for completion in output.outputs] == [answer(other) for other in alone]
+    assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
+    for completion in output.outputs:
+        exact = original("qwen3_next").after(prompt, completion.token_ids)
+        assert_logprobs(completion.logprobs, exact, completion.token_ids, 1)
+    for completion in ask(llm, [prompt], greedy(10, n=3))[0].outputs:
+        original("qwen3_next").check(prompt, completion.token_ids)
+
+
+def test_answers_that_end_at_different_times(engine: Engines) -> None:
+    prompt = tokens_of(2, 70)
+    llm = engine()
+    params = SamplingParams(seed=1, n=6, temperature=2.0, max_tokens=12, stop_token_ids=range(0, 160, 4))
+    completions = ask(llm, [prompt], params)[0].outputs
+    assert len({len(completion.token_ids) for completion in completions}) > 2
+    for completion in completions:
+        stopped = [token % 4 == 0 for token in completion.token_ids]
+        assert not any(stopped[:-1])
+        assert completion.finish_reason == ("stop" if stopped[-1] else "length")
+
+
+def test_next_turns_resume_after_every_answer(engine: Engines, original: Originals) -> None:
+    prompt = tokens_of(3, 100)
+    llm = engine()
+    params = SamplingParams(seed=3, n=3, temperature=1.5, max_tokens=60, ignore_eos=True)
+    turns = [[*prompt, *c.token_ids, *tokens_of(4, 5)] for c in ask(llm, [prompt], params)[0].outputs]
+    outputs = ask(llm, turns, greedy(3))
+    original("qwen3_next").check_all(turns, outputs)
+    assert hits(outputs) == [128] * 3
+
+
+# --- stops ---
+
+
+def test_stop_tokens_and_length(engine: Engines, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    prompt = tokens_of(5, 70)
+    tokens = answer(ask(engine(), [prompt], greedy(20))[0])
+    end = next(token for i, token in enumerate(tokens) if i > 3 and token not in tokens[:i])
+    length = tokens.index(end) + 1
+
+    ending = tmp_path / "ending"
+    ending.mkdir()
+    for path in tiny_model("qwen3_next").iterdir():
+        (ending / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((ending / "generation_config.json").read_text())
+    (ending / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, end]}))
+
+    for llm, params, expected, reason in (
+        (engine(), greedy(20), 20, "length"),
+        (engine(), greedy(1), 1, "length"),
+        (engine(), greedy(20, stop_token_ids=[end, 1000]), length, "stop"),
+        (engine(), greedy(length, stop_token_ids=[end]), length, "stop"),
+        (engine(ending), greedy(20, ignore_eos=False), length, "stop"),
+        (engine(ending), greedy(20), 20, "length"),
+        (engine(ending), greedy(20, stop_token_ids=[tokens[2]]), tokens.index(tokens[2]) + 1, "stop"),
+    ):
+        output = ask(llm, [prompt], params)[0]
+        assert (answer(output), output.outputs[0].finish_reason) == (tokens[:expected], reason)
+        turn = [*prompt, *tokens, *tokens_of(6, 60)]
+        assert hits(ask(llm, [turn], greedy(1))) == [64]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (["ferry"], "Über die Brücke 🌉 "),
+        (["🌉 f", "die B"], "Über "),
+        (["zzz", "rück"], "Über die B"),
+        (["Ü"], ""),
+        (["absent"], "Über die Brücke 🌉 ferry"),
+    ],
+)
+def test_stop_strings(engine: Engines, text_model: Path, stop: list[str], text: str) -> None:
+    llm = engine(text_model)
+    spoken = "Über die Brücke 🌉 ferry"
+    speak(llm, *[spoken] * 2)
+    prompt = "a prompt " * 10
+    pieces = list(llm.stream(prompt, SamplingParams(max_tokens=99, stop=stop)))
+    assert pieces[-1].outputs[0].finish_reason == "stop"
+    output = llm.generate(prompt, SamplingParams(max_tokens=99, stop=stop), use_tqdm=False)[0]
+    assert output.outputs[0].text == text
+    tokens = llm.tokenizer.encode(spoken)
+    assert answer(output) == [*tokens, 256][: len(answer(output))]
+    assert (answer(output)[-1] == 256) == (stop == ["absent"])
+
+
+def test_token_that_ends_an_answer_has_no_text(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    speak(llm, "one, two")
+    comma = llm.tokenizer.encode(",")
+    output = llm.generate("x", SamplingParams(max_tokens=99, stop_token_ids=comma), use_tqdm=False)[0]
+    assert output.outputs[0].text == "one" and answer(output)[-1:] == comma
+
+
+# --- log probabilities ---
+
+
+@pytest.mark.parametrize("budget", [7, 64, 8192])
+def test_logprobs(engine: Engines, original: Originals, budget: int) -> None:
+    """Of answers and of prompts, cached or not, beside requests that want none."""
+    prompts = [tokens_of(10, 90), tokens_of(11, 30), tokens_of(10, 90)]
+    llm = engine(max_num_batched_tokens=budget)
+    params = [greedy(5, logprobs=2), greedy(5), greedy(5, logprobs=0, prompt_logprobs=3)]
+    for _ in range(2):
+        outputs = ask(llm, prompts, params)
+        original("qwen3_next").check_all(prompts, outputs)
+        exact = original("qwen3_next").after(prompts[0], answer(outputs[0]))
+        assert_logprobs(outputs[0].outputs[0].logprobs, exact, answer(outputs[0]), 2)
+        assert_logprobs(outputs[2].outputs[0].logprobs, exact, answer(outputs[2]), 0)
+        assert outputs[1].outputs[0].logprobs is None and outputs[0].prompt_logprobs is None
+        exact = original("qwen3_next").logits(prompts[2])[:-1]
+        assert_logprobs(outputs[2].prompt_logprobs, exact, prompts[2][1:], 3)
+    assert hits(outputs) == [64, 0, 0]
+
+
+def test_logprobs_after_preemption_and_with_drafts(engine: Engines, original: Originals) -> None:
+    def repeat(request: Request, limit: int) -> list[int]:
+        """Drafts that are right now and then."""
+        return [*truth[tuple(request.prompt)][len(request.output) :][: limit - 1], 5]
+
+    prompts = [tokens_of(20 + i, 115 + i) for i in range(4)]
+    params = greedy(30, logprobs=1, prompt_logprobs=0)
+    truth = {tuple(p): answer(o) for p, o in zip(prompts, ask(engine(), prompts, greedy(30)), strict=True)}
+    for options in ({}, {"draft": repeat, "max_draft_tokens": 3}):
+        llm = engine(num_kv_blocks=6, **options)
+        for prompt, output in zip(prompts, ask(llm, prompts, params), strict=True):
+            exact = original("qwen3_next").logits([*prompt, *answer(output)])
+            assert_logprobs(output.prompt_logprobs, exact[: len(prompt) - 1], prompt[1:], 0)
+            assert_logprobs(output.outputs[0].logprobs, exact[len(prompt) - 1 : -1], answer(output), 1)
+        assert llm.stats.preemptions > 0
+
+
+# --- text as it comes ---
+
+SPOKEN = "naïve café — 東京へ行く 👩‍🚀🚀 ok"
+
+
+def test_stream(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    speak(llm, SPOKEN)
+    deltas, texts, tokens = [], [], []
+    for output in llm.stream("Write! " * 12, SamplingParams(max_tokens=99)):
+        deltas.append(output.outputs[0].delta)
+        texts.append(output.outputs[0].text)
+        tokens.append(len(answer(output)))
+    assert tokens == list(range(1, len(SPOKEN.encode()) + 2))
+    assert texts[-1] == SPOKEN == "".join(deltas)
+    assert all(SPOKEN.startswith(text) for text in texts)
+    assert output.finished and output.outputs[0].finish_reason == "stop"
+    assert output.time_to_first_token is not None and output.cache is not None
+    assert len([delta for delta in deltas if delta]) == len(SPOKEN), "each character comes as soon as it is whole"
+
+
+def test_stream_holds_back_what_may_be_a_stop_string(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    speak(llm, "a stone, a stock, a stop sign")
+    pieces = [output.outputs[0].delta for output in llm.stream("x", SamplingParams(max_tokens=99, stop=["stop"]))]
+    assert "".join(pieces) == "a stone, a stock, a "
+    assert "ston" in pieces and "stoc" in pieces
+
+
+def test_stream_that_ends_inside_a_character(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    speak(llm, "go 🚀")
+    deltas = [output.outputs[0].delta for output in llm.stream("x", SamplingParams(max_tokens=5))]
+    assert deltas == ["g", "o", " ", "", "\ufffd"]
+
+
+def test_streams_take_turns(engine: Engines, text_model: Path) -> None:
+    """Each gets its own deltas though every step brings on both, and one ends long before the other; beside them runs a
+    request that is stepped by hand."""
+    llm = engine(text_model)
+    texts = ["no", SPOKEN]
+    speak(llm, *texts, "third")
+    streams = [llm.stream(f"prompt {i}", SamplingParams(max_tokens=99)) for i in range(2)]
+    first = [next(stream).outputs[0].delta for stream in streams]
+    by_hand = llm.submit("prompt 2", SamplingParams(max_tokens=99))
+    rest = [[output.outputs[0].delta for output in stream] for stream in reversed(streams)][::-1]
+    assert [delta + "".join(more) for delta, more in zip(first, rest, strict=True)] == texts
+    assert run_until_idle(llm)[by_hand].outputs[0].text == "third"
+
+
+def test_stream_of_several_answers(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    params = SamplingParams(temperature=1.0, max_tokens=20, n=3, ignore_eos=True)
+    texts = [""] * 3
+    for output in llm.stream("x", params):
+        for completion in output.outputs:
+            texts[completion.index] += completion.delta
+    assert texts == [llm.tokenizer.decode(completion.token_ids) for completion in output.outputs]
+    assert len(set(texts)) == 3
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_stream_that_is_not_read_to_its_end(engine: Engines, text_model: Path, close: bool) -> None:
+    llm = engine(text_model)
+    speak(llm, SPOKEN)
+    seen: list[RequestOutput] = []
+    stream = llm.stream("x", SamplingParams(max_tokens=99))
+    for output in stream:
+        seen.append(output)
+        if len(seen) == 3:
+            if close:
+                break
+            llm.abort(output.request_id)
+    stream.close()  # type: ignore[attr-defined]
+    assert len(seen) == 3 and seen[-1].outputs[0].finish_reason == "abort" and llm.idle
+
+
+# --- conversations ---
+
+REWRITING = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}</>{% endfor %}<assistant>"
+)
+
+
+def converse(llm: LLM, *said: str, **options: Any) -> list[RequestOutput]:
+    """A conversation of these user messages and of the answers to them."""
+    messages: list[dict[str, Any]] = []
+    outputs = []
+    for text in said:
+        messages.append({"role": "user", "content": text})
+        outputs += llm.chat(messages, SamplingParams(max_tokens=99), use_tqdm=False, **options)
+        messages.append({"role": "assistant", "content": outputs[-1].outputs[0].text})
+    return outputs
+
+
+def test_chat_resumes_at_every_turn(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    question, answers = "What is the weather like where you are?", ["It rains in Bergen, " * 2, "yes", SPOKEN]
+    speak(llm, *answers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outputs = converse(llm, question, "Still?" * 15, "And now?")
+    assert [output.outputs[0].text for output in outputs] == answers
+    known = [len(output.prompt_token_ids) + len(answer(output)) - 1 for output in outputs]  # all but the end token
+    assert hits(outputs) == [0, floor(known[0]), floor(known[1])]
+    assert outputs[0].prompt_token_ids == llm.tokenizer.encode(f"<user>{question}</><assistant>")
+
+
+def test_template_that_rewrites_earlier_turns(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    llm.tokenizer.chat_template = REWRITING
+    speak(llm, "<think>easy</think>four", "six")
+    with pytest.warns(UserWarning, match="rewrites earlier turns"):
+        converse(llm, "2 + 2?" * 10, "3 + 3?")
+
+
+def test_chats_together(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    conversations = [[{"role": "user", "content": text * 20}] for text in ("one ", "two ")]
+    outputs = llm.chat(conversations, greedy(3), use_tqdm=False)
+    alone = [llm.chat(each, greedy(3), use_tqdm=False)[0] for each in conversations]
+    assert [answer(output) for output in outputs] == [answer(output) for output in alone]
+    assert hits(alone) == [64, 64]
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hi"}]])
+def test_answers_without_plain_text_are_no_rewriting(engine: Engines, text_model: Path, content: object) -> None:
+    llm = engine(text_model)
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": content}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.chat([*messages, {"role": "user", "content": "go on"}], greedy(1), use_tqdm=False)

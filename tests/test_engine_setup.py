@@ -1,0 +1,151 @@
+"""Start-up: how memory is divided, and what is refused with a sentence that says what to change."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mambacache import LLM, EngineConfig
+from mambacache.models.adapt import Model, model_skeleton
+from mambacache.runner import sizing
+from mambacache.runner.sizing import CPU_SHARE, plan_memory
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no step": ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0: set it to 1 or more"),
+    "no request": ({"max_num_seqs": 0}, "max_num_seqs is 0: set it to 1 or more"),
+    "no token": ({"max_model_len": 0}, "max_model_len is 0: set it to 1 or more"),
+    "negative checkpoints": ({"checkpoint_budget_bytes": -1}, "checkpoint_budget_bytes is -1: set it to 0 or more"),
+    "negative KV": ({"kv_cache_bytes": -1}, "kv_cache_bytes is -1: set it to 0 or more"),
+    "less than one KV block": ({"kv_cache_bytes": 1000}, "one KV block takes 32,768 bytes: raise kv_cache_bytes"),
+    "KV beyond memory": ({"kv_cache_bytes": 1 << 60}, "are free: lower kv_cache_bytes, checkpoint_budget_bytes or"),
+    "checkpoints beyond memory": ({"checkpoint_budget_bytes": 1 << 60}, "are free: lower kv_cache_bytes"),
+    "block size": ({"block_size": 96}, "block_size is 96: set it to a positive multiple of 64"),
+    "interval": ({"checkpoint_interval": 100}, "checkpoint_interval is 100: set it to 0 or a multiple of 64"),
+    "drafts": ({"max_draft_tokens": 8}, "max_draft_tokens is 8: set it between 0 and 7"),
+    "dtype": ({"dtype": "float64"}, "dtype is 'float64': choose auto, float32"),
+    "state dtype": ({"state_dtype": "auto"}, "state_dtype is 'auto': choose float32"),
+    "device": ({"device": "tpu"}, "device is 'tpu': set it to auto, cpu or cuda"),
+}
+
+
+def refused(model: Path, message: str, kind: type[Exception] = ValueError, **options: Any) -> None:
+    with pytest.raises(kind, match=message) as error:
+        LLM(model, **{"device": "cpu", **options})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options(tiny_model: Callable[[str], Path], case: str) -> None:
+    options, message = OPTIONS[case]
+    refused(tiny_model("qwen3_next"), message, **options)
+
+
+def test_unknown_option(tiny_model: Callable[[str], Path]) -> None:
+    message = "no option 'max_seqs': choose from .*max_num_seqs"
+    refused(tiny_model("qwen3_next"), message, TypeError, max_seqs=3)
+
+
+def test_absent_device(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused(tiny_model("qwen3_next"), "there is no CUDA device here: set it to auto or cpu", device="cuda")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
+    """A copy of a checkpoint, to be spoilt."""
+    for path in tiny_model("qwen3_next").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    return tmp_path
+
+
+def change_config(checkpoint: Path, **changes: Any) -> None:
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_no_config(tmp_path: Path) -> None:
+    refused(tmp_path, "holds no readable config.json: give the directory of a checkpoint")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "no such type"])
+def test_unknown_model_type(checkpoint: Path, model_type: str) -> None:
+    change_config(checkpoint, model_type=model_type)
+    refused(checkpoint, f"model type '{model_type}' .* is not supported: use one of .*qwen3_next")
+
+
+def test_missing_weights(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    refused(checkpoint, "weights of .* cannot be read: put complete safetensors files there")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    refused(checkpoint, "1 weights .* are missing .* model.norm.weight: use a complete checkpoint")
+
+
+def test_weights_of_another_shape(checkpoint: Path) -> None:
+    change_config(checkpoint, vocab_size=170)
+    refused(checkpoint, "of another shape than its config says, .*: use a complete checkpoint")
+
+
+# --- division of memory ---
+
+
+@pytest.fixture(scope="module")
+def skeleton(tiny_model: Callable[[str], Path]) -> Model:
+    return model_skeleton(tiny_model("qwen3_next"))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -> None:
+    """However little memory there is: if one request fits, there are states and pages for it."""
+    config = EngineConfig("model", device="cpu", max_draft_tokens=drafts)
+    ample = plan_memory(config, skeleton, 1 << 40)
+    state, page, per_request = ample.state_bytes, ample.kv_block_bytes, drafts + 3 if drafts else 1
+    least = (per_request + 2) * state + page
+    with pytest.raises(ValueError, match=f"one request takes {least:,} bytes .* free memory"):
+        plan_memory(config, skeleton, int((least - 1) / CPU_SHARE))
+    for share in (least, least + page, 2 * least, 5 * least, 30 * least, 300 * least):
+        sizes = plan_memory(config, skeleton, int(share / CPU_SHARE))
+        assert sizes.num_state_blocks * state + sizes.num_kv_blocks * page <= share
+        assert sizes.max_num_seqs >= 1 and sizes.num_kv_blocks >= 1
+        assert sizes.num_running_states == sizes.max_num_seqs * per_request + 2
+    assert sizes.max_num_seqs == ample.max_num_seqs == 64 and sizes.max_checkpoints > 100
+
+
+def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mambacache.engine.free_memory", lambda device: 100_000)
+    refused(tiny_model("qwen3_next"), "one request takes .* free memory")
+
+
+def test_lowered_number_of_requests(skeleton: Model, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        sizes = plan_memory(EngineConfig("model", device="cpu"), skeleton, 4_000_000)
+    assert sizes.max_num_seqs < 64
+    assert f"max_num_seqs lowered from 64 to {sizes.max_num_seqs}" in caplog.text
+
+
+def test_small_steps_are_warned_of(tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=4, max_num_batched_tokens=68)
+        assert "max_num_batched_tokens" not in caplog.text
+        LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=4, max_num_batched_tokens=67)
+    assert "max_num_batched_tokens is 67" in caplog.text and "set it to 68 or more" in caplog.text
+
+
+def test_budgets_are_taken_as_given(skeleton: Model) -> None:
+    config = EngineConfig("m", device="cpu", checkpoint_budget_bytes=100_000, kv_cache_bytes=100_000, max_num_seqs=5)
+    sizes = plan_memory(config, skeleton, 1 << 30)
+    assert (sizes.max_checkpoints, sizes.num_kv_blocks, sizes.num_running_states) == (3, 3, 7)
+    assert plan_memory(EngineConfig("m", enable_prefix_caching=False), skeleton, 1 << 30).max_checkpoints == 0
+
+
+def test_free_memory() -> None:
+    assert sizing.free_memory("cpu") > 1 << 20

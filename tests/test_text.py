@@ -1,0 +1,125 @@
+"""Text as its tokens come, stop strings, and templates that rewrite what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine_driver import byte_tokenizer
+from mambacache.text import Detokenizer, render_chat, rewritten_turns
+
+BYTES = byte_tokenizer()
+WORDS = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "bc": 2, "d": 3}, unk_token="<eos>")),
+    eos_token="<eos>",
+)
+WORDS.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+
+
+def feed(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = ()) -> tuple[list[str], bool]:
+    """The text that is certain after each token and at the end; and whether it was stopped."""
+    detokenizer = Detokenizer(tokenizer, stop)
+    texts, stopped = [], False
+    for token in tokens:
+        stopped = detokenizer.push(token)
+        texts.append(detokenizer.text)
+        if stopped:
+            break
+    detokenizer.finish()
+    return [*texts, detokenizer.text], stopped
+
+
+def is_never_taken_back(texts: Sequence[str]) -> bool:
+    return all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, 256), max_size=30))
+def test_any_bytes(tokens: list[int]) -> None:
+    texts, _ = feed(BYTES, tokens)
+    assert is_never_taken_back(texts)
+    assert texts[-1] == BYTES.decode(tokens, skip_special_tokens=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_words_with_tokens_that_have_no_text_between(tokens: list[int]) -> None:
+    texts, _ = feed(WORDS, tokens)
+    assert is_never_taken_back(texts)
+    assert texts[-1] == WORDS.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_character_comes_when_it_is_whole() -> None:
+    texts, _ = feed(BYTES, BYTES.encode("né🚀."))
+    assert texts == ["n", "n", "né", "né", "né", "né", "né🚀", "né🚀.", "né🚀."]
+
+
+def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:
+    """What a reader sees who reads letter by letter, up to the first that completes a stop string."""
+    for end in range(len(text) + 1):
+        found = [at for each in stop if (at := text[:end].find(each)) >= 0]
+        if found:
+            return text[: min(found)], True
+    return text, False
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("ab€", max_size=14), st.lists(st.text("ab€", min_size=1, max_size=4), max_size=3))
+def test_stop_strings(text: str, stop: list[str]) -> None:
+    texts, stopped = feed(BYTES, BYTES.encode(text), stop)
+    assert (texts[-1], stopped) == stopped_text(text, stop)
+    assert is_never_taken_back(texts)
+    for count, certain in enumerate(texts[: -2 if stopped else -1], start=1):
+        held_back = text.encode()[:count].decode(errors="ignore").removeprefix(certain)
+        assert not held_back or any(each.startswith(held_back) for each in stop)
+
+
+# --- templates ---
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
+DROPS_REASONING = PLAIN.replace("m.content", "m.content.split('</think>')[-1]")
+TRIMS = PLAIN.replace("m.content", "m.content.strip()")
+BEGINS_TO_REASON = PLAIN + "<think>"
+KEEPS_SYSTEM_LAST = PLAIN.replace("<assistant>", "[{{ messages | length }}]<assistant>")
+
+HISTORY = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "<think>easy</think>4"}]
+SPACED = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": " 4"}]
+FIRST = [{"role": "system", "content": "short"}, {"role": "user", "content": "2 + 2?"}]
+OPENED = [{"role": "assistant", "content": "<think>hm</think>hello"}]
+NEXT = {"role": "user", "content": "and 3?"}
+
+
+@pytest.mark.parametrize(
+    ("template", "history", "rewritten"),
+    [
+        (PLAIN, HISTORY, False),
+        (PLAIN, SPACED, False),
+        (PLAIN, [*HISTORY, NEXT, *SPACED[1:]], False),
+        (DROPS_REASONING, HISTORY, True),
+        (DROPS_REASONING, SPACED, False),
+        (DROPS_REASONING, FIRST, False),
+        (DROPS_REASONING, OPENED, False),
+        (TRIMS, SPACED, True),
+        (BEGINS_TO_REASON, SPACED, True),
+        (KEEPS_SYSTEM_LAST, SPACED, True),
+        (PLAIN, [HISTORY[0], {"role": "assistant", "content": None}], False),
+        (PLAIN, [HISTORY[0], {"role": "assistant"}], False),
+    ],
+)
+def test_rewritten_turns(template: str, history: list[dict[str, Any]], rewritten: bool) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    assert rewritten_turns(tokenizer, [*history, NEXT]) == rewritten
+
+
+def test_template_options_reach_the_template() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}{{ mood }}{% if add_generation_prompt %}>{% endif %}"
+    assert render_chat(tokenizer, [NEXT], mood="!") == "and 3?!>"
