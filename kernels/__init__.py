@@ -3,7 +3,17 @@
 They know nothing of the rest of mambacache: an engine of one's own calls them with the index arrays of a plan.
 """
 
-from .api import conv1d, gated_delta_rule, gated_rms_norm, paged_attention
+from .api import conv1d, gated_delta_rule, gated_rms_norm, kda, paged_attention, selective_scan, ssd
 from .indices import StateIndices, pack_arrays
 
-__all__ = ["StateIndices", "conv1d", "gated_delta_rule", "gated_rms_norm", "pack_arrays", "paged_attention"]
+__all__ = [
+    "StateIndices",
+    "conv1d",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "kda",
+    "pack_arrays",
+    "paged_attention",
+    "selective_scan",
+    "ssd",
+]

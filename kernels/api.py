@@ -7,13 +7,18 @@ that no dst names are never written. Every op raises ValueError if arguments do 
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor
 
 from . import reference
+from .backend import backend
 from .checks import (
     ACTIVATION_DTYPES,
+    check_delta_rule,
     check_devices,
     check_dtype,
+    check_head_widths,
     check_one_of,
     check_pool,
     check_rank,
@@ -62,7 +67,7 @@ def conv1d(
         )
     check_pool(state)
     check_devices(indices, x=x, weight=weight, bias=bias, state=state)
-    return reference.conv1d(x, weight, bias, state, indices, activation)
+    return backend(x).conv1d(x, weight, bias, state, indices, activation)
 
 
 def gated_delta_rule(
@@ -94,31 +99,49 @@ def gated_delta_rule(
     2024). The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every absolute multiple of 64 in
     prefill and after every token in decode, stored or not.
     """
-    check_rank("q", q, "F, H, K")
-    check_rank("v", v, "F, HV, V")
-    check_rank("state", state, "blocks, HV, V, K")
-    check_dtype("q", q, *ACTIVATION_DTYPES)
-    check_dtype("k", k, q.dtype)
-    check_dtype("v", v, q.dtype)
-    check_dtype("state", state, *ACTIVATION_DTYPES)
-    check_tokens("q", q, indices)
-    tokens, key_heads, key_width = q.shape
-    value_heads, value_width = v.shape[1:]
-    for name, width in (("K", key_width), ("V", value_width)):
-        if width % 16 or not 0 < width <= 256:
-            raise ValueError(f"{name} is {width}, but head widths must be multiples of 16 up to 256.")
-    if value_heads % key_heads:
-        raise ValueError(f"{value_heads} value heads cannot share {key_heads} key heads: HV must be a multiple of H.")
-    check_shape("k", k, tokens, key_heads, key_width)
-    check_shape("v", v, tokens, value_heads, value_width)
+    check_delta_rule(q, k, v, state, indices)
+    tokens, value_heads = v.shape[:2]
     check_shape("a", a, tokens, value_heads)
     check_shape("b", b, tokens, value_heads)
     check_shape("A_log", A_log, value_heads)
     check_shape("dt_bias", dt_bias, value_heads)
-    check_shape("state", state, state.shape[0], value_heads, value_width, key_width)
-    check_pool(state)
     check_devices(indices, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
-    return reference.gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale)
+    return backend(q).gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale)
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+) -> Tensor:
+    """Kimi Delta Attention (Kimi Linear, Kimi Team 2025), gates and norms of q and k included.
+
+    Shapes: q, k [F, H, K] and v [F, H, V] as they leave the convolution; g [F, H, K] before its bias and softplus;
+    b [F, H]; A_log [H]; dt_bias [H, K] or [H * K]; state [blocks, H, V, K]. K and V are multiples of 16 up to 256, each
+    on its own. Returns [F, H, V] in v's dtype.
+
+    As `gated_delta_rule`, but with a decay for every key channel: with q and k divided by sqrt(sum x^2 + 1e-6), the log
+    decay d = -exp(A_log) softplus(g + dt_bias) in [F, H, K] and beta = sigmoid(b),
+
+        u_t = beta_t (v_t - S_{t-1} (e^d_t k_t));  S_t = S_{t-1} diag(e^d_t) + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
+
+    dtypes, chunks and rounding of the state are those of `gated_delta_rule`. The log decay has no lower bound.
+    """
+    check_delta_rule(q, k, v, state, indices)
+    tokens, heads, key_width = q.shape
+    check_shape("v", v, tokens, heads, v.shape[2])
+    check_shape("g", g, tokens, heads, key_width)
+    check_shape("b", b, tokens, heads)
+    check_shape("A_log", A_log, heads)
+    check_shape("dt_bias", dt_bias, *((heads, key_width) if dt_bias.dim() == 2 else (heads * key_width,)))
+    check_devices(indices, q=q, k=k, v=v, g=g, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
+    return reference.kda(q, k, v, g, b, A_log, dt_bias, state, indices)
 
 
 def gated_rms_norm(
@@ -145,7 +168,7 @@ def gated_rms_norm(
     check_shape("weight", weight, x.shape[-1])
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"group_size is {group_size}, but it must divide the width {x.shape[-1]}.")
-    return reference.gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed)
+    return backend(x).gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed)
 
 
 def paged_attention(
@@ -186,3 +209,103 @@ def paged_attention(
     check_shape("value_pages", value_pages, *key_pages.shape[:2], heads, value_width)
     check_devices(indices, q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
     return reference.paged_attention(q, k, v, key_pages, value_pages, indices, scale)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+) -> Tensor:
+    """Selective scan of Mamba (Gu and Dao 2023), with softplus of the step size and, where z is given, the gate.
+
+    Shapes: x, dt and z [F, dim], A [dim, N] (negative), B and C [F, N], D and dt_bias [dim], state [blocks, dim, N];
+    dt, B, C and z in x's dtype. z or dt_bias may be None. Returns [F, dim] in x's dtype.
+
+    Per channel d and with step = softplus(dt + dt_bias):
+
+        S_t[d, n] = e^(step_d A[d, n]) S_{t-1}[d, n] + step_d x_d B_n
+        y_d = (sum_n S_t[d, n] C_n + D_d x_d) silu(z_d)
+
+    Everything inside is fp32, or float64 if activations and state both are. The state may be fp32, bf16, fp16 or
+    float64; a 16-bit one is rounded at every absolute multiple of 64 in prefill and after every token in decode, stored
+    or not.
+    """
+    check_rank("x", x, "F, dim")
+    check_rank("A", A, "dim, N")
+    check_dtype("x", x, *ACTIVATION_DTYPES)
+    check_dtype("state", state, *ACTIVATION_DTYPES)
+    check_tokens("x", x, indices)
+    tokens, dim = x.shape
+    width = A.shape[1]
+    per_token = {"dt": (dt, dim), "B": (B, width), "C": (C, width)} | ({} if z is None else {"z": (z, dim)})
+    for name, (tensor, channels) in per_token.items():
+        check_shape(name, tensor, tokens, channels)
+        check_dtype(name, tensor, x.dtype)
+    check_shape("A", A, dim, width)
+    check_shape("D", D, dim)
+    if dt_bias is not None:
+        check_shape("dt_bias", dt_bias, dim)
+    check_shape("state", state, state.shape[0], dim, width)
+    check_pool(state)
+    check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
+    return reference.selective_scan(x, dt, A, B, C, D, z, dt_bias, state, indices)
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+    dt_limit: tuple[float, float] = (0.0, inf),
+) -> Tensor:
+    """State-space duality of Mamba2 (Transformers are SSMs, Dao and Gu 2024), with step sizes and, given z, the gate.
+
+    Shapes: x and z [F, H, P], dt [F, H], A [H] (negative), B and C [F, G, N], D and dt_bias [H], state
+    [blocks, H, P, N]; dt, B, C and z in x's dtype. D, z and dt_bias may be None. P and N are multiples of 16 up to 256;
+    H is a multiple of G, and head h uses B and C of group h // (H / G). Returns [F, H, P] in x's dtype.
+
+    Per head and with step = softplus(dt + dt_bias), clamped to `dt_limit`:
+
+        S_t = e^(step A) S_{t-1} + step x_t B_t^T;  y_t = (S_t C_t + D x_t) silu(z_t)
+
+    Everything inside is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens
+    anchored at absolute positions. The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every
+    absolute multiple of 64 in prefill and after every token in decode, stored or not.
+    """
+    check_rank("x", x, "F, H, P")
+    check_rank("B", B, "F, G, N")
+    check_rank("state", state, "blocks, H, P, N")
+    check_dtype("x", x, *ACTIVATION_DTYPES)
+    check_dtype("state", state, *ACTIVATION_DTYPES)
+    check_tokens("x", x, indices)
+    tokens, heads, width = x.shape
+    groups, state_width = B.shape[1:]
+    check_head_widths(P=width, N=state_width)
+    if heads % groups:
+        raise ValueError(f"{heads} heads cannot share {groups} groups of B and C: H must be a multiple of G.")
+    per_token = {"dt": (dt, (heads,)), "B": (B, (groups, state_width)), "C": (C, (groups, state_width))}
+    for name, (tensor, shape) in (per_token if z is None else per_token | {"z": (z, (heads, width))}).items():
+        check_shape(name, tensor, tokens, *shape)
+        check_dtype(name, tensor, x.dtype)
+    for name, parameter in (("A", A), ("D", D), ("dt_bias", dt_bias)):
+        if parameter is not None:
+            check_shape(name, parameter, heads)
+    if not 0 <= dt_limit[0] <= dt_limit[1]:
+        raise ValueError(f"dt_limit is {dt_limit}, but it must be two bounds, the lower one 0 or more and first.")
+    check_shape("state", state, state.shape[0], heads, width, state_width)
+    check_pool(state)
+    check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
+    return reference.ssd(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit)

@@ -44,6 +44,12 @@ def check_devices(indices: StateIndices, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device}, but the indices are on {indices.device}: move it there.")
 
 
+def check_head_widths(**widths: int) -> None:
+    for name, width in widths.items():
+        if width % 16 or not 0 < width <= 256:
+            raise ValueError(f"{name} is {width}, but head widths must be multiples of 16 up to 256.")
+
+
 def check_pool(state: Tensor) -> None:
     """A state pool: rows that do not overlap, dense inside, at multiples of 16 bytes."""
     if not state[0].is_contiguous():
@@ -54,3 +60,23 @@ def check_pool(state: Tensor) -> None:
             f"Rows of state must not overlap and must start at multiples of {SLOT_ALIGNMENT} bytes, but they start"
             f" {stride} bytes apart at address {state.data_ptr()}."
         )
+
+
+def check_delta_rule(q: Tensor, k: Tensor, v: Tensor, state: Tensor, indices: StateIndices) -> None:
+    """q, k [F, H, K], v [F, HV, V] and state [blocks, HV, V, K] of a delta rule."""
+    check_rank("q", q, "F, H, K")
+    check_rank("v", v, "F, HV, V")
+    check_rank("state", state, "blocks, HV, V, K")
+    check_dtype("q", q, *ACTIVATION_DTYPES)
+    check_dtype("k", k, q.dtype)
+    check_dtype("v", v, q.dtype)
+    check_dtype("state", state, *ACTIVATION_DTYPES)
+    check_tokens("q", q, indices)
+    heads, width = v.shape[1:]
+    check_head_widths(K=q.shape[2], V=width)
+    if heads % q.shape[1]:
+        raise ValueError(f"{heads} value heads cannot share {q.shape[1]} key heads: HV must be a multiple of H.")
+    check_shape("k", k, *q.shape)
+    check_shape("v", v, q.shape[0], heads, width)
+    check_shape("state", state, state.shape[0], heads, width, q.shape[2])
+    check_pool(state)

@@ -13,6 +13,8 @@ _DECODE = ("decode_src", "decode_conv_src", "decode_conv_offset", "decode_bounda
 _PREFILL = ("context_len", "src", "conv_src", "conv_offset")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
+_NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_PREFILL, *_CHUNK)}
+_NO_ROWS |= {"decode_dst": np.zeros((0, 1), np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
@@ -53,6 +55,7 @@ class StateIndices:
       `conv_src`, `conv_offset` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C], `seq_chunk_start` [P + 1]: the prefill
       rows cut at absolute multiples of 64, and the block for the state after each chunk
+    - `longest_first` [P]: the prefill rows by falling length, derived here, for kernels that give each a program
     - `tokens`, `positions`, `kv_slot` [F] (block * block_size + offset in the KV pages, -1: do not write),
       `block_table` [N + P, blocks], `kv_len` [N + P] (tokens readable, this step's included), `logits_index`: present
       if they were given, like any other array
@@ -74,6 +77,7 @@ class StateIndices:
     chunk_start: Tensor
     chunk_dst: Tensor
     seq_chunk_start: Tensor
+    longest_first: Tensor
     tokens: Tensor
     positions: Tensor
     kv_slot: Tensor
@@ -107,20 +111,22 @@ class StateIndices:
         """Moves a plan's int32 arrays to `device` in one transfer.
 
         A step without decode rows may leave out the decode arrays, one without prefill rows the prefill and chunk
-        arrays, and a host that has no attention the arrays of tokens and pages. Raises ValueError if arrays are not
-        int32 or their lengths contradict each other.
+        arrays: empty ones take their place. A host that has no attention may leave out the arrays of tokens and pages.
+        Raises ValueError if arrays are not int32 or their lengths contradict each other.
         """
-        num_decodes, tokens_per_decode = arrays["decode_dst"].shape if "decode_dst" in arrays else (0, 1)
-        num_prefills = arrays["src"].size if "src" in arrays else 0
+        arrays = _NO_ROWS | dict(arrays)
+        num_decodes, tokens_per_decode = arrays["decode_dst"].shape
+        num_prefills = arrays["src"].size
         num_rows = num_decodes + num_prefills
-        num_chunks = arrays["chunk_seq"].size if "chunk_seq" in arrays else 0
+        num_chunks = arrays["chunk_seq"].size
         num_state_tokens = num_decodes * tokens_per_decode
-        if num_prefills:
-            if arrays["query_start_loc"][0] != num_state_tokens:
-                raise ValueError(
-                    "query_start_loc must begin where the decode tokens end, at the number of decode rows times T."
-                )
-            num_state_tokens = int(arrays["query_start_loc"][-1])
+        if not num_prefills:
+            arrays["query_start_loc"] = np.array([num_state_tokens], dtype=np.int32)
+        elif arrays["query_start_loc"][0] != num_state_tokens:
+            raise ValueError(
+                "query_start_loc must begin where the decode tokens end, at the number of decode rows times T."
+            )
+        num_state_tokens = int(arrays["query_start_loc"][-1])
         num_tokens = next((arrays[name].size for name in _TOKEN if name in arrays), num_state_tokens)
         if num_tokens < num_state_tokens:
             raise ValueError(
@@ -134,4 +140,7 @@ class StateIndices:
         for name, length in lengths.items():
             if name in arrays and len(arrays[name]) != length:
                 raise ValueError(f"{name} has {len(arrays[name])} entries where the other arrays need {length}.")
+        if num_prefills:
+            order = np.argsort(-np.diff(arrays["query_start_loc"]), kind="stable")
+            arrays = {**arrays, "longest_first": order.astype(np.int32)}
         return cls(pack_arrays(arrays, device), num_decodes, tokens_per_decode, num_prefills, num_tokens)

@@ -1,19 +1,20 @@
-"""Plans, pools and oracles for the tests of the ops: a new op adds a class to OPS, not a copy of a test."""
+"""Plans, pools and comparisons for the tests of the ops; `kernel_ops` holds the ops themselves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
-import pytest
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from mambacache.kernels import StateIndices, conv1d, gated_delta_rule
+from mambacache import kernels
+from mambacache.kernels import StateIndices
 
 CHUNK = 64
 MAX_DRAFTS = 7
@@ -189,50 +190,15 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-class Conv1dOp:
-    name = "conv1d"
-    state_dtypes: DtypePairs = tuple((t, t) for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
-    exact_state = True
+class Recurrence(ABC):
+    """An op whose state after a token follows from the state before and that token's inputs alone.
 
-    def __init__(self, dim: int = 37, width: int = 4, bias: bool = True, activation: str | None = "silu") -> None:
-        self.dim, self.reach, self.activation = dim, width - 1, activation
-        self.weight = random(dim, width, seed=1)
-        self.bias = random(dim, seed=2) if bias else None
-        self.state_shape: tuple[int, ...] = (self.reach + MAX_DRAFTS, dim)
+    A subclass gives `name` (of the op), `state_shape`, `parameters` (all that is no input), `inputs` and `recurrence`.
+    """
 
-    def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
-        return {"x": random(tokens, self.dim, seed=seed + 10, dtype=dtype)}
-
-    def run(self, inputs: Inputs, state: Tensor, indices: StateIndices) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(state.device)
-        return conv1d(inputs["x"], self.weight.to(state.device), bias, state, indices, self.activation)
-
-    def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor:
-        window = before[row.window_src, row.conv_offset :][: self.reach] if row.window_src else None
-        zeros = torch.zeros(self.reach, self.dim, dtype=torch.float64)
-        history = torch.cat([zeros if window is None else window, inputs["x"].double()])
-        sums = [(self.weight.T * history[t : t + self.reach + 1]).sum(0) for t in range(row.length)]
-        y = torch.stack(sums) + (0 if self.bias is None else self.bias) if sums else zeros[:0]
-
-        def store(block: int, rows: Tensor) -> None:
-            after[block] = 0
-            after[block, : len(rows)] = rows
-
-        if not decode:
-            for count, block in row.stored.items():
-                store(block, history[count : count + self.reach])
-        elif row.dst[0]:
-            store(row.dst[0], history[1:])
-            if row.boundary_index > 0:
-                store(row.dst[row.boundary_index], history[row.boundary_index + 1 :][: self.reach])
-        return y * torch.sigmoid(y) if self.activation else y
-
-    def final_state(self, state: Tensor, block: int, window_block: int, window_offset: int) -> Tensor:
-        return state[window_block, window_offset : window_offset + self.reach]
-
-
-class DeltaRuleOp:
-    name = "gated_delta_rule"
+    name: str
+    state_shape: tuple[int, ...]
+    parameters: dict[str, Any]
     state_dtypes: DtypePairs = (
         (torch.float32, torch.float32),
         (torch.bfloat16, torch.float32),
@@ -242,37 +208,18 @@ class DeltaRuleOp:
     )
     exact_state = False
 
-    def __init__(
-        self,
-        key_heads: int = 2,
-        value_heads: int = 4,
-        key_width: int = 32,
-        value_width: int = 16,
-        beta_scale: float = 1.0,
-    ) -> None:
-        self.key_heads, self.value_heads, self.beta_scale = key_heads, value_heads, beta_scale
-        self.state_shape: tuple[int, ...] = (value_heads, value_width, key_width)
-        self.A_log = random(value_heads, seed=3)
-        self.dt_bias = random(value_heads, seed=4)
+    @abstractmethod
+    def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs: ...
 
-    def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
-        heads, value_width, key_width = self.state_shape
-        shapes: dict[str, tuple[int, ...]] = {
-            "q": (self.key_heads, key_width),
-            "k": (self.key_heads, key_width),
-            "v": (heads, value_width),
-        }
-        shapes |= {"a": (heads,), "b": (heads,)}
-        return {
-            name: random(tokens, *shape, seed=100 * seed + i, dtype=dtype)
-            for i, (name, shape) in enumerate(shapes.items())
-        }
+    @abstractmethod
+    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Outputs and the state after every token, in float64."""
 
-    def run(self, inputs: Inputs, state: Tensor, indices: StateIndices) -> Tensor:
-        A_log, dt_bias = self.A_log.to(state.device), self.dt_bias.to(state.device)
-        return gated_delta_rule(
-            **inputs, A_log=A_log, dt_bias=dt_bias, state=state, indices=indices, beta_scale=self.beta_scale
-        )
+    def run(
+        self, inputs: Inputs, state: Tensor, indices: StateIndices, library: ModuleType = kernels, **options: Any
+    ) -> Tensor:
+        parameters = {k: v.to(state.device) if isinstance(v, Tensor) else v for k, v in self.parameters.items()}
+        return getattr(library, self.name)(**inputs, **parameters, state=state, indices=indices, **options)
 
     def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor:
         S = before[row.src] if row.src else torch.zeros(self.state_shape, dtype=torch.float64)
@@ -282,40 +229,8 @@ class DeltaRuleOp:
             after[block] = states[count - 1]
         return outputs
 
-    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Outputs and the state after every token, in float64."""
-        x = {name: value.double() for name, value in inputs.items()}
-        group = self.value_heads // self.key_heads
-        q, k = (
-            (x[n] / (x[n].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 1) for n in ("q", "k")
-        )
-        decay = (-self.A_log.exp() * torch.nn.functional.softplus(x["a"] + self.dt_bias)).exp()
-        beta = x["b"].sigmoid() * self.beta_scale
-        outputs, states = torch.zeros_like(x["v"]), []
-        for t in range(len(q)):
-            S = S * decay[t, :, None, None]
-            u = beta[t, :, None] * (x["v"][t] - torch.einsum("hvk,hk->hv", S, k[t]))
-            S = S + u[:, :, None] * k[t, :, None, :]
-            outputs[t] = torch.einsum("hvk,hk->hv", S, q[t]) / q.shape[-1] ** 0.5
-            states.append(S)
-        return outputs, states
-
     def final_state(self, state: Tensor, block: int, window_block: int, window_offset: int) -> Tensor:
         return state[block]
-
-
-OPS: dict[str, Callable[[], Op]] = {
-    "conv1d": Conv1dOp,
-    "short_conv": partial(Conv1dOp, dim=40, width=3, bias=False, activation=None),
-    "gated_delta_rule": DeltaRuleOp,
-    "gated_delta_rule_negative": partial(DeltaRuleOp, value_heads=2, key_width=16, value_width=48, beta_scale=2.0),
-}
-
-EVERY_OP_AND_DTYPE = [
-    pytest.param(make, *dtypes, id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))
-    for name, make in OPS.items()
-    for dtypes in make().state_dtypes
-]
 
 
 def run_rows(

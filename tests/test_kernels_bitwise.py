@@ -9,20 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import (
-    CHUNK,
-    EVERY_OP_AND_DTYPE,
-    MAX_DRAFTS,
-    OPS,
-    DeltaRuleOp,
-    Op,
-    Pool,
-    Row,
-    assert_bitwise,
-    part,
-    random,
-    run_rows,
-)
+from kernel_cases import CHUNK, MAX_DRAFTS, Op, Pool, Recurrence, Row, assert_bitwise, part, random, run_rows
+from kernel_ops import EVERY_OP_AND_DTYPE, EVERY_SHAPE, OPS
 
 every_op = pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)
 
@@ -118,12 +106,9 @@ def check_in_company(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, compa
                 assert_bitwise(pool.state[block], pool.state[wanted])
 
 
-@pytest.mark.parametrize(
-    ("heads", "widths"),
-    [((1, 1), (16, 16)), ((1, 1), (96, 192)), ((3, 3), (48, 256)), ((1, 4), (256, 80)), ((2, 4), (128, 128))],
-)
-def test_products_of_every_shape_round_alike_in_any_batch(heads: tuple[int, int], widths: tuple[int, int]) -> None:
-    op = DeltaRuleOp(*heads, *widths)
+@pytest.mark.parametrize("make", EVERY_SHAPE.values(), ids=EVERY_SHAPE.keys())
+def test_products_of_every_shape_round_alike_in_any_batch(make: Callable[[], Recurrence]) -> None:
+    op = make()
     pool = Pool(op.state_shape, torch.float32, blocks=32)
     inputs = op.inputs(70, torch.float32)
     lone = pool.take()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernel_cases import EVERY_OP_AND_DTYPE, Inputs, Op, Pool, Row, assert_bitwise, bits, random, run_rows
+from kernel_cases import Inputs, Op, Pool, Row, assert_bitwise, bits, random, run_rows
+from kernel_ops import EVERY_OP_AND_DTYPE
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
@@ -69,7 +70,7 @@ def test_mixed_batch_reads_and_writes_what_the_plan_says(
     decode_rows, prefill_rows, pool = mixed_batch(op, state_dtype, width)
     decodes, prefills = with_inputs(op, decode_rows, dtype, 0), with_inputs(op, prefill_rows, dtype, 20)
     slab = pool.slab.clone()
-    before = pool.state.double()
+    before = pool.state.cpu().double()
     after = before.clone()
     expected = [op.walk(row, inputs, before, after, decode=True) for row, inputs in decodes]
     expected += [op.walk(row, inputs, before, after, decode=False) for row, inputs in prefills]
@@ -79,7 +80,7 @@ def test_mixed_batch_reads_and_writes_what_the_plan_says(
     for actual, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(actual.double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     tolerance = 0 if op.exact_state else max(TOLERANCE[state_dtype], 1e-11)
-    torch.testing.assert_close(pool.state.double(), after, atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(pool.state.cpu().double(), after, atol=tolerance, rtol=tolerance, equal_nan=True)
     written = [block for row in decode_rows for block in row.dst if block]
     written += [block for row in prefill_rows for block in row.stored.values()]
     pool.assert_only_written(slab, written)

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from kernel_cases import OPS, Conv1dOp, DeltaRuleOp, Op, Pool, Row, int32, plan_arrays, random
-from mambacache.kernels import StateIndices, conv1d, gated_delta_rule, pack_arrays
+from kernel_cases import Op, Pool, Recurrence, Row, int32, plan_arrays
+from kernel_ops import EVERY_REFUSAL, OPS, Conv1dOp, DeltaRuleOp
+from mambacache import kernels
+from mambacache.kernels import StateIndices, conv1d, pack_arrays
 
 
 def test_arrays_share_one_buffer_at_16_bytes_each() -> None:
@@ -128,32 +131,15 @@ def test_conv1d_errors() -> None:
     assert op.reach == 3
 
 
-def test_gated_delta_rule_errors() -> None:
-    op = DeltaRuleOp(2, 4, 32, 16)
+@pytest.mark.parametrize(("make", "changes", "message"), EVERY_REFUSAL)
+def test_arguments_that_do_not_fit_together_are_refused(
+    make: Callable[[], Recurrence], changes: dict[str, Callable[[Tensor], Tensor]], message: str
+) -> None:
+    op = make()
     indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, (1,))]), "cpu")
-    good: dict[str, Any] = {
-        **op.inputs(3, torch.float32),
-        "A_log": op.A_log,
-        "dt_bias": op.dt_bias,
-        "state": torch.zeros(4, 4, 16, 32),
-    }
-    gated_delta_rule(**good, indices=indices)
-    cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {"q": good["q"][..., :24], "k": good["k"][..., :24]},
-            "K is 24, but head widths must be multiples of 16 up to 256",
-        ),
-        ({"v": random(3, 4, 272, seed=0, dtype=torch.float32)}, "V is 272, but head widths"),
-        ({"v": good["v"][:, :3]}, "3 value heads cannot share 2 key heads"),
-        ({"k": good["k"][:, :1]}, r"k has shape \[3, 1, 32\] where the other arguments need \[3, 2, 32\]"),
-        ({"v": good["v"].bfloat16()}, "v is bfloat16 where float32 is needed"),
-        ({"a": good["a"][:, :2]}, "a has shape"),
-        ({"b": good["b"][:2]}, "b has shape"),
-        ({"A_log": op.A_log[:2]}, "A_log has shape"),
-        ({"dt_bias": op.dt_bias[:2]}, "dt_bias has shape"),
-        ({"state": torch.zeros(4, 4, 32, 16)}, "state has shape"),
-        ({"state": torch.zeros(4, 4, 16, 32, dtype=torch.int32)}, "state is int32"),
-    ]
-    for change, message in cases:
-        with pytest.raises(ValueError, match=message):
-            gated_delta_rule(**(good | change), indices=indices)
+    arguments = {**op.inputs(3, torch.float32), **op.parameters, "state": torch.zeros(4, *op.state_shape)}
+    function = getattr(kernels, op.name)
+    function(**arguments, indices=indices)
+    changed = {name: change(arguments[name]) for name, change in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        function(**(arguments | changed), indices=indices)

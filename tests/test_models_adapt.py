@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from mambacache.cli import main
 from mambacache.models.adapt import MODEL_TYPES, adapt, load_model, model_skeleton, read_config
 from mambacache.models.attention import ATTENTION
 from mambacache.models.layer import KVLayer, StateTensor
 from mambacache.models.projection import JoinedLinears, fuse
+from mambacache.runner.sizing import weight_bytes
+from mambacache.runner.state_pool import kv_block_bytes, state_bytes
 from runner_driver import Driver, Row
-from tiny_models import VOCABULARY, save_tiny_model
+from tiny_models import TINY_MODELS, VOCABULARY, save_tiny_model
 
 
 @pytest.fixture
@@ -41,6 +46,51 @@ def test_layouts_of_a_model_and_of_its_skeleton(checkpoint: Path) -> None:
     skeleton = model_skeleton(checkpoint, dtype="bfloat16")
     assert skeleton.state_layers(torch.float32)[0][0].dtype == skeleton.kv_layers[0].dtype == torch.bfloat16
     assert {weight.device.type for weight in skeleton.module.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("name", "states", "kv_layer"),
+    [
+        (
+            "kimi_linear",
+            (StateTensor((3 + 2, 3 * 3 * 16), torch.bfloat16), StateTensor((3, 16, 16), torch.float32)),
+            KVLayer(4, 24, 16, torch.bfloat16),
+        ),
+        ("lfm2", (StateTensor((2 + 2, 64), torch.bfloat16),), KVLayer(2, 16, 16, torch.bfloat16)),
+        (
+            "bamba",
+            (StateTensor((3 + 2, 4 * 32 + 2 * 16), torch.bfloat16), StateTensor((4, 32, 16), torch.float32)),
+            KVLayer(2, 16, 16, torch.bfloat16),
+        ),
+        (
+            "nemotron_h",
+            (StateTensor((3 + 2, 6 * 16 + 2 * 2 * 32), torch.bfloat16), StateTensor((6, 16, 32), torch.float32)),
+            KVLayer(2, 32, 32, torch.bfloat16),
+        ),
+    ],
+)
+def test_layouts_of_other_families(
+    name: str, states: tuple[StateTensor, ...], kv_layer: KVLayer, tmp_path: Path
+) -> None:
+    model = model_skeleton(save_tiny_model(name, tmp_path), dtype="bfloat16")
+    assert model.state_layers(torch.float32, 2) == [states] * 3
+    assert model.kv_layers == (kv_layer,)
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_plan_of_every_model(name: str, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed before anything is loaded are the sizes of the model that is loaded then."""
+    assert main(["plan", str(tiny_model(name)), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    model = load_model(tiny_model(name))
+    sizes = {
+        "weights": weight_bytes(model),
+        "one state": state_bytes(model.state_layers(torch.float32)),
+        "one KV block": kv_block_bytes(model.kv_layers, 64),
+    }
+    for row, size in sizes.items():
+        assert re.search(rf"^{row} +{size:,} bytes", printed, re.MULTILINE)
+    assert bool(re.search("^KV blocks +none$", printed, re.MULTILINE)) == (not model.kv_layers)
 
 
 def test_auto_dtype_is_float32_on_a_cpu_and_the_checkpoints_own_elsewhere(tmp_path: Path) -> None:
@@ -72,7 +122,7 @@ def test_no_config(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "no_such_type", None])
+@pytest.mark.parametrize("model_type", ["llama", "lfm2_vl", "no_such_type", None])
 def test_unknown_model_type(tmp_path: Path, model_type: str | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": 64}))
     with pytest.raises(ValueError, match=f"model type {model_type!r} of .* is not supported: use one of .*qwen3_next"):
@@ -98,8 +148,9 @@ def test_weights_that_do_not_fit_the_config(checkpoint: Path) -> None:
         load_model(checkpoint)
 
 
-def test_other_activation_is_refused(tmp_path: Path) -> None:
-    checkpoint = save_tiny_model("qwen3_next", tmp_path, hidden_act="gelu")
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba"])
+def test_other_activation_is_refused(name: str, tmp_path: Path) -> None:
+    checkpoint = save_tiny_model(name, tmp_path, hidden_act="gelu")
     with pytest.raises(ValueError, match="hidden_act is 'gelu'"):
         load_model(checkpoint)
 
@@ -130,15 +181,27 @@ class Opaque(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_next",
+        "qwen3_5_text",
+        "olmo_hybrid",
+        "falcon_mamba",
+        "kimi_linear",
+        "lfm2",
+        "mamba2_bias",
+        "falcon_h1_norm",
+    ],
+)
 def test_projections_are_called_and_not_read(name: str, tmp_path: Path) -> None:
     checkpoint = save_tiny_model(name, tmp_path)
     module = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation=ATTENTION).eval()
     for parent in list(module.modules()):
         if type(parent).__name__ == MODEL_TYPES[module.config.model_type].mixer:
-            for child_name, child in list(parent.named_children()):
+            for child_name, child in list(parent.named_modules()):
                 if isinstance(child, nn.Linear):
-                    setattr(parent, child_name, Opaque(child))
+                    parent.set_submodule(child_name, Opaque(child))
     tokens = torch.randint(VOCABULARY, (70,), generator=torch.Generator().manual_seed(0)).tolist()
     logits = []
     for model in (load_model(checkpoint), adapt(module)):

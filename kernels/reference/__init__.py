@@ -3,6 +3,9 @@
 from .conv1d import conv1d
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
+from .kda import kda
 from .paged_attention import paged_attention
+from .selective_scan import selective_scan
+from .ssd import ssd
 
-__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm", "paged_attention"]
+__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm", "kda", "paged_attention", "selective_scan", "ssd"]

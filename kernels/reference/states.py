@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,36 @@ def write_states(state: Tensor, blocks: Tensor, values: Tensor) -> None:
     state[blocks[stored]] = values[stored].to(state.dtype)
 
 
+def walk_decodes(
+    state: Tensor, indices: StateIndices, dtype: torch.dtype, step: Callable[[Tensor, int], Tensor]
+) -> None:
+    """Carries every decode row's state from its src through its tokens, and stores it where `decode_dst` says.
+
+    `step(states [N, ...], t)` returns the states after token t of every row. A state is rounded to the pool's dtype
+    after every token, as if each had its own step.
+    """
+    states = read_states(state, indices.decode_src, dtype)
+    for t in range(indices.tokens_per_decode):
+        states = step(states, t).to(state.dtype)
+        write_states(state, indices.decode_dst[:, t], states)
+        states = states.to(dtype)
+
+
 def computed_decode_tokens(indices: StateIndices) -> Tensor:
     """bool [N, T]: tokens with a dst, and the first token of every row with a src; the others are padding."""
     computed = indices.decode_dst != 0
     computed[:, 0] |= indices.decode_src != 0
+    return computed
+
+
+def computed_tokens(indices: StateIndices) -> Tensor:
+    """bool [F]: `computed_decode_tokens` and all tokens of prefill rows; the others are padding."""
+    decodes = indices.num_decodes * indices.tokens_per_decode
+    computed = torch.zeros(indices.num_tokens, dtype=torch.bool, device=indices.device)
+    if decodes:
+        computed[:decodes] = computed_decode_tokens(indices).flatten()
+    if indices.num_prefills:
+        computed[decodes : int(indices.query_start_loc[-1])] = True
     return computed
 
 

@@ -10,12 +10,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from mambacache.kernels import StateIndices
-from mambacache.models import gated_delta_net
+from mambacache.models import gated_delta_net, mamba1, mamba2
 from mambacache.models.attention import ATTENTION, kv_layer
+from mambacache.models.kimi_delta_attention import KimiDeltaAttention
 from mambacache.models.layer import ForwardContext, KVLayer, Mixer, StateTensor, forward_context
+from mambacache.models.short_conv import ShortConv
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +45,25 @@ class ModelType:
 
 
 MODEL_TYPES = {
+    "bamba": ModelType("BambaMixer", mamba2.from_mamba2, "BambaAttention"),
+    "falcon_h1": ModelType("FalconH1Mixer", mamba2.from_falcon_h1, "FalconH1Attention"),
+    "falcon_mamba": ModelType("FalconMambaMixer", mamba1.from_normed_mamba),
+    "granitemoehybrid": ModelType("GraniteMoeHybridMambaLayer", mamba2.from_mamba2, "GraniteMoeHybridAttention"),
+    "jamba": ModelType("JambaMambaMixer", mamba1.from_normed_mamba, "JambaAttention"),
+    "kimi_linear": ModelType("KimiLinearDeltaAttention", KimiDeltaAttention, "KimiLinearAttention"),
+    "lfm2": ModelType("Lfm2ShortConv", ShortConv, "Lfm2Attention"),
+    "lfm2_moe": ModelType("Lfm2MoeShortConv", ShortConv, "Lfm2MoeAttention"),
+    "mamba": ModelType("MambaMixer", mamba1.from_mamba),
+    "mamba2": ModelType("Mamba2Mixer", mamba2.from_mamba2),
+    "nemotron_h": ModelType("NemotronHMamba2Mixer", mamba2.from_mamba2, "NemotronHAttention"),
     "olmo_hybrid": ModelType("OlmoHybridGatedDeltaNet", gated_delta_net.from_olmo_hybrid, "OlmoHybridAttention"),
-    "qwen3_next": ModelType("Qwen3NextGatedDeltaNet", gated_delta_net.from_qwen3_next, "Qwen3NextAttention"),
-    "qwen3_5_text": ModelType("Qwen3_5GatedDeltaNet", gated_delta_net.from_qwen3_5, "Qwen3_5Attention"),
     "qwen3_5_moe_text": ModelType("Qwen3_5MoeGatedDeltaNet", gated_delta_net.from_qwen3_5, "Qwen3_5MoeAttention"),
+    "qwen3_5_text": ModelType("Qwen3_5GatedDeltaNet", gated_delta_net.from_qwen3_5, "Qwen3_5Attention"),
+    "qwen3_next": ModelType("Qwen3NextGatedDeltaNet", gated_delta_net.from_qwen3_next, "Qwen3NextAttention"),
+    "zamba2": ModelType("Zamba2MambaMixer", mamba2.from_mamba2, "Zamba2Attention"),
 }
-"""The supported types. A composite checkpoint is supported where the type of its text part is."""
+"""The supported types. A composite checkpoint is supported where the type of its text part is, and transformers loads
+that part alone."""
 
 
 @dataclass
@@ -105,8 +127,9 @@ def read_config(model: str | Path) -> PreTrainedConfig:
         raise ValueError(_no_config(model))
     model_type = raw.get("model_type")
     if model_type in CONFIG_MAPPING:
-        config = AutoConfig.from_pretrained(model).get_text_config()
-        if config.model_type in MODEL_TYPES:
+        whole = AutoConfig.from_pretrained(model)
+        config = whole.get_text_config()
+        if config.model_type in MODEL_TYPES and type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING:
             if config.model_type != model_type:
                 logger.warning("%s: of this %s checkpoint only the text part is loaded", model, model_type)
             return config

@@ -40,7 +40,10 @@ def forward(
 
 
 def kv_layer(module: Any, config: Any, dtype: torch.dtype) -> KVLayer:
-    """The widths of an attention module with grouped key and value heads."""
+    """The widths of an attention module with grouped key and value heads, or of a latent one (MLA), which expands keys
+    and values to a head for every query, each to a width of its own."""
+    if hasattr(module, "qk_head_dim"):
+        return KVLayer(module.num_heads, module.qk_head_dim, module.v_head_dim, dtype)
     return KVLayer(config.num_key_value_heads, module.head_dim, module.head_dim, dtype)
 
 

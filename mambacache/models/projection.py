@@ -25,6 +25,21 @@ class JoinedLinears(nn.Module):
         return y if self.order is None else y.index_select(-1, self.order)
 
 
+class ScaledLinear(nn.Module):
+    """A linear that cannot be scaled, since its weights are quantised: its input and output are."""
+
+    outputs: torch.Tensor
+
+    def __init__(self, linear: nn.Module, inputs: float, outputs: torch.Tensor) -> None:
+        super().__init__()
+        self.linear, self.inputs = linear, inputs
+        self.register_buffer("outputs", outputs, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out]."""
+        return self.linear(x * self.inputs) * self.outputs.to(x.dtype)
+
+
 def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.Module:
     """One module whose output is that of `linears`, concatenated, then taken in `order` (an index of rows).
 
@@ -39,3 +54,24 @@ def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.
     fused = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     fused.weight = nn.Parameter(weight, requires_grad=False)
     return fused
+
+
+def without_bias(linear: Any) -> tuple[nn.Module, nn.Parameter | None]:
+    """A linear without its bias, and that bias, for an op that adds it in fp32; one that is not plain keeps it."""
+    if type(linear) is not nn.Linear:
+        return linear, None
+    bare = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+    bare.weight = linear.weight
+    return bare, linear.bias
+
+
+def scale(linear: Any, inputs: float, outputs: torch.Tensor) -> nn.Module:
+    """A module that maps x to linear(inputs * x) * outputs: for a plain linear, one with other weights."""
+    if type(linear) is not nn.Linear:
+        return ScaledLinear(linear, inputs, outputs)
+    scaled = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    weight, factors = linear.weight.detach(), outputs.float()
+    scaled.weight = nn.Parameter((weight * (inputs * factors)[:, None]).to(weight.dtype), requires_grad=False)
+    if linear.bias is not None:
+        scaled.bias = nn.Parameter((linear.bias.detach() * factors).to(weight.dtype), requires_grad=False)
+    return scaled

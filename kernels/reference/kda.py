@@ -1,0 +1,145 @@
+"""Kimi Delta Attention over a mixed batch, in plain torch: chunked in prefill, token by token in decode."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..indices import StateIndices
+from .chunks import CHUNK, Chunks
+from .decays import MIN_PAIRWISE_LOG_DECAY
+from .delta_rule import decode, inverse_norm
+from .elementwise import sigmoid, softplus
+from .states import inner_dtype
+
+BLOCK = 16  # tokens whose pairs have one reference
+MAX_FACTORED_DECAY = 160.0  # of a block: half of it, in either direction, is within the range of fp32
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    *,
+    operand_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `mambacache.kernels.kda`.
+
+    `operand_dtype` rounds the operands of every product in prefill: what a kernel on tensor cores may lose.
+    """
+    dtype = inner_dtype(q.dtype, state.dtype)
+    rate = torch.exp(A_log.to(dtype))[:, None]
+    log_decay = -rate * softplus(g.to(dtype) + dt_bias.to(dtype).view(g.shape[1:]))
+    beta = sigmoid(b.to(dtype))
+    out = v.new_zeros(v.shape)
+    if indices.num_decodes:
+        decode(q, k, v, log_decay, beta, state, indices, out)
+    if indices.num_prefills:
+        _prefill(q, k, v, log_decay, beta, state, indices, out, operand_dtype)
+    return out
+
+
+def _prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    out: Tensor,
+    operand_dtype: torch.dtype | None,
+) -> None:
+    """Chunks in the WY form. Decays of channels cannot stay outside the products, so neither do norms."""
+    dtype = g.dtype
+    chunks = Chunks.of(indices)
+    if not chunks.count:
+        return
+    q, k, v, g, beta = (chunks.pad(x, dtype) for x in (q, k, v, g, beta))
+    q = q * inverse_norm(q)[..., None] * q.shape[-1] ** -0.5
+    k = k * inverse_norm(k)[..., None]
+    qk, kk = _scores(torch.stack([q, k]), k, g, operand_dtype)
+    identity = torch.eye(CHUNK, dtype=dtype, device=g.device)
+    system = (kk * beta[..., None]).tril(-1)
+    inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
+
+    decay = torch.exp(g.cumsum(-2))  # from the chunk's start to each token
+    q_in, k_in, k_out = q * decay, k * decay, k * _decay_to_end(g)
+    q_in, k_in, k_out, qk, inverse = (_round(x, operand_dtype) for x in (q_in, k_in, k_out, qk, inverse))
+    outputs = torch.empty_like(v)
+
+    def step(states: Tensor, chunk: Tensor) -> Tensor:
+        read = _round(states, operand_dtype).mT
+        residual = beta[chunk][..., None] * (v[chunk] - k_in[chunk] @ read)
+        u = _round(inverse[chunk] @ _round(residual, operand_dtype), operand_dtype)
+        outputs[chunk] = q_in[chunk] @ read + qk[chunk] @ u
+        return decay[chunk][..., -1:, :] * states + u.mT @ k_out[chunk]
+
+    chunks.scan(state, indices, dtype, step)
+    chunks.unpad(outputs, out)
+
+
+def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | None) -> Tensor:
+    """rows [2, ..., 64, K], keys and log decays g [..., 64, K] -> [2, ..., 64, 64]: for j <= i the product of row i and
+    key j with every channel decayed from j to i; 0 for j > i.
+
+    Pairs in different blocks meet at the start of the row's block: the decays up to it and from it on are sums of
+    gates, not differences, and factors of at most 1.
+    """
+    scores = rows.new_zeros(*rows.shape[:-1], CHUNK)
+    for start in range(0, CHUNK, BLOCK):
+        block = slice(start, start + BLOCK)
+        its_rows, its_keys, its_g = rows[..., block, :], keys[..., block, :], g[..., block, :]
+        from_start = _round(its_rows * torch.exp(its_g.cumsum(-2)), operand_dtype)
+        to_start = _round(keys[..., :start, :] * _decay_to_end(g[..., :start, :]), operand_dtype)
+        scores[..., block, :start] = from_start @ to_start.mT
+        scores[..., block, block] = _block_scores(its_rows, its_keys, its_g, operand_dtype)
+    return scores
+
+
+def _block_scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | None) -> Tensor:
+    """`_scores` within blocks [..., 16, K].
+
+    Two factors, of decay and of growth, meet in the middle of a block's decay. Where they could overflow, the block is
+    computed pair by pair; its own decay decides, so that the result does not depend on the batch.
+    """
+    gates = g.clamp(min=MIN_PAIRWISE_LOG_DECAY).cumsum(-2)
+    first, last = gates[..., :1, :], gates[..., -1:, :]
+    middle = (first + last) / 2
+    grown = _round(keys * torch.exp(middle - gates), operand_dtype)
+    scores = _round(rows * torch.exp(gates - middle), operand_dtype) @ grown.mT
+    strong = (first - last >= MAX_FACTORED_DECAY).any(-1).squeeze(-1)
+    if strong.any():
+        scores[:, strong] = _pairwise_scores(rows[:, strong], keys[strong], gates[strong])
+    return scores.tril()
+
+
+def _pairwise_scores(rows: Tensor, keys: Tensor, gates: Tensor) -> Tensor:
+    """rows [2, n, 16, K], keys and sums of gates [n, 16, K] -> [2, n, 16, 16]; means nothing for j > i."""
+    of_rows = []
+    for i in range(BLOCK):
+        decayed = keys * torch.exp(gates[:, i : i + 1] - gates)
+        of_rows.append((rows[:, :, i : i + 1] * decayed).sum(-1))
+    return torch.stack(of_rows, dim=-2)
+
+
+def _decay_to_end(g: Tensor) -> Tensor:
+    """[..., n, K] -> the same: the decay after each token, up to and with the last."""
+    after = torch.zeros_like(g)
+    after[..., :-1, :] = g[..., 1:, :]
+    return torch.exp(after.flip(-2).cumsum(-2).flip(-2))
+
+
+def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """x to the precision of `dtype` and the range of its own: a factor may be as large as e^80."""
+    if dtype is None:
+        return x
+    mantissa, exponent = torch.frexp(x)
+    steps = 2 / torch.finfo(dtype).eps
+    return torch.ldexp((mantissa * steps).round() / steps, exponent)

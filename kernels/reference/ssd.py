@@ -1,0 +1,101 @@
+"""State-space duality (Mamba2) over a mixed batch, in plain torch: chunked in prefill, token by token in decode."""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from ..indices import StateIndices
+from .chunks import Chunks
+from .decays import chunk_decays
+from .elementwise import silu, softplus
+from .states import computed_tokens, inner_dtype, walk_decodes
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+    dt_limit: tuple[float, float] = (0.0, inf),
+    *,
+    operand_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `mambacache.kernels.ssd`.
+
+    `operand_dtype` rounds the operands of every product in prefill: what a kernel on tensor cores may lose.
+    """
+    dtype = inner_dtype(x.dtype, state.dtype)
+    dt = softplus(dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)).clamp(*dt_limit)
+    g = dt * A.to(dtype)
+    y = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    if indices.num_decodes:
+        _decode(x, dt, g, B, C, state, indices, y)
+    if indices.num_prefills:
+        _prefill(x, dt, g, B, C, state, indices, y, operand_dtype)
+    if D is not None:
+        y += D.to(dtype)[:, None] * x.to(dtype)
+    if z is not None:
+        y *= silu(z.to(dtype))
+    return torch.where(computed_tokens(indices)[:, None, None], y, 0).to(x.dtype)
+
+
+def _decode(
+    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, state: Tensor, indices: StateIndices, y: Tensor
+) -> None:
+    shape, group = (indices.num_decodes, indices.tokens_per_decode), x.shape[1] // B.shape[1]
+    x, dt, g, B, C, y = (each[: shape[0] * shape[1]].to(y.dtype).unflatten(0, shape) for each in (x, dt, g, B, C, y))
+    B, C = B.repeat_interleave(group, dim=2), C.repeat_interleave(group, dim=2)
+    decay, u = torch.exp(g), dt[..., None] * x
+
+    def step(states: Tensor, t: int) -> Tensor:
+        states = decay[:, t, :, None, None] * states + u[:, t, :, :, None] * B[:, t, :, None]
+        y[:, t] = (states * C[:, t, :, None]).sum(-1)
+        return states
+
+    walk_decodes(state, indices, y.dtype, step)
+
+
+def _prefill(
+    x: Tensor,
+    dt: Tensor,
+    g: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    y: Tensor,
+    operand_dtype: torch.dtype | None,
+) -> None:
+    """The block decomposition of the SSD paper: inside a chunk a masked product of scores, between chunks the state."""
+    dtype, group = y.dtype, x.shape[1] // B.shape[1]
+    chunks = Chunks.of(indices)
+    if not chunks.count:
+        return
+
+    def operand(value: Tensor) -> Tensor:
+        return value if operand_dtype is None else value.to(operand_dtype).to(dtype)
+
+    x, dt, g, B, C = (chunks.pad(each, dtype) for each in (x, dt, g, B, C))
+    x, B, C = operand(x), operand(B), operand(C)
+    from_start, between, to_end = chunk_decays(g)
+    scores = operand((C @ B.mT).repeat_interleave(group, dim=1) * between * dt[..., None, :])
+    added = operand((to_end * dt)[..., None] * x)
+    B, C = B.repeat_interleave(group, dim=1), C.repeat_interleave(group, dim=1)
+    outputs = torch.empty_like(x)
+
+    def step(states: Tensor, chunk: Tensor) -> Tensor:
+        decays = from_start[chunk][..., None]
+        outputs[chunk] = decays * (C[chunk] @ operand(states).mT) + scores[chunk] @ x[chunk]
+        return decays[..., -1:, :] * states + added[chunk].mT @ B[chunk]
+
+    chunks.scan(state, indices, dtype, step)
+    chunks.unpad(outputs, y)

@@ -1,0 +1,65 @@
+"""Kimi Delta Attention layers of Kimi-Linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mambacache.kernels import conv1d, gated_rms_norm, kda
+from mambacache.models.layer import StateTensor, current_context
+from mambacache.models.projection import fuse
+
+
+class KimiDeltaAttention(nn.Module):
+    """A KDA layer over the state pool, with the parameters of transformers' KimiLinearDeltaAttention.
+
+    Its state is the conv window [W - 1 + drafts, 3 * H * D] of raw queries, keys and values, and the recurrent matrices
+    [H, D, D].
+
+    Args:
+        source: the module that it replaces.
+
+    Raises:
+        ValueError: the layer's activation is not SiLU.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        if source.activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act is {source.activation!r}: Kimi Delta Attention layers run with 'silu' only")
+        self.heads, self.head_dim = source.num_heads, source.head_dim
+        decay = source.forget_gate
+        self.in_proj = fuse(
+            [source.q_proj, source.k_proj, source.v_proj, decay.f_a_proj, source.g_a_proj, source.b_proj]
+        )
+        self.decay_proj, self.gate_proj, self.out_proj = decay.f_b_proj, source.g_b_proj, source.o_proj
+        self.conv_weight = nn.Parameter(source.conv1d.weight.detach().squeeze(1), requires_grad=False)
+        self.A_log = nn.Parameter(decay.A_log.detach().flatten(), requires_grad=False)
+        self.dt_bias = decay.dt_bias
+        self.norm_weight, self.norm_eps = source.o_norm.weight, source.o_norm.variance_epsilon
+
+    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+        """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
+        dim, width = self.conv_weight.shape
+        return (
+            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor((self.heads, self.head_dim, self.head_dim), state_dtype),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        context = current_context()
+        conv_state, recurrent_state = next(context.states)
+        shape = self.heads, self.head_dim
+        qkv, decay, gate, b = self.in_proj(hidden_states[0]).split(
+            [3 * self.heads * self.head_dim, self.head_dim, self.head_dim, self.heads], dim=-1
+        )
+        qkv = conv1d(qkv, self.conv_weight, None, conv_state, context.indices, activation="silu")
+        q, k, v = qkv.unflatten(-1, (3, *shape)).unbind(1)
+        g = self.decay_proj(decay).unflatten(-1, shape)
+        y = kda(q, k, v, g, b, self.A_log, self.dt_bias, recurrent_state, context.indices)
+        gate = self.gate_proj(gate).unflatten(-1, shape)
+        y = gated_rms_norm(y, gate, self.norm_weight, self.norm_eps, activation="sigmoid", round_normed=False)
+        return self.out_proj(y.flatten(-2))[None]

@@ -1,0 +1,79 @@
+"""Mamba layers of Mamba, Falcon-Mamba and Jamba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mambacache.kernels import conv1d, selective_scan
+from mambacache.models.layer import StateTensor, current_context
+from mambacache.models.projection import without_bias
+
+
+class Mamba1(nn.Module):
+    """A Mamba layer over the state pool, with the parameters of the module that it replaces.
+
+    Its state is the conv window [W - 1 + drafts, dim] and the recurrent matrix [dim, N].
+
+    Args:
+        source: the module of transformers, for its projections, conv1d, A_log and D.
+        dt_norm, b_norm, c_norm: what x_proj's step sizes, B and C go through.
+
+    Raises:
+        ValueError: the layer's activation is not SiLU.
+    """
+
+    def __init__(self, source: Any, dt_norm: nn.Module, b_norm: nn.Module, c_norm: nn.Module) -> None:
+        super().__init__()
+        if source.activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act is {source.activation!r}: Mamba layers run with 'silu' only")
+        self.in_proj, self.x_proj, self.out_proj = source.in_proj, source.x_proj, source.out_proj
+        self.dt_proj, self.dt_bias = without_bias(source.dt_proj)
+        self.dt_norm, self.b_norm, self.c_norm = dt_norm, b_norm, c_norm
+        self.conv_weight = nn.Parameter(source.conv1d.weight.detach().squeeze(1), requires_grad=False)
+        self.conv_bias = source.conv1d.bias
+        self.A = nn.Parameter(-torch.exp(source.A_log.detach().float()), requires_grad=False)
+        self.D = source.D
+        self.dt_rank = source.time_step_rank
+
+    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+        """The conv window in the model's dtype, the recurrent matrix in `state_dtype`."""
+        dim, width = self.conv_weight.shape
+        return (
+            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor(tuple(self.A.shape), state_dtype),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        context = current_context()
+        conv_state, recurrent_state = next(context.states)
+        x, z = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
+        x = conv1d(x, self.conv_weight, self.conv_bias, conv_state, context.indices, activation="silu")
+        width = self.A.shape[1]
+        dt, B, C = self.x_proj(x).split([self.dt_rank, width, width], dim=-1)
+        y = selective_scan(
+            x,
+            self.dt_proj(self.dt_norm(dt)),
+            self.A,
+            self.b_norm(B),
+            self.c_norm(C),
+            self.D,
+            z,
+            self.dt_bias,
+            recurrent_state,
+            context.indices,
+        )
+        return self.out_proj(y)[None]
+
+
+def from_mamba(source: Any) -> Mamba1:
+    """A layer that takes step sizes, B and C as x_proj gives them."""
+    return Mamba1(source, nn.Identity(), nn.Identity(), nn.Identity())
+
+
+def from_normed_mamba(source: Any) -> Mamba1:
+    """A layer with norms of step sizes, B and C."""
+    return Mamba1(source, source.dt_layernorm, source.b_layernorm, source.c_layernorm)

@@ -1,0 +1,40 @@
+"""Short convolution layers of LFM2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mambacache.kernels import conv1d
+from mambacache.models.layer import StateTensor, current_context
+
+
+class ShortConv(nn.Module):
+    """A gated short convolution over the state pool: C * conv(B * x), with the parameters of transformers' module.
+
+    Its whole state is the conv window [W - 1 + drafts, hidden] of the products B * x, rounded to the model's dtype.
+
+    Args:
+        source: an Lfm2ShortConv or Lfm2MoeShortConv.
+    """
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = source.in_proj, source.out_proj
+        self.conv_weight = nn.Parameter(source.conv.weight.detach().squeeze(1), requires_grad=False)
+        self.conv_bias = source.conv.bias
+
+    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+        """The conv window in the model's dtype; nothing is in `state_dtype`."""
+        dim, width = self.conv_weight.shape
+        return (StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        context = current_context()
+        (conv_state,) = next(context.states)
+        b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
+        y = conv1d(b * x, self.conv_weight, self.conv_bias, conv_state, context.indices, activation=None)
+        return self.out_proj(c * y)[None]

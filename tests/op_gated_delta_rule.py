@@ -1,0 +1,159 @@
+"""The gated delta rule as the tests of the ops see it: its oracle, its shapes, and inputs that are hard on it.
+
+KDA has most of this in common: see `op_kda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kernel_cases import Inputs, Recurrence, random
+
+
+class DeltaRuleOp(Recurrence):
+    name = "gated_delta_rule"
+    gate = "a"  # the input that decays come from
+    spoil: Callable[[Inputs, str], None] | None = None  # makes inputs hard, by the name of their gate
+
+    def __init__(
+        self,
+        key_heads: int = 2,
+        value_heads: int = 4,
+        key_width: int = 32,
+        value_width: int = 16,
+        beta_scale: float = 1.0,
+    ) -> None:
+        self.key_heads, self.value_heads, self.beta_scale = key_heads, value_heads, beta_scale
+        self.state_shape = (value_heads, value_width, key_width)
+        self.parameters = {
+            "A_log": random(value_heads, seed=3),
+            "dt_bias": random(value_heads, seed=4),
+            "beta_scale": beta_scale,
+        }
+
+    def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        heads, value_width, key_width = self.state_shape
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (self.key_heads, key_width),
+            "k": (self.key_heads, key_width),
+            "v": (heads, value_width),
+        }
+        shapes |= {self.gate: self.parameters["dt_bias"].shape, "b": (heads,)}
+        inputs = {
+            name: random(tokens, *shape, seed=100 * seed + i, dtype=dtype)
+            for i, (name, shape) in enumerate(shapes.items())
+        }
+        if self.spoil:
+            self.spoil(inputs, self.gate)
+        return inputs
+
+    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x = {name: value.double() for name, value in inputs.items()}
+        group = self.value_heads // self.key_heads
+        q, k = (
+            (x[n] / (x[n].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 1) for n in ("q", "k")
+        )
+        step = torch.nn.functional.softplus(x[self.gate] + self.parameters["dt_bias"])
+        step = step if step.dim() == 3 else step[..., None]  # [tokens, HV, K or 1]
+        decay = (-self.parameters["A_log"].exp()[:, None] * step).exp()
+        beta = x["b"].sigmoid() * self.beta_scale
+        outputs, states = torch.zeros_like(x["v"]), []
+        for t in range(len(q)):
+            S = S * decay[t, :, None]
+            u = beta[t, :, None] * (x["v"][t] - torch.einsum("hvk,hk->hv", S, k[t]))
+            S = S + u[:, :, None] * k[t, :, None, :]
+            outputs[t] = torch.einsum("hvk,hk->hv", S, q[t]) / q.shape[-1] ** 0.5
+            states.append(S)
+        return outputs, states
+
+
+def harden(make: Callable[[], DeltaRuleOp], spoil: Callable[[Inputs, str], None]) -> DeltaRuleOp:
+    """An op with decays that are given by its gate alone, a beta near its maximum, and one more difficulty."""
+
+    def spoil_all(inputs: Inputs, gate: str) -> None:
+        inputs["b"] = inputs["b"].abs() + 3
+        spoil(inputs, gate)
+
+    op = make()
+    op.spoil = spoil_all
+    for name in ("A_log", "dt_bias"):
+        op.parameters[name] = torch.zeros_like(op.parameters[name])
+    return op
+
+
+def strong_decay(inputs: Inputs, gate: str) -> None:
+    """Log decays from -50 to almost 0, side by side."""
+    inputs[gate] = torch.where(random(*inputs[gate].shape, seed=1) > 0, 50.0, -5.0).to(inputs[gate])
+
+
+def extreme_decay(inputs: Inputs, gate: str) -> None:
+    """Log decays of -2000 beside almost 0: differences of their sums would keep two digits."""
+    inputs[gate] = torch.where(random(*inputs[gate].shape, seed=1) > 0, 2000.0, -5.0).to(inputs[gate])
+
+
+def steady_strong_decay(inputs: Inputs, gate: str) -> None:
+    inputs[gate] = torch.full_like(inputs[gate], 50.0)
+
+
+def zero_keys(inputs: Inputs, gate: str) -> None:
+    inputs["k"][::3] = 0
+
+
+def repeated_keys(inputs: Inputs, gate: str) -> None:
+    inputs["k"] = inputs["k"][:1].expand_as(inputs["k"]).clone()
+
+
+def correlated_keys(inputs: Inputs, gate: str) -> None:
+    """Any two keys have a cosine of about 0.9, as keys after SiLU may."""
+    directions = torch.nn.functional.normalize(inputs["k"], dim=-1)
+    inputs["k"] = directions[:1] + directions / 3
+
+
+def no_decay(inputs: Inputs, gate: str) -> None:
+    inputs[gate] = torch.full_like(inputs[gate], -30.0)
+
+
+SHAPES = {
+    f"{key_heads}-{value_heads}-{key_width}-{value_width}": partial(
+        DeltaRuleOp, key_heads, value_heads, key_width, value_width
+    )
+    for (key_heads, value_heads), (key_width, value_width) in product(
+        [(1, 1), (2, 4), (1, 4), (3, 3)], [(16, 16), (96, 192), (128, 128), (48, 256), (256, 80)]
+    )
+}
+
+SPOILS = (
+    strong_decay,
+    extreme_decay,
+    steady_strong_decay,
+    zero_keys,
+    repeated_keys,
+    correlated_keys,
+    no_decay,
+)
+
+HARD = {
+    f"{spoil.__name__}-{beta_scale}": partial(harden, partial(DeltaRuleOp, 2, 4, 64, 32, beta_scale=beta_scale), spoil)
+    for spoil in SPOILS
+    for beta_scale in (1.0, 2.0)
+}
+
+REFUSED: list[tuple[dict[str, Callable[[Tensor], Tensor]], str]] = [
+    ({"q": lambda q: q[..., :24], "k": lambda k: k[..., :24]}, "K is 24, but head widths must be multiples of 16"),
+    ({"v": lambda v: v.repeat(1, 1, 17)}, "V is 272, but head widths"),
+    ({"v": lambda v: v[:, :3]}, "3 value heads cannot share 2 key heads"),
+    ({"k": lambda k: k[:, :1]}, r"k has shape \[3, 1, 32\] where the other arguments need \[3, 2, 32\]"),
+    ({"v": Tensor.bfloat16}, "v is bfloat16 where float32 is needed"),
+    ({"a": lambda a: a[:, :2]}, "a has shape"),
+    ({"b": lambda b: b[:2]}, "b has shape"),
+    ({"A_log": lambda A_log: A_log[:2]}, "A_log has shape"),
+    ({"dt_bias": lambda dt_bias: dt_bias[:2]}, "dt_bias has shape"),
+    ({"state": lambda state: state.mT}, "state has shape"),
+    ({"state": Tensor.int}, "state is int32"),
+]
+"""Arguments of the op as it is by default, changed, and what is said of them."""

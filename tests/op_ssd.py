@@ -1,0 +1,116 @@
+"""State-space duality (Mamba2) as the tests of ops see it: its oracle, its shapes, and inputs that are hard on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernel_cases import Inputs, Recurrence, random
+
+
+class SsdOp(Recurrence):
+    """`plain` is without gate, D and the bias of the step size."""
+
+    name = "ssd"
+
+    def __init__(
+        self,
+        groups: int = 2,
+        heads: int = 4,
+        width: int = 16,
+        state_width: int = 32,
+        plain: bool = False,
+        dt_limit: tuple[float, float] = (0.0, inf),
+    ) -> None:
+        self.groups, self.dt_limit = groups, dt_limit
+        self.state_shape = (heads, width, state_width)
+        self.parameters = {
+            "A": -random(heads, seed=3).exp(),
+            "D": None if plain else random(heads, seed=4),
+            "dt_bias": None if plain else random(heads, seed=5),
+            "dt_limit": dt_limit,
+        }
+        if plain:
+            self.parameters["z"] = None
+
+    def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        heads, width, state_width = self.state_shape
+        shapes: dict[str, tuple[int, ...]] = {"x": (heads, width), "dt": (heads,)}
+        shapes |= {name: (self.groups, state_width) for name in ("B", "C")}
+        if "z" not in self.parameters:
+            shapes["z"] = heads, width
+        inputs = {name: random(tokens, *shape, seed=100 * seed + i) for i, (name, shape) in enumerate(shapes.items())}
+        inputs["C"] /= state_width**0.5
+        return {name: value.to(dtype) for name, value in inputs.items()}
+
+    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x = {name: value.double() for name, value in inputs.items()}
+        B, C = (x[name].repeat_interleave(len(S) // self.groups, dim=1) for name in ("B", "C"))
+        A, D, dt_bias = (self.parameters[name] for name in ("A", "D", "dt_bias"))
+        steps = torch.nn.functional.softplus(x["dt"] if dt_bias is None else x["dt"] + dt_bias, threshold=50)
+        steps = steps.clamp(*self.dt_limit)
+        outputs, states = torch.zeros_like(x["x"]), []
+        for t, step in enumerate(steps):
+            S = (step * A).exp()[:, None, None] * S + torch.einsum("h,hp,hn->hpn", step, x["x"][t], B[t])
+            outputs[t] = torch.einsum("hpn,hn->hp", S, C[t])
+            states.append(S)
+        if D is not None:
+            outputs += D[:, None] * x["x"]
+        return outputs * torch.nn.functional.silu(x["z"]) if "z" in x else outputs, states
+
+
+class HardSsdOp(SsdOp):
+    """A = -1, so that step sizes are log decays; `steps` makes them from uniform random numbers."""
+
+    def __init__(self, steps: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(2, 4, 32, 64, plain=True)
+        self.steps = steps
+        self.parameters["A"] = -torch.ones(4, dtype=torch.float64)
+
+    def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
+        inputs = super().inputs(tokens, dtype, seed)
+        generator = torch.Generator().manual_seed(seed)
+        steps = self.steps(torch.rand(tokens, 4, dtype=torch.float64, generator=generator))
+        inputs["dt"] = (steps + torch.log(-torch.expm1(-steps))).to(dtype)  # the inverse of softplus
+        return inputs
+
+
+STRONGEST, WEAKEST = 1600.0, 1e-9  # log decays of a token
+
+SHAPES = {
+    f"{groups}-{heads}-{width}-{state_width}": partial(SsdOp, groups, heads, width, state_width)
+    for (groups, heads), (width, state_width) in product(
+        [(1, 1), (1, 6), (2, 4), (3, 3)], [(16, 16), (32, 256), (64, 128), (128, 64), (80, 48)]
+    )
+}
+
+HARD = {
+    "every_decay": partial(HardSsdOp, lambda u: STRONGEST * (WEAKEST / STRONGEST) ** u),
+    "strong_and_weak_decay": partial(HardSsdOp, lambda u: torch.where(u < 0.1, STRONGEST, 0.01)),
+    "strong_decay": partial(HardSsdOp, lambda u: torch.full_like(u, STRONGEST)),
+    "weak_decay": partial(HardSsdOp, lambda u: torch.full_like(u, WEAKEST)),
+}
+
+REFUSED: list[tuple[dict[str, Callable[[Any], Any]], str]] = [
+    ({"x": lambda x: x[:, :, :8]}, "P is 8, but head widths must be multiples of 16 up to 256"),
+    ({"B": lambda B: B.repeat(1, 1, 9)}, "N is 288, but head widths"),
+    ({"B": lambda B: B.repeat(1, 2, 1)[:, :3]}, "4 heads cannot share 3 groups of B and C: H must be a multiple of G"),
+    ({"x": lambda x: x[:2]}, "x has 2 tokens"),
+    ({"dt": lambda dt: dt[:, :2]}, "dt has shape"),
+    ({"dt": Tensor.bfloat16}, "dt is bfloat16 where float32 is needed"),
+    ({"C": lambda C: C[:, :1]}, r"C has shape \[3, 1, 32\] where the other arguments need \[3, 2, 32\]"),
+    ({"z": lambda z: z[:, :2]}, "z has shape"),
+    ({"A": lambda A: A[:2]}, "A has shape"),
+    ({"D": lambda D: D[:2]}, "D has shape"),
+    ({"dt_bias": lambda dt_bias: dt_bias[:2]}, "dt_bias has shape"),
+    ({"dt_limit": lambda _: (0.1, 0.01)}, r"dt_limit is \(0.1, 0.01\), but it must be two bounds"),
+    ({"dt_limit": lambda _: (-1.0, 0.01)}, r"dt_limit is \(-1.0, 0.01\), but"),
+    ({"state": lambda state: state.mT}, "state has shape"),
+    ({"state": Tensor.int}, "state is int32"),
+]

@@ -1,0 +1,88 @@
+"""Accuracy of the recurrent ops against their float64 recurrence, over shapes and over inputs that are hard on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernel_cases import (
+    Op,
+    Pool,
+    Recurrence,
+    Row,
+    assert_bitwise,
+    plan_arrays,
+    random,
+    run_rows,
+)
+from kernel_ops import EVERY_HARD_CASE, EVERY_SHAPE, OPS, RULERS
+from mambacache.kernels import StateIndices, reference
+
+LENGTH = 150
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
+
+
+def prefill_errors(op: Recurrence, dtype: torch.dtype) -> tuple[float, float]:
+    """RMS errors of outputs and of the final state, relative to their RMS."""
+    inputs = op.inputs(LENGTH, dtype)
+    pool = Pool(op.state_shape, dtype)
+    src, dst = pool.take(random(*op.state_shape, seed=7)), pool.take()
+    outputs, states = op.recurrence(inputs, pool.state[src].double())
+    (y,) = run_rows(op, pool, [], [(Row(LENGTH, src, (dst,), context=40), inputs)])
+    return relative_error(y, outputs), relative_error(pool.state[dst], states[-1])
+
+
+@pytest.mark.parametrize("make", EVERY_SHAPE.values(), ids=EVERY_SHAPE.keys())
+def test_every_shape(make: Callable[[], Recurrence]) -> None:
+    assert max(prefill_errors(make(), torch.float32)) < 3e-6
+
+
+@pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-5), (torch.float64, 1e-9)])
+def test_hard_inputs(make: Callable[[], Recurrence], dtype: torch.dtype, bound: float) -> None:
+    assert max(prefill_errors(make(), dtype)) < bound
+
+
+@pytest.mark.parametrize("make", RULERS.values(), ids=RULERS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_operands_rounded_to_a_dtype_lose_what_that_dtype_loses(
+    make: Callable[[], Recurrence], dtype: torch.dtype
+) -> None:
+    """The precision ruler: its error is a few units in the last place of the operands, and gone in fp32."""
+    op = make()
+    inputs = op.inputs(LENGTH, dtype)
+    expected = op.recurrence(inputs, torch.zeros(op.state_shape, dtype=torch.float64))[1][-1]
+    errors = {}
+    for operand_dtype in (None, torch.float32, dtype):
+        pool = Pool(op.state_shape, torch.float32)
+        dst = pool.take()
+        indices = StateIndices.from_arrays(plan_arrays([], [Row(LENGTH, 0, (dst,))]), "cpu")
+        op.run(inputs, pool.state, indices, library=reference, operand_dtype=operand_dtype)
+        errors[operand_dtype] = relative_error(pool.state[dst], expected)
+    assert errors[None] == errors[torch.float32] < 1e-6
+    unit = torch.finfo(dtype).eps
+    assert unit / 16 < errors[dtype] < unit
+
+
+@pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strided_views_give_the_same(make: Callable[[], Op], dtype: torch.dtype) -> None:
+    """All inputs as slices of one wide tensor, as a projection or the convolution returns them."""
+    op = make()
+    pool = Pool(op.state_shape, dtype if op.exact_state else torch.float32)
+    inputs = op.inputs(LENGTH, dtype)
+    wide = torch.cat([torch.zeros(LENGTH, 1, dtype=dtype), *(value.flatten(1) for value in inputs.values())], dim=1)
+    slices = wide.split([1, *(value[0].numel() for value in inputs.values())], dim=1)[1:]
+    views = {name: view.view(inputs[name].shape) for name, view in zip(inputs, slices, strict=True)}
+    blocks, outputs = [pool.take(), pool.take()], []
+    for tokens, block in zip((inputs, views), blocks, strict=True):
+        arrays = plan_arrays([Row(1, 0, (pool.take(),))], [Row(LENGTH - 1, 0, (block,))])
+        outputs.append(op.run(tokens, pool.state, StateIndices.from_arrays(arrays, "cpu")))
+    assert_bitwise(*outputs)
+    assert_bitwise(*pool.state[blocks])
