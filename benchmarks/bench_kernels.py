@@ -1,0 +1,157 @@
+"""Times of the ops beside those of vLLM's kernels and the least that the hardware needs, in one run on one GPU.
+
+    python benchmarks/bench_kernels.py [--quick] [--only TEXT] [--json OUT.json]
+
+Prefill resumes from a cached state and stores one. `graph` replays a CUDA graph, `eager` includes the launches. `floor`
+is the larger of the bytes that must move at the bandwidth of a large copy, measured first, and of the products at
+PRODUCT_RATE. `copy` moves a decode step's bytes between the same rows of the same pool, or a prefill's between two
+tensors. Successive calls take different inputs, so that none are found in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import kernel_peers
+import torch
+from gpu_timing import Call, copy_bandwidth, eager_us, graph_us, host_us
+from kernel_workloads import Case, Conv1d, DeltaRule, GatedNorm
+from torch import Tensor
+
+PRODUCT_RATE = 790e12  # bf16 products per second that a large matrix product reaches on an H200
+ROTATE_BYTES = 200 << 20  # several times the L2 cache
+
+
+def case_list() -> Iterator[tuple[str, partial[Case], bool]]:
+    """Name, how to make a set of inputs, and whether `--quick` times it."""
+    for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
+        name = f"{len(lengths)} x {lengths[0]}"
+        yield name, partial(DeltaRule, lengths), name in ("1 x 8192", "64 x 128")
+    for batch in (16, 64, 256):
+        yield f"batch {batch}", partial(DeltaRule, [1] * batch, decode=True), batch == 64
+        yield f"batch {batch}, 4 tokens", partial(DeltaRule, [4] * batch, decode=True), False
+    for lengths in ([8192], [128] * 64):
+        name = f"{len(lengths)} x {lengths[0]}"
+        yield name, partial(Conv1d, lengths), name == "1 x 8192"
+        yield f"{name}, vLLM's metadata included", partial(Conv1d, lengths, peer_builds_metadata=True), False
+    for batch in (64, 256):
+        yield f"batch {batch}", partial(Conv1d, [1] * batch, decode=True), batch == 64
+    for tokens in (8192, 256):
+        yield f"{tokens} tokens", partial(GatedNorm, tokens), tokens == 8192
+
+
+def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest RMS error, relative to the RMS of what is exact."""
+    pairs = zip(actual, exact, strict=True)
+    return max(float(((x.double() - y).square().mean() / y.square().mean()).sqrt()) for x, y in pairs)
+
+
+def peer_call(case: Case) -> Call | None:
+    """None where vLLM is not installed."""
+    try:
+        return case.peer()
+    except ImportError:
+        return None
+
+
+def graph_us_or_none(calls: Sequence[Call], repeats: int) -> float | None:
+    """None for calls that a graph cannot hold, because they wait for the device."""
+    try:
+        return graph_us(calls, repeats)
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+
+
+def measure(name: str, make: partial[Case], bandwidth: float, repeats: int, errors: bool) -> Iterator[dict]:
+    """The rows of one case: replayed and eager."""
+    case = make()
+    sets = [case, *(make() for _ in range(min(ROTATE_BYTES // case.nbytes, 31)))]
+    ours = [s.ours for s in sets]
+    peers = [call for s in sets if (call := peer_call(s))]
+    copies = [call for s in sets if (call := s.copy())]
+    row = {"op": case.op, "case": name}
+    row["floor_us"] = max(case.nbytes / bandwidth, case.flops / PRODUCT_RATE) * 1e6
+    if errors:
+        exact = case.exact()
+        row["ours_error"] = relative_error(case.results(ours[0], of_peer=False), exact)
+        row["peer_error"] = relative_error(case.results(peers[0], of_peer=True), exact) if peers else None
+    for mode, us in (("graph", graph_us_or_none), ("eager", eager_us)):
+        times = {"ours_us": ours, "peer_us": peers, "copy_us": copies}
+        yield row | {"mode": mode} | {key: us(calls, repeats) if calls else None for key, calls in times.items()}
+
+
+def measure_host(repeats: int) -> Iterator[dict]:
+    """What one eager prefill call costs its host."""
+    for case in (DeltaRule([128] * 8), Conv1d([128] * 8), GatedNorm(1024)):
+        peer = peer_call(case)
+        times = {"ours_us": host_us(case.ours, repeats), "peer_us": host_us(peer, repeats) if peer else None}
+        yield {"op": case.op, "case": "host cost of a prefill call", "mode": "host", "floor_us": None} | times
+
+
+def environment() -> dict:
+    """What the figures depend on."""
+
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"python": platform.python_version()} | {p: installed(p) for p in ("torch", "triton", "vllm")},
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def format_row(row: dict) -> str:
+    def cell(key: str) -> str:
+        return f"{row[key]:9.1f}" if row.get(key) else f"{'-':>9}"
+
+    ratio = f"{row['peer_us'] / row['ours_us']:6.2f}x" if row.get("peer_us") else f"{'-':>7}"
+    times = " ".join(cell(key) for key in ("ours_us", "peer_us", "floor_us", "copy_us"))
+    return f"{row['op']:<17} {row['case']:<36} {row['mode']:<6} {times} {ratio}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer cases and repeats, no errors: under a minute")
+    parser.add_argument("--only", default="", help="the cases whose op and name hold this text")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    repeats = 5 if options.quick else 20
+    bandwidth = copy_bandwidth(repeats)
+    result = environment() | {"copy_bytes_per_second": bandwidth, "rows": []}
+    print(f"{result['gpu']}, {bandwidth / 1e12:.2f} TB/s, {result['versions']}")
+    print(f"{'µs':<17} {'':<36} {'':<6} {'ours':>9} {'vLLM':>9} {'floor':>9} {'copy':>9} {'vLLM/ours':>7}")
+
+    def record(rows: Iterator[dict]) -> None:
+        for row in rows:
+            result["rows"].append(row)
+            print(format_row(row), flush=True)
+
+    for name, make, quick in case_list():
+        if options.only in f"{make.func.op} {name}" and (quick or not options.quick):
+            record(measure(name, make, bandwidth, repeats, errors=not options.quick))
+            gc.collect()
+            torch.cuda.empty_cache()
+    if not options.only:
+        record(measure_host(repeats * 5))
+    if not result["versions"]["vllm"]:
+        print(f"The column vLLM is empty: to fill it, {kernel_peers.HOW_TO_GET_IT}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

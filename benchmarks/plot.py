@@ -1,0 +1,56 @@
+"""Draws how near the ops come to the hardware's limit, from the figures that bench_kernels.py wrote.
+
+    python benchmarks/plot.py RESULTS.json PICTURE.svg
+
+Needs matplotlib: pip install 'mambacache[plot]'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+
+BAR = 0.4
+COLORS = {"ours_us": "#1f6f8b", "peer_us": "#c9c9c9"}
+
+
+def draw_bars(axes: Axes, rows: list[dict], key: str, label: str, offset: float) -> None:
+    """The share of the limit that each row reaches, with its time beside the bar."""
+    for place, row in enumerate(rows):
+        if row[key]:
+            share = 100 * row["floor_us"] / row[key]
+            axes.barh(place + offset, share, BAR, color=COLORS[key], label=label)
+            axes.text(share + 1, place + offset, f"{row[key]:.0f} µs", va="center", fontsize=7)
+            label = ""  # one entry in the legend
+
+
+def draw(result: dict, target: Path) -> None:
+    rows = [row for row in result["rows"] if row["mode"] == "graph" and row["ours_us"]]
+    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.2))
+    draw_bars(axes, rows, "ours_us", "mambacache", -BAR / 2)
+    draw_bars(axes, rows, "peer_us", f"vLLM {result['versions']['vllm']}", BAR / 2)
+    axes.axvline(100, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [f"{row['op']}, {row['case']}" for row in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 115)
+    axes.set_xlabel("% of what memory bandwidth and tensor cores allow")
+    axes.set_title(f"{result['gpu']}, {result['copy_bytes_per_second'] / 1e12:.2f} TB/s", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    figure.savefig(target, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("picture", type=Path)
+    options = parser.parse_args()
+    draw(json.loads(options.results.read_text()), options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Every op in Triton. Loaded with the first call on a GPU, so that the package imports without Triton.
+
+A folder of its own: a module beside `api.py` that bears an op's name would take the op's place in the package when it
+loads.
+"""
+
+from .conv1d import conv1d
+from .gated_delta_rule import gated_delta_rule
+from .gated_rms_norm import gated_rms_norm
+
+__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm"]

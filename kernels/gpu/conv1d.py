@@ -1,0 +1,386 @@
+"""Causal depthwise convolution over a mixed batch, in one Triton launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .layout import check_dense, stride_alignment
+
+CHUNK = tl.constexpr(64)
+MAX_TOKENS_PER_DECODE = tl.constexpr(8)
+BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
+UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one
+STAGES = 3  # the loads of two more such groups are under way
+
+
+@triton.jit
+def _split_taps(tile, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The WIDTH columns of a tile [BLOCK_D, 4], in fp32."""
+    even, odd = tl.split(tl.reshape(tile.to(tl.float32), [BLOCK_D, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    taps = (first, second, third, fourth)
+    return taps[:WIDTH]
+
+
+@triton.jit
+def _load_history(
+    x,
+    x_stride,
+    window,
+    has_window,
+    row,
+    first,
+    channel,
+    in_dim,
+    DIM: tl.constexpr,
+    REACH: tl.constexpr,
+    X_ALIGNMENT: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr,
+):
+    """The REACH inputs before token `first`, in fp32. Those before `row`, its row's first token, are in the window."""
+    history = ()
+    for i in tl.static_range(REACH):
+        t = first - REACH + i
+        source = tl.where(
+            t < row,
+            window + tl.multiple_of((t - row + REACH) * DIM, STATE_ALIGNMENT),
+            x + tl.multiple_of(t * x_stride, X_ALIGNMENT),
+        )
+        value = tl.load(source + channel, mask=tl.where(has_window | (t >= row), in_dim, False), other=0)
+        history = history + (value.to(tl.float32),)
+    return history
+
+
+@triton.jit
+def _output(inputs, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr):
+    """The output of one token from the last WIDTH inputs, oldest first."""
+    total = bias
+    for i in tl.static_range(WIDTH):
+        total += taps[i] * inputs[i]
+    if SILU:
+        total = total / (1 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def _store_window(slot, history, mask, REACH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The last REACH inputs from row 0 of a slot on, zeros after them."""
+    for i in tl.static_range(REACH):
+        tl.store(slot + i * DIM, history[i].to(slot.dtype.element_ty), mask=mask)
+    for i in tl.static_range(REACH, ROWS):
+        tl.store(slot + i * DIM, tl.zeros_like(history[0]).to(slot.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _decode_row(
+    x,
+    x_stride,
+    tap_tile,
+    bias,
+    state,
+    state_stride,
+    out,
+    out_stride,
+    decode_src,
+    decode_dst,
+    decode_conv_src,
+    decode_conv_offset,
+    decode_boundary_index,
+    item,
+    tokens_per_decode,
+    channel,
+    in_dim,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    X_ALIGNMENT: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Loads come first and in the order of their use, since each is waited for where it is used."""
+    REACH: tl.constexpr = WIDTH - 1
+    row = item * tokens_per_decode
+    token = tl.arange(0, MAX_TOKENS_PER_DECODE)
+    src = tl.load(decode_conv_src + item)
+    offset = tl.load(decode_conv_offset + item)
+    dst = tl.load(decode_dst + row)
+    value = tl.load(x + tl.multiple_of(row * x_stride, X_ALIGNMENT) + channel, mask=in_dim)
+    dsts = tl.load(decode_dst + row + token, mask=token < tokens_per_decode, other=0)
+    has_src = tl.load(decode_src + item) != 0
+    boundary = tl.load(decode_boundary_index + item)
+    window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
+    history = _load_history(
+        x, x_stride, window, src != 0, row, row, channel, in_dim, DIM, REACH, X_ALIGNMENT, STATE_ALIGNMENT
+    )
+    computed = tl.sum(((dsts != 0) | ((token == 0) & has_src)).to(tl.int32))  # the row's other tokens are padding
+    boundary_dst = tl.sum(tl.where((token == boundary) & (token > 0), dsts, 0))
+    taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
+
+    stored = tl.where(dst != 0, in_dim, False)
+    slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
+    own = state + tl.multiple_of(boundary_dst * state_stride, STATE_ALIGNMENT) + channel
+    zeros = tl.zeros([BLOCK_D], out.dtype.element_ty)
+    tl.debug_barrier()  # src may be dst: it has been read by all threads from here on
+    for i in tl.static_range(REACH - 1):
+        tl.store(slot + i * DIM, history[i + 1].to(zeros.dtype), mask=stored)
+    for t in range(computed):
+        inputs = history + (value.to(tl.float32),)
+        tl.store(slot + (REACH - 1 + t) * DIM, value, mask=stored)
+        further = tl.where(t + 1 < computed, in_dim, False)
+        value = tl.load(x + tl.multiple_of((row + t + 1) * x_stride, X_ALIGNMENT) + channel, mask=further)
+        y = _output(inputs, taps, bias, WIDTH, SILU)
+        tl.store(out + (row + t) * out_stride + channel, y.to(zeros.dtype), mask=in_dim)
+        history = inputs[1:]
+        if (t == boundary) & (boundary_dst != 0):
+            _store_window(own, history, in_dim, REACH, ROWS, DIM)
+    for r in range(REACH - 1 + computed, ROWS):
+        tl.store(slot + r * DIM, zeros, mask=stored)
+    for t in range(computed, tokens_per_decode):
+        tl.store(out + (row + t) * out_stride + channel, zeros, mask=in_dim)
+
+
+@triton.jit
+def _prefill_chunk(
+    x,
+    x_stride,
+    tap_tile,
+    bias,
+    state,
+    state_stride,
+    out,
+    out_stride,
+    query_start_loc,
+    context_len,
+    conv_src,
+    conv_offset,
+    chunk_seq,
+    chunk_start,
+    chunk_dst,
+    chunk,
+    channel,
+    in_dim,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    X_ALIGNMENT: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    REACH: tl.constexpr = WIDTH - 1
+    seq = tl.load(chunk_seq + chunk)
+    first = tl.load(chunk_start + chunk)
+    dst = tl.load(chunk_dst + chunk)
+    src = tl.load(conv_src + seq)
+    offset = tl.load(conv_offset + seq)
+    row = tl.load(query_start_loc + seq)
+    row_end = tl.load(query_start_loc + seq + 1)
+    position = tl.load(context_len + seq) + first - row
+    end = tl.minimum(first + CHUNK - position % CHUNK, row_end)
+    window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
+    history = _load_history(
+        x, x_stride, window, src != 0, row, first, channel, in_dim, DIM, REACH, X_ALIGNMENT, STATE_ALIGNMENT
+    )
+    taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
+    whole = first + (end - first) // UNROLL * UNROLL
+    for start in tl.range(first, whole, UNROLL, num_stages=STAGES):
+        inputs = history
+        for i in tl.static_range(UNROLL):
+            value = tl.load(x + tl.multiple_of((start + i) * x_stride, X_ALIGNMENT) + channel, mask=in_dim)
+            inputs = inputs + (value.to(tl.float32),)
+        for i in tl.static_range(UNROLL):
+            y = _output(inputs[i : i + WIDTH], taps, bias, WIDTH, SILU)
+            tl.store(out + (start + i) * out_stride + channel, y.to(out.dtype.element_ty), mask=in_dim)
+        history = inputs[UNROLL:]
+    for t in range(whole, end):
+        value = tl.load(x + tl.multiple_of(t * x_stride, X_ALIGNMENT) + channel, mask=in_dim)
+        inputs = history + (value.to(tl.float32),)
+        y = _output(inputs, taps, bias, WIDTH, SILU)
+        tl.store(out + t * out_stride + channel, y.to(out.dtype.element_ty), mask=in_dim)
+        history = inputs[1:]
+    if dst != 0:
+        slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
+        _store_window(slot, history, in_dim, REACH, ROWS, DIM)
+
+
+@triton.jit(
+    do_not_specialize=["num_decodes", "tokens_per_decode", "num_prefills", "num_tokens", "x_stride", "state_stride"]
+)
+def _conv1d_kernel(
+    x,
+    weight,
+    bias,
+    state,
+    out,
+    decode_src,
+    decode_dst,
+    decode_conv_src,
+    decode_conv_offset,
+    decode_boundary_index,
+    query_start_loc,
+    context_len,
+    conv_src,
+    conv_offset,
+    chunk_seq,
+    chunk_start,
+    chunk_dst,
+    seq_chunk_start,
+    num_decodes,
+    tokens_per_decode,
+    num_prefills,
+    num_tokens,
+    x_stride,
+    state_stride,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAP_STRIDE: tl.constexpr,
+    CHANNEL_STRIDE: tl.constexpr,
+    X_ALIGNMENT: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    PREFILL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes one tile of channels of one decode row or of one chunk, and walks through its tokens."""
+    TILES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    item = tl.program_id(0) // TILES
+    channel = tl.program_id(0) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_dim = channel < DIM
+    x_stride = tl.cast(x_stride, tl.int64)
+    state_stride = tl.cast(state_stride, tl.int64)
+    out_stride = tl.cast(DIM, tl.int64)
+    tap = tl.arange(0, 4)
+    tap_tile = weight + channel[:, None] * CHANNEL_STRIDE + tap[None, :] * TAP_STRIDE
+    tap_tile = tl.load(tap_tile, mask=in_dim[:, None] & (tap < WIDTH)[None, :], other=0)
+    zeros = tl.zeros([BLOCK_D], tl.float32)
+    bias = tl.load(bias + channel, mask=in_dim, other=0).to(tl.float32) if HAS_BIAS else zeros
+    tail = tl.load(query_start_loc + num_prefills)  # tokens from here on belong to no row
+    if item < num_decodes:
+        _decode_row(
+            x,
+            x_stride,
+            tap_tile,
+            bias,
+            state,
+            state_stride,
+            out,
+            out_stride,
+            decode_src,
+            decode_dst,
+            decode_conv_src,
+            decode_conv_offset,
+            decode_boundary_index,
+            item,
+            tokens_per_decode,
+            channel,
+            in_dim,
+            DIM,
+            WIDTH,
+            ROWS,
+            X_ALIGNMENT,
+            STATE_ALIGNMENT,
+            SILU,
+            BLOCK_D,
+        )
+    elif PREFILL:
+        chunk = item - num_decodes
+        if chunk < tl.load(seq_chunk_start + num_prefills):
+            _prefill_chunk(
+                x,
+                x_stride,
+                tap_tile,
+                bias,
+                state,
+                state_stride,
+                out,
+                out_stride,
+                query_start_loc,
+                context_len,
+                conv_src,
+                conv_offset,
+                chunk_seq,
+                chunk_start,
+                chunk_dst,
+                chunk,
+                channel,
+                in_dim,
+                DIM,
+                WIDTH,
+                ROWS,
+                X_ALIGNMENT,
+                STATE_ALIGNMENT,
+                SILU,
+                BLOCK_D,
+                UNROLL,
+                STAGES,
+            )
+    for t in range(tail + item, num_tokens, tl.num_programs(0) // TILES):
+        tl.store(out + t * out_stride + channel, zeros.to(out.dtype.element_ty), mask=in_dim)
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+    activation: str | None = "silu",
+) -> Tensor:
+    """See `mambacache.kernels.conv1d`. The channels of x are dense; all other strides are free."""
+    check_dense(x=x, bias=bias)
+    num_tokens, dim = x.shape
+    out = torch.empty(num_tokens, dim, dtype=x.dtype, device=x.device)
+    items = indices.num_decodes + indices.chunk_seq.shape[0]
+    _conv1d_kernel[(triton.cdiv(dim, BLOCK_D) * max(items, 1),)](
+        x,
+        weight,
+        bias,
+        state,
+        out,
+        indices.decode_src,
+        indices.decode_dst,
+        indices.decode_conv_src,
+        indices.decode_conv_offset,
+        indices.decode_boundary_index,
+        indices.query_start_loc,
+        indices.context_len,
+        indices.conv_src,
+        indices.conv_offset,
+        indices.chunk_seq,
+        indices.chunk_start,
+        indices.chunk_dst,
+        indices.seq_chunk_start,
+        indices.num_decodes,
+        indices.tokens_per_decode,
+        indices.num_prefills,
+        num_tokens,
+        x.stride(0),
+        state.stride(0),
+        DIM=dim,
+        WIDTH=weight.shape[1],
+        ROWS=state.shape[1],
+        TAP_STRIDE=weight.stride(1),
+        CHANNEL_STRIDE=weight.stride(0),
+        X_ALIGNMENT=stride_alignment(x),
+        STATE_ALIGNMENT=stride_alignment(state),
+        HAS_BIAS=bias is not None,
+        SILU=activation == "silu",
+        PREFILL=indices.num_prefills > 0,
+        BLOCK_D=BLOCK_D,
+        UNROLL=UNROLL,
+        STAGES=STAGES,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,34 @@
+"""Gated delta rule over a mixed batch: one Triton launch for decode rows, two for prefill rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..indices import StateIndices
+from .gated_delta_rule_decode import decode
+from .gated_delta_rule_prefill import prefill
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    beta_scale: float = 1.0,
+) -> Tensor:
+    """See `mambacache.kernels.gated_delta_rule`. The last dim of q, k and v is dense; other strides are free."""
+    out = v.new_empty(v.shape)
+    if not len(out):
+        return out
+    if indices.num_decodes:
+        decode(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
+    if indices.num_prefills:
+        prefill(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
+    else:
+        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+    return out

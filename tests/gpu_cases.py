@@ -1,0 +1,299 @@
+"""What the tests of GPU kernels run: shapes of real models, mixes of rows, and batches made of both.
+
+A new family adds a row to `MODELS`; kernels are compiled by many processes before the first test (`compile_ahead`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernel_cases import MAX_DRAFTS, Inputs, Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
+from kernel_ops import RULERS
+from mambacache.kernels import StateIndices, gated_rms_norm, reference
+from op_conv1d import Conv1dOp
+from op_gated_delta_rule import DeltaRuleOp
+
+Make = Callable[[], Op]
+Dtypes = tuple[torch.dtype, torch.dtype]  # of activations and states
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SAMPLES = 1021  # different tokens in a batch
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels run in Triton's interpreter
+
+
+def delta_rule(key_heads: int, value_heads: int, key_width: int, value_width: int, beta: float, divisor: int) -> Make:
+    return partial(DeltaRuleOp, key_heads // divisor, value_heads // divisor, key_width, value_width, beta_scale=beta)
+
+
+def conv(dim: int, width: int, activation: str | None, divisor: int) -> Make:
+    return partial(Conv1dOp, dim // divisor, width, False, activation)
+
+
+MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
+    "gated_delta_rule": {
+        "qwen3-next": partial(delta_rule, 16, 32, 128, 128, 1.0),  # Qwen3.5-35B, 9B and 4B too
+        "qwen3.5-27b": partial(delta_rule, 16, 48, 128, 128, 1.0),
+        "qwen3.5-122b": partial(delta_rule, 16, 64, 128, 128, 1.0),
+        "olmo-hybrid": partial(delta_rule, 30, 30, 96, 192, 2.0),
+    },
+    "conv1d": {
+        "qwen3-next": partial(conv, 8192, 4, "silu"),
+        "qwen3.5-27b": partial(conv, 10240, 4, "silu"),
+        "qwen3.5-122b": partial(conv, 12288, 4, "silu"),
+        "olmo-hybrid": partial(conv, 11520, 4, "silu"),
+        "lfm2": partial(conv, 2048, 3, None),
+    },
+}
+"""For every op the layers of real models, by the number of GPUs that share their heads."""
+
+DIVISORS = (1, 2, 4, 8)
+INDIVISIBLE = {("olmo-hybrid", 4), ("olmo-hybrid", 8)}  # 30 heads
+
+DTYPES: dict[str, tuple[Dtypes, ...]] = {
+    "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
+}
+"""For every op its dtypes; the first pair is what models use."""
+
+
+NORM_OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3-next": {},
+    "kimi-linear": {"activation": "sigmoid", "round_normed": False},
+    "mamba2": {"norm_before_gate": False},
+    "falcon-h1": {"norm_before_gate": False, "round_normed": False},
+}
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Tokens of every decode row and of every prefill row of a batch."""
+
+    decodes: tuple[int, ...] = ()
+    prefills: tuple[int, ...] = ()
+
+
+MIXES = {
+    "one token": Mix(prefills=(1,)),
+    "1 to 3 tokens": Mix(prefills=(1, 2, 3) * 6),
+    "varlen": Mix(prefills=(64, 1, 65, 3, 200, 2, 511, 63, 130)),
+    "64 x 128": Mix(prefills=(128,) * 64),
+    "1 x 8192": Mix(prefills=(8192,)),
+    "1 x 33000": Mix(prefills=(33000,)),
+    "batch 1": Mix(decodes=(1,)),
+    "batch 512": Mix(decodes=(1,) * 512),
+    "batch 48, 4 tokens": Mix(decodes=(4, 1, 3) * 16),
+    "batch 3, 8 tokens": Mix(decodes=(8, 8, 5)),
+    "mixed": Mix(decodes=(1,) * 100, prefills=(1000, 77, 2048, 5)),
+    "mixed, drafts": Mix(decodes=(2, 4, 1) * 5, prefills=(3, 300, 64)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    model: str
+    divisor: int
+    mix: str
+    dtypes: Dtypes
+
+    def __str__(self) -> str:
+        names = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return "-".join([self.op, self.model, str(self.divisor), self.mix, *names])
+
+    @property
+    def make(self) -> Make:
+        return MODELS[self.op][self.model](self.divisor)
+
+
+def every_case(op: str) -> list[Case]:
+    """Every model on every number of GPUs with every mix in the usual dtypes, and the first model in all dtypes."""
+    models, (usual, *others) = MODELS[op], DTYPES[op]
+    whole = [
+        Case(op, model, divisor, mix, usual)
+        for model, divisor, mix in product(models, DIVISORS, MIXES)
+        if (model, divisor) not in INDIVISIBLE
+    ]
+    first = next(iter(models))
+    return whole + [Case(op, first, 8, mix, dtypes) for mix, dtypes in product(MIXES, others)]
+
+
+def pairwise_cases(cases: Sequence[Case]) -> list[Case]:
+    """A few of the cases, in which any two values that meet in some case meet again."""
+
+    def pairs(case: Case) -> set[tuple[object, object]]:
+        return set(combinations(enumerate((case.model, case.divisor, case.mix, case.dtypes)), 2))
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def move_parameters(op: Op) -> None:
+    """Puts what an op keeps beside its inputs on the device, in fp32."""
+    for holder in (vars(op), getattr(op, "parameters", {})):
+        holder |= {name: x.to(DEVICE, FP32) for name, x in holder.items() if isinstance(x, Tensor)}
+
+
+class Batch:
+    """Rows of a mix in a shuffled pool full of NaN, with inputs that are views of one wide tensor.
+
+    Rows resume from null, from blocks that others share or, in decode, from a block that they overwrite; prefill rows
+    begin anywhere and store a checkpoint in places; `padding` tokens of no row end the flat batch.
+    """
+
+    def __init__(self, op: Op, mix: Mix, dtypes: Dtypes, seed: int = 0, padding: int = 3) -> None:
+        self.op, self.rng = op, np.random.default_rng(seed)
+        move_parameters(op)
+        blocks = 16 + sum(mix.decodes) + len(mix.decodes) + sum(2 + n // 256 for n in mix.prefills)
+        self.pool = Pool(op.state_shape, dtypes[1], blocks=blocks, seed=seed, device=DEVICE)
+        self.values = [random(*op.state_shape, seed=90 + i) for i in range(3)]
+        self.shared = [0, *(self.pool.take(value) for value in self.values)]
+        self.decodes = [self._decode(length) for length in mix.decodes]
+        self.prefills = [self._prefill(length) for length in mix.prefills]
+        arrays = plan_arrays(self.decodes, self.prefills)
+        self.tokens = int(arrays["query_start_loc"][-1]) + padding
+        arrays["tokens"] = int32([0] * self.tokens)
+        self.indices = StateIndices.from_arrays(arrays, DEVICE)
+        self.is_decode, self.is_prefill = (torch.zeros(self.tokens, dtype=torch.bool, device=DEVICE) for _ in range(2))
+        starts = row_starts(self.decodes, self.prefills)
+        for mask, rows in ((self.is_decode, self.decodes), (self.is_prefill, self.prefills)):
+            for row in rows:
+                start = starts.pop(0)
+                mask[start : start + row.length] = True
+        self.inputs = self._views(op.inputs(SAMPLES, dtypes[0], seed))
+
+    def _source(self) -> int:
+        return int(self.rng.choice(self.shared))
+
+    def _decode(self, length: int) -> Row:
+        dst = [self.pool.take() for _ in range(length)]
+        src = self._source()
+        if self.rng.random() < 0.3:
+            src = dst[0] = self.pool.take(self.values[0])
+        boundary = int(self.rng.integers(1, length)) if length > 1 else -1
+        offset = int(self.rng.integers(MAX_DRAFTS + 1))
+        return Row(length, src, tuple(dst), conv_offset=offset, boundary_index=boundary)
+
+    def _prefill(self, length: int) -> Row:
+        context = int(self.rng.choice([0, 64, 4096, int(self.rng.integers(1, 200))]))
+        boundaries = range((context // 64 + 1) * 64, context + length, 64)
+        checkpoints = {b: self.pool.take() for b in boundaries if self.rng.random() < 0.1}
+        return Row(length, self._source() if context else 0, (self.pool.take(),), context, checkpoints=checkpoints)
+
+    def _views(self, samples: Inputs) -> Inputs:
+        """Every token's inputs, taken from the samples in order, again and again; NaN in tokens of padding."""
+        drawn = torch.arange(self.tokens, device=DEVICE) % SAMPLES
+        filled = (self.is_decode | self.is_prefill)[:, None]
+        parts = [torch.where(filled, sample.flatten(1).to(DEVICE)[drawn], torch.nan) for sample in samples.values()]
+        views = torch.cat(parts, dim=1).split([part.shape[1] for part in parts], dim=1)
+        return {name: view.unflatten(1, x.shape[1:]) for (name, x), view in zip(samples.items(), views, strict=True)}
+
+    def run(self, state: Tensor | None = None) -> Tensor:
+        return self.op.run(self.inputs, self.pool.state if state is None else state, self.indices)
+
+    @property
+    def decode_blocks(self) -> list[int]:
+        return [block for row in self.decodes for block in row.dst]
+
+    @property
+    def prefill_blocks(self) -> list[int]:
+        return [block for row in self.prefills for block in row.stored.values()]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    return float(((actual.double() - exact).square().mean() / exact.square().mean()).sqrt())
+
+
+def errors_and_ruler(batch: Batch) -> dict[str, tuple[float, float]]:
+    """RMS errors of outputs and stored states against float64: the kernels', and those of the reference that rounds.
+
+    Runs the kernels on the batch's pool, and checks that they write nothing else, and zeros to tokens of padding. A
+    state that is a copy of inputs must be bitwise that of the reference.
+    """
+    op, pool, indices = batch.op, batch.pool, batch.indices
+    dtype = next(iter(batch.inputs.values())).dtype
+    inputs = {name: torch.where(x.isnan(), 0, x) for name, x in batch.inputs.items()}
+    before = pool.slab.clone()
+    exact_state, ruler_state = pool.state.double(), pool.view(before.clone())
+    exact = op.run({name: x.double() for name, x in inputs.items()}, exact_state, indices, library=reference)
+    rounding = {"operand_dtype": dtype} if op.name in RULERS and dtype.itemsize == 2 else {}
+    ruler = op.run(inputs, ruler_state, indices, library=reference, **rounding)
+    y = batch.run()
+    assert not y[~(batch.is_decode | batch.is_prefill)].any(), "padding is not zero"
+    pool.assert_only_written(before, batch.decode_blocks + batch.prefill_blocks)
+    if op.exact_state:
+        assert_bitwise(pool.state, ruler_state)
+    result = {}
+    for kind, tokens, blocks in (
+        ("decode", batch.is_decode, batch.decode_blocks),
+        ("prefill", batch.is_prefill, batch.prefill_blocks),
+    ):
+        pairs = {"outputs": (tokens, y, ruler, exact)} if tokens.any() else {}
+        if blocks and not op.exact_state:
+            pairs["states"] = blocks, pool.state, ruler_state, exact_state
+        for what, (chosen, actual, rounded, wanted) in pairs.items():
+            errors = (relative_error(x[chosen], wanted[chosen]) for x in (actual, rounded))
+            result[f"{kind} {what}"] = tuple(errors)
+    return result
+
+
+def norm_errors(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, **options: Any
+) -> tuple[float, float]:
+    """RMS errors of the gated norm against float64, the kernel's and the reference's, where the gate is a view."""
+    wide = random(tokens, 2 * heads * dim, seed=1, dtype=dtype).to(DEVICE)
+    x, gate = (part.unflatten(1, (heads, dim)) for part in wide.split(heads * dim, dim=1))
+    weight = (1 + 0.3 * random(dim, seed=2)).to(DEVICE, weight_dtype)
+    exact = gated_rms_norm(x.double(), gate.double(), weight.double(), 1e-5, **options)
+    actual = gated_rms_norm(x, gate, weight, 1e-5, **options)
+    assert actual.dtype == dtype and actual.shape == x.shape
+    ruler = reference.gated_rms_norm(x, gate, weight, 1e-5, **options)
+    return relative_error(actual, exact), relative_error(ruler, exact)
+
+
+COMPILED_MIXES = (Mix((2, 1), (70, 3)), Mix((1, 1)), Mix((), (1,) * 300))
+"""What compiles every variant of a kernel: with and without rows of either kind, with few and with many programs."""
+
+
+def run_once(make: Make, dtypes: Dtypes) -> None:
+    for mix in COMPILED_MIXES:
+        Batch(make(), mix, dtypes).run()
+
+
+def compile_ahead(kernels: Iterable[tuple[Make, Dtypes]]) -> None:
+    """Fills Triton's cache with the kernels of these ops, in as many processes as the machine has cores.
+
+    Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op.
+    """
+    different = {(repr(make), dtypes): (make, dtypes) for make, dtypes in kernels}
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as workers:
+        for job in [workers.submit(run_once, *kernel) for kernel in different.values()]:
+            job.result()
+
+
+def kernels_of(parameters: Mapping[str, Any]) -> Iterator[tuple[Make, Dtypes]]:
+    """What a test with these parameters runs."""
+    if "case" in parameters:
+        yield parameters["case"].make, parameters["case"].dtypes
+    elif "make" in parameters and "dtypes" in parameters:
+        yield parameters["make"], parameters["dtypes"]
+    elif "make" in parameters:
+        yield parameters["make"], (parameters["dtype"], parameters["state_dtype"])
+    elif "op" in parameters:
+        first = next(iter(MODELS[parameters["op"]].values()))
+        yield from ((first(divisor), DTYPES[parameters["op"]][0]) for divisor in DIVISORS)

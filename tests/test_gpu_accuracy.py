@@ -1,0 +1,72 @@
+"""Accuracy of the GPU kernels on real shapes and on hard inputs, and what they write, in a pool full of NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from gpu_cases import (
+    BF16,
+    FP16,
+    FP32,
+    MIXES,
+    MODELS,
+    Batch,
+    Case,
+    Dtypes,
+    Mix,
+    errors_and_ruler,
+    every_case,
+    pairwise_cases,
+)
+from kernel_cases import Op
+from kernel_ops import FAMILIES
+
+SLACK = 5e-7  # four units in the last place of fp32, which elementary functions alone may lose
+
+GRID = [case for op in MODELS for case in every_case(op)]
+CHOSEN = [case for op in MODELS for case in pairwise_cases(every_case(op))]
+HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, make in FAMILIES[op].HARD.items()}
+HARD_MIX = Mix((4, 1), (150, 64))
+LARGE = {"gated_delta_rule": ("q", "k", "v"), "conv1d": ("x",)}  # inputs that may be of any magnitude
+
+
+def check(batch: Batch, dtypes: Dtypes) -> None:
+    """At most twice the error of the reference with operands rounded, three times in fp32."""
+    factor = 3 if dtypes[0] == FP32 else 2
+    for what, (error, ruler) in errors_and_ruler(batch).items():
+        assert error <= factor * ruler + SLACK, f"{what}: {error:.2e}, but the ruler loses {ruler:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+def test_real_shapes(case: Case) -> None:
+    check(Batch(case.make(), MIXES[case.mix], case.dtypes), case.dtypes)
+
+
+@pytest.mark.gpu_full
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_every_real_shape(case: Case) -> None:
+    check(Batch(case.make(), MIXES[case.mix], case.dtypes, seed=1), case.dtypes)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP16, FP16), (FP32, FP32)], ids=str)
+@pytest.mark.parametrize("make", HARD_CASES.values(), ids=HARD_CASES.keys())
+def test_hard_inputs(make: Callable[[], Op], dtypes: Dtypes) -> None:
+    check(Batch(make(), HARD_MIX, dtypes), dtypes)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("case", [case for case in GRID if case.mix == "varlen" and case.divisor == 8], ids=str)
+def test_large_inputs(case: Case) -> None:
+    """Values whose squares stay below 1e30, or 6e4 where a dtype is fp16."""
+    batch = Batch(case.make(), HARD_MIX, case.dtypes)
+    for name in LARGE[case.op]:
+        batch.inputs[name].mul_(30 if FP16 in case.dtypes else 1e13)
+    check(batch, case.dtypes)

@@ -1,0 +1,102 @@
+"""Results of the GPU kernels that must agree in every bit, whatever runs beside them, how often, and in which tiles."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix
+from kernel_cases import bits
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
+
+MIXED = Mix((1, 3, 2, 1), (200, 3, 64, 65, 1))
+MANY = Mix((1,) * 200, (130,) * 64)
+
+# Constants of a module that choose tiles, and the values that must all give the same.
+TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
+    "conv1d": {
+        ("conv1d", "BLOCK_D"): (256, 512, 1024, 2048),
+        ("conv1d", "UNROLL"): (4, 8),
+        ("conv1d", "STAGES"): (1, 3),
+    },
+}
+FIRST = {op: next(iter(models.values())) for op, models in MODELS.items()}
+
+
+def first_shape(op: str, divisor: int) -> tuple[Make, Dtypes]:
+    return FIRST[op](divisor), DTYPES[op][0]
+
+
+def outcome(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Bits of the outputs and of the whole pool after one run on a copy of it."""
+    slab = batch.pool.slab.clone()
+    y = batch.run(batch.pool.view(slab))
+    return bits(y), bits(slab)
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_a_thousand_runs_of_one_batch_are_equal(op: str) -> None:
+    make, dtypes = first_shape(op, 8)
+    batch = Batch(make(), MIXED, dtypes)
+    first, differing = outcome(batch), torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for again, once in zip(outcome(batch), first, strict=True):
+            differing += (again != once).sum()
+    assert differing == 0
+
+
+@pytest.mark.parametrize("op", MODELS)
+@pytest.mark.parametrize("divisor", [1, 8])
+def test_a_large_batch_repeats_itself(op: str, divisor: int) -> None:
+    make, dtypes = first_shape(op, divisor)
+    batch = Batch(make(), MANY, dtypes)
+    first = outcome(batch)
+    for _ in range(20):
+        assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
+
+
+TILE_ROWS = [(op, *constant, values) for op, constants in TILES.items() for constant, values in constants.items()]
+
+
+@pytest.mark.parametrize(("op", "module", "name", "values"), TILE_ROWS)
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, FP32)], ids=str)
+def test_every_choice_of_tiles_gives_the_same(
+    op: str, module: str, name: str, values: Iterable[int], dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, _ = first_shape(op, 4)
+    batch = Batch(make(), MIXED, dtypes if op != "conv1d" else (dtypes[0], dtypes[0]))
+    first = outcome(batch)
+    for value in values:
+        monkeypatch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
+        assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True)), value
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_a_replayed_graph_follows_its_indices(op: str) -> None:
+    """Decode is captured once, and replayed with other blocks in the same buffers, some rows of them padding."""
+    make, dtypes = first_shape(op, 4)
+    batch = Batch(make(), Mix((2,) * 8), dtypes)
+    batch.run()
+    state = batch.pool.view(batch.pool.slab.clone())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = batch.run(state)
+    rng = np.random.default_rng(3)
+    for padding in (0, 3, 8):
+        order = torch.tensor(rng.permutation(8), device="cuda")
+        for name in ("decode_src", "decode_dst", "decode_conv_src", "decode_conv_offset", "decode_boundary_index"):
+            array = getattr(batch.indices, name)
+            array.copy_(array[order])
+            array[8 - padding :] = -1 if name == "decode_boundary_index" else 0
+        expected, slab = outcome(batch)
+        state.copy_(batch.pool.state)
+        graph.replay()
+        assert torch.equal(bits(y), expected)
+        assert torch.equal(bits(state), bits(batch.pool.view(slab.view(batch.pool.slab.dtype))))
+        assert not y[2 * (8 - padding) :].any()

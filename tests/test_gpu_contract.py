@@ -1,0 +1,69 @@
+"""On a GPU, what the tests of the ops ask of the reference: what is written, and what must agree in every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import test_kernels_bitwise as bitwise
+import test_kernels_contract as contract
+from gpu_cases import DTYPES, MODELS, Make
+from kernel_cases import Pool
+from kernel_ops import OPS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled", "pools_on_the_gpu")]
+
+COMPANIES = (1, 2, 3) * 5 + (6, 6, 7, 13, 31)  # rows of each kind beside the one that is watched, in 20 batches
+
+SHARED: dict[str, Callable[..., None]] = {
+    "mixed batch": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=1),
+    "mixed batch with drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=4),
+    "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
+    "in place": contract.test_updating_in_place_equals_writing_elsewhere,
+    "dense slots": partial(contract.test_any_slot_stride_gives_the_same, gap=0),
+    "slots at 16 bytes": partial(contract.test_any_slot_stride_gives_the_same, gap=16),
+    "no tokens": contract.test_batches_without_tokens_do_nothing,
+    "split": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=0),
+    "split after a hit": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=128),
+    "checkpoints": bitwise.test_storing_checkpoints_changes_nothing,
+    "company": lambda make, dtype, state_dtype: bitwise.check_in_company(make(), dtype, state_dtype, COMPANIES),
+    "drafts": bitwise.test_drafts_leave_the_state_of_the_sequential_run,
+}
+ROWS = [
+    pytest.param(make, *dtypes, id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))
+    for name, make in OPS.items()
+    for dtypes in DTYPES.get(make().name, ())
+]
+REAL_ROWS = [
+    pytest.param(models[name](1), *DTYPES[op][0], id=f"{op}-{name}") for op, models in MODELS.items() for name in models
+]
+
+
+@pytest.fixture
+def pools_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (contract, bitwise):
+        monkeypatch.setattr(module, "Pool", partial(Pool, device="cuda"))
+
+
+@pytest.mark.parametrize("test", SHARED.values(), ids=SHARED.keys())
+@pytest.mark.parametrize(("make", "dtype", "state_dtype"), ROWS)
+def test_small_shapes(
+    test: Callable[..., None],
+    make: Make,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Operands of products are rounded to the activations' dtype, which shows in states of a finer one.
+    tolerance = max(contract.TOLERANCE[dtype], contract.TOLERANCE[state_dtype])
+    monkeypatch.setitem(contract.TOLERANCE, state_dtype, tolerance)
+    test(make=make, dtype=dtype, state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize("test", [SHARED["split after a hit"], SHARED["company"]], ids=["split", "company"])
+@pytest.mark.parametrize(("make", "dtype", "state_dtype"), REAL_ROWS)
+def test_real_shapes(test: Callable[..., None], make: Make, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
+    test(make=make, dtype=dtype, state_dtype=state_dtype)

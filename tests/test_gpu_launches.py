@@ -1,0 +1,129 @@
+"""What the GPU ops launch and compile, and where their offsets end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_cases import DTYPES, MODELS, Batch, Mix
+from kernel_cases import Pool, Row, assert_bitwise, plan_arrays, random, run_rows
+from mambacache.kernels import StateIndices
+from op_conv1d import Conv1dOp
+from test_gpu_bitwise import first_shape
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
+
+# At most so many launches for decode rows, for prefill rows, and for both.
+LAUNCHES = {"gated_delta_rule": (1, 2, 3), "conv1d": (1, 1, 1)}
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the kernels that Triton compiles."""
+    names: list[str] = []
+
+    def note(*, fn: object, **rest: object) -> None:
+        names.append(str(fn))
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    yield names
+
+
+def random_mix(rng: np.random.Generator) -> Mix:
+    width = int(rng.integers(1, 9))
+    decodes = rng.integers(1, width + 1, rng.choice([0, 1, 2, 15, 16, 17, 64]))
+    prefills = rng.integers(1, rng.choice([2, 40, 700]), rng.choice([0, 1, 2, 16, 33]))
+    if not len(decodes) and not len(prefills):
+        return Mix((), (1,))
+    return Mix(tuple(map(int, decodes)), tuple(map(int, prefills)))
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_no_step_compiles_after_warm_up(op: str, compilations: list[str]) -> None:
+    make, dtypes = first_shape(op, 8)
+    for mix in (Mix((1, 1)), Mix((), (70, 3)), Mix((1, 1), (70, 3)), Mix((), (1,) * 300)):
+        Batch(make(), mix, dtypes).run()
+    compilations.clear()
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        Batch(make(), random_mix(rng), dtypes, seed, padding=int(rng.choice([0, 3]))).run()
+    assert compilations == []
+
+
+def test_the_count_of_compilations_sees_one(compilations: list[str]) -> None:
+    Batch(Conv1dOp(dim=24, width=2), Mix((1,)), DTYPES["conv1d"][0]).run()
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("op", MODELS)
+@pytest.mark.parametrize(("kind", "mix"), enumerate([Mix((1,) * 8), Mix((), (200, 64)), Mix((3, 1), (200, 64))]))
+def test_an_op_launches_its_kernels_and_copies_nothing(op: str, kind: int, mix: Mix) -> None:
+    make, dtypes = first_shape(op, 2)
+    batch = Batch(make(), mix, dtypes, padding=0)
+    batch.run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        batch.run()
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(names) <= LAUNCHES[op][kind], names
+    assert all(name.startswith("_") and name.endswith("_kernel") for name in names), names
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_slots_at_the_end_of_a_pool_of_more_than_two_billion_elements(op: str) -> None:
+    make, dtypes = first_shape(op, 1)
+    one = make()
+    pool = Pool(one.state_shape, dtypes[1], blocks=(2**31 + 2**28) // int(np.prod(one.state_shape)), device="cuda")
+    small = Pool(one.state_shape, dtypes[1], blocks=8, device="cuda")
+    start, last = random(*one.state_shape, seed=1), pool.shape[0] - 1
+    outputs, states = [], []
+    for target, blocks in ((small, [7, 6, 5, 4]), (pool, [last, last - 1, last - 2, last - 3])):
+        src, dst, checkpoint, end = blocks
+        target.state[src] = start.to(dtypes[1])
+        token, prompt = one.inputs(1, dtypes[0], seed=1), one.inputs(100, dtypes[0], seed=2)
+        prefill = Row(100, src, (end,), context=64, checkpoints={128: checkpoint})
+        outputs.append(run_rows(one, target, [(Row(1, src, (dst,)), token)], [(prefill, prompt)]))
+        states.append(target.state[[dst, checkpoint, end]])
+        assert target.state[0].isnan().all()
+    assert_bitwise(*states)
+    for small_output, large_output in zip(*outputs, strict=True):
+        assert_bitwise(small_output, large_output)
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_tokens_beyond_two_billion_elements(op: str) -> None:
+    """The last of many rows is what it is alone."""
+    make, dtypes = first_shape(op, 1)
+    one = make()
+    samples = one.inputs(64, dtypes[0])
+    width = max(int(np.prod(x.shape[1:])) for x in samples.values())
+    rows = (2**31 + 2**25) // width // 64
+    pool = Pool(one.state_shape, dtypes[1], blocks=4, device="cuda")
+    first, second = pool.take(), pool.take()
+    alone = run_rows(one, pool, [], [(Row(64, 0, (first,)), samples)])[0]
+    arrays = plan_arrays([], [*[Row(64)] * (rows - 1), Row(64, 0, (second,))])
+    inputs = {name: x.cuda().repeat(rows, *[1] * (x.dim() - 1)) for name, x in samples.items()}
+    y = one.run(inputs, pool.state, StateIndices.from_arrays(arrays, "cuda"))
+    assert_bitwise(y[-64:].cpu(), alone)
+    assert_bitwise(pool.state[second], pool.state[first])
+
+
+@pytest.mark.parametrize("op", MODELS)
+def test_unaligned_activations(op: str) -> None:
+    """Views whose tokens start at odd addresses take a kernel of their own, and give the same."""
+    make, dtypes = first_shape(op, 8)
+    batch = Batch(make(), Mix((1, 2), (70,)), dtypes)
+    state = batch.pool.view(batch.pool.slab.clone())
+    expected = batch.run(state)
+    flat = [x.flatten(1) for x in batch.inputs.values()]
+    wide = torch.cat([flat[0][:, :1], *flat], dim=1)
+    views = wide[:, 1:].split([x.shape[1] for x in flat], dim=1)
+    batch.inputs = {name: v.unflatten(1, x.shape[1:]) for (name, x), v in zip(batch.inputs.items(), views, strict=True)}
+    assert_bitwise(batch.run(), expected)
+    assert_bitwise(batch.pool.state, state)

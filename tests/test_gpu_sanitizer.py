@@ -1,0 +1,32 @@
+"""One small batch of every op under compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpu_cases import MODELS
+
+CODE = """
+from gpu_cases import DTYPES, MODELS, run_once
+model = next(iter(MODELS[{op!r}].values()))
+run_once(model(8), DTYPES[{op!r}][0])
+"""
+
+
+@pytest.mark.gpu_full
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("op", MODELS)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer_finds_nothing(op: str, tool: str) -> None:
+    """Without torch's cache of memory, so that every tensor ends where its memory does."""
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CODE.format(op=op)]
+    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -1,0 +1,64 @@
+"""The GPU kernels in Triton's interpreter, on small shapes: what a machine without a GPU can say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import test_kernels_bitwise as bitwise
+import test_kernels_contract as contract
+from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix, errors_and_ruler, norm_errors
+from mambacache.kernels import api, gpu, reference
+from op_conv1d import Conv1dOp
+from op_gated_delta_rule import DeltaRuleOp
+
+pytestmark = [
+    pytest.mark.skipif(DEVICE == "cuda", reason="the GPU itself runs them"),
+    pytest.mark.usefixtures("interpreted"),
+]
+
+OPS: dict[str, Make] = {
+    "conv1d": Conv1dOp,
+    "short_conv": partial(Conv1dOp, 40, 3, False, None),
+    "gated_delta_rule": partial(DeltaRuleOp, 1, 2, 16, 32),
+    "gated_delta_rule_negative": partial(DeltaRuleOp, 1, 1, 48, 16, 2.0),
+}
+MIX = Mix((3, 1, 2), (70, 1, 130))
+BOUND = {FP32: 2e-6, FP16: 1e-3}
+CONTRACT: dict[str, Callable[..., None]] = {
+    "drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=3),
+    "in place": contract.test_updating_in_place_equals_writing_elsewhere,
+    "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
+    "split": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=128),
+    "no tokens": contract.test_batches_without_tokens_do_nothing,
+}
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends the ops on CPU tensors to the GPU's kernels, all but those in float64."""
+    monkeypatch.setattr(api, "backend", lambda x: reference if x.dtype == torch.float64 else gpu)
+
+
+@pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16)], ids=str)
+def test_accuracy(make: Make, dtypes: Dtypes) -> None:
+    for what, (error, _) in errors_and_ruler(Batch(make(), MIX, dtypes)).items():
+        assert error < BOUND[dtypes[0]], what
+
+
+@pytest.mark.parametrize("test", CONTRACT.values(), ids=CONTRACT.keys())
+@pytest.mark.parametrize("make", [OPS["conv1d"], OPS["gated_delta_rule"]], ids=["conv1d", "gated_delta_rule"])
+def test_contract(test: Callable[..., None], make: Make) -> None:
+    test(make=make, dtype=FP32, state_dtype=FP32)
+
+
+@pytest.mark.parametrize("options", NORM_OPTIONS.values(), ids=NORM_OPTIONS.keys())
+@pytest.mark.parametrize(("heads", "dim", "group_size"), [(3, 48, None), (1, 96, 24), (1, 600, None)])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16), (FP16, FP32)], ids=str)
+def test_gated_rms_norm(options: dict, heads: int, dim: int, group_size: int | None, dtypes: Dtypes) -> None:
+    error, ruler = norm_errors(21, heads, dim, *dtypes, group_size=group_size, **options)
+    assert error <= 1.1 * ruler + 1e-7
