@@ -68,7 +68,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def _generate(args: argparse.Namespace) -> int:
     from mambacache.engine import LLM  # loads torch and transformers
 
-    prompts = args.prompt + (args.prompts.read_text().splitlines() if args.prompts else [])
+    prompts = args.prompt + (args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else [])
     if not prompts:
         raise ValueError("there is no prompt: give --prompt TEXT or --prompts FILE")
     llm = LLM(**_engine_options(args), enable_prefix_caching=not args.no_prefix_caching)

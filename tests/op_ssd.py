@@ -86,7 +86,7 @@ STRONGEST, WEAKEST = 1600.0, 1e-9  # log decays of a token
 SHAPES = {
     f"{groups}-{heads}-{width}-{state_width}": partial(SsdOp, groups, heads, width, state_width)
     for (groups, heads), (width, state_width) in product(
-        [(1, 1), (1, 6), (2, 4), (3, 3)], [(16, 16), (32, 256), (64, 128), (128, 64), (80, 48)]
+        [(1, 1), (1, 6), (2, 4), (3, 3)], [(16, 16), (32, 256), (64, 128), (128, 256), (80, 48)]
     )
 }
 

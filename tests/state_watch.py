@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -41,29 +41,28 @@ class StateWatch(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        watched = self._any_in_pool(args) or self._any_in_pool(kwargs.values())
+        watched = self._touches(args) or self._touches(kwargs.values())
         result = func(*args, **kwargs)
         # Operations such as `contiguous` are views by their schema, but copy where no view will do.
-        if watched and not (func.is_view and all(map(self._in_pool, _tensors([result])))):
+        views = result if isinstance(result, (list, tuple)) else [result]
+        if watched and not (func.is_view and all(map(self._in_pool, views))):
             if not _called_from(KERNELS):
                 self.offences.append(f"{func} touches the state pool outside {KERNELS}")
                 raise AssertionError(self.offences[-1])
             self.kernel_accesses += 1
         return result
 
-    def _any_in_pool(self, values: Iterable[Any]) -> bool:
-        return any(map(self._in_pool, _tensors(values)))
+    def _touches(self, values: Iterable[Any]) -> bool:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if self._in_pool(value):
+                    return True
+            elif isinstance(value, (list, tuple)) and self._touches(value):
+                return True
+        return False
 
     def _in_pool(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._storages
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 def _called_from(package: str) -> bool:

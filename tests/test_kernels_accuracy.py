@@ -56,18 +56,18 @@ def test_operands_rounded_to_a_dtype_lose_what_that_dtype_loses(
 ) -> None:
     """The precision ruler: its error is a few units in the last place of the operands, and gone in fp32."""
     op = make()
-    inputs = op.inputs(LENGTH, dtype)
-    expected = op.recurrence(inputs, torch.zeros(op.state_shape, dtype=torch.float64))[1][-1]
+    inputs = {name: value.float() for name, value in op.inputs(LENGTH, dtype).items()}  # fp32, so that outputs are too
+    expected, states = op.recurrence(inputs, torch.zeros(op.state_shape, dtype=torch.float64))
     errors = {}
     for operand_dtype in (None, torch.float32, dtype):
         pool = Pool(op.state_shape, torch.float32)
         dst = pool.take()
         indices = StateIndices.from_arrays(plan_arrays([], [Row(LENGTH, 0, (dst,))]), "cpu")
-        op.run(inputs, pool.state, indices, library=reference, operand_dtype=operand_dtype)
-        errors[operand_dtype] = relative_error(pool.state[dst], expected)
-    assert errors[None] == errors[torch.float32] < 1e-6
+        y = op.run(inputs, pool.state, indices, library=reference, operand_dtype=operand_dtype)
+        errors[operand_dtype] = relative_error(y, expected), relative_error(pool.state[dst], states[-1])
+    assert errors[None] == errors[torch.float32] and max(errors[None]) < 1e-6
     unit = torch.finfo(dtype).eps
-    assert unit / 16 < errors[dtype] < unit
+    assert unit / 16 < min(errors[dtype]) and max(errors[dtype]) < unit
 
 
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())

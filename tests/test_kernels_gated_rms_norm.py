@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearRMSNormGated
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
+from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from kernel_cases import assert_bitwise, random
 from mambacache.kernels import gated_rms_norm
@@ -20,7 +20,7 @@ MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_next": (Qwen3NextRMSNormGated(DIM), {}),
     "olmo_hybrid": (OlmoHybridRMSNormGated(DIM), {}),
     "kimi_linear": (KimiLinearRMSNormGated(DIM), {"activation": "sigmoid", "round_normed": False}),
-    "mamba2": (MambaRMSNormGated(DIM, group_size=24), {"norm_before_gate": False, "group_size": 24}),
+    "mamba2": (Zamba2RMSNormGated(DIM, group_size=24), {"norm_before_gate": False, "group_size": 24}),
     "falcon_h1": (FalconH1RMSNormGated(DIM, n_groups=2), {"group_size": 48, "round_normed": False}),
     "falcon_h1_gate_first": (
         FalconH1RMSNormGated(DIM, n_groups=2, norm_before_gate=False),

@@ -155,6 +155,14 @@ def test_other_activation_is_refused(name: str, tmp_path: Path) -> None:
         load_model(checkpoint)
 
 
+def test_model_without_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    """As some checkpoints of a hybrid type are."""
+    checkpoint = save_tiny_model("granitemoehybrid", tmp_path, layer_types=["full_attention"] * 4)
+    for load in (load_model, model_skeleton):
+        with pytest.raises(ValueError, match="this granitemoehybrid model has attention layers only"):
+            load(checkpoint)
+
+
 def test_fuse_merges_plain_linears_and_calls_others() -> None:
     plain = [nn.Linear(8, rows, bias=False) for rows in (6, 4)]
     order = torch.randperm(10)

@@ -249,11 +249,11 @@ class PrefixCache:
     def block_row(self, request_id: str) -> list[int]:
         """The request's states as a row of a sparse block table: column i is the state after block i, 0 is null."""
         s = self._running[request_id]
-        size = self.config.block_size
-        row = [self._states.lookup(block_hash) or 0 for block_hash in s.chain[1 : s.computed // size + 1]]
-        if s.computed:
-            row[(s.computed - 1) // size :] = [s.state]
-        return row
+        if not s.computed:
+            return []
+        column = (s.computed - 1) // self.config.block_size
+        row = [self._states.lookup(block_hash) or 0 for block_hash in s.chain[1 : column + 1]]
+        return [*row, *[0] * (column - len(row)), s.state]  # hashes of tokens in flight are not known
 
     def reset(self) -> None:
         """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""

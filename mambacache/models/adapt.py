@@ -186,6 +186,9 @@ def adapt(module: PreTrainedModel) -> Model:
     """Puts our layers in place of those of a model of a supported type, and takes over their parameters.
 
     The model must have been built with `attn_implementation=ATTENTION`.
+
+    Raises:
+        ValueError: it has no recurrent layer, or one of an activation that our layers do not know.
     """
     config = module.config
     model_type = MODEL_TYPES[config.model_type]
@@ -201,6 +204,8 @@ def adapt(module: PreTrainedModel) -> Model:
     for parent, name in places:  # one at a time: the old layer's weights are freed before the next one's are merged
         mixers.append(model_type.adapt(getattr(parent, name)))
         setattr(parent, name, mixers[-1])
+    if not mixers:
+        raise ValueError(f"this {config.model_type} model has attention layers only: serve it with another engine")
     return Model(module, config, tuple(mixers), kv_layers)
 
 

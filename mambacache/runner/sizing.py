@@ -128,8 +128,8 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
             f"halves the recurrent part; states then round to {torch.finfo(torch.bfloat16).eps:.0e}",
         ),
     ]
-    table = "\n".join(f"{name:<26}{value}" for name, value in rows)
-    return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<24}{value}" for name, value in costs)
+    table = "\n".join(f"{name:<28}{value}" for name, value in rows)
+    return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
 
 
 def resolve_device(device: str) -> str:
