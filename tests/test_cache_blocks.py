@@ -1,0 +1,186 @@
+"""Blocks and arrays of single steps: which block is read and written, and what the arrays say."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cache_calls import allocate, make, run_step, started
+from mambacache.cache.batch_arrays import BlockTable
+from mambacache.cache.sequence import CachedSequence
+from symbolic import text
+
+
+def test_block_row_shows_states_like_a_sparse_block_table() -> None:
+    cache = make()
+    started(cache, "a", text(300), checkpoint_at=(64,))  # type: ignore[arg-type]
+    assert cache.block_row("a") == []
+    step = run_step(cache, "a", 290).steps[0]
+    assert cache.block_row("a") == [step.checkpoints[64], 0, 0, step.checkpoints[256], step.dst[0]]
+    step = run_step(cache, "a", 10, 1).steps[0]
+    assert cache.block_row("a")[4:] == [step.dst[0]]
+    for i in range(20):
+        step = run_step(cache, "a", 1, i).steps[0]
+    assert cache.block_row("a")[4] == step.dst[0] and len(cache.block_row("a")) == 5
+    step = run_step(cache, "a", 1, 99).steps[0]
+    assert cache.block_row("a")[5] == step.dst[0] != cache.block_row("a")[4]
+
+
+def test_block_row_of_a_request_whose_tokens_are_in_flight() -> None:
+    cache = make()
+    started(cache, "a", text(62))
+    for num_tokens in (62, 1, 1, 1):
+        step = allocate(cache, "a", num_tokens)
+        cache.issued(cache.plan([step]))
+    assert cache.block_row("a") == [0, step.dst[0]]
+
+
+def test_decode_updates_in_place_and_rotates_on_a_boundary() -> None:
+    cache = make()
+    started(cache, "a", text(62))
+    prefill = run_step(cache, "a", 62, 0).steps[0]
+    for i in range(2):
+        step = run_step(cache, "a", 1, i).steps[0]
+        assert step.src == step.conv_src == step.dst[0] == prefill.dst[0]
+    step = run_step(cache, "a", 1, 5).steps[0]
+    assert step.src == prefill.dst[0] != step.dst[0]
+
+
+def test_a_prefill_step_never_writes_its_src() -> None:
+    cache = make(num_state_blocks=2)
+    started(cache, "a", text(200))
+    before = 0
+    for _ in range(20):
+        step = run_step(cache, "a", 10).steps[0]
+        assert step.src == before != step.dst[0]
+        before = step.dst[0]
+
+
+def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() -> None:
+    cache = make()
+    started(cache, "a", text(100))
+    run_step(cache, "a", 100, 1)
+    assert cache.fork("a", {"b": 2, "c": 3, "d": 4}, max_running=2) == ["b", "c"]
+    steps = [allocate(cache, name, 1) for name in "abc"]
+    assert len({step.src for step in steps}) == 1
+    assert len({step.dst[0] for step in steps} | {steps[0].src}) == 4
+    plan = cache.plan(steps)
+    table = plan.arrays["block_table"]
+    assert plan.kv_copies == ((table[0, 1], table[1, 1]), (table[0, 1], table[2, 1]))
+    assert len(set(table[:, 0])) == 1 and len(set(table[:, 1])) == 3
+    assert plan.arrays["tokens"].tolist() == [1, 2, 3]
+    cache.issued(plan)
+    cache.accept(plan, {"a": [1], "b": [1], "c": [1]})
+    assert cache.plan([allocate(cache, name, 1) for name in "abc"]).kv_copies == ()
+    found = cache.admit("d")
+    assert found is not None and found.num_tokens == 64
+
+
+def test_a_page_is_kept_until_it_was_copied() -> None:
+    cache = make(num_kv_blocks=3)
+    started(cache, "a", text(100))
+    page = run_step(cache, "a", 100, 1).arrays["block_table"][0, 1]
+    cache.fork("a", {"b": 2})
+    cache.free("a", finished=True)
+    assert cache.stats.kv_blocks["free"] == 0
+    plan = cache.plan([allocate(cache, "b", 1)])
+    assert [source for source, _ in plan.kv_copies] == [page]
+    cache.issued(plan)
+    assert cache.stats.kv_blocks["free"] == 1
+
+
+def test_fork_without_room_for_a_page() -> None:
+    cache = make(num_kv_blocks=2)
+    started(cache, "a", text(100))
+    run_step(cache, "a", 100, 1)
+    assert cache.fork("a", {"b": 2}) == []
+    cache.free("a", finished=True)
+    found = cache.admit("b")
+    assert found is not None and found.num_tokens == 64
+    assert allocate(cache, "b", 37).samples
+
+
+def test_allocate_gives_none_and_changes_nothing_without_room() -> None:
+    cache = make(num_kv_blocks=3, num_state_blocks=2)
+    started(cache, "a", text(60))
+    run_step(cache, "a", 60, 1)
+    started(cache, "b", text(60, 1))
+    run_step(cache, "b", 60, 1)
+    before = cache.stats.kv_blocks, cache.stats.state_blocks
+    assert cache.allocate("b", 1, drafts=[1] * 3) is None  # no state blocks for the drafts
+    assert (cache.stats.kv_blocks, cache.stats.state_blocks) == before
+    for i in range(4):
+        run_step(cache, "a", 1, i)
+        run_step(cache, "b", 1, i)
+    run_step(cache, "a", 1, 9)
+    assert cache.allocate("b", 1) is None  # no page
+    cache.preempt("a")
+    allocate(cache, "b", 1)
+
+
+def test_the_arrays_of_a_mixed_batch() -> None:
+    cache = make(max_draft_tokens=2)
+    for name, length in (("a", 20), ("b", 30)):
+        started(cache, name, text(length, ord(name)))
+        run_step(cache, name, length, 1)
+    started(cache, "c", text(250, 3), checkpoint_at=(64,))  # type: ignore[arg-type]
+    run_step(cache, "c", 100)
+    steps = [allocate(cache, "c", 150), allocate(cache, "b", 1), allocate(cache, "a", 1, (7, 8))]
+    plan = cache.plan(steps)
+    arrays = plan.arrays
+    assert [step.request_id for step in plan.steps] == ["b", "a", "c"]
+    assert (plan.num_decodes, plan.tokens_per_decode) == (2, 3)
+    c, b, a = steps
+    expected = {
+        "decode_src": [b.src, a.src], "decode_dst": [[b.dst[0], 0, 0], [*a.dst]], "decode_boundary_index": [-1, -1],
+        "decode_conv_src": [b.src, a.src], "decode_conv_offset": [0, 0],
+        "query_start_loc": [6, 156], "context_len": [100], "src": [c.src], "conv_src": [c.src], "conv_offset": [0],
+        "chunk_seq": [0, 0, 0], "chunk_start": [6, 34, 98], "seq_chunk_start": [0, 3],
+        "chunk_dst": [0, c.checkpoints[192], c.dst[0]],
+        "tokens": [1, 0, 0, 1, 7, 8, *text(250, 3)[100:]], "positions": [30, 0, 0, 20, 21, 22, *range(100, 250)],
+        "kv_len": [31, 23, 250], "logits_index": [0, 3, 4, 5, 155],
+    }  # fmt: skip
+    assert {name: arrays[name].tolist() for name in expected} == expected
+    table = arrays["block_table"]
+    assert table.shape == (3, 4)
+    slots = [table[0, 0] * 64 + 30, -1, -1, *(table[1, 0] * 64 + np.arange(20, 23))]
+    slots += [table[2, p // 64] * 64 + p % 64 for p in range(100, 250)]
+    assert arrays["kv_slot"].tolist() == slots
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+    assert set(arrays) == {*expected, "block_table", "kv_slot"}
+
+
+def test_pages_that_others_wrote_are_not_written_again() -> None:
+    cache = make()
+    shared = text(200)
+    started(cache, "a", shared + text(60, 1))
+    run_step(cache, "a", 260, 1)
+    cache.free("a", finished=True)
+    started(cache, "b", shared + text(60, 2))
+    plan = cache.plan([allocate(cache, "b", 260)])
+    slots = plan.arrays["kv_slot"]
+    assert (slots[:192] == -1).all() and (slots[192:] > 0).all()
+    assert (plan.arrays["block_table"] > 0).all()
+
+
+def test_all_logits_of_a_prompt_on_request() -> None:
+    cache = make()
+    started(cache, "a", text(100), read=False)
+    step = allocate(cache, "a", 60)
+    step.prompt_logits = True
+    assert cache.plan([step]).arrays["logits_index"].tolist() == [*range(60)]
+
+
+def test_the_block_table_grows_and_reuses_rows() -> None:
+    table = BlockTable()
+    sequences = []
+    for i in range(5):
+        s = CachedSequence(str(i), np.array([]), 0, "", (), True, True, [])  # type: ignore[arg-type]
+        s.row = table.take_row()
+        for block in range(i + 1):
+            table.append(s, 10 * i + block)
+        sequences.append(s)
+    assert len({s.row for s in sequences}) == 5
+    for i, s in enumerate(sequences):
+        assert table.blocks[s.row, : i + 1].tolist() == s.kv == [10 * i + block for block in range(i + 1)]
+    table.give_row(sequences[2].row)
+    assert table.take_row() == sequences[2].row
