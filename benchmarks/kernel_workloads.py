@@ -103,6 +103,8 @@ class DeltaRule:
     def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
         self.steps = steps = Steps(lengths, decode=decode)
         self.qkv, projected = randn(steps.tokens, DIM), randn(steps.tokens, PROJECTED)
+        sections = self.qkv.split([QUERIES, QUERIES, VALUES], dim=1)
+        self.heads = [section.unflatten(1, (-1, WIDTH)) for section in sections]
         self.a, self.b = projected[:, -2 * VALUE_HEADS : -VALUE_HEADS], projected[:, -VALUE_HEADS:]
         self.A_log, self.dt_bias = randn(VALUE_HEADS, dtype=torch.float32), randn(VALUE_HEADS, dtype=torch.float32)
         self.pool = randn(steps.blocks, VALUE_HEADS, WIDTH, WIDTH, dtype=torch.float32)
@@ -112,12 +114,7 @@ class DeltaRule:
         self.flops = 0 if decode else steps.tokens * (VALUE_HEADS * states + KEY_HEADS * 4 * 64 * WIDTH)
 
     def ours(self) -> Tensor:
-        return self.run(self.qkv, self.a, self.b, self.pool)
-
-    def run(self, qkv: Tensor, a: Tensor, b: Tensor, pool: Tensor) -> Tensor:
-        q, k, v = qkv.split([QUERIES, QUERIES, VALUES], dim=1)
-        heads = [x.unflatten(1, (-1, WIDTH)) for x in (q, k, v)]
-        return gated_delta_rule(*heads, a, b, self.A_log, self.dt_bias, pool, self.steps.indices)
+        return gated_delta_rule(*self.heads, self.a, self.b, self.A_log, self.dt_bias, self.pool, self.steps.indices)
 
     def peer(self) -> Call:
         steps, pool = self.steps, self.pool
@@ -138,8 +135,8 @@ class DeltaRule:
         return row_copy(self.pool, self.steps.src, self.steps.dst[:, 0], self.pool[0].nbytes)
 
     def exact(self) -> list[Tensor]:
-        pool = self.pool.double()
-        y = self.run(self.qkv.double(), self.a.double(), self.b.double(), pool)
+        pool, inputs = self.pool.double(), [x.double() for x in (*self.heads, self.a, self.b)]
+        y = gated_delta_rule(*inputs, self.A_log, self.dt_bias, pool, self.steps.indices)
         return [y, pool[self.steps.dst]]
 
     def results(self, call: Call, *, of_peer: bool) -> list[Tensor]:
@@ -211,7 +208,7 @@ class GatedNorm:
         self.nbytes = 3 * self.x.nbytes
 
     def ours(self) -> Tensor:
-        return gated_rms_norm(self.x, self.gate, self.weight, 1e-6)
+        return gated_rms_norm(self.x, self.gate, self.weight, 1e-6, round_normed=False)  # its peer rounds once, too
 
     def peer(self) -> Call:
         call = kernel_peers.gated_norm(self.x, self.gate, self.weight, 1e-6)

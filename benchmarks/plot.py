@@ -29,10 +29,11 @@ def draw_bars(axes: Axes, rows: list[dict], key: str, label: str, offset: float)
 
 
 def draw(result: dict, target: Path) -> None:
-    rows = [row for row in result["rows"] if row["mode"] == "graph" and row["ours_us"]]
+    peer = result["versions"]["vllm"]
+    rows = [row for row in result["rows"] if row["mode"] == "graph" and (row["peer_us"] or not peer)]
     figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.2))
     draw_bars(axes, rows, "ours_us", "mambacache", -BAR / 2)
-    draw_bars(axes, rows, "peer_us", f"vLLM {result['versions']['vllm']}", BAR / 2)
+    draw_bars(axes, rows, "peer_us", f"vLLM {peer}", BAR / 2)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [f"{row['op']}, {row['case']}" for row in rows], fontsize=8)
     axes.invert_yaxis()
@@ -40,7 +41,7 @@ def draw(result: dict, target: Path) -> None:
     axes.set_xlabel("% of what memory bandwidth and tensor cores allow")
     axes.set_title(f"{result['gpu']}, {result['copy_bytes_per_second'] / 1e12:.2f} TB/s", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    axes.legend(loc="upper right", bbox_to_anchor=(0.85, 1), fontsize=8, frameon=False)
     figure.savefig(target, bbox_inches="tight")
 
 

@@ -3,6 +3,9 @@
 In all shapes F is the number of tokens in the flat batch and `blocks` the number of rows in a pool. Tokens of padding
 get zeros. A pool is a tensor whose rows may lie any multiple of 16 bytes apart, so views of a larger slab serve. Rows
 that no dst names are never written. Every op raises ValueError if arguments do not fit together.
+
+Tensors on a GPU are served by Triton kernels where an op has one, which need the last dim of their inputs dense;
+other ops, tensors on a CPU and float64 by plain torch.
 """
 
 from __future__ import annotations

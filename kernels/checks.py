@@ -52,10 +52,13 @@ def check_head_widths(**widths: int) -> None:
 
 def check_pool(state: Tensor) -> None:
     """A state pool: rows that do not overlap, dense inside, at multiples of 16 bytes."""
-    if not state[0].is_contiguous():
-        raise ValueError("Every row of state must be contiguous: only the stride between rows is free.")
+    size = 1  # of the part of a row that is known to be dense
+    for length, stride in zip(reversed(state.shape[1:]), reversed(state.stride()[1:]), strict=True):
+        if stride != size and length > 1:
+            raise ValueError("Every row of state must be contiguous: only the stride between rows is free.")
+        size *= length
     stride = state.stride(0) * state.element_size()
-    if stride % SLOT_ALIGNMENT or state.data_ptr() % SLOT_ALIGNMENT or state.stride(0) < state[0].numel():
+    if stride % SLOT_ALIGNMENT or state.data_ptr() % SLOT_ALIGNMENT or state.stride(0) < size:
         raise ValueError(
             f"Rows of state must not overlap and must start at multiples of {SLOT_ALIGNMENT} bytes, but they start"
             f" {stride} bytes apart at address {state.data_ptr()}."

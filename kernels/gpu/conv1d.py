@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .launch import Launcher
 from .layout import check_dense, stride_alignment
 
 CHUNK = tl.constexpr(64)
@@ -330,6 +331,9 @@ def _conv1d_kernel(
         tl.store(out + t * out_stride + channel, zeros.to(out.dtype.element_ty), mask=in_dim)
 
 
+_launch = Launcher(_conv1d_kernel)
+
+
 def conv1d(
     x: Tensor,
     weight: Tensor,
@@ -343,44 +347,48 @@ def conv1d(
     num_tokens, dim = x.shape
     out = torch.empty(num_tokens, dim, dtype=x.dtype, device=x.device)
     items = indices.num_decodes + indices.chunk_seq.shape[0]
-    _conv1d_kernel[(triton.cdiv(dim, BLOCK_D) * max(items, 1),)](
-        x,
-        weight,
-        bias,
-        state,
-        out,
-        indices.decode_src,
-        indices.decode_dst,
-        indices.decode_conv_src,
-        indices.decode_conv_offset,
-        indices.decode_boundary_index,
-        indices.query_start_loc,
-        indices.context_len,
-        indices.conv_src,
-        indices.conv_offset,
-        indices.chunk_seq,
-        indices.chunk_start,
-        indices.chunk_dst,
-        indices.seq_chunk_start,
-        indices.num_decodes,
-        indices.tokens_per_decode,
-        indices.num_prefills,
-        num_tokens,
-        x.stride(0),
-        state.stride(0),
-        DIM=dim,
-        WIDTH=weight.shape[1],
-        ROWS=state.shape[1],
-        TAP_STRIDE=weight.stride(1),
-        CHANNEL_STRIDE=weight.stride(0),
-        X_ALIGNMENT=stride_alignment(x),
-        STATE_ALIGNMENT=stride_alignment(state),
-        HAS_BIAS=bias is not None,
-        SILU=activation == "silu",
-        PREFILL=indices.num_prefills > 0,
-        BLOCK_D=BLOCK_D,
-        UNROLL=UNROLL,
-        STAGES=STAGES,
+    channel_stride, tap_stride = weight.stride()
+    _launch(
+        (-(-dim // BLOCK_D) * max(items, 1), 1, 1),
+        (x, weight, bias),
+        (
+            state,
+            out,
+            indices.decode_src,
+            indices.decode_dst,
+            indices.decode_conv_src,
+            indices.decode_conv_offset,
+            indices.decode_boundary_index,
+            indices.query_start_loc,
+            indices.context_len,
+            indices.conv_src,
+            indices.conv_offset,
+            indices.chunk_seq,
+            indices.chunk_start,
+            indices.chunk_dst,
+            indices.seq_chunk_start,
+            indices.num_decodes,
+            indices.tokens_per_decode,
+            indices.num_prefills,
+            num_tokens,
+            x.stride(0),
+            state.stride(0),
+        ),
+        {
+            "DIM": dim,
+            "WIDTH": weight.shape[1],
+            "ROWS": state.shape[1],
+            "TAP_STRIDE": tap_stride,
+            "CHANNEL_STRIDE": channel_stride,
+            "X_ALIGNMENT": stride_alignment(x),
+            "STATE_ALIGNMENT": stride_alignment(state),
+            "HAS_BIAS": bias is not None,
+            "SILU": activation == "silu",
+            "PREFILL": indices.num_prefills > 0,
+            "BLOCK_D": BLOCK_D,
+            "UNROLL": UNROLL,
+            "STAGES": STAGES,
+        },
         num_warps=4,
     )
     return out

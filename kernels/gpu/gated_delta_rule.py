@@ -7,6 +7,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .gated_delta_rule_decode import decode
 from .gated_delta_rule_prefill import prefill
+from .layout import check_dense
 
 
 def gated_delta_rule(
@@ -22,6 +23,7 @@ def gated_delta_rule(
     beta_scale: float = 1.0,
 ) -> Tensor:
     """See `mambacache.kernels.gated_delta_rule`. The last dim of q, k and v is dense; other strides are free."""
+    check_dense(q=q, k=k, v=v, A_log=A_log, dt_bias=dt_bias)
     out = v.new_empty(v.shape)
     if not len(out):
         return out

@@ -7,15 +7,28 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .gated_delta_rule_prefill import NORM_EPS, log2_decay, token_strides
+from .delta_rule import log2_decay, normalized
+from .layout import stride_alignment
+
+BLOCK_V = 8  # rows of the state of one program, a single warp
 
 
-@triton.jit
-def _normalized(x):
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) + NORM_EPS)
-
-
-@triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode"])
+@triton.jit(
+    do_not_specialize=[
+        "slot_stride",
+        "tokens_per_decode",
+        "q_stride",
+        "k_stride",
+        "v_stride",
+        "q_head_stride",
+        "k_head_stride",
+        "v_head_stride",
+        "a_stride",
+        "b_stride",
+        "a_head_stride",
+        "b_head_stride",
+    ]
+)
 def _decode_kernel(
     q,
     k,
@@ -30,12 +43,20 @@ def _decode_kernel(
     dst,
     slot_stride,
     tokens_per_decode,
-    BETA_SCALE: tl.constexpr,
-    Q_STRIDES: tl.constexpr,
-    K_STRIDES: tl.constexpr,
-    V_STRIDES: tl.constexpr,
-    A_STRIDES: tl.constexpr,
-    B_STRIDES: tl.constexpr,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    a_stride,
+    a_head_stride,
+    b_stride,
+    b_head_stride,
+    beta_scale,
+    Q_ALIGNMENT: tl.constexpr,
+    K_ALIGNMENT: tl.constexpr,
+    V_ALIGNMENT: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -44,16 +65,14 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """A program carries BLOCK_V rows of one value head's state through the tokens of one row."""
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    TILES: tl.constexpr = V // BLOCK_V
     STATE: tl.constexpr = state.dtype.element_ty
     head = tl.program_id(0) // TILES
     key_head = head // (VALUE_HEADS // HEADS)
     row = tl.program_id(1)
     value = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     channel = tl.arange(0, BLOCK_K)
-    in_V = value < V
     in_K = channel < K
-    inside = in_V[:, None] & in_K[None, :]
     rate = tl.load(A_log + head).to(tl.float32)
     bias = tl.load(dt_bias + head).to(tl.float32)
 
@@ -61,27 +80,32 @@ def _decode_kernel(
     element = value[:, None] * K + channel[None, :]
     slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
     source = tl.load(src + row)
-    S = tl.load(state + source * slot_stride + element, mask=tl.where(source != 0, inside, False), other=0).to(tl.float32)
+    read = tl.where(source != 0, in_K, False)[None, :]
+    S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
         token = row.to(tl.int64) * tokens_per_decode + t
         target = tl.load(dst + token)
         computed = (target != 0) | ((t == 0) & (source != 0))
-        query = tl.load(q + token * Q_STRIDES[0] + key_head * Q_STRIDES[1] + channel, mask=tl.where(computed, in_K, False), other=0)
-        key = tl.load(k + token * K_STRIDES[0] + key_head * K_STRIDES[1] + channel, mask=tl.where(computed, in_K, False), other=0)
-        x = tl.load(v + token * V_STRIDES[0] + head * V_STRIDES[1] + value, mask=tl.where(computed, in_V, False), other=0)
-        gate = tl.load(a + token * A_STRIDES[0] + head * A_STRIDES[1], mask=computed, other=0).to(tl.float32)
-        beta = tl.load(b + token * B_STRIDES[0] + head * B_STRIDES[1], mask=computed, other=0).to(tl.float32)
+        q_place = tl.multiple_of(token * q_stride + key_head * q_head_stride, Q_ALIGNMENT)
+        k_place = tl.multiple_of(token * k_stride + key_head * k_head_stride, K_ALIGNMENT)
+        v_place = tl.multiple_of(token * v_stride + head * v_head_stride, V_ALIGNMENT)
+        known = tl.where(computed, in_K, False)
+        query = tl.load(q + q_place + channel, mask=known, other=0).to(tl.float32)
+        key = tl.load(k + k_place + channel, mask=known, other=0).to(tl.float32)
+        x = tl.load(v + v_place + value, mask=tl.where(computed, value < V, False), other=0).to(tl.float32)
+        gate = tl.load(a + token * a_stride + head * a_head_stride, mask=computed, other=0).to(tl.float32)
+        beta = tl.load(b + token * b_stride + head * b_head_stride, mask=computed, other=0).to(tl.float32)
 
-        query = _normalized(query.to(tl.float32)) * K**-0.5
-        key = _normalized(key.to(tl.float32))
+        query = normalized(query) * K**-0.5
+        key = normalized(key)
         decay = tl.exp2(log2_decay(gate, rate, bias))
-        u = BETA_SCALE / (1 + tl.exp(-beta)) * (x.to(tl.float32) - decay * tl.sum(S * key[None, :], axis=1))
+        u = beta_scale / (1 + tl.exp(-beta)) * (x - decay * tl.sum(S * key[None, :], axis=1))
         o = decay * tl.sum(S * query[None, :], axis=1) + u * tl.sum(key * query, axis=0)
-        S = decay * S + u[:, None] * key[None, :]
-        o = tl.where(computed, o, 0.0)
-        tl.store(out + (token * VALUE_HEADS + head) * V + value, o.to(out.dtype.element_ty), mask=in_V)
-        stored = S.to(STATE)
-        tl.store(state + target * slot_stride + element, stored, mask=tl.where(target != 0, inside, False))
+        o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
+        tl.store(out + (token * VALUE_HEADS + head) * V + value, o)
+        stored = (decay * S + u[:, None] * key[None, :]).to(STATE)
+        written = tl.where(target != 0, in_K, False)[None, :]
+        tl.store(state + target * slot_stride + element, stored, mask=written)
         S = stored.to(tl.float32)
 
 
@@ -101,8 +125,7 @@ def decode(
     """Fills the decode tokens of `out` [F, HV, V] and stores the state after every token where `decode_dst` says."""
     heads, K = q.shape[1:]
     value_heads, V = v.shape[1:]
-    block_V = 32
-    _decode_kernel[value_heads * triton.cdiv(V, block_V), indices.num_decodes](
+    _decode_kernel[value_heads * (V // BLOCK_V), indices.num_decodes](
         q,
         k,
         v,
@@ -116,17 +139,20 @@ def decode(
         indices.decode_dst,
         state.stride(0) * state.element_size() // 16,
         indices.tokens_per_decode,
-        BETA_SCALE=beta_scale,
-        Q_STRIDES=token_strides(q),
-        K_STRIDES=token_strides(k),
-        V_STRIDES=token_strides(v),
-        A_STRIDES=token_strides(a),
-        B_STRIDES=token_strides(b),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *a.stride(),
+        *b.stride(),
+        beta_scale,
+        Q_ALIGNMENT=stride_alignment(q),
+        K_ALIGNMENT=stride_alignment(k),
+        V_ALIGNMENT=stride_alignment(v),
         HEADS=heads,
         VALUE_HEADS=value_heads,
         K=K,
         V=V,
         BLOCK_K=triton.next_power_of_2(K),
-        BLOCK_V=block_V,
-        num_warps=4,
+        BLOCK_V=BLOCK_V,
+        num_warps=1,
     )

@@ -1,11 +1,12 @@
 """Gated delta rule over the prefill rows of a batch, in two Triton launches.
 
-With norms, gates and decays outside the products, one chunk of 64 tokens maps a state S [V, K] to (one value head; rows
-of q, k and v are tokens; every decay is relative to the chunk's start)
+Norms, gates and decays stay in fp32 outside the products. A chunk of 64 tokens, which are the rows of q, k and v, takes
+the state S [V, K] of a value head through
 
-    u = (v - key_decay * (k S^T)) inverse^T,  o = query_decay * (q S^T) + u scores^T,  S = decay S + (to_end * u)^T k
+    u = (v - key_decay * (k S^T)) inverse^T;  o = query_decay * (q S^T) + u scores^T;  S = decay S + (to_end * u)^T k
 
-The first launch prepares `inverse`, `scores` and the vectors for every chunk at once; the second carries the states.
+The first launch prepares `inverse`, `scores` and the vectors, for all chunks at once. The second carries the states.
+Its products are transposed, so that all of them take their left operand from the registers where it was computed.
 """
 
 from __future__ import annotations
@@ -16,83 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .delta_rule import CHUNK, LOG2_E, inverse_norms, log2_decay, unit_lower_inverse
 
-CHUNK = tl.constexpr(64)
-BLOCK = tl.constexpr(16)  # the inverse is substituted in blocks of this size
-NORM_EPS = tl.constexpr(1e-6)
-LOG2_E = tl.constexpr(1.4426950408889634)
 # The smallest log decay of one token between pairs of tokens: e^-24 is nothing beside 1, and differences of larger
 # sums would cancel.
 MIN_PAIRWISE_LOG_DECAY = tl.constexpr(-24.0)
-
-
-@triton.jit
-def log2_decay(a, A_log, dt_bias):
-    """g / ln 2 for g = -exp(A_log) softplus(a + dt_bias)."""
-    x = a + dt_bias
-    small = tl.exp(-tl.abs(x))
-    one_more = 1 + small
-    log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # the second term is what the sum has rounded off
-    return -tl.exp(A_log) * LOG2_E * (tl.maximum(x, 0.0) + log1p)
-
-
-@triton.jit
-def inverse_norm(products):
-    """1 / sqrt(|x|^2 + eps) of every row x, from the diagonal of x x^T."""
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    return tl.rsqrt(tl.sum(tl.where(row == column, products, 0.0), axis=1) + NORM_EPS)
-
-
-@triton.jit
-def _split(x, PRECISE: tl.constexpr):
-    """Two fp16 parts that together hold 22 bits of x, or the first alone."""
-    high = x.to(tl.float16)
-    if PRECISE:
-        return high, (x - high.to(tl.float32)).to(tl.float16)
-    else:
-        return (high,)
-
-
-@triton.jit
-def _product(x, y, PRECISE: tl.constexpr):
-    """x y in fp32 from the parts of both."""
-    if PRECISE:
-        return tl.dot(x[0], y[0], tl.dot(x[0], y[1], tl.dot(x[1], y[0])))
-    else:
-        return tl.dot(x[0], y[0])
-
-
-@triton.jit
-def _inverse(system, PRECISE: tl.constexpr):
-    """(1 + system)^-1 for a lower triangular system [64, 64] of normalised keys and beta <= 2; its diagonal counts as 0.
-
-    With those no entry of the system, of its inverse or of what is formed on the way exceeds 2. Diagonal blocks of 16
-    are inverted by merging ever larger pairs of blocks, all of them together by forward substitution.
-    """
-    BLOCKS: tl.constexpr = CHUNK // BLOCK
-    i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    block = tl.arange(0, BLOCKS)
-    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
-    blocks = tl.reshape(system, [BLOCKS, BLOCK, BLOCKS, BLOCK])
-    inner = tl.sum(tl.where(on_diagonal, blocks, 0.0), axis=2)
-    inverse = tl.where(i == j, 1.0, tl.where(i ^ j == 1, -inner, 0.0))
-    for level in tl.static_range(1, 4):
-        pairs = tl.where((i ^ j) >> level == 1, inner, 0.0)
-        parts = _split(inverse, PRECISE)
-        inverse -= _product(parts, _split(_product(_split(pairs, PRECISE), parts, PRECISE), PRECISE), PRECISE)
-
-    # system = inner + outer; (1 + system)^-1 = diagonal (1 + coupling)^-1 with coupling = outer diagonal
-    diagonal = tl.where(on_diagonal, tl.reshape(inverse, [BLOCKS, BLOCK, 1, BLOCK]), 0.0)
-    diagonal = _split(tl.reshape(diagonal, [CHUNK, CHUNK]), PRECISE)
-    outer = tl.reshape(tl.where(on_diagonal, 0.0, blocks), [CHUNK, CHUNK])
-    coupling = _product(_split(outer, PRECISE), diagonal, PRECISE)
-    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    identity = tl.where(row == column, 1.0, 0.0)
-    result = identity - coupling  # complete in the second row of blocks; every round completes another
-    coupling = _split(coupling, PRECISE)
-    for _ in tl.static_range(BLOCKS - 2):
-        result = identity - _product(coupling, _split(result, PRECISE), PRECISE)
-    return _product(diagonal, _split(result, PRECISE), PRECISE)
+PROCESSORS = 132  # of an H100 or H200
 
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
@@ -160,21 +90,22 @@ def _prepare_kernel(
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
-    query_norm = inverse_norm(tl.dot(queries, tl.trans(queries), input_precision="tf32x3")) * K**-0.5
+    query_norm = inverse_norms(tl.dot(queries, tl.trans(queries), input_precision="tf32x3")) * K**-0.5
     scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * pairwise * query_norm[:, None]
     tl.store(tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK), scores.to(OPERAND), mask=stored)
     products = tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
-    key_norm = inverse_norm(products)
+    key_norm = inverse_norms(products)
     scale = key_norm * BETA_SCALE / (1 + tl.exp(-beta))
     system = products * pairwise * key_norm[:, None] * scale[None, :]
-    inverse = _inverse(system, PRECISE) * scale[:, None]
+    inverse = unit_lower_inverse(system, PRECISE) * scale[:, None]
     tl.store(tile, inverse.to(OPERAND), mask=stored)
 
-    vectors += (chunk * VALUE_HEADS + head).to(tl.int64) * (4 * CHUNK) + step
-    tl.store(vectors, decay)
-    tl.store(vectors + CHUNK, decay * key_norm)
-    tl.store(vectors + 2 * CHUNK, decay * query_norm)
-    tl.store(vectors + 3 * CHUNK, tl.exp2(tl.sum(clamped, 0) - sums))
+    vector = vectors + head.to(tl.int64) * (4 * num_tokens) + t + step
+    tl.store(vector, decay, mask=filled)
+    tl.store(vector + num_tokens, decay * key_norm, mask=filled)
+    tl.store(vector + 2 * num_tokens, decay * query_norm, mask=filled)
+    total = tl.sum(tl.where(step == CHUNK - 1, sums, 0.0), 0)  # so that the last token's difference is 0
+    tl.store(vector + 3 * num_tokens, tl.exp2(total - sums), mask=filled)
 
 
 @triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
@@ -214,7 +145,6 @@ def _scan_kernel(
     first_row = tl.program_id(0) % TILES * BLOCK_V
     row = tl.arange(0, BLOCK_V)
     step = tl.arange(0, CHUNK)
-    wide_step = step.to(tl.int64)
     in_V = first_row + row < V
     out += head * V + first_row
 
@@ -233,15 +163,20 @@ def _scan_kernel(
     last_chunk = tl.load(seq_chunk_start + seq + 1)
     origin = start - tl.load(context_len + seq) % CHUNK
 
-    # Rows in pieces of 16 channels: less shared memory goes between the layouts of products and of loads and stores.
-    piece = tl.arange(0, BLOCK_K // 16)[None, :, None]
-    element = (first_row + row)[:, None, None] * K + piece * 16 + tl.arange(0, 16)[None, None, :]
-    inside = in_V[:, None, None] & (piece * 16 < K)
+    # A thread of a product's result holds pairs of channels of a row in each half of its warp's 16 rows. Loads and
+    # stores of the state name the elements in an order that gives every thread its own, so that nothing is exchanged.
+    warp = tl.arange(0, BLOCK_V // 16)[None, None, :, None, None, None]
+    half = tl.arange(0, 2)[None, None, None, :, None, None]
+    state_row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
+    eighth = tl.arange(0, BLOCK_K // 8)[None, None, None, None, :, None]
+    quad = tl.arange(0, 4)[:, None, None, None, None, None]
+    element = state_row * K + eighth * 8 + quad * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
+    inside = (state_row < V) & (eighth * 8 < K)
     state += head * V * K
     slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
     slot = tl.load(src + seq)
     S = tl.load(state + slot * slot_stride + element, mask=tl.where(slot != 0, inside, False), other=0).to(tl.float32)
-    S = tl.reshape(S, [BLOCK_V, BLOCK_K])
+    S = tl.reshape(tl.permute(S, (2, 3, 1, 4, 0, 5)), [BLOCK_V, BLOCK_K])
 
     channel = tl.arange(0, BLOCK_K)
     in_K = channel < K
@@ -249,48 +184,56 @@ def _scan_kernel(
     k += head // (VALUE_HEADS // HEADS) * K_STRIDES[1]
     v += head * V_STRIDES[1] + first_row
     tiles += head * CHUNK
-    vectors += head * (4 * CHUNK)
+    vectors += head.to(tl.int64) * (4 * num_tokens)
+    each_step = tl.arange(0, 4 * CHUNK) % CHUNK
+    each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
+    # Offsets within a tile are added to a scalar pointer, so that they need no registers of their own.
+    wide_step = step.to(tl.int64)[:, None]
+    k_tile = wide_step * K_STRIDES[0] + channel[None, :]
+    q_tile = wide_step * Q_STRIDES[0] + channel[None, :]
+    v_tile = wide_step * V_STRIDES[0] + row[None, :]
+    tile = wide_step * (VALUE_HEADS * CHUNK) + step[None, :]
+    place = step.to(tl.int64)[None, :] * (VALUE_HEADS * V) + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
     for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
         boundary = origin + (chunk - first_chunk) * CHUNK
         chunk_start = tl.maximum(boundary, start)
-        filled = step < tl.minimum(boundary + CHUNK, end) - chunk_start
+        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+        filled = step < count
         t = chunk_start.to(tl.int64)
         mask = filled[:, None] & in_K[None, :]
         lower = filled[:, None] & triangle
-        mask_V = filled[None, :] & in_V[:, None]
-        keys = tl.load(k + t * K_STRIDES[0] + wide_step[:, None] * K_STRIDES[0] + channel[None, :], mask=mask, other=0)
-        queries = tl.load(q + t * Q_STRIDES[0] + wide_step[:, None] * Q_STRIDES[0] + channel[None, :], mask=mask, other=0)
-        values = tl.load(v + t * V_STRIDES[0] + wide_step[None, :] * V_STRIDES[0] + row[:, None], mask=mask_V, other=0)
-        tile = tiles + t * (VALUE_HEADS * CHUNK)
-        inverse = tl.load(tile + wide_step[:, None] * (VALUE_HEADS * CHUNK) + step[None, :], mask=lower, other=0)
-        tile += tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
-        scores = tl.load(tile + wide_step[:, None] * (VALUE_HEADS * CHUNK) + step[None, :], mask=lower, other=0)
-        vector = vectors + tl.cast(chunk, tl.int64) * (VALUE_HEADS * 4 * CHUNK)
-        decay = tl.load(vector + CHUNK - 1)
-        key_decay = tl.load(vector + CHUNK + step)
-        query_decay = tl.load(vector + 2 * CHUNK + step)
-        to_end = tl.load(vector + 3 * CHUNK + step)
+        mask_V = filled[:, None] & in_V[None, :]
+        keys = tl.load(k + t * K_STRIDES[0] + k_tile, mask=mask, other=0)
+        queries = tl.load(q + t * Q_STRIDES[0] + q_tile, mask=mask, other=0)
+        values = tl.load(v + t * V_STRIDES[0] + v_tile, mask=mask_V, other=0)
+        inverse = tl.load(tiles + t * (VALUE_HEADS * CHUNK) + tile, mask=lower, other=0)
+        scores = tl.load(tiles + (num_tokens + t) * (VALUE_HEADS * CHUNK) + tile, mask=lower, other=0)
+        four = tl.load(vectors + t + each, mask=each_step < count, other=0)
+        decay = tl.load(vectors + t + count - 1)
         dst = tl.load(chunk_dst + chunk)
 
+        low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
+        _, key_decay = tl.split(low)
+        query_decay, to_end = tl.split(high)
         keys, queries, read = keys.to(OPERAND), queries.to(OPERAND), S.to(OPERAND)
-        residual = values - key_decay[None, :] * tl.dot(read, tl.trans(keys), input_precision="tf32x3")
-        u = tl.dot(residual.to(OPERAND), tl.trans(inverse), input_precision="tf32x3")
+        known = -key_decay[None, :] * tl.dot(read, tl.trans(keys), input_precision="tf32x3")
+        u = tl.dot(tl.trans(values.to(OPERAND)), tl.trans(inverse), input_precision="tf32x3")
+        u = tl.dot(known.to(OPERAND), tl.trans(inverse), u, input_precision="tf32x3")
         o = query_decay[None, :] * tl.dot(read, tl.trans(queries), input_precision="tf32x3")
         o = tl.dot(u.to(OPERAND), tl.trans(scores), o, input_precision="tf32x3")
         S = tl.dot((to_end[None, :] * u).to(OPERAND), keys, decay * S, input_precision="tf32x3")
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
-        place = out + t * (VALUE_HEADS * V) + wide_step[None, :] * (VALUE_HEADS * V) + row[:, None]
-        tl.store(place, o.to(out.dtype.element_ty), mask=mask_V)
+        tl.store(out + t * (VALUE_HEADS * V) + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
-            pieces = tl.reshape(S, [BLOCK_V, BLOCK_K // 16, 16])
-            tl.store(state + dst * slot_stride + element, pieces.to(STATE), mask=inside)
+            stored = tl.permute(tl.reshape(S, [BLOCK_V // 16, 2, 8, BLOCK_K // 8, 4, 2]), (4, 2, 0, 1, 3, 5))
+            tl.store(state + dst * slot_stride + element, stored.to(STATE), mask=inside)
 
 
-def token_strides(x: Tensor) -> tuple[int, int]:
-    """Strides of [F, heads, ...]. They are constants to the compiler, so one token has those of a dense tensor."""
-    return (x.stride(0) if x.shape[0] > 1 else x[0].numel(), x.stride(1))
+def _strides(x: Tensor) -> tuple[int, int]:
+    """Of tokens and heads: a layer's, hence constants to the compiler. A lone token has those of a dense tensor."""
+    return (x.stride(0) if len(x) > 1 else x[0].numel(), x.stride(1))
 
 
 def prefill(
@@ -306,16 +249,20 @@ def prefill(
     beta_scale: float,
     out: Tensor,
 ) -> None:
-    """Fills the prefill and padding tokens of `out` [F, HV, V] and stores states where `chunk_dst` says."""
+    """Fills the prefill and padding tokens of `out` [F, HV, V] and stores states where `chunk_dst` says.
+
+    Scratch: 264 bytes per token and value head for bf16 activations, 520 for others.
+    """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
-    block_K = triton.next_power_of_2(K)
-    chunks = indices.chunk_seq.shape[0]
+    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": triton.next_power_of_2(K)}
+    strides = {"Q_STRIDES": _strides(q), "K_STRIDES": _strides(k)}
     narrow = q.dtype == torch.bfloat16
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
-    vectors = q.new_empty(chunks * value_heads * 4 * 64, dtype=torch.float32)
-    if chunks:
-        _prepare_kernel[value_heads, chunks](
+    vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
+    num_chunks = indices.chunk_seq.shape[0]
+    if num_chunks:
+        _prepare_kernel[value_heads, num_chunks](
             q,
             k,
             a,
@@ -331,19 +278,19 @@ def prefill(
             indices.seq_chunk_start,
             indices.num_prefills,
             num_tokens,
-            BETA_SCALE=beta_scale,
-            Q_STRIDES=token_strides(q),
-            K_STRIDES=token_strides(k),
-            A_STRIDES=token_strides(a),
-            B_STRIDES=token_strides(b),
-            HEADS=heads,
-            VALUE_HEADS=value_heads,
-            K=K,
-            BLOCK_K=block_K,
+            beta_scale,
+            **strides,
+            A_STRIDES=_strides(a),
+            B_STRIDES=_strides(b),
+            **shape,
             num_warps=4,
-            num_stages=1,
+            maxnreg=128,
         )
-    block_V = 64
+    # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
+    block_V = 64 if V <= 64 or value_heads * triton.cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    stages = 1
+    if narrow:
+        stages = 3 if K <= 128 else 2
     _scan_kernel[value_heads * triton.cdiv(V, block_V), indices.num_prefills + 1](
         q,
         k,
@@ -361,15 +308,11 @@ def prefill(
         state.stride(0) * state.element_size() // 16,
         indices.num_prefills,
         num_tokens,
-        Q_STRIDES=token_strides(q),
-        K_STRIDES=token_strides(k),
-        V_STRIDES=token_strides(v),
-        HEADS=heads,
-        VALUE_HEADS=value_heads,
-        K=K,
+        **strides,
+        V_STRIDES=_strides(v),
+        **shape,
         V=V,
-        BLOCK_K=block_K,
         BLOCK_V=block_V,
-        STAGES=2 if narrow else 1,
-        num_warps=4,
+        STAGES=stages,
+        num_warps=block_V // 16,
     )

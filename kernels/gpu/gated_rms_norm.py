@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import Launcher
 from .layout import check_dense, stride_alignment
 
 WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
@@ -66,6 +67,9 @@ def _gated_rms_norm_kernel(
     tl.store(out + out_row[:, None] + channel[None, :], normed.to(out.dtype.element_ty), mask=mask)
 
 
+_launch = Launcher(_gated_rms_norm_kernel)
+
+
 def gated_rms_norm(
     x: Tensor,
     gate: Tensor,
@@ -86,27 +90,22 @@ def gated_rms_norm(
     rows = x.shape[0] * x.shape[1]
     block_width = triton.next_power_of_2(width)
     block_rows = max(WARP_TILE // block_width, 1)
-    _gated_rms_norm_kernel[(triton.cdiv(rows, block_rows),)](
-        x,
-        gate,
-        weight,
-        out,
-        rows,
-        x.stride(0),
-        x.stride(1),
-        gate.stride(0),
-        gate.stride(1),
-        eps,
-        GROUPS=x.shape[1],
-        WEIGHT_GROUPS=weight.shape[0] // width,
-        WIDTH=width,
-        X_ALIGNMENT=stride_alignment(x),
-        GATE_ALIGNMENT=stride_alignment(gate),
-        SIGMOID=activation == "sigmoid",
-        NORM_FIRST=norm_before_gate,
-        ROUND_NORMED=round_normed,
-        BLOCK_ROWS=block_rows,
-        BLOCK_WIDTH=block_width,
+    _launch(
+        (-(-rows // block_rows), 1, 1),
+        (x, gate, weight),
+        (out, rows, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1), eps),
+        {
+            "GROUPS": x.shape[1],
+            "WEIGHT_GROUPS": weight.shape[0] // width,
+            "WIDTH": width,
+            "X_ALIGNMENT": stride_alignment(x),
+            "GATE_ALIGNMENT": stride_alignment(gate),
+            "SIGMOID": activation == "sigmoid",
+            "NORM_FIRST": norm_before_gate,
+            "ROUND_NORMED": round_normed,
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_WIDTH": block_width,
+        },
         num_warps=max(block_width // WARP_TILE, 1),
     )
     return out

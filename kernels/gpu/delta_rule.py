@@ -1,0 +1,89 @@
+"""What the delta rules share: gates, norms and the inverse of a chunk's triangular system."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+BLOCK = tl.constexpr(16)  # diagonal blocks of a chunk's system that are inverted one by one
+NORM_EPS = tl.constexpr(1e-6)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def log2_decay(a, A_log, dt_bias):
+    """g / ln 2 for g = -exp(A_log) softplus(a + dt_bias)."""
+    x = a + dt_bias
+    small = tl.exp(-tl.abs(x))
+    one_more = 1 + small
+    log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # the second term is what the sum has rounded off
+    return -tl.exp(A_log) * LOG2_E * (tl.maximum(x, 0.0) + log1p)
+
+
+@triton.jit
+def normalized(x):
+    """A vector divided by its norm."""
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + NORM_EPS)
+
+
+@triton.jit
+def inverse_norms(products):
+    """1 / sqrt(|x|^2 + eps) of every row x, from the diagonal of x x^T [64, 64]."""
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    return tl.rsqrt(tl.sum(tl.where(row == column, products, 0.0), axis=1) + NORM_EPS)
+
+
+@triton.jit
+def _parts(x, PRECISE: tl.constexpr):
+    """Two fp16 parts that together hold 22 bits of x, or the first alone."""
+    high = x.to(tl.float16)
+    if PRECISE:
+        return high, (x - high.to(tl.float32)).to(tl.float16)
+    else:
+        return (high,)
+
+
+@triton.jit
+def _product(x, y, PRECISE: tl.constexpr):
+    """x y in fp32 from the parts of both."""
+    if PRECISE:
+        return tl.dot(x[0], y[0], tl.dot(x[0], y[1], tl.dot(x[1], y[0])))
+    else:
+        return tl.dot(x[0], y[0])
+
+
+@triton.jit
+def unit_lower_inverse(system, PRECISE: tl.constexpr):
+    """(1 + system)^-1 [64, 64]; the diagonal of `system` counts as 0, and above it must be zeros.
+
+    The system is that of normalised keys and beta <= 2: then no entry of it, of its inverse or of what is formed on the
+    way exceeds 2, so that fp16 serves as the format of operands: its 11 bits where the result is rounded to bf16, twice
+    11 with `PRECISE`. Blocks of 16 on the diagonal are inverted by merging ever larger pairs of blocks, what they leave
+    by forward substitution. (Products of powers of the triangle would be cheaper and wrong: with correlated keys they
+    grow to 1e9 before they cancel.)
+    """
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    block = tl.arange(0, BLOCKS)
+    on_diagonal = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.reshape(system, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    inner = tl.sum(tl.where(on_diagonal, blocks, 0.0), axis=2)
+    inverse = tl.where(i == j, 1.0, tl.where(i ^ j == 1, -inner, 0.0))
+    for level in tl.static_range(1, 4):
+        pairs = tl.where((i ^ j) >> level == 1, inner, 0.0)
+        parts = _parts(inverse, PRECISE)
+        inverse -= _product(parts, _parts(_product(_parts(pairs, PRECISE), parts, PRECISE), PRECISE), PRECISE)
+
+    # With the blocks' inverse D and the rest R of the system: (1 + system)^-1 = D (1 + R D)^-1.
+    diagonal = tl.where(on_diagonal, tl.reshape(inverse, [BLOCKS, BLOCK, 1, BLOCK]), 0.0)
+    diagonal = _parts(tl.reshape(diagonal, [CHUNK, CHUNK]), PRECISE)
+    rest = _parts(tl.reshape(tl.where(on_diagonal, 0.0, blocks), [CHUNK, CHUNK]), PRECISE)
+    coupling = _product(rest, diagonal, PRECISE)
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    identity = tl.where(row == column, 1.0, 0.0)
+    result = identity - coupling  # right in the first two rows of blocks; every round adds one
+    coupling = _parts(coupling, PRECISE)
+    for _ in tl.static_range(BLOCKS - 2):
+        result = identity - _product(coupling, _parts(result, PRECISE), PRECISE)
+    return _product(diagonal, _parts(result, PRECISE), PRECISE)

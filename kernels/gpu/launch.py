@@ -1,0 +1,44 @@
+"""Launches that cost their host little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Launcher:
+    """Calls a kernel, and remembers which of its compiled variants serves which arguments.
+
+    Triton works that out anew in every call, which takes longer than the launch itself.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.variants: dict[tuple[object, ...], Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor | None],
+        arguments: Sequence[object],
+        constants: Mapping[str, object],
+        num_warps: int,
+    ) -> None:
+        """The kernel takes `tensors`, then `arguments`, then `constants`, in this order.
+
+        Tensors choose a variant by their dtype and by whether they start at a multiple of 16 bytes; the first one has a
+        device. No argument may choose one: index arrays are int32 and aligned, numbers are not specialised.
+        """
+        first = tensors[0]
+        assert first is not None
+        places = [tensor if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
+        key = (first.device.index, num_warps, *places, *constants.values())
+        variant = self.variants.get(key)
+        if variant is not None:
+            variant[grid](*tensors, *arguments, *constants.values())
+            return
+        assert [*constants] == self.kernel.arg_names[len(tensors) + len(arguments) :]
+        variant = self.kernel[grid](*tensors, *arguments, **constants, num_warps=num_warps)
+        self.variants[key] = variant  # None in the interpreter
