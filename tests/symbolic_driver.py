@@ -209,8 +209,8 @@ class CheckedCache(PrefixCache):
         if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
             return None
         for other in self._running.values():
-            writes = other.store and not other.stale and other.computed < other.prefill_end
-            if writes and other.salt == s.salt and self._shared(s, other) > max(hit, other.computed):
+            writes = other.store and not other.stale and other.salt == s.salt
+            if writes and self._shared(s, other) > max(hit, other.computed):
                 return other.request_id
         return None
 
@@ -221,7 +221,6 @@ class CheckedCache(PrefixCache):
     def _check_wait(self, s: CachedSequence, other: CachedSequence, hit: int) -> None:
         assert self.waits_for(s.request_id) == other.request_id and self._running[other.request_id] is other
         assert s.read and other.store and not other.stale and self.config.max_checkpoints != 0
-        assert other.computed < other.prefill_end
         assert self._shared(s, other) > max(hit, other.computed)
 
 

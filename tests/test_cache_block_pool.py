@@ -135,6 +135,13 @@ def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Re
     assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
 
 
+def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    near, late = commit(pool, 5, exact=False), pool.allocate()
+    assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
+    assert pool.lookup(name(5)) == near and removed == []
+
+
 def test_withdraw_makes_private_for_the_sole_holder_only(removed: Removed) -> None:
     pool = BlockPool(1, removed)
     block = commit(pool, 5)

@@ -9,6 +9,7 @@ from itertools import takewhile
 
 import pytest
 
+from cache_calls import make, run_step
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.cache.prefix_index import extend_chain, root_hash
 from mambacache.cache.report import ComputedRecord, Loss, RequestReport, common_tokens, partition_loss
@@ -67,6 +68,15 @@ def test_evicted_kv() -> None:
     assert losses({"num_kv_blocks": 6}, Job(text(300)), Job(text(300, 1)), Job(text(300)))[-1] == {E: 256, G: 43}
 
 
+def test_evicted_kv_of_a_host() -> None:
+    cache = make(num_kv_blocks=0)
+    cache.add("a", text(200))
+    assert cache.admit("a", kv_tokens=0) is not None
+    run_step(cache, "a", 200, 1)
+    cache.add("b", text(200))
+    assert cache.match("b", kv_tokens=100).losses == {E: 192, G: 7}
+
+
 def test_an_eviction_is_forgotten_when_the_state_was_stored_again() -> None:
     prompt = text(30)
     d = run([Job(prompt, 50)], max_num_seqs=1)
@@ -92,8 +102,9 @@ def test_no_capacity() -> None:
 
 
 def test_only_near() -> None:
-    options = {"strict_reuse": True, "budget": 7}
-    assert losses(options, Job(text(300)), Job(text(300)))[1] == {Loss.ONLY_NEAR: 256, G: 43}
+    for kind in ({}, {"has_attention": False, "num_kv_blocks": 0}):
+        options = {"strict_reuse": True, "budget": 7, **kind}
+        assert losses(options, Job(text(300)), Job(text(300)))[1] == {Loss.ONLY_NEAR: 256, G: 43}
 
 
 def test_not_asked_for() -> None:

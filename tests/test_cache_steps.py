@@ -254,6 +254,19 @@ def test_a_state_that_is_there_is_stored_again_only_if_it_was_near(first: int, s
     assert sorted(run_step(cache, "b", 200 - second, 1).steps[0].checkpoints) == again
 
 
+def test_a_resumed_request_stores_the_tail_of_its_prompt_and_its_own() -> None:
+    cache = make()
+    started(cache, "a", text(100))
+    run_step(cache, "a", 100, 0)
+    for i in range(40):
+        run_step(cache, "a", 1, i)
+    cache.preempt("a")
+    while cache._states.evict():
+        pass
+    assert cache.admit("a") is not None
+    assert sorted(run_step(cache, "a", 141, 1).steps[0].checkpoints) == [64, 128]
+
+
 # --- waiting for a prefix ---
 
 
@@ -282,6 +295,64 @@ def test_nobody_waits_for_who_stores_nothing(config: dict, options: dict) -> Non
     cache = make(**config)
     started(cache, "a", text(200), **options)
     started(cache, "b", text(200))
+
+
+def test_under_strict_reuse_nobody_waits_for_near_states() -> None:
+    cache = make(strict_reuse=True)
+    started(cache, "a", text(200))
+    cache.add("b", text(200))
+    assert cache.match("b").waits_for == "a"
+    run_step(cache, "a", 10)
+    assert cache.match("b").waits_for == "a"
+    run_step(cache, "a", 10)
+    assert cache.match("b").waits_for is None
+
+
+def test_a_promise_does_not_outlive_the_life_that_gave_it() -> None:
+    cache = make()
+    shared = text(150)
+    started(cache, "a", shared + text(100, 1))
+    cache.add("b", shared + text(100, 2))
+    assert cache.admit("b") is None
+    cache.preempt("a")
+    assert cache.admit("a") is not None
+    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    assert sorted(run_step(cache, "a", 250, 1).steps[0].checkpoints) == [128, 192]
+
+
+def test_waiting_ends_when_the_writer_got_no_block() -> None:
+    cache = make(num_state_blocks=2)
+    shared = text(150)
+    started(cache, "a", shared + text(100, 1))
+    cache.add("b", shared + text(100, 2))
+    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    started(cache, "c", text(5, 3))
+    assert run_step(cache, "a", 250, 1).steps[0].checkpoints == {}
+    cache.free("c", finished=True)
+    assert cache.admit("b") is not None
+
+
+def test_waiting_ends_when_the_state_is_there() -> None:
+    cache = make()
+    shared = text(150)
+    started(cache, "a", shared + text(100, 1))
+    cache.add("b", shared + text(100, 2))
+    assert cache.admit("b") is None
+    started(cache, "c", shared + text(10, 3), read=False, checkpoint_at=(128,))  # type: ignore[arg-type]
+    run_step(cache, "c", 160, 1)
+    found = cache.admit("b")
+    assert found is not None and found.num_tokens == 128
+
+
+def test_waiting_for_the_next_token_of_an_answer() -> None:
+    cache = make()
+    started(cache, "a", text(63))
+    run_step(cache, "a", 63, 7)
+    cache.add("b", [*text(63), 7, 8])
+    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    run_step(cache, "a", 1, 9)
+    found = cache.admit("b")
+    assert found is not None and found.num_tokens == 64
 
 
 def test_waiting_ends_with_the_writer() -> None:

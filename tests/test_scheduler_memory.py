@@ -45,8 +45,8 @@ def test_a_prompt_that_does_not_fit_holds_back_those_behind_it() -> None:
 
 
 def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
-    s = Steps({"num_kv_blocks": 3})
-    for name in "abc":
+    s = Steps({"num_kv_blocks": 3}, max_num_seqs=3)
+    for name in "abcd":
         s.add(name, text(60, ord(name)), max_tokens=30)
     s.run()
     for _ in range(4):
@@ -55,8 +55,6 @@ def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
     assert [row[0] for row in s.run()] == ["a"]  # a page for a: c goes; b, older than c, has no victim and waits
     assert s.cache.stats.preemptions == 1
     assert [row[0] for row in s.run()] == ["a"]
-    s.add("d", text(5, 9), max_tokens=1)
-    assert s.cache.stats.preemptions == 1
     order: list[str] = []
     while not s.scheduler.idle:
         order += [row[0] for row in s.run() if row[0] not in order]
@@ -92,6 +90,18 @@ def test_a_row_without_a_victim_waits_a_step() -> None:
     assert s.run() == [("b", 1, 1)]
     assert s.run() == [("b", 2, 1)]
     assert s.run() == [("a", 64, 64)]
+    assert s.cache.stats.preemptions == 0
+
+
+def test_an_older_one_is_not_preempted_though_it_has_no_row_yet() -> None:
+    s = Steps({"num_kv_blocks": 5}, long_prefill_token_threshold=60)
+    s.add("a", text(256), max_tokens=5)
+    s.run()
+    s.run()
+    s.add("b", text(60, 1), max_tokens=20)
+    for _ in range(5):
+        s.run()
+    assert s.run() == [("a", 252, 4)]  # b lacks a page, and all others are those of a
     assert s.cache.stats.preemptions == 0
 
 

@@ -128,6 +128,22 @@ def test_further_answers_compute_the_prompt_once(ahead: bool) -> None:
     assert all(request.report is d.requests[0, 0].report for request in d.requests.values())
 
 
+def test_further_answers_of_a_request_that_was_preempted_meanwhile() -> None:
+    s = Steps()
+    request = Request("a", text(100), SamplingParams(max_tokens=3, n=2))
+    request.siblings = [Request("b", request.prompt, request.params)]
+    s.scheduler.add(request)
+    plan = s.plan()
+    s.scheduler.issued(plan)
+    assert s.scheduler.schedule() is None  # b begins where the prompt ends, so a does not go on yet
+    s.cache.preempt("a")
+    s.scheduler._queue_again(request)
+    s.scheduler.update(plan, [[5, 6]])
+    plan = s.plan()
+    assert rows(plan) == [("a", 64, 37), ("b", 64, 37)]
+    assert plan.arrays["tokens"].tolist() == [*text(100)[64:], 5, *text(100)[64:], 6]
+
+
 def test_aborting_the_first_answer_before_it_began_aborts_all() -> None:
     d = run([Job(text(300), 5, n=3, aborts=1)], budget=64)
     assert [request.finish_reason for request in d.requests.values()] == [FinishReason.ABORT] * 3

@@ -72,15 +72,13 @@ class Matcher:
 
     def _cause(self, s: CachedSequence, match: Match, depth: int) -> Loss | None:
         """Why a request does not resume after `depth` blocks; None if nothing was ever put there."""
-        strict, block_hash = self._config.strict_reuse, s.chain[depth]
-        for pool in (self._states, self._kv) if strict else ():
-            if pool is not None and pool.lookup(block_hash) is not None and not self._index.usable(pool, block_hash):
-                return Loss.ONLY_NEAR
-        if self._states.lookup(block_hash) is None or depth <= match.coverage:
-            return self._record.fate(block_hash)
+        if self._states.lookup(s.chain[depth]) is None:
+            return self._record.fate(s.chain[depth])
+        if depth <= match.coverage:
+            return Loss.ONLY_NEAR
         # The state is there, but not all KV before it.
-        lacking = s.chain[match.coverage + 1]
-        return Loss.EVICTED if self._kv is None or self._kv.lookup(lacking) is None else Loss.ONLY_NEAR
+        gone = self._kv is None or self._kv.lookup(s.chain[match.coverage + 1]) is None
+        return Loss.EVICTED if gone else Loss.ONLY_NEAR
 
     def _longest_computed(self, s: CachedSequence) -> int:
         """Tokens at the prompt's beginning that were ever computed, by requests that run now too."""
@@ -117,7 +115,7 @@ class Matcher:
             return None
         best, limit = None, (len(s.tokens) - 1) // config.block_size
         for other in self._running.values():
-            if not other.store or other.stale or other.computed >= other.prefill_end:
+            if not other.store:
                 continue
             boundary = min(common_blocks(s.chain, other.chain), limit) * config.block_size
             if config.strict_reuse and boundary > other.near_from:

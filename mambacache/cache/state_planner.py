@@ -341,8 +341,6 @@ class StatePlanner:
                 continue
             if self._kv.commit(s.kv[i], block_hash, exact=(i + 1) * size <= s.near_from, hot=True):
                 self._events.append(CacheEvent("stored", "kv", block_hash, (i + 1) * size, s.request_id))
-        if known == s.prefill_end:
-            self._record_tail(s)
 
     def _record_tail(self, s: CachedSequence) -> None:
         start = s.advanced * self._block_size
