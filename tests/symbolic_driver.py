@@ -336,6 +336,8 @@ class Driver:
     def read(self) -> None:
         plan, outputs = self.plans.popleft()
         self.scheduler.update(plan, outputs)
+        for request in self.scheduler._running:
+            assert request.in_flight or request.computed == self.cache._running[request.request_id].computed
 
     def check(self) -> None:
         """After the end: the tokens of every request, no leak, and no committed block that changed."""

@@ -72,6 +72,16 @@ def test_the_next_step_reads_the_last_accepted_state_and_the_window_of_the_first
     assert (after.src, after.conv_src, after.conv_offset) == (verify.dst[accepted], verify.dst[0], accepted)
 
 
+def test_a_row_gets_as_many_drafts_as_there_are_blocks() -> None:
+    cache = {"num_state_blocks": 12, "num_kv_blocks": 9, "max_draft_tokens": 7}
+    d = Driver(Mix([Job(text(20, seed), 40) for seed in range(2)], draft_errors=1000, cache=cache))
+    d.submit(0)
+    d.submit(1)
+    d.step()
+    plan = d.scheduler.schedule()
+    assert plan is not None and [step.num_tokens for step in plan.steps] == [8, 2]
+
+
 def test_drafts_get_fewer_where_blocks_are_few() -> None:
     jobs = [Job(text(50, seed), 60) for seed in range(3)]
     d = run(jobs, num_state_blocks=10, max_draft_tokens=7, draft_errors=1000, budget=64)

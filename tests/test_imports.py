@@ -15,6 +15,7 @@ import mambacache
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450
+MAX_EQUAL_LINES = 12
 
 # For each part of the package the parts that it may import, beside itself.
 LAYERS: dict[str, set[str]] = {
@@ -164,3 +165,16 @@ def test_no_source_file_is_long() -> None:
     assert Path(__file__) in sources
     long = {str(path): count for path in sources if (count := len(path.read_text().splitlines())) > MAX_LINES}
     assert not long
+
+
+def test_test_files_share_no_more_than_a_dozen_lines() -> None:
+    """Tests are parametrised over families, not copied for each."""
+    texts = {}
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        lines = [line.strip() for line in path.read_text().splitlines()]
+        texts[path.name] = [line for line in lines if line and not line.startswith(("import ", "from "))]
+    runs: dict[tuple[str, ...], str] = {}
+    for name, lines in texts.items():
+        for start in range(len(lines) - MAX_EQUAL_LINES):
+            run = tuple(lines[start : start + MAX_EQUAL_LINES + 1])
+            assert runs.setdefault(run, name) == name, f"{name} and {runs[run]} share these lines: {run}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from symbolic import text
-from symbolic_driver import Driver, Job, run
+from symbolic_driver import Driver, Job, Mix, run
 
 SHARED = text(640)
+FEW = {"num_state_blocks": 16, "num_kv_blocks": 64}
 BUDGETS = [64, 200, 8192]
 KINDS = [pytest.param({}, id="attention"), pytest.param({"has_attention": False, "num_kv_blocks": 0}, id="recurrent")]
 
@@ -82,9 +83,16 @@ def test_a_tree_of_prompts_computes_each_branch_once() -> None:
 
 def test_those_behind_a_waiting_request_go_ahead() -> None:
     a, b = prompts(2)
-    d = run([Job(a, 1), Job(b, 1), Job(text(50, 30), 1)], budget=250)
-    order = [request_id for request_id, _ in d.cache.hits]
-    assert order == ["0.0", "2.0", "1.0"]
+    d = Driver(Mix([Job(a), Job(b), Job(text(50, 30), 9)], budget=250, cache=FEW))
+    for index in range(3):
+        d.submit(index)
+    rows: list[list[str]] = []
+    while not d.scheduler.idle:
+        d.step()
+        rows.append([request.request_id for request in d.scheduler._running])
+    d.check()
+    assert [request_id for request_id, _ in d.cache.hits] == ["0.0", "2.0", "1.0"]
+    assert ["0.0", "1.0", "2.0"] in rows  # in order of arrival again
 
 
 @pytest.mark.parametrize("options", [{"salt": "other"}, {"read": False}])

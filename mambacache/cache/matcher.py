@@ -110,17 +110,17 @@ class Matcher:
 
     def find_writer(self, s: CachedSequence, match: Match) -> Promise | None:
         """Who is about to compute the longest prefix shared with this request beyond its hit, and up to where."""
-        config = self._config
-        if not s.read or config.max_checkpoints == 0:
+        size, strict = self._config.block_size, self._config.strict_reuse
+        if not s.read or self._config.max_checkpoints == 0:
             return None
-        best, limit = None, (len(s.tokens) - 1) // config.block_size
+        best, limit = None, (len(s.tokens) - 1) // size
         for other in self._running.values():
-            if not other.store:
+            if not other.store or other.computed >= (len(other.chain) - 1) * size:
                 continue
-            boundary = min(common_blocks(s.chain, other.chain), limit) * config.block_size
-            if config.strict_reuse and boundary > other.near_from:
+            boundary = min(common_blocks(s.chain, other.chain), limit) * size
+            if strict and boundary > other.near_from:
                 continue
-            if boundary > max(match.hit * config.block_size, other.computed, best.boundary if best else 0):
+            if boundary > max(match.hit * size, other.computed, best.boundary if best else 0):
                 best = Promise(other, other.epoch, boundary)
         return best
 
