@@ -25,6 +25,10 @@ TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
         ("conv1d", "UNROLL"): (4, 8),
         ("conv1d", "STAGES"): (1, 3),
     },
+    "gated_delta_rule": {
+        ("gated_delta_rule_prefill", "PROCESSORS"): (0, 1 << 30),
+        ("gated_delta_rule_decode", "BLOCK_V"): (4, 8, 16),
+    },
 }
 FIRST = {op: next(iter(models.values())) for op, models in MODELS.items()}
 

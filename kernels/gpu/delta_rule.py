@@ -35,6 +35,26 @@ def inverse_norms(products):
 
 
 @triton.jit
+def _nearest_tf32(x):
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot(x, y, acc=None):
+    """x y + acc for 16-bit operands, or for fp32 ones in three products of TF32 parts.
+
+    The parts are rounded to nearest: those of Triton's tf32x3 are truncated, which makes sums four times less exact.
+    """
+    if x.dtype == tl.float32:
+        x_high, y_high = _nearest_tf32(x), _nearest_tf32(y)
+        acc = tl.dot(x - x_high, y_high, acc, input_precision="tf32")
+        acc = tl.dot(x_high, y - y_high, acc, input_precision="tf32")
+        return tl.dot(x_high, y_high, acc, input_precision="tf32")
+    else:
+        return tl.dot(x, y, acc)
+
+
+@triton.jit
 def _parts(x, PRECISE: tl.constexpr):
     """Two fp16 parts that together hold 22 bits of x, or the first alone."""
     high = x.to(tl.float16)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .delta_rule import CHUNK, LOG2_E, inverse_norms, log2_decay, unit_lower_inverse
+from .delta_rule import CHUNK, LOG2_E, dot, inverse_norms, log2_decay, unit_lower_inverse
 
 # The smallest log decay of one token between pairs of tokens: e^-24 is nothing beside 1, and differences of larger
 # sums would cancel.
@@ -90,10 +90,10 @@ def _prepare_kernel(
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
-    query_norm = inverse_norms(tl.dot(queries, tl.trans(queries), input_precision="tf32x3")) * K**-0.5
-    scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * pairwise * query_norm[:, None]
+    query_norm = inverse_norms(dot(queries, tl.trans(queries))) * K**-0.5
+    scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]
     tl.store(tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK), scores.to(OPERAND), mask=stored)
-    products = tl.dot(keys, tl.trans(keys), input_precision="tf32x3")
+    products = dot(keys, tl.trans(keys))
     key_norm = inverse_norms(products)
     scale = key_norm * BETA_SCALE / (1 + tl.exp(-beta))
     system = products * pairwise * key_norm[:, None] * scale[None, :]
@@ -217,23 +217,18 @@ def _scan_kernel(
         _, key_decay = tl.split(low)
         query_decay, to_end = tl.split(high)
         keys, queries, read = keys.to(OPERAND), queries.to(OPERAND), S.to(OPERAND)
-        known = -key_decay[None, :] * tl.dot(read, tl.trans(keys), input_precision="tf32x3")
-        u = tl.dot(tl.trans(values.to(OPERAND)), tl.trans(inverse), input_precision="tf32x3")
-        u = tl.dot(known.to(OPERAND), tl.trans(inverse), u, input_precision="tf32x3")
-        o = query_decay[None, :] * tl.dot(read, tl.trans(queries), input_precision="tf32x3")
-        o = tl.dot(u.to(OPERAND), tl.trans(scores), o, input_precision="tf32x3")
-        S = tl.dot((to_end[None, :] * u).to(OPERAND), keys, decay * S, input_precision="tf32x3")
+        known = -key_decay[None, :] * dot(read, tl.trans(keys))
+        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+        u = dot(known.to(OPERAND), tl.trans(inverse), u)
+        o = query_decay[None, :] * dot(read, tl.trans(queries))
+        o = dot(u.to(OPERAND), tl.trans(scores), o)
+        S = dot((to_end[None, :] * u).to(OPERAND), keys, decay * S)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * (VALUE_HEADS * V) + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
             stored = tl.permute(tl.reshape(S, [BLOCK_V // 16, 2, 8, BLOCK_K // 8, 4, 2]), (4, 2, 0, 1, 3, 5))
             tl.store(state + dst * slot_stride + element, stored.to(STATE), mask=inside)
-
-
-def _strides(x: Tensor) -> tuple[int, int]:
-    """Of tokens and heads: a layer's, hence constants to the compiler. A lone token has those of a dense tensor."""
-    return (x.stride(0) if len(x) > 1 else x[0].numel(), x.stride(1))
 
 
 def prefill(
@@ -256,7 +251,8 @@ def prefill(
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
     shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": triton.next_power_of_2(K)}
-    strides = {"Q_STRIDES": _strides(q), "K_STRIDES": _strides(k)}
+    # Of tokens and heads: a layer's, hence constants to the compiler.
+    q_strides, k_strides, v_strides, a_strides, b_strides = (x.stride()[:2] for x in (q, k, v, a, b))
     narrow = q.dtype == torch.bfloat16
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
@@ -279,9 +275,10 @@ def prefill(
             indices.num_prefills,
             num_tokens,
             beta_scale,
-            **strides,
-            A_STRIDES=_strides(a),
-            B_STRIDES=_strides(b),
+            q_strides,
+            k_strides,
+            a_strides,
+            b_strides,
             **shape,
             num_warps=4,
             maxnreg=128,
@@ -308,8 +305,9 @@ def prefill(
         state.stride(0) * state.element_size() // 16,
         indices.num_prefills,
         num_tokens,
-        **strides,
-        V_STRIDES=_strides(v),
+        q_strides,
+        k_strides,
+        v_strides,
         **shape,
         V=V,
         BLOCK_V=block_V,
