@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint types pytest bench-scheduler
+.PHONY: setup demo test lint types pytest pytest-gpu bench-scheduler bench-kernels
 
 setup: $(READY)
 
@@ -31,6 +31,14 @@ types: $(READY)
 pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
 	$(PY) -P -m pytest --numprocesses 2
+
+# On a machine with a CUDA device, in the environment that has its torch.
+pytest-gpu: export OMP_NUM_THREADS ?= 1
+pytest-gpu:
+	$(PYTHON) -P -m pytest --numprocesses 8 -m gpu
+
+bench-kernels:
+	$(PYTHON) benchmarks/bench_kernels.py --json benchmarks/results/kernels-h200.json
 
 bench-scheduler: $(READY)
 	$(PY) benchmarks/bench_scheduler.py

@@ -3,9 +3,10 @@
     python benchmarks/bench_kernels.py [--quick] [--only TEXT] [--json OUT.json]
 
 Prefill resumes from a cached state and stores one. `graph` replays a CUDA graph, `eager` includes the launches. `floor`
-is the larger of the bytes that must move at the bandwidth of a large copy, measured first, and of the products at
-PRODUCT_RATE. `copy` moves a decode step's bytes between the same rows of the same pool, or a prefill's between two
-tensors. Successive calls take different inputs, so that none are found in the L2 cache.
+is the largest of three: the bytes that must move at the bandwidth of a large copy, measured first, the products at
+PRODUCT_RATE and the exponentials at EXPONENTIAL_RATE. `copy` moves a decode step's bytes between the same rows of the
+same pool, or a prefill's between two tensors. Successive calls take different inputs, so that none are found in the L2
+cache.
 """
 
 from __future__ import annotations
@@ -23,29 +24,36 @@ from pathlib import Path
 import kernel_peers
 import torch
 from gpu_timing import Call, copy_bandwidth, eager_us, graph_us, host_us
-from kernel_workloads import Case, Conv1d, DeltaRule, GatedNorm
+from kernel_steps import Case
+from kernel_workloads import Conv1d, DeltaRule, GatedNorm, KimiDelta, SelectiveScan, StateSpaceDual
 from torch import Tensor
 
 PRODUCT_RATE = 790e12  # bf16 products per second that a large matrix product reaches on an H200
+EXPONENTIAL_RATE = 132 * 16 * 1.83e9  # per second: 16 a clock on each processor of an H200
 ROTATE_BYTES = 200 << 20  # several times the L2 cache
 
 
-def case_list() -> Iterator[tuple[str, partial[Case], bool]]:
-    """Name, how to make a set of inputs, and whether `--quick` times it."""
-    for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
-        name = f"{len(lengths)} x {lengths[0]}"
-        yield name, partial(DeltaRule, lengths), name == "64 x 128"
-    for batch in (16, 64, 256):
-        yield f"batch {batch}", partial(DeltaRule, [1] * batch, decode=True), batch == 64
-        yield f"batch {batch}, 4 tokens", partial(DeltaRule, [4] * batch, decode=True), False
+QUICK = ("64 x 128", "batch 64", "8192 tokens")  # what `--quick` times
+
+
+def case_list() -> Iterator[tuple[str, partial[Case]]]:
+    """Name and how to make a set of inputs."""
+    for family in (DeltaRule, KimiDelta, StateSpaceDual, SelectiveScan):
+        for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
+            yield f"{len(lengths)} x {lengths[0]}", partial(family, lengths)
+        for batch in (16, 64, 256):
+            yield f"batch {batch}", partial(family, [1] * batch, decode=True)
+    for family in (DeltaRule, KimiDelta):
+        for batch in (16, 64, 256):
+            yield f"batch {batch}, 4 tokens", partial(family, [4] * batch, decode=True)
     for lengths in ([8192], [128] * 64):
         name = f"{len(lengths)} x {lengths[0]}"
-        yield name, partial(Conv1d, lengths), name == "1 x 8192"
-        yield f"{name}, vLLM's metadata included", partial(Conv1d, lengths, peer_builds_metadata=True), False
+        yield name, partial(Conv1d, lengths)
+        yield f"{name}, vLLM's metadata included", partial(Conv1d, lengths, peer_builds_metadata=True)
     for batch in (64, 256):
-        yield f"batch {batch}", partial(Conv1d, [1] * batch, decode=True), batch == 64
+        yield f"batch {batch}", partial(Conv1d, [1] * batch, decode=True)
     for tokens in (8192, 256):
-        yield f"{tokens} tokens", partial(GatedNorm, tokens), tokens == 8192
+        yield f"{tokens} tokens", partial(GatedNorm, tokens)
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
@@ -79,7 +87,9 @@ def measure(name: str, make: partial[Case], bandwidth: float, repeats: int, erro
     peers = [call for s in sets if (call := peer_call(s))]
     copies = [call for s in sets if (call := s.copy())]
     row = {"op": case.op, "case": name}
-    row["floor_us"] = max(case.nbytes / bandwidth, case.flops / PRODUCT_RATE) * 1e6
+    row["floor_us"] = 1e6 * max(
+        case.nbytes / bandwidth, case.flops / PRODUCT_RATE, case.exponentials / EXPONENTIAL_RATE
+    )
     if errors:
         exact = case.exact()
         row["ours_error"] = relative_error(case.results(ours[0], of_peer=False), exact)
@@ -91,7 +101,8 @@ def measure(name: str, make: partial[Case], bandwidth: float, repeats: int, erro
 
 def measure_host(repeats: int) -> Iterator[dict]:
     """What one eager prefill call costs its host."""
-    for case in (DeltaRule([128] * 8), Conv1d([128] * 8), GatedNorm(1024)):
+    recurrences = [family([128] * 8) for family in (DeltaRule, KimiDelta, StateSpaceDual, SelectiveScan)]
+    for case in (*recurrences, Conv1d([128] * 8), GatedNorm(1024)):
         peer = peer_call(case)
         times = {"ours_us": host_us(case.ours, repeats), "peer_us": host_us(peer, repeats) if peer else None}
         yield {"op": case.op, "case": "host cost of a prefill call", "mode": "host", "floor_us": None} | times
@@ -144,8 +155,8 @@ def main() -> None:
             result["rows"].append(row)
             print(format_row(row), flush=True)
 
-    for name, make, quick in case_list():
-        if options.only in f"{make.func.op} {name}" and (quick or not options.quick):
+    for name, make in case_list():
+        if options.only in f"{make.func.op} {name}" and (name in QUICK or not options.quick):
             record(measure(name, make, bandwidth, repeats, errors=not options.quick))
             gc.collect()
             torch.cuda.empty_cache()

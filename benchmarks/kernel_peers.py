@@ -17,14 +17,14 @@ def delta_rule_prefill(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    heads: tuple[int, int, int, int],
+    heads: tuple[int, int, int],
     lengths: list[int],
 ) -> Any:
     """`call(pool, src, dst) -> y`: gates and norms, states gathered, the chunked kernels, states scattered."""
     from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule
     from vllm.third_party.flash_linear_attention.ops.fused_gdn_prefill_post_conv import fused_post_conv_prep
 
-    key_heads, _, key_width, value_width = heads
+    key_heads, key_width, value_width = heads
     counts = [-(-length // 64) for length in lengths]
     starts, chunk_starts = (_starts(sizes) for sizes in (lengths, counts))
     chunks = [(row, chunk) for row, count in enumerate(counts) for chunk in range(count)]
@@ -62,27 +62,29 @@ def delta_rule_prefill(
 
 
 def delta_rule_decode(
-    qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, heads: tuple[int, int, int, int], rows: int
+    qkv: Tensor, sections: list[Tensor], a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: int
 ) -> Any:
-    """`call(pool, blocks [rows, T]) -> y`: T tokens a row; states are read from the first block of a row."""
+    """`call(pool, blocks [rows, T]) -> y`: T tokens a row; states are read from the first block of a row.
+
+    `sections` are q, k and v, dense.
+    """
     from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
         fused_recurrent_gated_delta_rule_packed_decode,
     )
     from vllm.third_party.flash_linear_attention.ops.fused_sigmoid_gating import fused_sigmoid_gating_delta_rule_update
 
-    key_heads, value_heads, key_width, value_width = heads
+    q, k, v = sections
+    scale = q.shape[-1] ** -0.5
     if len(qkv) == rows:
-        out = qkv.new_empty(rows, 1, value_heads, value_width)
+        out = torch.empty_like(v)[:, None]
 
         def decode(pool: Tensor, blocks: Tensor) -> Tensor:
             return fused_recurrent_gated_delta_rule_packed_decode(
-                qkv, a, b, A_log, dt_bias, key_width**-0.5, pool, out, blocks[:, 0], use_qk_l2norm_in_kernel=True
+                qkv, a, b, A_log, dt_bias, scale, pool, out, blocks[:, 0], use_qk_l2norm_in_kernel=True
             )[0][:, 0]
 
         return decode
 
-    sizes = [key_heads * key_width, key_heads * key_width, value_heads * value_width]
-    q, k, v = (part.contiguous() for part in qkv.split(sizes, dim=1))  # not timed: it would copy views in every call
     starts = _starts([len(qkv) // rows] * rows)
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
 
@@ -92,9 +94,9 @@ def delta_rule_decode(
             a=a,
             b=b,
             dt_bias=dt_bias,
-            q=q.unflatten(1, (key_heads, key_width))[None],
-            k=k.unflatten(1, (key_heads, key_width))[None],
-            v=v.unflatten(1, (value_heads, value_width))[None],
+            q=q[None],
+            k=k[None],
+            v=v[None],
             initial_state=pool,
             cu_seqlens=starts,
             ssm_state_indices=blocks,
@@ -103,6 +105,192 @@ def delta_rule_decode(
         )[0][0]
 
     return verify
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lengths: list[int],
+) -> Any:
+    """`call(pool, src, dst) -> y`: states gathered, the chunked kernels with gates and norms inside, states scattered.
+
+    q, k and v are dense, as its three convolutions leave them.
+    """
+    from vllm.model_executor.layers.mamba.ops.gather_initial_states import gather_initial_states
+    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import chunk_kda_with_fused_gate
+
+    q, k, v = (x.contiguous()[None] for x in (q, k, v))
+    starts, resumed = _starts(lengths), torch.ones(len(lengths), dtype=torch.bool, device="cuda")
+
+    def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        y, final = chunk_kda_with_fused_gate(
+            q=q,
+            k=k,
+            v=v,
+            raw_g=g[None],
+            raw_beta=b[None],
+            A_log=A_log,
+            g_bias=dt_bias,
+            initial_state=gather_initial_states(pool, src, resumed),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=starts,
+        )
+        pool[dst] = final
+        return y[0]
+
+    return call
+
+
+def kda_decode(
+    qkv: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    rows: int,
+) -> Any:
+    """`call(pool, blocks [rows, T]) -> y`: T tokens a row; states are read from the first block of a row."""
+    from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent_kda, fused_recurrent_kda_packed_decode
+
+    gates = {"raw_g": g[None], "raw_beta": b[None], "A_log": A_log, "dt_bias": dt_bias, "lower_bound": None}
+    if len(qkv) == rows:
+
+        def decode(pool: Tensor, blocks: Tensor) -> Tensor:
+            y, _ = fused_recurrent_kda_packed_decode(
+                mixed_qkv=qkv, **gates, initial_state=pool, state_indices=blocks[:, 0]
+            )
+            return y.reshape(v.shape)
+
+        return decode
+
+    starts = _starts([len(qkv) // rows] * rows)
+    accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
+
+    def verify(pool: Tensor, blocks: Tensor) -> Tensor:
+        y, _ = fused_recurrent_kda(
+            q=q[None],
+            k=k[None],
+            v=v[None],
+            **gates,
+            initial_state=pool,
+            cu_seqlens=starts,
+            ssm_state_indices=blocks,
+            num_accepted_tokens=accepted,
+        )
+        return y[0]
+
+    return verify
+
+
+def ssd_prefill(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: None,
+    dt_bias: Tensor,
+    lengths: list[int],
+) -> Any:
+    """`call(pool, src, dst) -> y`: states gathered, the chunked kernels, which write final states to their rows."""
+    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+    chunk = 128 if max(lengths) <= 128 else 256  # the faster of the two for these lengths
+    counts = [-(-length // chunk) for length in lengths]
+    sizes = [
+        min(chunk, length - i * chunk) for length, count in zip(lengths, counts, strict=True) for i in range(count)
+    ]
+    owner = [row for row, count in enumerate(counts) for _ in range(count)]
+    resumed = torch.ones(len(lengths), 1, 1, 1, dtype=torch.bool, device="cuda")
+    options = {
+        "chunk_size": chunk,
+        "cu_seqlens": _starts(lengths),
+        "cu_chunk_seqlens": _starts(sizes),
+        "last_chunk_indices": _starts(counts)[1:] - 1,
+        "seq_idx": torch.tensor(owner, dtype=torch.int32, device="cuda"),
+        "D": D,
+        "dt_bias": dt_bias,
+        "dt_softplus": True,
+        "state_dtype": torch.float32,
+    }
+    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+
+    def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        mamba_chunk_scan_combined_varlen(
+            x,
+            dt,
+            A,
+            B,
+            C,
+            out=out,
+            initial_states=torch.where(resumed, pool[src], 0),
+            final_states_out=pool,
+            final_state_indices=dst.to(torch.int32),
+            **options,
+        )
+        return out
+
+    return call
+
+
+def ssd_decode(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor
+) -> Any:
+    """`call(pool, blocks [rows, 1]) -> y` for Mamba1 and Mamba2, in place."""
+    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+
+    if x.dim() == 3:
+        heads, width, states = *x.shape[1:], B.shape[2]
+        dt, D, dt_bias = dt[:, :, None].expand_as(x), *(p[:, None].expand(heads, width) for p in (D, dt_bias))
+        A = A[:, None, None].expand(heads, width, states)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+
+    def call(pool: Tensor, blocks: Tensor) -> Tensor:
+        selective_state_update(
+            pool, x, dt, A, B, C, D, dt_bias, z, dt_softplus=True, state_batch_indices=blocks, out=out
+        )
+        return out
+
+    return call
+
+
+def selective_scan_prefill(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    lengths: list[int],
+) -> Any:
+    """`call(pool, src, dst) -> y`: its CUDA kernel, in place in src; it takes channels first, and writes y over z."""
+    import vllm._C_stable_libtorch  # noqa: F401  (registers the op)
+    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_scan_fn
+
+    x, dt, z, B, C = (part.t().contiguous() for part in (x, dt, z, B, C))
+    options = {
+        "query_start_loc": _starts(lengths),
+        "has_initial_state": torch.ones(len(lengths), dtype=torch.bool, device="cuda"),
+    }
+
+    def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        blocks = src.to(torch.int32)
+        y = selective_scan_fn(x, pool, dt, A, B[None], C[None], D, z, dt_bias, True, cache_indices=blocks, **options)
+        return y.t()
+
+    return call
 
 
 def conv_prefill(x: Tensor, weight: Tensor, lengths: list[int], *, build_metadata: bool) -> Any:

@@ -1,161 +1,134 @@
 """The benchmark's inputs: one class an op, with the work of the op, of its peer and of a mere copy on the same tensors.
 
-Shapes are Qwen3-Next's: 16 key and 32 value heads of 128 x 128, convolution over 8192 channels of width 4, bf16, states
-in fp32. Inputs are views of a projection's output, and states rows of a pool, as in a layer.
+Everything is bf16 but parameters and states, which are fp32. Inputs are views of what a projection or a convolution has
+left, and states rows of a pool, as in a layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Protocol
 
 import kernel_peers
-import numpy as np
 import torch
 from gpu_timing import Call, row_copy
+from kernel_steps import PoolCall, Recurrence, Steps, randn
 from torch import Tensor
 
-from mambacache.kernels import StateIndices, conv1d, gated_delta_rule, gated_rms_norm
+from mambacache.kernels import conv1d, gated_delta_rule, gated_rms_norm, kda, selective_scan, ssd
 
-KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128
+KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3-Next, which gives the convolution and the norm their shapes too
 DIM = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
-QUERIES, VALUES = KEY_HEADS * WIDTH, VALUE_HEADS * WIDTH
+VALUES = VALUE_HEADS * WIDTH
 PROJECTED = DIM + VALUES + 2 * VALUE_HEADS  # queries, keys, values, gate, a, b of a token, in one row of a projection
 TAPS = 4
-CONTEXT = 4096  # tokens before a prefill step
 
 
-class Case(Protocol):
-    """One set of inputs of one op. What a call returns and what it stores is compared with `exact`."""
-
-    op: str
-    nbytes: int  # that must be read and written
-    flops: int  # of products
-
-    def ours(self) -> Tensor: ...
-
-    def peer(self) -> Call: ...
-
-    def copy(self) -> Call | None: ...
-
-    def exact(self) -> list[Tensor]: ...
-
-    def results(self, call: Call, *, of_peer: bool) -> list[Tensor]: ...
+def parameter(*shape: int) -> Tensor:
+    return randn(*shape, dtype=torch.float32)
 
 
-def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype)
+def delta_rule_flops(heads: int, key_heads: int) -> int:
+    """k S, q S, k^T u, two products with a 64 x 64 triangle, and two that give one."""
+    return heads * (6 * WIDTH * WIDTH + 4 * 64 * WIDTH) + key_heads * 4 * 64 * WIDTH
 
 
-def int32(values: Sequence[int] | np.ndarray) -> np.ndarray:
-    return np.asarray(values, dtype=np.int32)
+class DeltaRule(Recurrence):
+    """Qwen3-Next: 16 key and 32 value heads of 128 x 128."""
 
-
-def prefill_indices(lengths: Sequence[int], src: np.ndarray, dst: np.ndarray) -> StateIndices:
-    """Sequences that continue from CONTEXT tokens, each with one state to store at its end."""
-    starts = [0, *accumulate(lengths)]
-    cuts = [list(range(start, end, 64)) for start, end in pairwise(starts)]
-    chunk_dst = [block * (i == len(row) - 1) for row, block in zip(cuts, dst, strict=True) for i in range(len(row))]
-    arrays = {
-        "query_start_loc": int32(starts),
-        "context_len": int32([CONTEXT] * len(lengths)),
-        "src": src,
-        "conv_src": src,
-        "conv_offset": int32([0] * len(lengths)),
-        "chunk_seq": int32([i for i, row in enumerate(cuts) for _ in row]),
-        "chunk_start": int32([start for row in cuts for start in row]),
-        "chunk_dst": int32(chunk_dst),
-        "seq_chunk_start": int32([0, *accumulate(len(row) for row in cuts)]),
-    }
-    return StateIndices.from_arrays(arrays, "cuda")
-
-
-def decode_indices(src: np.ndarray, dst: np.ndarray) -> StateIndices:
-    rows = len(src)
-    arrays = {
-        "decode_src": src,
-        "decode_dst": dst.reshape(rows, -1),
-        "decode_conv_src": src,
-        "decode_conv_offset": int32([0] * rows),
-        "decode_boundary_index": int32([-1] * rows),
-    }
-    return StateIndices.from_arrays(arrays, "cuda")
-
-
-class Steps:
-    """Rows of a step and the blocks that they read and write: as many tokens each as `lengths` says."""
-
-    def __init__(self, lengths: Sequence[int], *, decode: bool) -> None:
-        self.lengths, self.decode = list(lengths), decode
-        rows, self.stored = len(lengths), lengths[0] if decode else 1
-        blocks = int32(np.random.default_rng(0).permutation(rows * (1 + self.stored)) + 1)
-        src, dst = blocks[:rows], blocks[rows:]
-        self.blocks = len(blocks) + 1
-        self.indices = decode_indices(src, dst) if decode else prefill_indices(lengths, src, dst)
-        self.src, self.dst = (torch.tensor(ids, device="cuda") for ids in (src, dst.reshape(rows, -1)))
-        self.tokens, self.rows = sum(lengths), rows
-
-
-class DeltaRule:
     op = "gated_delta_rule"
 
     def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
-        self.steps = steps = Steps(lengths, decode=decode)
+        steps = Steps(lengths, decode=decode)
         self.qkv, projected = randn(steps.tokens, DIM), randn(steps.tokens, PROJECTED)
-        sections = self.qkv.split([QUERIES, QUERIES, VALUES], dim=1)
-        self.heads = [section.unflatten(1, (-1, WIDTH)) for section in sections]
+        q, k, v = self.qkv.unflatten(1, (-1, WIDTH)).split([KEY_HEADS, KEY_HEADS, VALUE_HEADS], dim=1)
         self.a, self.b = projected[:, -2 * VALUE_HEADS : -VALUE_HEADS], projected[:, -VALUE_HEADS:]
-        self.A_log, self.dt_bias = randn(VALUE_HEADS, dtype=torch.float32), randn(VALUE_HEADS, dtype=torch.float32)
-        self.pool = randn(steps.blocks, VALUE_HEADS, WIDTH, WIDTH, dtype=torch.float32)
-        token_bytes = 2 * (DIM + VALUES + 2 * VALUE_HEADS)
-        self.nbytes = steps.tokens * token_bytes + steps.rows * (1 + steps.stored) * self.pool[0].nbytes
-        states = 6 * WIDTH * WIDTH + 4 * 64 * WIDTH  # k S, q S, k^T u and two products with a 64 x 64 triangle
-        self.flops = 0 if decode else steps.tokens * (VALUE_HEADS * states + KEY_HEADS * 4 * 64 * WIDTH)
+        self.gates = parameter(VALUE_HEADS), parameter(VALUE_HEADS)
+        flops = delta_rule_flops(VALUE_HEADS, KEY_HEADS)
+        tensors = q, k, v, self.a, self.b, *self.gates
+        super().__init__(gated_delta_rule, steps, tensors, (VALUE_HEADS, WIDTH, WIDTH), VALUES, flops)
 
-    def ours(self) -> Tensor:
-        return gated_delta_rule(*self.heads, self.a, self.b, self.A_log, self.dt_bias, self.pool, self.steps.indices)
+    def peer_prefill(self) -> PoolCall:
+        heads = KEY_HEADS, WIDTH, WIDTH
+        gates = self.a.contiguous(), self.b.contiguous(), *self.gates
+        return kernel_peers.delta_rule_prefill(self.qkv, *gates, heads, self.steps.lengths)
 
-    def peer(self) -> Call:
-        steps, pool = self.steps, self.pool
-        heads = (KEY_HEADS, VALUE_HEADS, WIDTH, WIDTH)
-        gates = self.a.contiguous(), self.b.contiguous()
-        parameters = self.A_log, self.dt_bias, heads
-        if steps.decode:
-            decode = kernel_peers.delta_rule_decode(self.qkv, *gates, *parameters, steps.rows)
-            # It reads and writes in place, and a row with drafts reads its first block.
-            blocks = (steps.dst if steps.stored > 1 else steps.src[:, None]).to(torch.int32)
-            return lambda: decode(pool, blocks)
-        prefill = kernel_peers.delta_rule_prefill(self.qkv, *gates, *parameters, steps.lengths)
-        return lambda: prefill(pool, steps.src, steps.dst[:, 0])
+    def peer_decode(self) -> PoolCall:
+        sections = [x.contiguous() for x in self.tensors[:3] if x is not None]
+        gates = self.a.contiguous(), self.b.contiguous(), *self.gates
+        return kernel_peers.delta_rule_decode(self.qkv, sections, *gates, self.steps.rows)
 
-    def copy(self) -> Call | None:
-        if not self.steps.decode or self.steps.stored > 1:
-            return None
-        return row_copy(self.pool, self.steps.src, self.steps.dst[:, 0], self.pool[0].nbytes)
 
-    def exact(self) -> list[Tensor]:
-        pool, inputs = self.pool.double(), [x.double() for x in (*self.heads, self.a, self.b)]
-        y = gated_delta_rule(*inputs, self.A_log, self.dt_bias, pool, self.steps.indices)
-        return [y, pool[self.steps.dst]]
+class KimiDelta(Recurrence):
+    """Kimi-Linear: 32 heads of 128 x 128."""
 
-    def results(self, call: Call, *, of_peer: bool) -> list[Tensor]:
-        steps, kept = self.steps, self.pool.clone()
-        blocks = steps.dst
-        if of_peer and steps.decode and steps.stored == 1:
-            blocks = steps.src[:, None]
-        elif of_peer and steps.decode:
-            self.pool[steps.dst[:, 0]] = self.pool[steps.src]
-        y = call()
-        assert isinstance(y, Tensor)
-        written = self.pool[blocks]
-        self.pool.copy_(kept)
-        return [y, written]
+    op = "kda"
+
+    def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
+        steps = Steps(lengths, decode=decode)
+        heads = 32
+        self.qkv, g, b = (randn(steps.tokens, width) for width in (3 * heads * WIDTH, heads * WIDTH, heads))
+        q, k, v = self.qkv.unflatten(1, (-1, WIDTH)).split(heads, dim=1)
+        tensors = q, k, v, g.unflatten(1, (heads, WIDTH)), b, parameter(heads), parameter(heads * WIDTH)
+        flops = delta_rule_flops(heads, heads)
+        super().__init__(kda, steps, tensors, (heads, WIDTH, WIDTH), heads * WIDTH, flops)
+
+    def peer_prefill(self) -> PoolCall:
+        return kernel_peers.kda_prefill(*self.tensors, self.steps.lengths)
+
+    def peer_decode(self) -> PoolCall:
+        return kernel_peers.kda_decode(self.qkv, *self.tensors, self.steps.rows)
+
+
+class StateSpaceDual(Recurrence):
+    """Nemotron-H-8B: 128 heads of 64 x 128 in 8 groups."""
+
+    op = "ssd"
+
+    def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
+        steps = Steps(lengths, decode=decode)
+        heads, width, states, groups = 128, 64, 128, 8
+        sizes = [heads * width, groups * states, groups * states]
+        x, B, C = randn(steps.tokens, sum(sizes)).split(sizes, dim=1)
+        B, C = (part.unflatten(1, (groups, states)) for part in (B, C))
+        A = -torch.rand(heads, device="cuda")
+        tensors = x.unflatten(1, (heads, width)), randn(steps.tokens, heads), A, B, C, parameter(heads), None
+        # C B^T for a group; for a head its product with x, C S and x B^T.
+        flops = groups * 2 * 64 * states + heads * (2 * 64 * width + 4 * width * states)
+        state_shape = heads, width, states
+        super().__init__(ssd, steps, (*tensors, parameter(heads)), state_shape, heads * width, flops)
+
+    def peer_prefill(self) -> PoolCall:
+        return kernel_peers.ssd_prefill(*self.tensors, self.steps.lengths)
+
+    def peer_decode(self) -> PoolCall:
+        return kernel_peers.ssd_decode(*self.tensors)
+
+
+class SelectiveScan(Recurrence):
+    """Falcon-Mamba-7B: 8192 channels of 16 states."""
+
+    op = "selective_scan"
+    peer_in_place = True
+
+    def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
+        steps = Steps(lengths, decode=decode)
+        dim, states = 8192, 16
+        x, z, dt = (randn(steps.tokens, dim) for _ in range(3))
+        B, C = randn(steps.tokens, 2 * states).split(states, dim=1)
+        A = -torch.rand(dim, states, device="cuda")
+        tensors = x, dt, A, B, C, parameter(dim), z, parameter(dim)
+        super().__init__(selective_scan, steps, tensors, (dim, states), dim, exponentials=dim * states)
+
+    def peer_prefill(self) -> PoolCall:
+        return kernel_peers.selective_scan_prefill(*self.tensors, self.steps.lengths)
+
+    def peer_decode(self) -> PoolCall:
+        return kernel_peers.ssd_decode(*self.tensors)
 
 
 class Conv1d:
     op = "conv1d"
-    flops = 0
+    flops = exponentials = 0
 
     def __init__(self, lengths: Sequence[int], *, decode: bool = False, peer_builds_metadata: bool = False) -> None:
         self.steps = steps = Steps(lengths, decode=decode)
@@ -199,7 +172,7 @@ class Conv1d:
 
 class GatedNorm:
     op = "gated_rms_norm"
-    flops = 0
+    flops = exponentials = 0
 
     def __init__(self, tokens: int) -> None:
         projected = randn(tokens, PROJECTED)

@@ -36,12 +36,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled(request: pytest.FixtureRequest) -> None:
-    """All kernels that the session's tests with this fixture run, compiled side by side."""
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """All kernels that the session's tests with this fixture run, compiled side by side by one of its workers."""
+    from filelock import FileLock
+
     from gpu_cases import compile_ahead, kernels_of
 
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID", f"process-{os.getpid()}")
+    done = tmp_path_factory.getbasetemp().parent / f"compiled-{session}"
     items = [item for item in request.session.items if "compiled" in item.fixturenames and hasattr(item, "callspec")]
-    compile_ahead(kernel for item in items for kernel in kernels_of(item.callspec.params))
+    with FileLock(f"{done}.lock"):
+        if not done.exists():
+            compile_ahead(kernel for item in items for kernel in kernels_of(item.callspec.params))
+            done.touch()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from gpu_cases import DTYPES, MODELS, Batch, Mix
 from kernel_cases import Pool, Row, assert_bitwise, plan_arrays, random, run_rows
 from mambacache.kernels import StateIndices
 from op_conv1d import Conv1dOp
+from test_gpu_accuracy import check
 from test_gpu_bitwise import first_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
@@ -135,14 +136,11 @@ def test_tokens_beyond_two_billion_elements(op: str) -> None:
 
 @pytest.mark.parametrize("op", MODELS)
 def test_unaligned_activations(op: str) -> None:
-    """Views whose tokens start at odd addresses take a kernel of their own, and give the same."""
+    """Views whose tokens start at odd addresses take kernels of their own, which may add in another order."""
     make, dtypes = first_shape(op, 8)
     batch = Batch(make(), Mix((1, 2), (70,)), dtypes)
-    state = batch.pool.view(batch.pool.slab.clone())
-    expected = batch.run(state)
     flat = [x.flatten(1) for x in batch.inputs.values()]
     wide = torch.cat([flat[0][:, :1], *flat], dim=1)
     views = wide[:, 1:].split([x.shape[1] for x in flat], dim=1)
     batch.inputs = {name: v.unflatten(1, x.shape[1:]) for (name, x), v in zip(batch.inputs.items(), views, strict=True)}
-    assert_bitwise(batch.run(), expected)
-    assert_bitwise(batch.pool.state, state)
+    check(batch, dtypes)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(64)
+from .decays import CHUNK, LOG2_E
+
 BLOCK = tl.constexpr(16)  # diagonal blocks of a chunk's system that are inverted one by one
 NORM_EPS = tl.constexpr(1e-6)
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

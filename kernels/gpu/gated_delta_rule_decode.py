@@ -9,26 +9,12 @@ from torch import Tensor
 from ..indices import StateIndices
 from .delta_rule import log2_decay, normalized
 from .launch import Launcher
+from .layout import layer_strides
 
 BLOCK_V = 8  # rows of the state of one program, a single warp
 
 
-@triton.jit(
-    do_not_specialize=[
-        "slot_stride",
-        "tokens_per_decode",
-        "q_stride",
-        "k_stride",
-        "v_stride",
-        "q_head_stride",
-        "k_head_stride",
-        "v_head_stride",
-        "a_stride",
-        "b_stride",
-        "a_head_stride",
-        "b_head_stride",
-    ]
-)
+@triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode"])
 def _decode_kernel(
     q,
     k,
@@ -43,17 +29,12 @@ def _decode_kernel(
     dst,
     slot_stride,
     tokens_per_decode,
-    q_stride,
-    q_head_stride,
-    k_stride,
-    k_head_stride,
-    v_stride,
-    v_head_stride,
-    a_stride,
-    a_head_stride,
-    b_stride,
-    b_head_stride,
     beta_scale,
+    Q_STRIDES: tl.constexpr,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    A_STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -83,14 +64,15 @@ def _decode_kernel(
         token = row.to(tl.int64) * tokens_per_decode + t
         target = tl.load(dst + token)
         computed = (target != 0) | ((t == 0) & (source != 0))
-        # Nothing is said of alignment: it would choose the order of the sum in a norm, and matters little here.
         known = tl.where(computed, in_K, False)
-        query = tl.load(q + token * q_stride + key_head * q_head_stride + channel, mask=known, other=0).to(tl.float32)
-        key = tl.load(k + token * k_stride + key_head * k_head_stride + channel, mask=known, other=0).to(tl.float32)
+        query = tl.load(q + token * Q_STRIDES[0] + key_head * Q_STRIDES[1] + channel, mask=known, other=0).to(
+            tl.float32
+        )
+        key = tl.load(k + token * K_STRIDES[0] + key_head * K_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
         known = tl.where(computed, value < V, False)
-        x = tl.load(v + token * v_stride + head * v_head_stride + value, mask=known, other=0).to(tl.float32)
-        gate = tl.load(a + token * a_stride + head * a_head_stride, mask=computed, other=0).to(tl.float32)
-        beta = tl.load(b + token * b_stride + head * b_head_stride, mask=computed, other=0).to(tl.float32)
+        x = tl.load(v + token * V_STRIDES[0] + head * V_STRIDES[1] + value, mask=known, other=0).to(tl.float32)
+        gate = tl.load(a + token * A_STRIDES[0] + head * A_STRIDES[1], mask=computed, other=0).to(tl.float32)
+        beta = tl.load(b + token * B_STRIDES[0] + head * B_STRIDES[1], mask=computed, other=0).to(tl.float32)
 
         query = normalized(query) * K**-0.5
         key = normalized(key)
@@ -124,20 +106,17 @@ def decode(
     """Fills the decode tokens of `out` [F, HV, V] and stores the state after every token where `decode_dst` says."""
     heads, K = q.shape[1:]
     value_heads, V = v.shape[1:]
+    q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     _launch(
         (value_heads * (V // BLOCK_V), indices.num_decodes, 1),
         (q, k, v, a, b, A_log, dt_bias, state, out, indices.decode_src, indices.decode_dst),
-        (
-            state.stride(0) * state.element_size() // 16,
-            indices.tokens_per_decode,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *a.stride(),
-            *b.stride(),
-            float(beta_scale),
-        ),
+        (state.stride(0) * state.element_size() // 16, indices.tokens_per_decode, float(beta_scale)),
         {
+            "Q_STRIDES": q_strides,
+            "K_STRIDES": k_strides,
+            "V_STRIDES": v_strides,
+            "A_STRIDES": a_strides,
+            "B_STRIDES": b_strides,
             "HEADS": heads,
             "VALUE_HEADS": value_heads,
             "K": K,

@@ -17,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .delta_rule import CHUNK, LOG2_E, dot, inverse_norms, log2_decay, unit_lower_inverse
+from .decays import CHUNK, pairwise_decays
+from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from .layout import layer_strides
 
-# The smallest log decay of one token between pairs of tokens: e^-24 is nothing beside 1, and differences of larger
-# sums would cancel.
-MIN_PAIRWISE_LOG_DECAY = tl.constexpr(-24.0)
 PROCESSORS = 132  # of an H100 or H200
 
 
@@ -83,10 +82,8 @@ def _prepare_kernel(
 
     gate = tl.where(filled, log2_decay(gate, rate, bias), 0.0)
     decay = tl.exp2(tl.cumsum(gate, 0))
-    clamped = tl.maximum(gate, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
-    sums = tl.cumsum(clamped, 0)
+    pairwise = pairwise_decays(gate, PRECISE)
     row, column = step[:, None], step[None, :]
-    pairwise = tl.exp2(tl.where(row >= column, sums[:, None] - sums[None, :], float("-inf")))
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
@@ -104,8 +101,8 @@ def _prepare_kernel(
     tl.store(vector, decay, mask=filled)
     tl.store(vector + num_tokens, decay * key_norm, mask=filled)
     tl.store(vector + 2 * num_tokens, decay * query_norm, mask=filled)
-    total = tl.sum(tl.where(step == CHUNK - 1, sums, 0.0), 0)  # so that the last token's difference is 0
-    tl.store(vector + 3 * num_tokens, tl.exp2(total - sums), mask=filled)
+    to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0)
+    tl.store(vector + 3 * num_tokens, to_end, mask=filled)
 
 
 @triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
@@ -251,8 +248,7 @@ def prefill(
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
     shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": triton.next_power_of_2(K)}
-    # Of tokens and heads: a layer's, hence constants to the compiler.
-    q_strides, k_strides, v_strides, a_strides, b_strides = (x.stride()[:2] for x in (q, k, v, a, b))
+    q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     narrow = q.dtype == torch.bfloat16
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)

@@ -20,3 +20,20 @@ def stride_alignment(tensor: Tensor) -> int:
     It depends on a layer's layout, never on a batch. (Of the address itself Triton keeps account.)
     """
     return math.gcd(16 // tensor.element_size(), *tensor.stride()[:-1])
+
+
+_token_strides: dict[tuple[object, ...], tuple[int, ...]] = {}
+
+
+def layer_strides(*tensors: Tensor) -> list[tuple[int, ...]]:
+    """The strides of a layer's activations [F, ...]: the same in every batch, hence constants to the compiler.
+
+    A lone token's view may have lost the stride of tokens, which it does not need. It takes that of the layer's other
+    batches, so that it runs the kernels that were compiled for them.
+    """
+    layer = tuple((x.dtype, *x.shape[1:], *x.stride()[1:]) for x in tensors)
+    tokens = tuple(x.stride(0) for x in tensors)
+    if len(tensors[0]) > 1:
+        _token_strides[layer] = tokens
+    tokens = _token_strides.get(layer, tokens)
+    return [(stride, *x.stride()[1:]) for stride, x in zip(tokens, tensors, strict=True)]
