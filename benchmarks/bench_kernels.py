@@ -154,6 +154,8 @@ def main() -> None:
         for row in rows:
             result["rows"].append(row)
             print(format_row(row), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
 
     for name, make in case_list():
         if options.only in f"{make.func.op} {name}" and (name in QUICK or not options.quick):
@@ -164,8 +166,6 @@ def main() -> None:
         record(measure_host(repeats * 5))
     if not result["versions"]["vllm"]:
         print(f"The column vLLM is empty: to fill it, {kernel_peers.HOW_TO_GET_IT}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

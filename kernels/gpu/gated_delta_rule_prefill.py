@@ -20,8 +20,10 @@ from ..indices import StateIndices
 from .decays import CHUNK, pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .layout import layer_strides
+from .prefetch import prefetch_state
 
-PROCESSORS = 132  # of an H100 or H200
+PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 rows at a time
+CONCURRENT = tl.constexpr(PROCESSORS)
 
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
@@ -174,6 +176,10 @@ def _scan_kernel(
     slot = tl.load(src + seq)
     S = tl.load(state + slot * slot_stride + element, mask=tl.where(slot != 0, inside, False), other=0).to(tl.float32)
     S = tl.reshape(tl.permute(S, (2, 3, 1, 4, 0, 5)), [BLOCK_V, BLOCK_K])
+
+    if BLOCK_V == V and BLOCK_K == K:
+        whole_state = state - head * V * K
+        prefetch_state(whole_state, src, longest_first, num_prefills, slot_stride, V * K, CONCURRENT)
 
     channel = tl.arange(0, BLOCK_K)
     in_K = channel < K
