@@ -311,4 +311,4 @@ def ssd(
     check_shape("state", state, state.shape[0], heads, width, state_width)
     check_pool(state)
     check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
-    return reference.ssd(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit)
+    return backend(x).ssd(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit)

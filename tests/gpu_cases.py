@@ -23,6 +23,7 @@ from kernel_ops import RULERS
 from mambacache.kernels import StateIndices, gated_rms_norm, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
+from op_ssd import SsdOp
 
 Make = Callable[[], Op]
 Dtypes = tuple[torch.dtype, torch.dtype]  # of activations and states
@@ -39,6 +40,10 @@ def conv(dim: int, width: int, activation: str | None, divisor: int) -> Make:
     return partial(Conv1dOp, dim // divisor, width, False, activation)
 
 
+def ssd(groups: int, heads: int, width: int, state_width: int, divisor: int) -> Make:
+    return partial(SsdOp, max(groups // divisor, 1), heads // divisor, width, state_width)
+
+
 MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
     "gated_delta_rule": {
         "qwen3-next": partial(delta_rule, 16, 32, 128, 128, 1.0),  # Qwen3.5-35B, 9B and 4B too
@@ -53,6 +58,13 @@ MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
         "olmo-hybrid": partial(conv, 11520, 4, "silu"),
         "lfm2": partial(conv, 2048, 3, None),
     },
+    "ssd": {
+        "nemotron-h-8b": partial(ssd, 8, 128, 64, 128),
+        "nemotron-3-nano": partial(ssd, 8, 64, 64, 128),
+        "granite-4-small": partial(ssd, 1, 128, 64, 128),  # Bamba too
+        "falcon-h1-7b": partial(ssd, 1, 24, 128, 256),
+        "zamba2-7b": partial(ssd, 2, 112, 64, 64),
+    },
 }
 """For every op the layers of real models, by the number of GPUs that share their heads."""
 
@@ -62,6 +74,7 @@ INDIVISIBLE = {("olmo-hybrid", 4), ("olmo-hybrid", 8)}  # 30 heads
 DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
+    "ssd": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
 }
 """For every op its dtypes; the first pair is what models use."""
 

@@ -90,11 +90,26 @@ SHAPES = {
     )
 }
 
+
+def every_decay(u: Tensor) -> Tensor:
+    return STRONGEST * (WEAKEST / STRONGEST) ** u
+
+
+def strong_and_weak_decay(u: Tensor) -> Tensor:
+    return torch.where(u < 0.1, STRONGEST, 0.01)
+
+
+def strong_decay(u: Tensor) -> Tensor:
+    return torch.full_like(u, STRONGEST)
+
+
+def weak_decay(u: Tensor) -> Tensor:
+    return torch.full_like(u, WEAKEST)
+
+
 HARD = {
-    "every_decay": partial(HardSsdOp, lambda u: STRONGEST * (WEAKEST / STRONGEST) ** u),
-    "strong_and_weak_decay": partial(HardSsdOp, lambda u: torch.where(u < 0.1, STRONGEST, 0.01)),
-    "strong_decay": partial(HardSsdOp, lambda u: torch.full_like(u, STRONGEST)),
-    "weak_decay": partial(HardSsdOp, lambda u: torch.full_like(u, WEAKEST)),
+    steps.__name__: partial(HardSsdOp, steps)
+    for steps in (every_decay, strong_and_weak_decay, strong_decay, weak_decay)
 }
 
 REFUSED: list[tuple[dict[str, Callable[[Any], Any]], str]] = [

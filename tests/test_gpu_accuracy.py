@@ -29,7 +29,7 @@ GRID = [case for op in MODELS for case in every_case(op)]
 CHOSEN = [case for op in MODELS for case in pairwise_cases(every_case(op))]
 HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, make in FAMILIES[op].HARD.items()}
 HARD_MIX = Mix((4, 1), (150, 64))
-LARGE = {"gated_delta_rule": ("q", "k", "v"), "conv1d": ("x",)}  # inputs that may be of any magnitude
+LARGE = {"gated_delta_rule": ("q", "k", "v"), "conv1d": ("x",), "ssd": ("x",)}  # inputs that may be of any magnitude
 
 
 def check(batch: Batch, dtypes: Dtypes) -> None:

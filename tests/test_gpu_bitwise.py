@@ -29,6 +29,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
         ("gated_delta_rule_prefill", "PROCESSORS"): (0, 1 << 30),
         ("gated_delta_rule_decode", "BLOCK_V"): (4, 8, 16),
     },
+    "ssd": {("ssd_decode", "BLOCK_P"): (4, 16)},
 }
 FIRST = {op: next(iter(models.values())) for op, models in MODELS.items()}
 

@@ -14,6 +14,7 @@ from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix
 from mambacache.kernels import api, gpu, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
+from op_ssd import SsdOp
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="the GPU itself runs them"),
@@ -25,6 +26,8 @@ OPS: dict[str, Make] = {
     "short_conv": partial(Conv1dOp, 40, 3, False, None),
     "gated_delta_rule": partial(DeltaRuleOp, 1, 2, 16, 32),
     "gated_delta_rule_negative": partial(DeltaRuleOp, 1, 1, 48, 16, 2.0),
+    "ssd": partial(SsdOp, 1, 2, 16, 32),
+    "ssd_plain": partial(SsdOp, 2, 2, 80, 48, True, (0.3, 1.5)),
 }
 MIX = Mix((3, 1, 2), (70, 1, 130))
 BOUND = {FP32: 2e-6, FP16: 1e-3}
@@ -51,9 +54,9 @@ def test_accuracy(make: Make, dtypes: Dtypes) -> None:
 
 
 @pytest.mark.parametrize("test", CONTRACT.values(), ids=CONTRACT.keys())
-@pytest.mark.parametrize("make", [OPS["conv1d"], OPS["gated_delta_rule"]], ids=["conv1d", "gated_delta_rule"])
-def test_contract(test: Callable[..., None], make: Make) -> None:
-    test(make=make, dtype=FP32, state_dtype=FP32)
+@pytest.mark.parametrize("name", ["conv1d", "gated_delta_rule", "ssd"])
+def test_contract(test: Callable[..., None], name: str) -> None:
+    test(make=OPS[name], dtype=FP32, state_dtype=FP32)
 
 
 @pytest.mark.parametrize("options", NORM_OPTIONS.values(), ids=NORM_OPTIONS.keys())

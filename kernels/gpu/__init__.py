@@ -7,5 +7,6 @@ loads.
 from .conv1d import conv1d
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
+from .ssd import ssd
 
-__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm"]
+__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm", "ssd"]

@@ -13,6 +13,14 @@ MIN_PAIRWISE_LOG_DECAY = tl.constexpr(-24.0)
 
 
 @triton.jit
+def softplus(x):
+    small = tl.exp(-tl.abs(x))
+    one_more = 1 + small
+    log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # the second term is what the sum has rounded off
+    return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
 def pairwise_decays(log2_decay, PRECISE: tl.constexpr):
     """The decay from token j (columns) to token i (rows) [64, 64], 0 for j > i, from log decays / ln 2 [64].
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decays import CHUNK, LOG2_E
+from .decays import CHUNK, LOG2_E, softplus
 
 BLOCK = tl.constexpr(16)  # diagonal blocks of a chunk's system that are inverted one by one
 NORM_EPS = tl.constexpr(1e-6)
@@ -14,11 +14,7 @@ NORM_EPS = tl.constexpr(1e-6)
 @triton.jit
 def log2_decay(a, A_log, dt_bias):
     """g / ln 2 for g = -exp(A_log) softplus(a + dt_bias)."""
-    x = a + dt_bias
-    small = tl.exp(-tl.abs(x))
-    one_more = 1 + small
-    log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # the second term is what the sum has rounded off
-    return -tl.exp(A_log) * LOG2_E * (tl.maximum(x, 0.0) + log1p)
+    return -tl.exp(A_log) * LOG2_E * softplus(a + dt_bias)
 
 
 @triton.jit

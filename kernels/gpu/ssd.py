@@ -1,0 +1,39 @@
+"""State-space duality of Mamba2 over a mixed batch: one Triton launch for decode rows, two for prefill rows."""
+
+from __future__ import annotations
+
+from math import inf
+
+from torch import Tensor
+
+from ..indices import StateIndices
+from .layout import check_dense
+from .ssd_decode import decode
+from .ssd_prefill import prefill
+
+
+def ssd(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+    dt_limit: tuple[float, float] = (0.0, inf),
+) -> Tensor:
+    """See `mambacache.kernels.ssd`. The last dim of x, B, C and z is dense; other strides are free."""
+    check_dense(x=x, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    out = x.new_empty(x.shape)
+    if not len(out):
+        return out
+    if indices.num_decodes:
+        decode(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
+    if indices.num_prefills:
+        prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
+    else:
+        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+    return out

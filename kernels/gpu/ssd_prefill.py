@@ -1,0 +1,333 @@
+"""State-space duality over the prefill rows of a batch, in two Triton launches.
+
+A chunk of 64 tokens, which are the rows of x, B and C, takes the state S [P, N] of a head through
+
+    y = decay * (C S^T) + scores x + D x;  S = decay S + (to_end * x)^T B
+
+where scores are C B^T times the decay between two tokens and the step size of the earlier one. The first launch
+prepares step sizes and decays, for all chunks at once. The second carries the states. Its products are transposed, so
+that all that is scaled is a left operand, taken from the registers where it was computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .decays import CHUNK, LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
+from .delta_rule import dot
+from .launch import Launcher
+from .layout import layer_strides
+from .prefetch import prefetch
+
+HEADS_PER_PROGRAM = 8  # of the first launch
+ROWS = tl.constexpr(64)  # of a state in one program of the second
+CONCURRENT = tl.constexpr(2 * 132)  # programs of the second that an H100 or H200 runs at a time
+
+
+@triton.jit(do_not_specialize=["dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_prefills", "num_tokens"])
+def _decays_kernel(
+    dt,
+    A,
+    dt_bias,
+    vectors,
+    query_start_loc,
+    context_len,
+    chunk_seq,
+    chunk_start,
+    seq_chunk_start,
+    dt_stride,
+    dt_head_stride,
+    dt_min,
+    dt_max,
+    num_prefills,
+    num_tokens,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    """A program takes one chunk of BLOCK_H heads."""
+    chunk = tl.program_id(1)
+    seq = tl.load(chunk_seq + chunk)
+    start = tl.load(chunk_start + chunk)
+    in_table = chunk < tl.load(seq_chunk_start + num_prefills)
+    position = tl.load(context_len + seq) + start - tl.load(query_start_loc + seq)
+    count = tl.minimum(tl.load(query_start_loc + seq + 1) - start, CHUNK - position % CHUNK)
+    count = tl.where(in_table, count, 0)
+    step = tl.arange(0, CHUNK)[None, :]
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    in_heads = head < HEADS
+    filled = (step < count) & in_heads
+    token = start.to(tl.int64) + step
+
+    rate = tl.load(A + head, mask=in_heads, other=0).to(tl.float32)
+    size = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=filled, other=0).to(tl.float32)
+    if dt_bias is not None:
+        size += tl.load(dt_bias + head, mask=in_heads, other=0).to(tl.float32)
+    size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
+    log_decay = size * rate * LOG2_E
+    clamped = tl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
+    # A running sum loses digits that differences need. In fp32 what is coarse is summed apart, which is exact.
+    coarse = clamped
+    if VECTORS > 4:
+        coarse = tl.floor(clamped * 2048) / 2048
+    sums, fine = tl.cumsum(coarse, 1), tl.cumsum(clamped - coarse, 1)
+    last = step == CHUNK - 1  # so that the last token's difference is 0
+    to_end = tl.sum(tl.where(last, sums, 0.0), 1)[:, None] - sums
+    to_end += tl.sum(tl.where(last, fine, 0.0), 1)[:, None] - fine
+
+    vector = vectors + head.to(tl.int64) * (VECTORS * num_tokens) + token
+    tl.store(vector, tl.exp2(tl.cumsum(log_decay, 1)), mask=filled)
+    tl.store(vector + num_tokens, sums, mask=filled)
+    tl.store(vector + 2 * num_tokens, size, mask=filled)
+    tl.store(vector + 3 * num_tokens, tl.exp2(to_end) * size, mask=filled)
+    if VECTORS > 4:
+        tl.store(vector + 4 * num_tokens, fine, mask=filled)
+
+
+@triton.jit
+def _halves(x):
+    """The left and the right half of a matrix."""
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _products(x, y):
+    """x y^T [64, 64]. The parts of wide fp32 operands would not fit into shared memory at once."""
+    if x.dtype == tl.float32 and x.shape[1] > 128:
+        x_left, x_right = _halves(x)
+        y_left, y_right = _halves(y)
+        return dot(x_right, tl.trans(y_right), dot(x_left, tl.trans(y_left)))
+    else:
+        return dot(x, tl.trans(y))
+
+
+@triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
+def _scan_kernel(
+    x,
+    B,
+    C,
+    D,
+    z,
+    vectors,
+    state,
+    out,
+    query_start_loc,
+    context_len,
+    src,
+    chunk_dst,
+    seq_chunk_start,
+    longest_first,
+    slot_stride,
+    num_prefills,
+    num_tokens,
+    X_STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
+    C_STRIDES: tl.constexpr,
+    Z_STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VECTORS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program carries 64 rows of one head's state through all chunks of one sequence."""
+    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
+    OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
+    STATE: tl.constexpr = state.dtype.element_ty
+    head = tl.program_id(0) // TILES
+    first_row = tl.program_id(0) % TILES * ROWS
+    row = tl.arange(0, ROWS)
+    step = tl.arange(0, CHUNK)
+    in_P = first_row + row < P
+    out += head * P + first_row
+
+    if tl.program_id(1) == num_prefills:  # tokens that belong to no row
+        for start in range(tl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
+            token = tl.cast(start, tl.int64) + step
+            empty = tl.zeros([CHUNK, ROWS], out.dtype.element_ty)
+            place = out + token[:, None] * (HEADS * P) + row[None, :]
+            tl.store(place, empty, mask=(token < num_tokens)[:, None] & in_P[None, :])
+        return
+
+    seq = tl.load(longest_first + tl.program_id(1))
+    slot = tl.load(src + seq)
+    # The program that follows on this processor finds its state in the cache. What names it is read early.
+    later = tl.program_id(0) + CONCURRENT
+    later_row = tl.minimum(tl.program_id(1) + later // tl.num_programs(0), num_prefills - 1)
+    later_slot = tl.load(src + tl.load(longest_first + later_row))
+    start = tl.load(query_start_loc + seq)
+    end = tl.load(query_start_loc + seq + 1)
+    first_chunk = tl.load(seq_chunk_start + seq)
+    last_chunk = tl.load(seq_chunk_start + seq + 1)
+    origin = start - tl.load(context_len + seq) % CHUNK
+
+    # A thread of a product's result holds pairs of channels of a row in each half of its warp's 16 rows. Loads and
+    # stores of the state name the elements in an order that gives every thread its own, so that nothing is exchanged.
+    warp = tl.arange(0, ROWS // 16)[None, None, :, None, None, None]
+    half = tl.arange(0, 2)[None, None, None, :, None, None]
+    state_row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
+    eighth = tl.arange(0, BLOCK_N // 8)[None, None, None, None, :, None]
+    quad = tl.arange(0, 4)[:, None, None, None, None, None]
+    element = state_row * N + eighth * 8 + quad * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
+    inside = (state_row < P) & (eighth * 8 < N)
+    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    later_state = state + later_slot * slot_stride + later % tl.num_programs(0) * (ROWS * N)
+    state += head * P * N
+    S = tl.load(state + slot * slot_stride + element, mask=tl.where(slot != 0, inside, False), other=0).to(tl.float32)
+    S = tl.reshape(tl.permute(S, (2, 3, 1, 4, 0, 5)), [ROWS, BLOCK_N])
+
+    if TILES * ROWS == P and BLOCK_N == N:
+        prefetch(later_state, ROWS * N)
+
+    channel = tl.arange(0, BLOCK_N)
+    x += head * X_STRIDES[1] + first_row
+    B += head // (HEADS // GROUPS) * B_STRIDES[1]
+    C += head // (HEADS // GROUPS) * C_STRIDES[1]
+    vectors += head.to(tl.int64) * (VECTORS * num_tokens)
+    skip = 0.0
+    if D is not None:
+        skip = tl.load(D + head).to(tl.float32)
+    each_step = tl.arange(0, 4 * CHUNK) % CHUNK
+    each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
+    # Offsets within a tile are 32 bits wide and added to a scalar pointer: 64 bits would take twice the registers.
+    x_tile = step[:, None] * X_STRIDES[0] + row[None, :]
+    B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
+    C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
+    place = step[None, :] * (HEADS * P) + row[:, None]
+    earlier = step[:, None] <= step[None, :]
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
+        boundary = origin + (chunk - first_chunk) * CHUNK
+        chunk_start = tl.maximum(boundary, start)
+        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+        filled = step < count
+        t = chunk_start.to(tl.int64)
+        mask_N = filled[:, None]
+        if BLOCK_N != N:
+            mask_N &= (channel < N)[None, :]
+        mask_P = filled[:, None]
+        if TILES * ROWS != P:
+            mask_P &= in_P[None, :]
+        inputs = tl.load(B + t * B_STRIDES[0] + B_tile, mask=mask_N, other=0).to(OPERAND)
+        reads = tl.load(C + t * C_STRIDES[0] + C_tile, mask=mask_N, other=0).to(OPERAND)
+        values = tl.trans(tl.load(x + t * X_STRIDES[0] + x_tile, mask=mask_P, other=0))
+        four = tl.load(vectors + t + each, mask=each_step < count, other=0)
+        total_decay = tl.load(vectors + t + count - 1)
+        dst = tl.load(chunk_dst + chunk)
+
+        low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
+        decay, sums = tl.split(low)
+        size, to_end = tl.split(high)
+        # With its sign changed B is an operand from registers too. If it came from shared memory alone, it would get a
+        # buffer more there, and a processor would hold one program instead of two.
+        scores = _products(-inputs, reads)
+        differences = sums[None, :] - sums[:, None]
+        if VECTORS > 4:
+            fine = tl.load(vectors + 4 * num_tokens + t + step, mask=filled, other=0)
+            differences += fine[None, :] - fine[:, None]
+        scores *= tl.exp2(tl.where(earlier, differences, float("-inf"))) * -size[:, None]
+        scores = scores.to(OPERAND)
+        y = decay[None, :] * dot(S.to(OPERAND), tl.trans(reads))
+        y = dot(values.to(OPERAND), scores, y)
+        S = dot((to_end[None, :] * values.to(tl.float32)).to(OPERAND), inputs, total_decay * S)
+        if STATE != tl.float32:
+            S = S.to(STATE).to(tl.float32)
+        mask = filled[None, :] & in_P[:, None]
+        if D is not None:
+            y += skip * values.to(tl.float32)
+        if z is not None:
+            gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_row
+            gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + row[:, None], mask=mask, other=0).to(tl.float32)
+            y *= gate / (1 + tl.exp(-gate))
+        tl.store(out + t * (HEADS * P) + place, y.to(out.dtype.element_ty), mask=mask)
+        # A mask, no branch: a product that only a branch reads is not waited for.
+        stored = tl.permute(tl.reshape(S, [ROWS // 16, 2, 8, BLOCK_N // 8, 4, 2]), (4, 2, 0, 1, 3, 5))
+        tl.store(state + dst * slot_stride + element, stored.to(STATE), mask=tl.where(dst != 0, inside, False))
+
+
+_launch_decays = Launcher(_decays_kernel)
+_launch_scan = Launcher(_scan_kernel)
+
+
+def prefill(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+    dt_limit: tuple[float, float],
+    out: Tensor,
+) -> None:
+    """Fills the prefill and padding tokens of `out` [F, H, P] and stores states where `chunk_dst` says.
+
+    Scratch: 16 bytes per token and head for bf16 activations, 20 for others.
+    """
+    num_tokens, heads, P = x.shape
+    groups, N = B.shape[1:]
+    x_strides, B_strides, C_strides, z_strides = layer_strides(x, B, C, x if z is None else z)
+    narrow = x.dtype == torch.bfloat16
+    num_vectors = 4 if narrow else 5
+    vectors = x.new_empty(num_vectors * num_tokens * heads, dtype=torch.float32)
+    num_chunks = indices.chunk_seq.shape[0]
+    if num_chunks:
+        _launch_decays(
+            (triton.cdiv(heads, HEADS_PER_PROGRAM), num_chunks, 1),
+            (
+                dt,
+                A,
+                dt_bias,
+                vectors,
+                indices.query_start_loc,
+                indices.context_len,
+                indices.chunk_seq,
+                indices.chunk_start,
+                indices.seq_chunk_start,
+            ),
+            (*dt.stride(), *map(float, dt_limit), indices.num_prefills, num_tokens),
+            {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
+            num_warps=1,
+        )
+    _launch_scan(
+        (heads * triton.cdiv(P, ROWS.value), indices.num_prefills + 1, 1),
+        (
+            x,
+            B,
+            C,
+            D,
+            z,
+            vectors,
+            state,
+            out,
+            indices.query_start_loc,
+            indices.context_len,
+            indices.src,
+            indices.chunk_dst,
+            indices.seq_chunk_start,
+            indices.longest_first,
+        ),
+        (state.stride(0) * state.element_size() // 16, indices.num_prefills, num_tokens),
+        {
+            "X_STRIDES": x_strides,
+            "B_STRIDES": B_strides,
+            "C_STRIDES": C_strides,
+            "Z_STRIDES": z_strides,
+            "HEADS": heads,
+            "GROUPS": groups,
+            "P": P,
+            "N": N,
+            "BLOCK_N": triton.next_power_of_2(N),
+            "VECTORS": num_vectors,
+            "STAGES": 3 if narrow else 1,
+        },
+        num_warps=4,
+    )
