@@ -38,16 +38,21 @@ def conv1d(
     state: Tensor,
     indices: StateIndices,
     activation: str | None = "silu",
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
     """Causal depthwise convolution: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}), computed in fp32.
 
     Shapes: x [F, dim], weight [dim, W] with W 2 to 4, bias [dim] or None, state [blocks, W - 1 + drafts, dim] in x's
     dtype; returns [F, dim] in x's dtype. `activation` is "silu" or None. float64 inputs are computed in float64.
 
-    A window is the last W - 1 raw inputs. A row reads its own from `conv_src`, from row `conv_offset` on. The first dst
-    of a decode row receives the wide window: its rows j to j + W - 2 are the window after token j. The dst of
-    `boundary_index` and every nonzero `chunk_dst` receive their own window from row 0 on. Rows without input become
-    zero. The window in any other dst of a decode row stays as it was.
+    Gates [F, dim] in x's dtype make it the short convolution of LFM2 (Liquid AI 2025): x_t is multiplied by
+    `input_gate`, y_t by `output_gate`. Both products and the y_t that is multiplied are rounded to x's dtype.
+
+    A window is the last W - 1 raw inputs, gated ones if there is an `input_gate`. A row reads its own from `conv_src`,
+    from row `conv_offset` on. The first dst of a decode row receives the wide window: its rows j to j + W - 2 are the
+    window after token j. The dst of `boundary_index` and every nonzero `chunk_dst` receive their own window from row 0
+    on. Rows without input become zero. The window in any other dst of a decode row stays as it was.
     """
     check_rank("x", x, "F, dim")
     check_rank("weight", weight, "dim, W")
@@ -61,6 +66,10 @@ def conv1d(
     check_shape("weight", weight, dim, weight.shape[1])
     if bias is not None:
         check_shape("bias", bias, dim)
+    for name, gate in (("input_gate", input_gate), ("output_gate", output_gate)):
+        if gate is not None:
+            check_shape(name, gate, *x.shape)
+            check_dtype(name, gate, x.dtype)
     check_shape("state", state, state.shape[0], state.shape[1], dim)
     rows = weight.shape[1] - 2 + (indices.tokens_per_decode if indices.num_decodes else 1)
     if state.shape[1] < rows:
@@ -69,8 +78,8 @@ def conv1d(
             f" make them {rows} rows."
         )
     check_pool(state)
-    check_devices(indices, x=x, weight=weight, bias=bias, state=state)
-    return backend(x).conv1d(x, weight, bias, state, indices, activation)
+    check_devices(indices, x=x, weight=weight, bias=bias, state=state, input_gate=input_gate, output_gate=output_gate)
+    return backend(x).conv1d(x, weight, bias, state, indices, activation, input_gate, output_gate)
 
 
 def gated_delta_rule(
@@ -258,7 +267,7 @@ def selective_scan(
     check_shape("state", state, state.shape[0], dim, width)
     check_pool(state)
     check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
-    return reference.selective_scan(x, dt, A, B, C, D, z, dt_bias, state, indices)
+    return backend(x).selective_scan(x, dt, A, B, C, D, z, dt_bias, state, indices)
 
 
 def ssd(

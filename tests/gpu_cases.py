@@ -23,6 +23,7 @@ from kernel_ops import RULERS
 from mambacache.kernels import StateIndices, gated_rms_norm, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
+from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
 
 Make = Callable[[], Op]
@@ -36,8 +37,12 @@ def delta_rule(key_heads: int, value_heads: int, key_width: int, value_width: in
     return partial(DeltaRuleOp, key_heads // divisor, value_heads // divisor, key_width, value_width, beta_scale=beta)
 
 
-def conv(dim: int, width: int, activation: str | None, divisor: int) -> Make:
-    return partial(Conv1dOp, dim // divisor, width, False, activation)
+def conv(dim: int, width: int, activation: str | None, divisor: int, gated: bool = False) -> Make:
+    return partial(Conv1dOp, dim // divisor, width, False, activation, gated)
+
+
+def scan(dim: int, divisor: int) -> Make:
+    return partial(SelectiveScanOp, dim // divisor)
 
 
 def ssd(groups: int, heads: int, width: int, state_width: int, divisor: int) -> Make:
@@ -56,7 +61,11 @@ MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
         "qwen3.5-27b": partial(conv, 10240, 4, "silu"),
         "qwen3.5-122b": partial(conv, 12288, 4, "silu"),
         "olmo-hybrid": partial(conv, 11520, 4, "silu"),
-        "lfm2": partial(conv, 2048, 3, None),
+        "lfm2": partial(conv, 2048, 3, None, gated=True),
+    },
+    "selective_scan": {
+        "falcon-mamba": partial(scan, 8192),  # Jamba too
+        "mamba-2.8b": partial(scan, 5120),
     },
     "ssd": {
         "nemotron-h-8b": partial(ssd, 8, 128, 64, 128),
@@ -75,6 +84,7 @@ DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
     "ssd": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "selective_scan": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
 }
 """For every op its dtypes; the first pair is what models use."""
 

@@ -20,7 +20,8 @@ from op_ssd import SsdOp
 
 OPS: dict[str, Callable[[], Op]] = {
     "conv1d": Conv1dOp,
-    "short_conv": partial(Conv1dOp, dim=40, width=3, bias=False, activation=None),
+    "conv1d_plain": partial(Conv1dOp, dim=40, width=2, bias=False, activation=None),
+    "short_conv": partial(Conv1dOp, dim=40, width=3, bias=False, activation=None, gated=True),
     "gated_delta_rule": DeltaRuleOp,
     "gated_delta_rule_negative": partial(DeltaRuleOp, value_heads=2, key_width=16, value_width=48, beta_scale=2.0),
     "kda": KDAOp,

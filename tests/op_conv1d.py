@@ -17,23 +17,30 @@ class Conv1dOp:
     state_dtypes: DtypePairs = tuple((t, t) for t in (torch.float32, torch.bfloat16, torch.float16, torch.float64))
     exact_state = True
 
-    def __init__(self, dim: int = 37, width: int = 4, bias: bool = True, activation: str | None = "silu") -> None:
+    def __init__(
+        self, dim: int = 37, width: int = 4, bias: bool = True, activation: str | None = "silu", gated: bool = False
+    ) -> None:
         self.dim, self.reach, self.activation = dim, width - 1, activation
+        self.names = ("x", "input_gate", "output_gate") if gated else ("x",)
         self.weight = random(dim, width, seed=1)
         self.bias = random(dim, seed=2) if bias else None
         self.state_shape: tuple[int, ...] = (self.reach + MAX_DRAFTS, dim)
 
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
-        return {"x": random(tokens, self.dim, seed=seed + 10, dtype=dtype)}
+        return {name: random(tokens, self.dim, seed=seed + 10 + i, dtype=dtype) for i, name in enumerate(self.names)}
 
     def run(self, inputs: Inputs, state: Tensor, indices: StateIndices, library: ModuleType = kernels) -> Tensor:
         bias = None if self.bias is None else self.bias.to(state.device)
-        return library.conv1d(inputs["x"], self.weight.to(state.device), bias, state, indices, self.activation)
+        weight = self.weight.to(state.device)
+        return library.conv1d(
+            **inputs, weight=weight, bias=bias, state=state, indices=indices, activation=self.activation
+        )
 
     def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor:
         window = before[row.window_src, row.conv_offset :][: self.reach] if row.window_src else None
         zeros = torch.zeros(self.reach, self.dim, dtype=torch.float64)
-        history = torch.cat([zeros if window is None else window, inputs["x"].double()])
+        x = inputs["x"] * inputs.get("input_gate", 1)  # rounded as the window holds it
+        history = torch.cat([zeros if window is None else window, x.double()])
         sums = [(self.weight.T * history[t : t + self.reach + 1]).sum(0) for t in range(row.length)]
         y = torch.stack(sums) + (0 if self.bias is None else self.bias) if sums else zeros[:0]
 
@@ -48,7 +55,8 @@ class Conv1dOp:
             store(row.dst[0], history[1:])
             if row.boundary_index > 0:
                 store(row.dst[row.boundary_index], history[row.boundary_index + 1 :][: self.reach])
-        return y * torch.sigmoid(y) if self.activation else y
+        y = y * torch.sigmoid(y) if self.activation else y
+        return y * inputs.get("output_gate", 1)
 
     def final_state(self, state: Tensor, block: int, window_block: int, window_offset: int) -> Tensor:
         return state[window_block, window_offset : window_offset + self.reach]

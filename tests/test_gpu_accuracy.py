@@ -24,19 +24,26 @@ from kernel_cases import Op
 from kernel_ops import FAMILIES
 
 SLACK = 5e-7  # four units in the last place of fp32, which elementary functions alone may lose
+# A scan, which goes token by token, multiplies by a rounded decay every time: the same way where all steps are equal.
+HARD_SLACK = {"selective_scan": 2e-5}  # what fp32 may lose on these inputs in the tests of the reference
 
 GRID = [case for op in MODELS for case in every_case(op)]
 CHOSEN = [case for op in MODELS for case in pairwise_cases(every_case(op))]
 HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, make in FAMILIES[op].HARD.items()}
 HARD_MIX = Mix((4, 1), (150, 64))
-LARGE = {"gated_delta_rule": ("q", "k", "v"), "conv1d": ("x",), "ssd": ("x",)}  # inputs that may be of any magnitude
+LARGE = {
+    "gated_delta_rule": ("q", "k", "v"),
+    "conv1d": ("x",),
+    "selective_scan": ("x",),
+    "ssd": ("x",),
+}  # inputs that may be of any magnitude
 
 
-def check(batch: Batch, dtypes: Dtypes) -> None:
+def check(batch: Batch, dtypes: Dtypes, slack: float = SLACK) -> None:
     """At most twice the error of the reference with operands rounded, three times in fp32."""
     factor = 3 if dtypes[0] == FP32 else 2
     for what, (error, ruler) in errors_and_ruler(batch).items():
-        assert error <= factor * ruler + SLACK, f"{what}: {error:.2e}, but the ruler loses {ruler:.2e}"
+        assert error <= factor * ruler + slack, f"{what}: {error:.2e}, but the ruler loses {ruler:.2e}"
 
 
 @pytest.mark.gpu
@@ -58,7 +65,8 @@ def test_every_real_shape(case: Case) -> None:
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP16, FP16), (FP32, FP32)], ids=str)
 @pytest.mark.parametrize("make", HARD_CASES.values(), ids=HARD_CASES.keys())
 def test_hard_inputs(make: Callable[[], Op], dtypes: Dtypes) -> None:
-    check(Batch(make(), HARD_MIX, dtypes), dtypes)
+    batch = Batch(make(), HARD_MIX, dtypes)
+    check(batch, dtypes, HARD_SLACK.get(batch.op.name, SLACK))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,12 @@ from test_gpu_bitwise import first_shape
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
 # At most so many launches for decode rows, for prefill rows, and for both.
-LAUNCHES = {"gated_delta_rule": (1, 2, 3), "conv1d": (1, 1, 1), "ssd": (1, 2, 3)}
+LAUNCHES = {
+    "gated_delta_rule": (1, 2, 3),
+    "conv1d": (1, 1, 1),
+    "selective_scan": (1, 1, 2),
+    "ssd": (1, 2, 3),
+}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix
 from mambacache.kernels import api, gpu, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
+from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
 
 pytestmark = [
@@ -23,11 +24,13 @@ pytestmark = [
 
 OPS: dict[str, Make] = {
     "conv1d": Conv1dOp,
-    "short_conv": partial(Conv1dOp, 40, 3, False, None),
+    "short_conv": partial(Conv1dOp, 40, 3, False, None, True),
     "gated_delta_rule": partial(DeltaRuleOp, 1, 2, 16, 32),
     "gated_delta_rule_negative": partial(DeltaRuleOp, 1, 1, 48, 16, 2.0),
     "ssd": partial(SsdOp, 1, 2, 16, 32),
     "ssd_plain": partial(SsdOp, 2, 2, 80, 48, True, (0.3, 1.5)),
+    "selective_scan": SelectiveScanOp,
+    "selective_scan_plain": partial(SelectiveScanOp, 24, 3, True),
 }
 MIX = Mix((3, 1, 2), (70, 1, 130))
 BOUND = {FP32: 2e-6, FP16: 1e-3}
@@ -38,6 +41,12 @@ CONTRACT: dict[str, Callable[..., None]] = {
     "split": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=128),
     "no tokens": contract.test_batches_without_tokens_do_nothing,
 }
+CONTRACT_ROWS = [
+    pytest.param(test, OPS[op], id=f"{op}-{name}")
+    for op in ("conv1d", "short_conv", "gated_delta_rule", "selective_scan", "ssd")
+    for name, test in CONTRACT.items()
+    if (op, name) != ("selective_scan", "split")  # 1,500 tokens, one by one
+]
 
 
 @pytest.fixture
@@ -53,10 +62,9 @@ def test_accuracy(make: Make, dtypes: Dtypes) -> None:
         assert error < BOUND[dtypes[0]], what
 
 
-@pytest.mark.parametrize("test", CONTRACT.values(), ids=CONTRACT.keys())
-@pytest.mark.parametrize("name", ["conv1d", "gated_delta_rule", "ssd"])
-def test_contract(test: Callable[..., None], name: str) -> None:
-    test(make=OPS[name], dtype=FP32, state_dtype=FP32)
+@pytest.mark.parametrize(("test", "make"), CONTRACT_ROWS)
+def test_contract(test: Callable[..., None], make: Make) -> None:
+    test(make=make, dtype=FP32, state_dtype=FP32)
 
 
 @pytest.mark.parametrize("options", NORM_OPTIONS.values(), ids=NORM_OPTIONS.keys())

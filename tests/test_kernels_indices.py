@@ -120,6 +120,8 @@ def test_conv1d_errors() -> None:
         ({"weight": torch.zeros(8, 5)}, "The width of the convolution is 5, but it must be one of 2, 3, 4"),
         ({"weight": torch.zeros(4, 4)}, r"weight has shape \[4, 4\] where the other arguments need \[8, 4\]"),
         ({"bias": torch.zeros(4)}, "bias has shape"),
+        ({"input_gate": torch.zeros(3, 4)}, r"input_gate has shape \[3, 4\] where the other arguments need \[3, 8\]"),
+        ({"output_gate": torch.zeros(3, 8).half()}, "output_gate is float16 where float32 is needed"),
         ({"state": torch.zeros(4, 5, 16)}, "state has shape"),
         ({"state": torch.zeros(4, 5, 8, dtype=torch.bfloat16)}, "state is bfloat16 where float32 is needed"),
         ({"x": torch.zeros(3, 8, 1)}, r"x has shape \[3, 8, 1\], but it must be \[F, dim\]"),

@@ -29,9 +29,30 @@ def _split_taps(tile, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def _load_input(source, t, channel, mask, ALIGNMENT: tl.constexpr):
+    """The convolution's input at token t: x, or x times its gate, rounded as the window will hold it."""
+    x, x_stride, gate, gate_stride = source
+    value = tl.load(x + tl.multiple_of(t * x_stride, ALIGNMENT) + channel, mask=mask)
+    if gate is not None:
+        opened = tl.load(gate + tl.multiple_of(t * gate_stride, ALIGNMENT) + channel, mask=mask)
+        value = (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype)
+    return value
+
+
+@triton.jit
+def _store_output(target, t, channel, y, mask, ALIGNMENT: tl.constexpr):
+    """Stores the output of token t, times its gate if there is one; both are rounded, as by two modules."""
+    out, out_stride, gate, gate_stride = target
+    y = y.to(out.dtype.element_ty)
+    if gate is not None:
+        opened = tl.load(gate + tl.multiple_of(t * gate_stride, ALIGNMENT) + channel, mask=mask)
+        y = (y.to(tl.float32) * opened.to(tl.float32)).to(y.dtype)
+    tl.store(out + t * out_stride + channel, y, mask=mask)
+
+
+@triton.jit
 def _load_history(
-    x,
-    x_stride,
+    source,
     window,
     has_window,
     row,
@@ -40,19 +61,24 @@ def _load_history(
     in_dim,
     DIM: tl.constexpr,
     REACH: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
 ):
     """The REACH inputs before token `first`, in fp32. Those before `row`, its row's first token, are in the window."""
+    x, x_stride, gate, gate_stride = source
     history = ()
     for i in tl.static_range(REACH):
         t = first - REACH + i
-        source = tl.where(
+        place = tl.where(
             t < row,
             window + tl.multiple_of((t - row + REACH) * DIM, STATE_ALIGNMENT),
-            x + tl.multiple_of(t * x_stride, X_ALIGNMENT),
+            x + tl.multiple_of(t * x_stride, ALIGNMENT),
         )
-        value = tl.load(source + channel, mask=tl.where(has_window | (t >= row), in_dim, False), other=0)
+        value = tl.load(place + channel, mask=tl.where(has_window | (t >= row), in_dim, False), other=0)
+        if gate is not None:
+            place = gate + tl.multiple_of(t * gate_stride, ALIGNMENT) + channel
+            opened = tl.load(place, mask=tl.where(t >= row, in_dim, False), other=1)
+            value = (value.to(tl.float32) * opened.to(tl.float32)).to(value.dtype)
         history = history + (value.to(tl.float32),)
     return history
 
@@ -79,14 +105,12 @@ def _store_window(slot, history, mask, REACH: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def _decode_row(
-    x,
-    x_stride,
+    source,
+    target,
     tap_tile,
     bias,
     state,
     state_stride,
-    out,
-    out_stride,
     decode_src,
     decode_dst,
     decode_conv_src,
@@ -99,7 +123,7 @@ def _decode_row(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -111,14 +135,12 @@ def _decode_row(
     src = tl.load(decode_conv_src + item)
     offset = tl.load(decode_conv_offset + item)
     dst = tl.load(decode_dst + row)
-    value = tl.load(x + tl.multiple_of(row * x_stride, X_ALIGNMENT) + channel, mask=in_dim)
+    value = _load_input(source, row, channel, in_dim, ALIGNMENT)
     dsts = tl.load(decode_dst + row + token, mask=token < tokens_per_decode, other=0)
     has_src = tl.load(decode_src + item) != 0
     boundary = tl.load(decode_boundary_index + item)
     window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
-    history = _load_history(
-        x, x_stride, window, src != 0, row, row, channel, in_dim, DIM, REACH, X_ALIGNMENT, STATE_ALIGNMENT
-    )
+    history = _load_history(source, window, src != 0, row, row, channel, in_dim, DIM, REACH, ALIGNMENT, STATE_ALIGNMENT)
     computed = tl.sum(((dsts != 0) | ((token == 0) & has_src)).to(tl.int32))  # the row's other tokens are padding
     boundary_dst = tl.sum(tl.where((token == boundary) & (token > 0), dsts, 0))
     taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
@@ -126,6 +148,7 @@ def _decode_row(
     stored = tl.where(dst != 0, in_dim, False)
     slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
     own = state + tl.multiple_of(boundary_dst * state_stride, STATE_ALIGNMENT) + channel
+    out, out_stride, _, _ = target
     zeros = tl.zeros([BLOCK_D], out.dtype.element_ty)
     tl.debug_barrier()  # src may be dst: it has been read by all threads from here on
     for i in tl.static_range(REACH - 1):
@@ -134,9 +157,9 @@ def _decode_row(
         inputs = history + (value.to(tl.float32),)
         tl.store(slot + (REACH - 1 + t) * DIM, value, mask=stored)
         further = tl.where(t + 1 < computed, in_dim, False)
-        value = tl.load(x + tl.multiple_of((row + t + 1) * x_stride, X_ALIGNMENT) + channel, mask=further)
+        value = _load_input(source, row + t + 1, channel, further, ALIGNMENT)
         y = _output(inputs, taps, bias, WIDTH, SILU)
-        tl.store(out + (row + t) * out_stride + channel, y.to(zeros.dtype), mask=in_dim)
+        _store_output(target, row + t, channel, y, in_dim, ALIGNMENT)
         history = inputs[1:]
         if (t == boundary) & (boundary_dst != 0):
             _store_window(own, history, in_dim, REACH, ROWS, DIM)
@@ -148,14 +171,12 @@ def _decode_row(
 
 @triton.jit
 def _prefill_chunk(
-    x,
-    x_stride,
+    source,
+    target,
     tap_tile,
     bias,
     state,
     state_stride,
-    out,
-    out_stride,
     query_start_loc,
     context_len,
     conv_src,
@@ -169,7 +190,7 @@ def _prefill_chunk(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -188,24 +209,24 @@ def _prefill_chunk(
     end = tl.minimum(first + CHUNK - position % CHUNK, row_end)
     window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
     history = _load_history(
-        x, x_stride, window, src != 0, row, first, channel, in_dim, DIM, REACH, X_ALIGNMENT, STATE_ALIGNMENT
+        source, window, src != 0, row, first, channel, in_dim, DIM, REACH, ALIGNMENT, STATE_ALIGNMENT
     )
     taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
     whole = first + (end - first) // UNROLL * UNROLL
     for start in tl.range(first, whole, UNROLL, num_stages=STAGES):
         inputs = history
         for i in tl.static_range(UNROLL):
-            value = tl.load(x + tl.multiple_of((start + i) * x_stride, X_ALIGNMENT) + channel, mask=in_dim)
+            value = _load_input(source, start + i, channel, in_dim, ALIGNMENT)
             inputs = inputs + (value.to(tl.float32),)
         for i in tl.static_range(UNROLL):
             y = _output(inputs[i : i + WIDTH], taps, bias, WIDTH, SILU)
-            tl.store(out + (start + i) * out_stride + channel, y.to(out.dtype.element_ty), mask=in_dim)
+            _store_output(target, start + i, channel, y, in_dim, ALIGNMENT)
         history = inputs[UNROLL:]
     for t in range(whole, end):
-        value = tl.load(x + tl.multiple_of(t * x_stride, X_ALIGNMENT) + channel, mask=in_dim)
+        value = _load_input(source, t, channel, in_dim, ALIGNMENT)
         inputs = history + (value.to(tl.float32),)
         y = _output(inputs, taps, bias, WIDTH, SILU)
-        tl.store(out + t * out_stride + channel, y.to(out.dtype.element_ty), mask=in_dim)
+        _store_output(target, t, channel, y, in_dim, ALIGNMENT)
         history = inputs[1:]
     if dst != 0:
         slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
@@ -213,10 +234,21 @@ def _prefill_chunk(
 
 
 @triton.jit(
-    do_not_specialize=["num_decodes", "tokens_per_decode", "num_prefills", "num_tokens", "x_stride", "state_stride"]
+    do_not_specialize=[
+        "num_decodes",
+        "tokens_per_decode",
+        "num_prefills",
+        "num_tokens",
+        "x_stride",
+        "input_gate_stride",
+        "output_gate_stride",
+        "state_stride",
+    ]
 )
 def _conv1d_kernel(
     x,
+    input_gate,
+    output_gate,
     weight,
     bias,
     state,
@@ -239,13 +271,15 @@ def _conv1d_kernel(
     num_prefills,
     num_tokens,
     x_stride,
+    input_gate_stride,
+    output_gate_stride,
     state_stride,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TAP_STRIDE: tl.constexpr,
     CHANNEL_STRIDE: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -259,9 +293,10 @@ def _conv1d_kernel(
     item = tl.program_id(0) // TILES
     channel = tl.program_id(0) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
     in_dim = channel < DIM
-    x_stride = tl.cast(x_stride, tl.int64)
     state_stride = tl.cast(state_stride, tl.int64)
     out_stride = tl.cast(DIM, tl.int64)
+    source = (x, tl.cast(x_stride, tl.int64), input_gate, tl.cast(input_gate_stride, tl.int64))
+    target = (out, out_stride, output_gate, tl.cast(output_gate_stride, tl.int64))
     tap = tl.arange(0, 4)
     tap_tile = weight + channel[:, None] * CHANNEL_STRIDE + tap[None, :] * TAP_STRIDE
     tap_tile = tl.load(tap_tile, mask=in_dim[:, None] & (tap < WIDTH)[None, :], other=0)
@@ -270,14 +305,12 @@ def _conv1d_kernel(
     tail = tl.load(query_start_loc + num_prefills)  # tokens from here on belong to no row
     if item < num_decodes:
         _decode_row(
-            x,
-            x_stride,
+            source,
+            target,
             tap_tile,
             bias,
             state,
             state_stride,
-            out,
-            out_stride,
             decode_src,
             decode_dst,
             decode_conv_src,
@@ -290,7 +323,7 @@ def _conv1d_kernel(
             DIM,
             WIDTH,
             ROWS,
-            X_ALIGNMENT,
+            ALIGNMENT,
             STATE_ALIGNMENT,
             SILU,
             BLOCK_D,
@@ -299,14 +332,12 @@ def _conv1d_kernel(
         chunk = item - num_decodes
         if chunk < tl.load(seq_chunk_start + num_prefills):
             _prefill_chunk(
-                x,
-                x_stride,
+                source,
+                target,
                 tap_tile,
                 bias,
                 state,
                 state_stride,
-                out,
-                out_stride,
                 query_start_loc,
                 context_len,
                 conv_src,
@@ -320,7 +351,7 @@ def _conv1d_kernel(
                 DIM,
                 WIDTH,
                 ROWS,
-                X_ALIGNMENT,
+                ALIGNMENT,
                 STATE_ALIGNMENT,
                 SILU,
                 BLOCK_D,
@@ -341,16 +372,19 @@ def conv1d(
     state: Tensor,
     indices: StateIndices,
     activation: str | None = "silu",
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.conv1d`. The channels of x are dense; all other strides are free."""
-    check_dense(x=x, bias=bias)
+    """See `mambacache.kernels.conv1d`. The channels of x and its gates are dense; all other strides are free."""
+    check_dense(x=x, bias=bias, input_gate=input_gate, output_gate=output_gate)
     num_tokens, dim = x.shape
     out = torch.empty(num_tokens, dim, dtype=x.dtype, device=x.device)
     items = indices.num_decodes + indices.chunk_seq.shape[0]
     channel_stride, tap_stride = weight.stride()
+    per_token = [x if tensor is None else tensor for tensor in (x, input_gate, output_gate)]
     _launch(
         (-(-dim // BLOCK_D) * max(items, 1), 1, 1),
-        (x, weight, bias),
+        (x, input_gate, output_gate, weight, bias),
         (
             state,
             out,
@@ -371,7 +405,7 @@ def conv1d(
             indices.tokens_per_decode,
             indices.num_prefills,
             num_tokens,
-            x.stride(0),
+            *(tensor.stride(0) for tensor in per_token),
             state.stride(0),
         ),
         {
@@ -380,7 +414,7 @@ def conv1d(
             "ROWS": state.shape[1],
             "TAP_STRIDE": tap_stride,
             "CHANNEL_STRIDE": channel_stride,
-            "X_ALIGNMENT": stride_alignment(x),
+            "ALIGNMENT": min(map(stride_alignment, per_token)),
             "STATE_ALIGNMENT": stride_alignment(state),
             "HAS_BIAS": bias is not None,
             "SILU": activation == "silu",

@@ -18,9 +18,13 @@ def conv1d(
     state: Tensor,
     indices: StateIndices,
     activation: str | None = "silu",
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.conv1d`. One history holds, row by row, the row's source window and then its tokens."""
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if input_gate is not None:
+        x = input_gate * x
     num_rows = indices.num_decodes + indices.num_prefills
     if not num_rows:
         return out
@@ -34,6 +38,8 @@ def conv1d(
 
     outputs = _convolve(history, weight, bias)[place - reach]
     out[token] = (silu(outputs) if activation == "silu" else outputs).to(x.dtype)
+    if output_gate is not None:
+        out[token] *= output_gate[token]
 
     if indices.num_decodes:
         _write_wide_windows(state, indices, history, window_start[: indices.num_decodes], reach)

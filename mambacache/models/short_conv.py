@@ -36,5 +36,6 @@ class ShortConv(nn.Module):
         context = current_context()
         (conv_state,) = next(context.states)
         b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
-        y = conv1d(b * x, self.conv_weight, self.conv_bias, conv_state, context.indices, activation=None)
-        return self.out_proj(c * y)[None]
+        weight, bias = self.conv_weight, self.conv_bias
+        y = conv1d(x, weight, bias, conv_state, context.indices, activation=None, input_gate=b, output_gate=c)
+        return self.out_proj(y)[None]

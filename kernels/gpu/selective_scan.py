@@ -1,0 +1,36 @@
+"""Selective scan over a mixed batch: one Triton launch for decode rows, one for prefill rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..indices import StateIndices
+from .layout import check_dense
+from .selective_scan_decode import decode
+from .selective_scan_prefill import prefill
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    indices: StateIndices,
+) -> Tensor:
+    """See `mambacache.kernels.selective_scan`. The last dim of every input is dense; strides of tokens are free."""
+    check_dense(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    out = x.new_empty(x.shape)
+    if not len(out):
+        return out
+    if indices.num_decodes:
+        decode(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
+    if indices.num_prefills:
+        prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
+    else:
+        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+    return out
