@@ -153,7 +153,7 @@ def kda(
     check_shape("A_log", A_log, heads)
     check_shape("dt_bias", dt_bias, *((heads, key_width) if dt_bias.dim() == 2 else (heads * key_width,)))
     check_devices(indices, q=q, k=k, v=v, g=g, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
-    return reference.kda(q, k, v, g, b, A_log, dt_bias, state, indices)
+    return backend(q).kda(q, k, v, g, b, A_log, dt_bias, state, indices)
 
 
 def gated_rms_norm(

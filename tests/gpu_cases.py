@@ -23,6 +23,7 @@ from kernel_ops import RULERS
 from mambacache.kernels import StateIndices, gated_rms_norm, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
+from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
 
@@ -41,6 +42,10 @@ def conv(dim: int, width: int, activation: str | None, divisor: int, gated: bool
     return partial(Conv1dOp, dim // divisor, width, False, activation, gated)
 
 
+def kda(heads: int, width: int, divisor: int) -> Make:
+    return partial(KDAOp, heads // divisor, width, width)
+
+
 def scan(dim: int, divisor: int) -> Make:
     return partial(SelectiveScanOp, dim // divisor)
 
@@ -56,6 +61,7 @@ MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
         "qwen3.5-122b": partial(delta_rule, 16, 64, 128, 128, 1.0),
         "olmo-hybrid": partial(delta_rule, 30, 30, 96, 192, 2.0),
     },
+    "kda": {"kimi-linear": partial(kda, 32, 128)},
     "conv1d": {
         "qwen3-next": partial(conv, 8192, 4, "silu"),
         "qwen3.5-27b": partial(conv, 10240, 4, "silu"),
@@ -82,6 +88,7 @@ INDIVISIBLE = {("olmo-hybrid", 4), ("olmo-hybrid", 8)}  # 30 heads
 
 DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "kda": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
     "ssd": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "selective_scan": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),

@@ -33,6 +33,7 @@ HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, 
 HARD_MIX = Mix((4, 1), (150, 64))
 LARGE = {
     "gated_delta_rule": ("q", "k", "v"),
+    "kda": ("q", "k", "v"),
     "conv1d": ("x",),
     "selective_scan": ("x",),
     "ssd": ("x",),

@@ -30,6 +30,10 @@ TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
         ("gated_delta_rule_decode", "BLOCK_V"): (4, 8, 16),
     },
     "ssd": {("ssd_decode", "BLOCK_P"): (4, 16)},
+    "kda": {
+        ("kda_prefill", "PROCESSORS"): (0, 1 << 30),
+        ("kda_decode", "BLOCK_V"): (4, 16),
+    },
     "selective_scan": {
         ("selective_scan_prefill", "MANY_WARPS"): (0, 1 << 30),
         ("selective_scan_decode", "BLOCK_D"): (32, 128),

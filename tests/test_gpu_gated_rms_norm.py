@@ -44,6 +44,7 @@ def test_no_tokens() -> None:
     assert gated_rms_norm(empty, empty, torch.ones(32, device="cuda"), 1e-6).shape == empty.shape
 
 
+@pytest.mark.xdist_group("memory")
 def test_rows_beyond_two_billion_elements() -> None:
     x, gate = (random(64, 4096, seed=i, dtype=BF16).cuda() for i in (1, 2))
     weight = torch.ones(4096, device="cuda", dtype=BF16)

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 # At most so many launches for decode rows, for prefill rows, and for both.
 LAUNCHES = {
     "gated_delta_rule": (1, 2, 3),
+    "kda": (1, 2, 3),
     "conv1d": (1, 1, 1),
     "selective_scan": (1, 1, 2),
     "ssd": (1, 2, 3),
@@ -100,6 +101,7 @@ def test_the_profile_sees_a_planted_copy() -> None:
     assert not all(map(is_ours, launched(copy_and_run)))
 
 
+@pytest.mark.xdist_group("memory")  # one at a time
 @pytest.mark.parametrize("op", MODELS)
 def test_slots_at_the_end_of_a_pool_of_more_than_two_billion_elements(op: str) -> None:
     make, dtypes = first_shape(op, 1)
@@ -121,6 +123,7 @@ def test_slots_at_the_end_of_a_pool_of_more_than_two_billion_elements(op: str) -
         assert_bitwise(small_output, large_output)
 
 
+@pytest.mark.xdist_group("memory")  # one at a time
 @pytest.mark.parametrize("op", MODELS)
 def test_tokens_beyond_two_billion_elements(op: str) -> None:
     """The last of many rows is what it is alone."""

@@ -8,12 +8,14 @@ from functools import partial
 import pytest
 import torch
 
+import op_kda
 import test_kernels_bitwise as bitwise
 import test_kernels_contract as contract
 from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix, errors_and_ruler, norm_errors
 from mambacache.kernels import api, gpu, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
+from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
 
@@ -27,6 +29,8 @@ OPS: dict[str, Make] = {
     "short_conv": partial(Conv1dOp, 40, 3, False, None, True),
     "gated_delta_rule": partial(DeltaRuleOp, 1, 2, 16, 32),
     "gated_delta_rule_negative": partial(DeltaRuleOp, 1, 1, 48, 16, 2.0),
+    "kda": partial(KDAOp, 2, 32, 16),
+    "kda_uneven": op_kda.uneven,
     "ssd": partial(SsdOp, 1, 2, 16, 32),
     "ssd_plain": partial(SsdOp, 2, 2, 80, 48, True, (0.3, 1.5)),
     "selective_scan": SelectiveScanOp,
@@ -43,7 +47,7 @@ CONTRACT: dict[str, Callable[..., None]] = {
 }
 CONTRACT_ROWS = [
     pytest.param(test, OPS[op], id=f"{op}-{name}")
-    for op in ("conv1d", "short_conv", "gated_delta_rule", "selective_scan", "ssd")
+    for op in ("conv1d", "short_conv", "gated_delta_rule", "kda", "selective_scan", "ssd")
     for name, test in CONTRACT.items()
     if (op, name) != ("selective_scan", "split")  # 1,500 tokens, one by one
 ]

@@ -1,0 +1,36 @@
+"""Kimi Delta Attention over a mixed batch: one Triton launch for decode rows, two for prefill rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..indices import StateIndices
+from .kda_decode import decode
+from .kda_prefill import prefill
+from .layout import check_dense
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+) -> Tensor:
+    """See `mambacache.kernels.kda`. Parameters and the last dim of q, k, v and g are dense; other strides are free."""
+    dt_bias = dt_bias.view(-1)
+    check_dense(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias)
+    out = v.new_empty(v.shape)
+    if not len(out):
+        return out
+    if indices.num_decodes:
+        decode(q, k, v, g, b, A_log, dt_bias, state, indices, out)
+    if indices.num_prefills:
+        prefill(q, k, v, g, b, A_log, dt_bias, state, indices, out)
+    else:
+        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+    return out

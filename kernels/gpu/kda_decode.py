@@ -1,0 +1,121 @@
+"""Kimi Delta Attention over the decode rows of a batch, in one Triton launch."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .delta_rule import log2_decay, normalized
+from .launch import Launcher
+from .layout import layer_strides
+
+BLOCK_V = 8  # rows of the state of one program, a single warp
+
+
+@triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode"])
+def _decode_kernel(
+    q,
+    k,
+    v,
+    g,
+    b,
+    A_log,
+    dt_bias,
+    state,
+    out,
+    src,
+    dst,
+    slot_stride,
+    tokens_per_decode,
+    Q_STRIDES: tl.constexpr,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    G_STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A program carries BLOCK_V rows of one head's state through the tokens of one row."""
+    TILES: tl.constexpr = V // BLOCK_V
+    STATE: tl.constexpr = state.dtype.element_ty
+    head = tl.program_id(0) // TILES
+    row = tl.program_id(1)
+    value = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    channel = tl.arange(0, BLOCK_K)
+    in_K = channel < K
+    rate = tl.load(A_log + head).to(tl.float32)
+    bias = tl.load(dt_bias + head * K + channel, mask=in_K, other=0).to(tl.float32)
+
+    state += head * V * K
+    element = value[:, None] * K + channel[None, :]
+    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    source = tl.load(src + row)
+    read = tl.where(source != 0, in_K, False)[None, :]
+    S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
+    for t in range(tokens_per_decode):
+        token = row.to(tl.int64) * tokens_per_decode + t
+        target = tl.load(dst + token)
+        computed = (target != 0) | ((t == 0) & (source != 0))
+        known = tl.where(computed, in_K, False)
+        query = tl.load(q + token * Q_STRIDES[0] + head * Q_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
+        key = tl.load(k + token * K_STRIDES[0] + head * K_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
+        gate = tl.load(g + token * G_STRIDES[0] + head * G_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
+        known = tl.where(computed, value < V, False)
+        x = tl.load(v + token * V_STRIDES[0] + head * V_STRIDES[1] + value, mask=known, other=0).to(tl.float32)
+        beta = tl.load(b + token * B_STRIDES[0] + head * B_STRIDES[1], mask=computed, other=0).to(tl.float32)
+
+        query = normalized(query) * K**-0.5
+        key = normalized(key)
+        S *= tl.exp2(log2_decay(gate, rate, bias))[None, :]
+        u = (x - tl.sum(S * key[None, :], axis=1)) / (1 + tl.exp(-beta))
+        o = tl.sum(S * query[None, :], axis=1) + u * tl.sum(key * query, axis=0)
+        o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
+        tl.store(out + (token * HEADS + head) * V + value, o)
+        stored = (S + u[:, None] * key[None, :]).to(STATE)
+        written = tl.where(target != 0, in_K, False)[None, :]
+        tl.store(state + target * slot_stride + element, stored, mask=written)
+        S = stored.to(tl.float32)
+
+
+_launch = Launcher(_decode_kernel)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    out: Tensor,
+) -> None:
+    """Fills the decode tokens of `out` [F, H, V] and stores the state after every token where `decode_dst` says."""
+    heads, K = q.shape[1:]
+    V = v.shape[2]
+    q_strides, k_strides, v_strides, g_strides, b_strides = layer_strides(q, k, v, g, b)
+    _launch(
+        (heads * (V // BLOCK_V), indices.num_decodes, 1),
+        (q, k, v, g, b, A_log, dt_bias, state, out, indices.decode_src, indices.decode_dst),
+        (state.stride(0) * state.element_size() // 16, indices.tokens_per_decode),
+        {
+            "Q_STRIDES": q_strides,
+            "K_STRIDES": k_strides,
+            "V_STRIDES": v_strides,
+            "G_STRIDES": g_strides,
+            "B_STRIDES": b_strides,
+            "HEADS": heads,
+            "K": K,
+            "V": V,
+            "BLOCK_K": triton.next_power_of_2(K),
+            "BLOCK_V": BLOCK_V,
+        },
+        num_warps=1,
+    )

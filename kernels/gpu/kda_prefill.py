@@ -1,0 +1,197 @@
+"""Kimi Delta Attention over the prefill rows of a batch, in two Triton launches.
+
+A chunk of 64 tokens, which are the rows of q, k and v, takes the state S [V, K] of a head through
+
+    u = (v - k_in S^T) inverse^T;  o = q_in S^T + u scores^T;  S = S diag(decay) + u^T k_out
+
+where k_in and q_in are normalised k and q with every channel decayed from the chunk's start, and k_out is normalised k
+decayed to its end. The first launch (`kda_prepare`) computes all of these but v, for all chunks at once. The second
+carries the states. Its products are transposed, so that all of them take their left operand from the registers where it
+was computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .delta_rule import CHUNK, dot
+from .kda_prepare import padded_width, prepare
+from .launch import Launcher
+from .layout import layer_strides
+from .prefetch import prefetch_state
+
+PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 rows at a time
+CONCURRENT = tl.constexpr(PROCESSORS)
+
+
+@triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
+def _scan_kernel(
+    v,
+    tiles,
+    operands,
+    totals,
+    state,
+    out,
+    query_start_loc,
+    context_len,
+    src,
+    chunk_dst,
+    seq_chunk_start,
+    longest_first,
+    slot_stride,
+    num_prefills,
+    num_tokens,
+    V_STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    OPERAND: tl.constexpr = tiles.dtype.element_ty
+    STATE: tl.constexpr = state.dtype.element_ty
+    head = tl.program_id(0) // TILES
+    first_row = tl.program_id(0) % TILES * BLOCK_V
+    row = tl.arange(0, BLOCK_V)
+    step = tl.arange(0, CHUNK)
+    in_V = first_row + row < V
+    out += head * V + first_row
+
+    if tl.program_id(1) == num_prefills:  # tokens that belong to no row
+        for start in range(tl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
+            token = tl.cast(start, tl.int64) + step
+            empty = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
+            place = out + token[:, None] * (HEADS * V) + row[None, :]
+            tl.store(place, empty, mask=(token < num_tokens)[:, None] & in_V[None, :])
+        return
+
+    seq = tl.load(longest_first + tl.program_id(1))
+    start = tl.load(query_start_loc + seq)
+    end = tl.load(query_start_loc + seq + 1)
+    first_chunk = tl.load(seq_chunk_start + seq)
+    last_chunk = tl.load(seq_chunk_start + seq + 1)
+    origin = start - tl.load(context_len + seq) % CHUNK
+
+    # A thread of a product's result holds pairs of channels of a row in each half of its warp's 16 rows. Loads and
+    # stores of the state name the elements in an order that gives every thread its own, so that nothing is exchanged.
+    warp = tl.arange(0, BLOCK_V // 16)[None, None, :, None, None, None]
+    half = tl.arange(0, 2)[None, None, None, :, None, None]
+    state_row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
+    eighth = tl.arange(0, BLOCK_K // 8)[None, None, None, None, :, None]
+    quad = tl.arange(0, 4)[:, None, None, None, None, None]
+    element = state_row * K + eighth * 8 + quad * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
+    inside = (state_row < V) & (eighth * 8 < K)
+    state += head * V * K
+    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot = tl.load(src + seq)
+    S = tl.load(state + slot * slot_stride + element, mask=tl.where(slot != 0, inside, False), other=0).to(tl.float32)
+    S = tl.reshape(tl.permute(S, (2, 3, 1, 4, 0, 5)), [BLOCK_V, BLOCK_K])
+
+    if BLOCK_V == V and BLOCK_K == K:
+        whole_state = state - head * V * K
+        prefetch_state(whole_state, src, longest_first, num_prefills, slot_stride, V * K, CONCURRENT)
+
+    channel = tl.arange(0, BLOCK_K)
+    in_K = channel < K
+    wide_tokens = tl.cast(num_tokens, tl.int64)
+    v += head * V_STRIDES[1] + first_row
+    tiles += head * wide_tokens * CHUNK
+    operands += head * wide_tokens * K
+    totals += head * K
+    # Offsets within a tile are added to a scalar pointer, so that they need no registers of their own.
+    wide_step = step.to(tl.int64)[:, None]
+    v_tile = wide_step * V_STRIDES[0] + row[None, :]
+    operand_tile = wide_step * K + channel[None, :]
+    tile = wide_step * CHUNK + step[None, :]
+    place = step.to(tl.int64)[None, :] * (HEADS * V) + row[:, None]
+    triangle = step[None, :] // 8 <= step[:, None] // 8
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
+        boundary = origin + (chunk - first_chunk) * CHUNK
+        chunk_start = tl.maximum(boundary, start)
+        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+        filled = step < count
+        t = chunk_start.to(tl.int64)
+        mask = filled[:, None] & in_K[None, :]
+        lower = filled[:, None] & triangle
+        mask_V = filled[:, None] & in_V[None, :]
+        k_in = tl.load(operands + t * K + operand_tile, mask=mask, other=0)
+        q_in = tl.load(operands + wide_tokens * (HEADS * K) + t * K + operand_tile, mask=mask, other=0)
+        k_out = tl.load(operands + wide_tokens * (2 * HEADS * K) + t * K + operand_tile, mask=mask, other=0)
+        values = tl.load(v + t * V_STRIDES[0] + v_tile, mask=mask_V, other=0)
+        inverse = tl.load(tiles + t * CHUNK + tile, mask=lower, other=0)
+        scores = tl.load(tiles + (wide_tokens * HEADS + t) * CHUNK + tile, mask=lower, other=0)
+        decay = tl.load(totals + tl.cast(chunk, tl.int64) * (HEADS * K) + channel, mask=in_K, other=0)
+        dst = tl.load(chunk_dst + chunk)
+
+        read = S.to(OPERAND)
+        known = -dot(read, tl.trans(k_in))
+        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+        u = dot(known.to(OPERAND), tl.trans(inverse), u)
+        o = dot(read, tl.trans(q_in))
+        u = u.to(OPERAND)
+        o = dot(u, tl.trans(scores), o)
+        S = dot(u, k_out, decay[None, :] * S)
+        if STATE != tl.float32:
+            S = S.to(STATE).to(tl.float32)
+        tl.store(out + t * (HEADS * V) + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
+        if dst != 0:
+            stored = tl.permute(tl.reshape(S, [BLOCK_V // 16, 2, 8, BLOCK_K // 8, 4, 2]), (4, 2, 0, 1, 3, 5))
+            tl.store(state + dst * slot_stride + element, stored.to(STATE), mask=inside)
+
+
+_scan = Launcher(_scan_kernel)
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    indices: StateIndices,
+    out: Tensor,
+) -> None:
+    """Fills the prefill and padding tokens of `out` [F, H, V] and stores states where `chunk_dst` says."""
+    num_tokens, heads, K = q.shape
+    V = v.shape[2]
+    tiles, operands, totals = prepare(q, k, g, b, A_log, dt_bias, indices)
+    # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
+    block_V = 64 if V <= 64 or heads * triton.cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    _scan(
+        (heads * triton.cdiv(V, block_V), indices.num_prefills + 1, 1),
+        (
+            v,
+            tiles,
+            operands,
+            totals,
+            state,
+            out,
+            indices.query_start_loc,
+            indices.context_len,
+            indices.src,
+            indices.chunk_dst,
+            indices.seq_chunk_start,
+            indices.longest_first,
+        ),
+        (state.stride(0) * state.element_size() // 16, indices.num_prefills, num_tokens),
+        {
+            "V_STRIDES": layer_strides(v)[0],
+            "HEADS": heads,
+            "K": K,
+            "V": V,
+            "BLOCK_K": padded_width(K, tiles.dtype),
+            "BLOCK_V": block_V,
+            "STAGES": 2 if tiles.dtype == torch.bfloat16 and K <= 128 else 1,
+        },
+        num_warps=block_V // 16,
+    )

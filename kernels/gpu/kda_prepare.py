@@ -1,0 +1,278 @@
+"""What Kimi Delta Attention prepares for all chunks of a batch at once: decays, pair products and inverses.
+
+A decay of its own for every channel cannot be taken out of a product of two tokens, and its inverse may overflow. So
+pairs meet at a token between them: both decays up to there are sums of gates, and at most 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .delta_rule import CHUNK, LOG2_E, dot, inverse_norms, log2_decay, unit_lower_inverse
+from .launch import Launcher
+from .layout import layer_strides
+
+MIN_LOG2_DECAY = tl.constexpr(-256.0)  # of a token: 2^-256 is 0 in fp32, and a finite value adds up
+# The largest log decay of half a span of tokens whose pairs may all meet in its middle, after it or before it: keys of
+# norm 1 are multiplied by its exponential and its inverse. For fp32 it is small, since exponents are rounded too.
+MAX_FACTORED_DECAY = tl.constexpr(75.0)
+MAX_PRECISE_FACTORED_DECAY = tl.constexpr(4.0)
+# log2(1 + x) / x for x from 0 to 1, within 1e-5 of its value
+LOG2_1P_RATIO = tl.constexpr(
+    (
+        1.442681074142456,
+        -0.7203412652015686,
+        0.468526154756546,
+        -0.30128005146980286,
+        0.14407308399677277,
+        -0.033666159957647324,
+    )
+)
+
+
+@triton.jit
+def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
+    """`log2_decay`, without its logarithm where operands are rounded to 16 bits."""
+    if PRECISE:
+        return tl.maximum(log2_decay(g, A_log, dt_bias), MIN_LOG2_DECAY)
+    else:
+        x = g * LOG2_E + dt_bias * LOG2_E
+        small = tl.exp2(-tl.abs(x))
+        ratio = tl.full(g.shape, LOG2_1P_RATIO[5], tl.float32)
+        for i in tl.static_range(4, -1, -1):
+            ratio = ratio * small + LOG2_1P_RATIO[i]
+        return tl.maximum(-tl.exp(A_log) * (ratio * small + tl.maximum(x, 0.0)), MIN_LOG2_DECAY)
+
+
+@triton.jit
+def _two_factors(x):
+    """A power of two, exact in every dtype, and a factor from 1 to 2."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, x / power
+
+
+@triton.jit
+def _scaled(x, factor):
+    """Both rounded to the dtype of x before the product is: its packed arithmetic takes a third of fp32's time."""
+    return x * factor.to(x.dtype)
+
+
+@triton.jit
+def _parts(x):
+    """Two fp16 parts that together hold 22 bits of x."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _sums(signs, parts):
+    """[64, 64] of -1, 0 and 1 times [64, C] in parts."""
+    return tl.dot(signs, parts[1], tl.dot(signs, parts[0]))
+
+
+@triton.jit
+def _from_middle(parts, span):
+    """Log decays between the middle of a span of tokens and each of its tokens [64, C], negated before the middle."""
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    start = column & -span
+    middle = start + tl.maximum(span // 2, 1)
+    upper = column >= middle
+    # The rows that a column's decay lies between: few registers hold columns, many hold rows.
+    first, last = tl.where(upper, column, start), tl.where(upper, start + span - 1, column - 1)
+    sign = tl.where(upper, 1.0, -1.0).to(tl.float16)
+    return _sums(tl.where((row >= first) & (row <= last), sign, tl.zeros([1, 1], tl.float16)), parts)
+
+
+@triton.jit
+def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
+    """Adds q k^T and k k^T [64, 64], every channel decayed from the column's token to the row's, for j <= i.
+
+    Pairs whose tokens lie in different halves of a span of 64, 32, ... tokens meet in its middle. Spans whose decays
+    leave the factors of all their pairs in range end that, at the latest those of one token. The chunk's own decays
+    decide, so that the result does not depend on the batch.
+    """
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    span = CHUNK
+    exponent = _from_middle(parts, span)
+    while tl.max(tl.abs(exponent)) > LIMIT:
+        factor = tl.exp2(-tl.abs(exponent))
+        right = _scaled(k, factor)
+        start = row & -span
+        middle = start + span // 2
+        met = (column >= start) & (column < tl.where(row >= middle, middle, 0))
+        qk = tl.where(met, dot(_scaled(q, factor), tl.trans(right), qk), qk)
+        kk = tl.where(met, dot(right, tl.trans(right), kk), kk)
+        span //= 2
+        exponent = _from_middle(parts, span)
+    right = tl.trans(_scaled(k, tl.exp2(-exponent)))
+    factor = tl.exp2(exponent)
+    met = (column >= (row & -span)) & (column <= row)
+    qk = tl.where(met, dot(_scaled(q, factor), right, qk), qk)
+    kk = tl.where(met, dot(_scaled(k, factor), right, kk), kk)
+    return qk, kk
+
+
+@triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
+def _prepare_kernel(
+    q,
+    k,
+    g,
+    b,
+    A_log,
+    dt_bias,
+    tiles,
+    operands,
+    totals,
+    query_start_loc,
+    context_len,
+    chunk_seq,
+    chunk_start,
+    seq_chunk_start,
+    num_prefills,
+    num_tokens,
+    Q_STRIDES: tl.constexpr,
+    K_STRIDES: tl.constexpr,
+    G_STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A program takes one chunk of one head."""
+    OPERAND: tl.constexpr = tiles.dtype.element_ty
+    PRECISE: tl.constexpr = OPERAND == tl.float32
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    seq = tl.load(chunk_seq + chunk)
+    start = tl.load(chunk_start + chunk)
+    in_table = chunk < tl.load(seq_chunk_start + num_prefills)
+    position = tl.load(context_len + seq) + start - tl.load(query_start_loc + seq)
+    count = tl.minimum(tl.load(query_start_loc + seq + 1) - start, CHUNK - position % CHUNK)
+    count = tl.where(in_table, count, 0)
+    step = tl.arange(0, CHUNK)
+    filled = step < count
+    t = start.to(tl.int64)
+    row, column = step[:, None], step[None, :]
+
+    q += t * Q_STRIDES[0] + head * Q_STRIDES[1]
+    k += t * K_STRIDES[0] + head * K_STRIDES[1]
+    g += t * G_STRIDES[0] + head * G_STRIDES[1]
+    b += t * B_STRIDES[0] + head * B_STRIDES[1]
+    beta = tl.load(b + row * B_STRIDES[0], mask=filled[:, None], other=0).to(tl.float32)
+    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # a sum, so that it is not computed anew in every layout
+    rate = tl.load(A_log + head).to(tl.float32)
+    place = head.to(tl.int64) * num_tokens + t  # of the chunk's first token in scratch, which has heads outermost
+    operands += place * K
+    size = tl.cast(num_tokens, tl.int64) * (HEADS * K)
+    totals += (chunk.to(tl.int64) * HEADS + head) * K
+    one, zero = tl.full([1, 1], 1, tl.float16), tl.zeros([1, 1], tl.float16)
+    before, after = tl.where(column <= row, one, zero), tl.where(column > row, one, zero)
+    LIMIT: tl.constexpr = (MAX_PRECISE_FACTORED_DECAY if PRECISE else MAX_FACTORED_DECAY) * LOG2_E
+    q += row * Q_STRIDES[0]
+    k += row * K_STRIDES[0]
+    g += row * G_STRIDES[0]
+    operands += row * K
+    qq, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for first in tl.range(0, K, BLOCK_C, num_stages=1):
+        channel = first + tl.arange(0, BLOCK_C)[None, :]
+        mask = filled[:, None] & (channel < K)
+        queries = tl.load(q + channel, mask=mask, other=0).to(OPERAND)
+        keys = tl.load(k + channel, mask=mask, other=0).to(OPERAND)
+        qq = dot(queries, tl.trans(queries), qq)
+        kk = dot(keys, tl.trans(keys), kk)
+    q_power, q_norm = _two_factors(inverse_norms(qq) * K**-0.5)
+    k_power, k_norm = _two_factors(inverse_norms(kk))
+    scores, products = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for first in tl.range(0, K, BLOCK_C, num_stages=1):
+        channel = first + tl.arange(0, BLOCK_C)
+        in_K = channel < K
+        mask = filled[:, None] & in_K[None, :]
+        gates = tl.load(g + channel[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+        queries = tl.load(q + channel[None, :], mask=mask, other=0).to(OPERAND)
+        keys = tl.load(k + channel[None, :], mask=mask, other=0).to(OPERAND)
+        bias = tl.load(dt_bias + head * K + channel, mask=in_K, other=0).to(tl.float32)
+        queries, keys = _scaled(queries, q_power[:, None]), _scaled(keys, k_power[:, None])
+        decays = _log2_decays(gates, rate, bias[None, :], PRECISE)
+        tl.store(totals + channel, tl.exp2(tl.sum(decays, axis=0)), mask=in_K)
+        parts = _parts(decays)
+        from_start = tl.exp2(_sums(before, parts))
+        operand = operands + channel[None, :]
+        tl.store(operand, _scaled(keys, k_norm[:, None] * from_start), mask=mask)
+        tl.store(operand + size, _scaled(queries, q_norm[:, None] * from_start), mask=mask)
+        to_end = tl.exp2(_sums(after, parts))
+        tl.store(operand + 2 * size, _scaled(keys, k_norm[:, None] * to_end), mask=mask)
+        scores, products = _add_pair_products(scores, products, queries, keys, parts, LIMIT)
+
+    scores *= q_norm[:, None] * k_norm[None, :]
+    products *= k_norm[:, None] * (k_norm * beta)[None, :]
+    tile = tiles + place * CHUNK + row * CHUNK + column
+    stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
+    tl.store(tile + tl.cast(num_tokens, tl.int64) * (HEADS * CHUNK), scores.to(OPERAND), mask=stored)
+    inverse = unit_lower_inverse(products, PRECISE) * beta[:, None]
+    tl.store(tile, inverse.to(OPERAND), mask=stored)
+
+
+_prepare = Launcher(_prepare_kernel)
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    indices: StateIndices,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `kda_prefill` reads beside v: `inverse` and `scores`; k_in, q_in and k_out; `decay`.
+
+    Bytes per token and head: 256 + 6 K for bf16 activations, 512 + 12 K for others; per chunk and head 4 K.
+    """
+    num_tokens, heads, K = q.shape
+    num_chunks = indices.chunk_seq.shape[0]
+    operand = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+    tiles = q.new_empty(2 * num_tokens * heads * 64, dtype=operand)
+    operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)
+    totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)
+    q_strides, k_strides, g_strides, b_strides = layer_strides(q, k, g, b)
+    if num_chunks:
+        _prepare(
+            (heads, num_chunks, 1),
+            (
+                q,
+                k,
+                g,
+                b,
+                A_log,
+                dt_bias,
+                tiles,
+                operands,
+                totals,
+                indices.query_start_loc,
+                indices.context_len,
+                indices.chunk_seq,
+                indices.chunk_start,
+                indices.seq_chunk_start,
+            ),
+            (indices.num_prefills, num_tokens),
+            {
+                "Q_STRIDES": q_strides,
+                "K_STRIDES": k_strides,
+                "G_STRIDES": g_strides,
+                "B_STRIDES": b_strides,
+                "HEADS": heads,
+                "K": K,
+                "BLOCK_C": min(padded_width(K, operand), 128 if operand == torch.bfloat16 else 64),
+            },
+            num_warps=4,
+        )
+    return tiles, operands, totals
+
+
+def padded_width(K: int, operand: torch.dtype) -> int:
+    """Channels of a tile. In fp32 64 at least: tiles of 32 gave a NaN on an H200, for a reason that was not found."""
+    return max(triton.next_power_of_2(K), 16 if operand == torch.bfloat16 else 64)
