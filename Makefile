@@ -35,7 +35,7 @@ pytest: $(READY)
 # On a machine with a CUDA device, in the environment that has its torch.
 pytest-gpu: export OMP_NUM_THREADS ?= 1
 pytest-gpu:
-	$(PYTHON) -P -m pytest --numprocesses 8 --dist loadgroup -m gpu
+	$(PYTHON) -P -m pytest --numprocesses 12 --dist loadgroup -m gpu
 
 bench-kernels:
 	$(PYTHON) benchmarks/bench_kernels.py --json benchmarks/results/kernels-h200.json

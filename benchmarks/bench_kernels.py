@@ -24,7 +24,7 @@ from pathlib import Path
 import kernel_peers
 import torch
 from gpu_timing import Call, copy_bandwidth, eager_us, graph_us, host_us
-from kernel_steps import Case
+from kernel_steps import Case, Recurrence
 from kernel_workloads import Conv1d, DeltaRule, GatedNorm, KimiDelta, SelectiveScan, StateSpaceDual
 from torch import Tensor
 
@@ -36,16 +36,19 @@ ROTATE_BYTES = 200 << 20  # several times the L2 cache
 QUICK = ("64 x 128", "batch 64", "8192 tokens")  # what `--quick` times
 
 
-def case_list() -> Iterator[tuple[str, partial[Case]]]:
-    """Name and how to make a set of inputs."""
-    for family in (DeltaRule, KimiDelta, StateSpaceDual, SelectiveScan):
-        for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
-            yield f"{len(lengths)} x {lengths[0]}", partial(family, lengths)
-        for batch in (16, 64, 256):
-            yield f"batch {batch}", partial(family, [1] * batch, decode=True)
-    for family in (DeltaRule, KimiDelta):
+def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Case]]]:
+    for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
+        yield f"{len(lengths)} x {lengths[0]}", partial(family, lengths)
+    for batch in (16, 64, 256):
+        yield f"batch {batch}", partial(family, [1] * batch, decode=True)
+    if family in (DeltaRule, KimiDelta):
         for batch in (16, 64, 256):
             yield f"batch {batch}, 4 tokens", partial(family, [4] * batch, decode=True)
+
+
+def case_list() -> Iterator[tuple[str, partial[Case]]]:
+    """Name and how to make a set of inputs."""
+    yield from recurrence_cases(DeltaRule)
     for lengths in ([8192], [128] * 64):
         name = f"{len(lengths)} x {lengths[0]}"
         yield name, partial(Conv1d, lengths)
@@ -54,6 +57,8 @@ def case_list() -> Iterator[tuple[str, partial[Case]]]:
         yield f"batch {batch}", partial(Conv1d, [1] * batch, decode=True)
     for tokens in (8192, 256):
         yield f"{tokens} tokens", partial(GatedNorm, tokens)
+    for family in (StateSpaceDual, KimiDelta, SelectiveScan):
+        yield from recurrence_cases(family)
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
@@ -157,13 +162,13 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
 
+    if not options.only:
+        record(measure_host(repeats * 5))
     for name, make in case_list():
         if options.only in f"{make.func.op} {name}" and (name in QUICK or not options.quick):
             record(measure(name, make, bandwidth, repeats, errors=not options.quick))
             gc.collect()
             torch.cuda.empty_cache()
-    if not options.only:
-        record(measure_host(repeats * 5))
     if not result["versions"]["vllm"]:
         print(f"The column vLLM is empty: to fill it, {kernel_peers.HOW_TO_GET_IT}")
 
