@@ -66,6 +66,15 @@ def test_demo_output_is_of_the_demo_as_it_is(monkeypatch: pytest.MonkeyPatch) ->
     assert all(hit <= ceiling < prompt for prompt, hit, ceiling in rows)
 
 
+def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import host_table, table
+
+    figures = json.loads((ROOT / "benchmarks" / "results" / "kernels-h200.json").read_text())
+    assert table(figures) in README and host_table(figures) in README
+    assert f"commit {figures['commit'][:7]}" in README
+
+
 def test_all_model_types_and_losses_are_listed() -> None:
     assert all(f"`{name}`" in README for name in MODEL_TYPES)
     assert set(re.findall(r"^\| `([a-z ]+)` \|.*\|.*\|$", README, re.MULTILINE)) >= set(Loss)
