@@ -299,31 +299,35 @@ COMPILED_MIXES = (Mix((2, 1), (70, 3)), Mix((1, 1)), Mix((), (1,) * 300))
 """What compiles every variant of a kernel: with and without rows of either kind, with few and with many programs."""
 
 
-def run_once(make: Make, dtypes: Dtypes) -> None:
+def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:
+    """Runs an op on inputs that are views of one wide tensor or, `dense`, tensors of their own."""
     for mix in COMPILED_MIXES:
-        Batch(make(), mix, dtypes).run()
+        batch = Batch(make(), mix, dtypes)
+        if dense:
+            batch.inputs = {name: x.clone(memory_format=torch.contiguous_format) for name, x in batch.inputs.items()}
+        batch.run()
 
 
-def compile_ahead(kernels: Iterable[tuple[Make, Dtypes]]) -> None:
+def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
     """Fills Triton's cache with the kernels of these ops, in as many processes as the machine has cores.
 
     Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op.
     """
-    different = {(repr(make), dtypes): (make, dtypes) for make, dtypes in kernels}
+    different = {(repr(make), *rest): (make, *rest) for make, *rest in kernels}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as workers:
         for job in [workers.submit(run_once, *kernel) for kernel in different.values()]:
             job.result()
 
 
-def kernels_of(parameters: Mapping[str, Any]) -> Iterator[tuple[Make, Dtypes]]:
-    """What a test with these parameters runs."""
+def kernels_of(parameters: Mapping[str, Any]) -> Iterator[tuple[Make, Dtypes, bool]]:
+    """What a test with these parameters runs, and whether on dense inputs."""
     if "case" in parameters:
-        yield parameters["case"].make, parameters["case"].dtypes
+        yield parameters["case"].make, parameters["case"].dtypes, False
     elif "make" in parameters and "dtypes" in parameters:
-        yield parameters["make"], parameters["dtypes"]
+        yield parameters["make"], parameters["dtypes"], False
     elif "make" in parameters:
-        yield parameters["make"], (parameters["dtype"], parameters["state_dtype"])
+        yield parameters["make"], (parameters["dtype"], parameters["state_dtype"]), True
     elif "op" in parameters:
         first = next(iter(MODELS[parameters["op"]].values()))
-        yield from ((first(divisor), DTYPES[parameters["op"]][0]) for divisor in DIVISORS)
+        yield from ((first(divisor), DTYPES[parameters["op"]][0], False) for divisor in DIVISORS)
