@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .delta_rule import CHUNK, dot
+from .decays import CHUNK
+from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
 from .layout import layer_strides

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .delta_rule import CHUNK, LOG2_E, dot, inverse_norms, log2_decay, unit_lower_inverse
+from .decays import CHUNK, LOG2_E
+from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
 from .layout import layer_strides
 
