@@ -15,6 +15,7 @@ import torch
 from engine_driver import Engines, Original, answer, ask, greedy, hits, run_until_idle, speak, tokens_of
 from mambacache import LLM, SamplingParams
 from mambacache.plan import StepPlan
+from mambacache.scheduler.request import Request
 
 Originals = Callable[[str], Original]
 
@@ -119,6 +120,23 @@ def test_failed_step_with_drafts(engine: Engines, original: Originals) -> None:
     steps = iter(range(100))
     with failing(llm, lambda _: next(steps) in (2, 7, 8)):
         original("qwen3_next").check_all(prompts, ask(llm, prompts, greedy(12)))
+    still_serves(llm, original("qwen3_next"))
+
+
+def test_failing_draft_source(engine: Engines, original: Originals, caplog: pytest.LogCaptureFixture) -> None:
+    """Rows go on without drafts, and nothing that the step had taken is lost."""
+    calls = iter(range(100))
+
+    def draft(request: Request, limit: int) -> list[int]:
+        if next(calls) % 3 == 1:
+            raise RuntimeError("planted")
+        return [7] * limit
+
+    prompts = [tokens_of(9, 120), tokens_of(10, 60)]
+    llm = engine(draft=draft, max_draft_tokens=4)
+    ask(llm, [CACHED], greedy(1))
+    original("qwen3_next").check_all(prompts, ask(llm, prompts, greedy(12)))
+    assert "goes on without drafts" in caplog.text
     still_serves(llm, original("qwen3_next"))
 
 

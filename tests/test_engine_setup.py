@@ -132,6 +132,16 @@ def test_lowered_number_of_requests(skeleton: Model, caplog: pytest.LogCaptureFi
     assert f"max_num_seqs lowered from 64 to {sizes.max_num_seqs}" in caplog.text
 
 
+def test_kv_memory_without_attention_is_warned_of(
+    tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("qwen3_next", "mamba"):
+        directory = tiny_model(name)
+        config = EngineConfig(directory, device="cpu", kv_cache_bytes=1 << 20)
+        plan_memory(config, model_skeleton(directory, config.dtype), free_bytes=1 << 30)
+        assert ("kv_cache_bytes is 1048576 and not used" in caplog.text) == (name == "mamba")
+
+
 def test_small_steps_are_warned_of(tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=4, max_num_batched_tokens=68)

@@ -70,6 +70,8 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     num_running = max_num_seqs * per_seq + SPARE_STATES
     rest = memory - num_running * state
     kv_budget = config.kv_cache_bytes
+    if kv_budget and not page:
+        logger.warning("kv_cache_bytes is %d and not used: the model has no attention layers", kv_budget)
     if kv_budget is None:
         kv_budget = min(max(rest // 2, page), MAX_DEFAULT_BLOCKS * page)
     num_kv_blocks = kv_budget // page if page else 0

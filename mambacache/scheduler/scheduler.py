@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Callable, Sequence
 
@@ -9,8 +10,10 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import SequenceStep, StepPlan
 from mambacache.scheduler.request import FinishReason, Request
 
+logger = logging.getLogger(__name__)
+
 DraftSource = Callable[[Request, int], Sequence[int]]
-"""Proposes at most so many tokens that may follow a request's known ones."""
+"""Proposes at most so many tokens that may follow a request's known ones. If it raises, there are none."""
 
 
 class Scheduler:
@@ -166,7 +169,13 @@ class Scheduler:
         assert self._draft is not None
         left = request.params.max_tokens - len(request.output) - 1
         limit = min(self.cache.config.max_draft_tokens, self._budget - 1, left)
-        return tuple(self._draft(request, limit)[:limit]) if limit > 0 else ()
+        if limit <= 0:
+            return ()
+        try:
+            return tuple(self._draft(request, limit)[:limit])
+        except Exception:  # others have taken blocks for this step, and a draft is only a guess
+            logger.exception("the draft source failed: %s goes on without drafts", request.request_id)
+            return ()
 
     def _preempt_younger(self, request: Request) -> bool:
         """Preempts the youngest request that came after this one and has no row in this step."""
