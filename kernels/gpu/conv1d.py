@@ -8,10 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .chunks import CHUNK
 from .launch import Launcher
 from .layout import check_dense, stride_alignment
 
-CHUNK = tl.constexpr(64)
 MAX_TOKENS_PER_DECODE = tl.constexpr(8)
 BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
 UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(64)
+from .chunks import CHUNK
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 # The smallest log decay of one token between pairs of tokens: e^-24 is nothing beside 1, and differences of larger
 # sums would cancel.

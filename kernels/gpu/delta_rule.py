@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decays import CHUNK, LOG2_E, softplus
+from .chunks import CHUNK
+from .decays import LOG2_E, softplus
 
 BLOCK = tl.constexpr(16)  # diagonal blocks of a chunk's system that are inverted one by one
 NORM_EPS = tl.constexpr(1e-6)

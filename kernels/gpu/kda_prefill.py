@@ -18,12 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .decays import CHUNK
+from .chunks import CHUNK, clear_padding, row_chunks
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
 from .layout import layer_strides
 from .prefetch import prefetch_state
+from .state_tile import load_tile, store_tile, tile_elements
 
 PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 rows at a time
 CONCURRENT = tl.constexpr(PROCESSORS)
@@ -65,35 +66,18 @@ def _scan_kernel(
     in_V = first_row + row < V
     out += head * V + first_row
 
-    if tl.program_id(1) == num_prefills:  # tokens that belong to no row
-        for start in range(tl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
-            token = tl.cast(start, tl.int64) + step
-            empty = tl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty)
-            place = out + token[:, None] * (HEADS * V) + row[None, :]
-            tl.store(place, empty, mask=(token < num_tokens)[:, None] & in_V[None, :])
+    if tl.program_id(1) == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, HEADS * V)
         return
 
     seq = tl.load(longest_first + tl.program_id(1))
-    start = tl.load(query_start_loc + seq)
-    end = tl.load(query_start_loc + seq + 1)
-    first_chunk = tl.load(seq_chunk_start + seq)
-    last_chunk = tl.load(seq_chunk_start + seq + 1)
-    origin = start - tl.load(context_len + seq) % CHUNK
+    start, end, first_chunk, last_chunk, origin = row_chunks(seq, query_start_loc, context_len, seq_chunk_start)
 
-    # A thread of a product's result holds pairs of channels of a row in each half of its warp's 16 rows. Loads and
-    # stores of the state name the elements in an order that gives every thread its own, so that nothing is exchanged.
-    warp = tl.arange(0, BLOCK_V // 16)[None, None, :, None, None, None]
-    half = tl.arange(0, 2)[None, None, None, :, None, None]
-    state_row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
-    eighth = tl.arange(0, BLOCK_K // 8)[None, None, None, None, :, None]
-    quad = tl.arange(0, 4)[:, None, None, None, None, None]
-    element = state_row * K + eighth * 8 + quad * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
-    inside = (state_row < V) & (eighth * 8 < K)
+    element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
     state += head * V * K
     slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
     slot = tl.load(src + seq)
-    S = tl.load(state + slot * slot_stride + element, mask=tl.where(slot != 0, inside, False), other=0).to(tl.float32)
-    S = tl.reshape(tl.permute(S, (2, 3, 1, 4, 0, 5)), [BLOCK_V, BLOCK_K])
+    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
 
     if BLOCK_V == V and BLOCK_K == K:
         whole_state = state - head * V * K
@@ -143,8 +127,7 @@ def _scan_kernel(
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * (HEADS * V) + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
-            stored = tl.permute(tl.reshape(S, [BLOCK_V // 16, 2, 8, BLOCK_K // 8, 4, 2]), (4, 2, 0, 1, 3, 5))
-            tl.store(state + dst * slot_stride + element, stored.to(STATE), mask=inside)
+            store_tile(state + dst * slot_stride + element, S, inside)
 
 
 _scan = Launcher(_scan_kernel)

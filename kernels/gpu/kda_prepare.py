@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .decays import CHUNK, LOG2_E
+from .chunks import CHUNK, chunk_tokens
+from .decays import LOG2_E
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
 from .layout import layer_strides
@@ -148,12 +149,9 @@ def _prepare_kernel(
     PRECISE: tl.constexpr = OPERAND == tl.float32
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    seq = tl.load(chunk_seq + chunk)
-    start = tl.load(chunk_start + chunk)
-    in_table = chunk < tl.load(seq_chunk_start + num_prefills)
-    position = tl.load(context_len + seq) + start - tl.load(query_start_loc + seq)
-    count = tl.minimum(tl.load(query_start_loc + seq + 1) - start, CHUNK - position % CHUNK)
-    count = tl.where(in_table, count, 0)
+    start, count = chunk_tokens(
+        chunk, query_start_loc, context_len, chunk_seq, chunk_start, seq_chunk_start, num_prefills
+    )
     step = tl.arange(0, CHUNK)
     filled = step < count
     t = start.to(tl.int64)

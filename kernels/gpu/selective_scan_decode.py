@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .decays import LOG2_E
 from .launch import Launcher
 from .layout import layer_strides
-from .selective_scan_math import LOG2_E, silu, step_size
+from .selective_scan_math import silu, step_size
 
 BLOCK_D = 64  # channels of a program, a single warp, where a channel has 16 states
 

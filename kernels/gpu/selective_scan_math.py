@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from .decays import LOG2_E
+
 LOG2_E_REST = tl.constexpr(1.9259629891e-08)  # what fp32 rounds off LOG2_E
 LN_2 = tl.constexpr(0.6931471805599453)
 

@@ -11,11 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .chunks import CHUNK
+from .decays import LOG2_E
 from .launch import Launcher
 from .layout import layer_strides
-from .selective_scan_math import LOG2_E, floats, load_row, silu, split_four, step_size, store_states
+from .selective_scan_math import floats, load_row, silu, split_four, step_size, store_states
 
-CHUNK = tl.constexpr(64)
 WARPS = 4
 # Of 16 states: lanes that share a channel, tokens of a group, and whether a group is loaded while the one before it is
 # scanned: where a sequence takes as long as its chain of tokens, and where other warps fill the gaps.

@@ -17,11 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .decays import CHUNK, LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
+from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
+from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
 from .launch import Launcher
 from .layout import layer_strides
 from .prefetch import prefetch
+from .state_tile import load_tile, store_tile, tile_elements
 
 HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # of a state in one program of the second
@@ -51,12 +53,9 @@ def _decays_kernel(
 ):
     """A program takes one chunk of BLOCK_H heads."""
     chunk = tl.program_id(1)
-    seq = tl.load(chunk_seq + chunk)
-    start = tl.load(chunk_start + chunk)
-    in_table = chunk < tl.load(seq_chunk_start + num_prefills)
-    position = tl.load(context_len + seq) + start - tl.load(query_start_loc + seq)
-    count = tl.minimum(tl.load(query_start_loc + seq + 1) - start, CHUNK - position % CHUNK)
-    count = tl.where(in_table, count, 0)
+    start, count = chunk_tokens(
+        chunk, query_start_loc, context_len, chunk_seq, chunk_start, seq_chunk_start, num_prefills
+    )
     step = tl.arange(0, CHUNK)[None, :]
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     in_heads = head < HEADS
@@ -147,12 +146,8 @@ def _scan_kernel(
     in_P = first_row + row < P
     out += head * P + first_row
 
-    if tl.program_id(1) == num_prefills:  # tokens that belong to no row
-        for start in range(tl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
-            token = tl.cast(start, tl.int64) + step
-            empty = tl.zeros([CHUNK, ROWS], out.dtype.element_ty)
-            place = out + token[:, None] * (HEADS * P) + row[None, :]
-            tl.store(place, empty, mask=(token < num_tokens)[:, None] & in_P[None, :])
+    if tl.program_id(1) == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, HEADS * P)
         return
 
     seq = tl.load(longest_first + tl.program_id(1))
@@ -161,26 +156,13 @@ def _scan_kernel(
     later = tl.program_id(0) + CONCURRENT
     later_row = tl.minimum(tl.program_id(1) + later // tl.num_programs(0), num_prefills - 1)
     later_slot = tl.load(src + tl.load(longest_first + later_row))
-    start = tl.load(query_start_loc + seq)
-    end = tl.load(query_start_loc + seq + 1)
-    first_chunk = tl.load(seq_chunk_start + seq)
-    last_chunk = tl.load(seq_chunk_start + seq + 1)
-    origin = start - tl.load(context_len + seq) % CHUNK
+    start, end, first_chunk, last_chunk, origin = row_chunks(seq, query_start_loc, context_len, seq_chunk_start)
 
-    # A thread of a product's result holds pairs of channels of a row in each half of its warp's 16 rows. Loads and
-    # stores of the state name the elements in an order that gives every thread its own, so that nothing is exchanged.
-    warp = tl.arange(0, ROWS // 16)[None, None, :, None, None, None]
-    half = tl.arange(0, 2)[None, None, None, :, None, None]
-    state_row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
-    eighth = tl.arange(0, BLOCK_N // 8)[None, None, None, None, :, None]
-    quad = tl.arange(0, 4)[:, None, None, None, None, None]
-    element = state_row * N + eighth * 8 + quad * 2 + tl.arange(0, 2)[None, None, None, None, None, :]
-    inside = (state_row < P) & (eighth * 8 < N)
+    element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
     slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
     later_state = state + later_slot * slot_stride + later % tl.num_programs(0) * (ROWS * N)
     state += head * P * N
-    S = tl.load(state + slot * slot_stride + element, mask=tl.where(slot != 0, inside, False), other=0).to(tl.float32)
-    S = tl.reshape(tl.permute(S, (2, 3, 1, 4, 0, 5)), [ROWS, BLOCK_N])
+    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
 
     if TILES * ROWS == P and BLOCK_N == N:
         prefetch(later_state, ROWS * N)
@@ -246,8 +228,7 @@ def _scan_kernel(
             y *= gate / (1 + tl.exp(-gate))
         tl.store(out + t * (HEADS * P) + place, y.to(out.dtype.element_ty), mask=mask)
         # A mask, no branch: a product that only a branch reads is not waited for.
-        stored = tl.permute(tl.reshape(S, [ROWS // 16, 2, 8, BLOCK_N // 8, 4, 2]), (4, 2, 0, 1, 3, 5))
-        tl.store(state + dst * slot_stride + element, stored.to(STATE), mask=tl.where(dst != 0, inside, False))
+        store_tile(state + dst * slot_stride + element, S, tl.where(dst != 0, inside, False))
 
 
 _launch_decays = Launcher(_decays_kernel)
