@@ -20,6 +20,7 @@ from ..indices import StateIndices
 from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from .launch import Launcher
 from .layout import layer_strides
 from .prefetch import prefetch_state
 from .state_tile import load_tile, store_tile, tile_elements
@@ -215,6 +216,10 @@ def _scan_kernel(
             store_tile(state + dst * slot_stride + element, S, inside)
 
 
+_prepare = Launcher(_prepare_kernel)
+_scan = Launcher(_scan_kernel)
+
+
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -234,35 +239,34 @@ def prefill(
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
-    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": triton.next_power_of_2(K)}
+    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K}
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     narrow = q.dtype == torch.bfloat16
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     num_chunks = indices.chunk_seq.shape[0]
     if num_chunks:
-        _prepare_kernel[value_heads, num_chunks](
-            q,
-            k,
-            a,
-            b,
-            A_log,
-            dt_bias,
-            tiles,
-            vectors,
-            indices.query_start_loc,
-            indices.context_len,
-            indices.chunk_seq,
-            indices.chunk_start,
-            indices.seq_chunk_start,
-            indices.num_prefills,
-            num_tokens,
-            beta_scale,
-            q_strides,
-            k_strides,
-            a_strides,
-            b_strides,
-            **shape,
+        _prepare(
+            (value_heads, num_chunks, 1),
+            (q, k, a, b, A_log, dt_bias, tiles, vectors),
+            (
+                indices.query_start_loc,
+                indices.context_len,
+                indices.chunk_seq,
+                indices.chunk_start,
+                indices.seq_chunk_start,
+                indices.num_prefills,
+                num_tokens,
+            ),
+            {
+                "BETA_SCALE": beta_scale,
+                "Q_STRIDES": q_strides,
+                "K_STRIDES": k_strides,
+                "A_STRIDES": a_strides,
+                "B_STRIDES": b_strides,
+                **shape,
+                "BLOCK_K": triton.next_power_of_2(K),
+            },
             num_warps=4,
             maxnreg=128,
         )
@@ -271,29 +275,29 @@ def prefill(
     stages = 1
     if narrow:
         stages = 3 if K <= 128 else 2
-    _scan_kernel[value_heads * triton.cdiv(V, block_V), indices.num_prefills + 1](
-        q,
-        k,
-        v,
-        tiles,
-        vectors,
-        state,
-        out,
-        indices.query_start_loc,
-        indices.context_len,
-        indices.src,
-        indices.chunk_dst,
-        indices.seq_chunk_start,
-        indices.longest_first,
-        state.stride(0) * state.element_size() // 16,
-        indices.num_prefills,
-        num_tokens,
-        q_strides,
-        k_strides,
-        v_strides,
-        **shape,
-        V=V,
-        BLOCK_V=block_V,
-        STAGES=stages,
+    _scan(
+        (value_heads * triton.cdiv(V, block_V), indices.num_prefills + 1, 1),
+        (q, k, v, tiles, vectors, state, out),
+        (
+            indices.query_start_loc,
+            indices.context_len,
+            indices.src,
+            indices.chunk_dst,
+            indices.seq_chunk_start,
+            indices.longest_first,
+            state.stride(0) * state.element_size() // 16,
+            indices.num_prefills,
+            num_tokens,
+        ),
+        {
+            "Q_STRIDES": q_strides,
+            "K_STRIDES": k_strides,
+            "V_STRIDES": v_strides,
+            **shape,
+            "V": V,
+            "BLOCK_K": triton.next_power_of_2(K),
+            "BLOCK_V": block_V,
+            "STAGES": stages,
+        },
         num_warps=block_V // 16,
     )

@@ -24,9 +24,9 @@ class Launcher:
         tensors: Sequence[Tensor | None],
         arguments: Sequence[object],
         constants: Mapping[str, object],
-        num_warps: int,
+        **options: int,
     ) -> None:
-        """The kernel takes `tensors`, then `arguments`, then `constants`, in this order.
+        """The kernel takes `tensors`, then `arguments`, then `constants`; `options` are the compiler's.
 
         Tensors choose a variant by their dtype and by whether they start at a multiple of 16 bytes; the first one has a
         device. No argument may choose one: index arrays are int32 and aligned, numbers are not specialised.
@@ -34,11 +34,11 @@ class Launcher:
         first = tensors[0]
         assert first is not None
         places = [tensor if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
-        key = (first.device.index, num_warps, *places, *constants.values())
+        key = (first.device.index, *places, *constants.values(), *options.values())
         variant = self.variants.get(key)
         if variant is not None:
             variant[grid](*tensors, *arguments, *constants.values())
             return
         assert [*constants] == self.kernel.arg_names[len(tensors) + len(arguments) :]
-        variant = self.kernel[grid](*tensors, *arguments, **constants, num_warps=num_warps)
+        variant = self.kernel[grid](*tensors, *arguments, **constants, **options)
         self.variants[key] = variant  # None in the interpreter
