@@ -25,7 +25,7 @@ import kernel_peers
 import torch
 from gpu_timing import Call, copy_bandwidth, eager_us, graph_us, host_us
 from kernel_steps import Case, Recurrence
-from kernel_workloads import Conv1d, DeltaRule, GatedNorm, KimiDelta, SelectiveScan, StateSpaceDual
+from kernel_workloads import Conv1d, DeltaRule, GatedNorm, KimiDelta, SelectiveScan, ShortConv, StateSpaceDual
 from torch import Tensor
 
 PRODUCT_RATE = 790e12  # bf16 products per second that a large matrix product reaches on an H200
@@ -53,6 +53,7 @@ def case_list() -> Iterator[tuple[str, partial[Case]]]:
         name = f"{len(lengths)} x {lengths[0]}"
         yield name, partial(Conv1d, lengths)
         yield f"{name}, vLLM's metadata included", partial(Conv1d, lengths, peer_builds_metadata=True)
+        yield f"{name}, LFM2's gates", partial(ShortConv, lengths)
     for batch in (64, 256):
         yield f"batch {batch}", partial(Conv1d, [1] * batch, decode=True)
     for tokens in (8192, 256):

@@ -295,21 +295,32 @@ def selective_scan_prefill(
 
 def conv_prefill(x: Tensor, weight: Tensor, lengths: list[int], *, build_metadata: bool) -> Any:
     """`call(pool, blocks) -> y`, in place; with `build_metadata` it makes its own, as when it is given none."""
+    convolve = _convolution(weight, lengths, "silu", build_metadata)
+    return lambda pool, blocks: convolve(x, pool, blocks)
+
+
+def short_conv_prefill(x: Tensor, input_gate: Tensor, output_gate: Tensor, weight: Tensor, lengths: list[int]) -> Any:
+    """`call(pool, blocks) -> y`, in place, with its layer's products around the convolution."""
+    convolve = _convolution(weight, lengths, None, build_metadata=False)
+    return lambda pool, blocks: output_gate * convolve(input_gate * x, pool, blocks)
+
+
+def _convolution(weight: Tensor, lengths: list[int], activation: str | None, build_metadata: bool) -> Any:
     from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
     from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
     starts = _starts(lengths)
     resumed = torch.ones(len(lengths), dtype=torch.bool, device="cuda")
     names = ("nums_dict", "batch_ptr", "token_chunk_offset_ptr")
-    values = compute_causal_conv1d_metadata(starts.cpu(), device=x.device)
+    values = compute_causal_conv1d_metadata(starts.cpu(), device=weight.device)
     metadata = None if build_metadata else SimpleNamespace(**dict(zip(names, values, strict=True)))
 
-    def call(pool: Tensor, blocks: Tensor) -> Tensor:
+    def convolve(x: Tensor, pool: Tensor, blocks: Tensor) -> Tensor:
         return causal_conv1d_fn(
-            x.t(), weight, None, pool.mT, starts, blocks, resumed, activation="silu", metadata=metadata
+            x.t(), weight, None, pool.mT, starts, blocks, resumed, activation=activation, metadata=metadata
         ).t()
 
-    return call
+    return convolve
 
 
 def conv_decode(x: Tensor, weight: Tensor) -> Any:

@@ -170,6 +170,35 @@ class Conv1d:
         return [y]
 
 
+class ShortConv(Conv1d):
+    """LFM2-1.2B: 2048 channels of width 3, gates included."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.steps = steps = Steps(lengths, decode=False)
+        dim, taps = 2048, 3
+        self.input_gate, self.output_gate, self.x = randn(steps.tokens, 3 * dim).chunk(3, dim=1)
+        self.weight, self.pool = randn(dim, taps), randn(steps.blocks, taps - 1, dim)
+        self.nbytes = 4 * self.x.nbytes + 2 * steps.rows * self.pool[0].nbytes
+
+    def _gated(self, *tensors: Tensor) -> Tensor:
+        x, weight, pool, input_gate, output_gate = tensors
+        return conv1d(x, weight, None, pool, self.steps.indices, None, input_gate, output_gate)
+
+    def ours(self) -> Tensor:
+        return self._gated(self.x, self.weight, self.pool, self.input_gate, self.output_gate)
+
+    def peer(self) -> Call:
+        blocks = self.steps.src.to(torch.int32)
+        call = kernel_peers.short_conv_prefill(
+            self.x, self.input_gate, self.output_gate, self.weight, self.steps.lengths
+        )
+        return lambda: call(self.pool, blocks)
+
+    def exact(self) -> list[Tensor]:
+        tensors = self.x, self.weight, self.pool, self.input_gate, self.output_gate
+        return [self._gated(*(x.double() for x in tensors))]
+
+
 class GatedNorm:
     op = "gated_rms_norm"
     flops = exponentials = 0
