@@ -79,19 +79,6 @@ def test_no_copy_in_more_than_a_hundred_steps(engines: Engines, model: str, tmp_
     assert on.kernels == off.kernels
 
 
-def test_a_planted_copy_is_seen(engines: Engines, tmp_path: Path) -> None:
-    llm = engines("qwen3_next", **OPTIONS)
-    execute, (pool, *_) = llm.runner.execute, llm.runner.states.layers[0]
-
-    def copying(*args: object) -> object:
-        pool[1] = pool[2]
-        return execute(*args)
-
-    llm.runner.execute = copying  # type: ignore[method-assign, assignment]
-    assert ask(llm, PROMPTS[:1], ANSWER)[0].outputs[0].finish_reason == "error"
-    assert engines.watch.offences
-
-
 def test_the_trace_sees_a_planted_copy(tmp_path: Path) -> None:
     pool = torch.zeros(4, 1 << 16, device="cuda")
     assert max(traced(lambda: pool[1].copy_(pool[2]), tmp_path).copies) == pool[1].nbytes
