@@ -5,7 +5,9 @@ get zeros. A pool is a tensor whose rows may lie any multiple of 16 bytes apart,
 that no dst names are never written. Every op raises ValueError if arguments do not fit together.
 
 Tensors on a GPU are served by Triton kernels where an op has one, which need the last dim of their inputs dense;
-other ops, tensors on a CPU and float64 by plain torch.
+other ops, tensors on a CPU and float64 by plain torch. What is said to be fp32 is so in these kernels too, with one
+exception: in prefill with bf16 activations the operands of products are rounded to bf16, a state that is read among
+them, and the log decays of `kda` are within 1e-5 of their value. Sums and the state that is carried on are fp32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every op in Triton. Loaded with the first call on a GPU, so that the package imports without Triton.
+"""The ops in Triton, all but attention. Loaded with the first call on a GPU: the package imports without Triton.
 
 A folder of its own: a module beside `api.py` that bears an op's name would take the op's place in the package when it
 loads.

@@ -1,4 +1,4 @@
-"""Where the rows and chunks of a prefill lie in the flat batch."""
+"""Where rows, their chunks and their tokens lie in the flat batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import triton
 import triton.language as tl
 
 CHUNK = tl.constexpr(64)
+
+
+@triton.jit
+def decode_token(row, t, tokens_per_decode, source, dst):
+    """Of a decode row's token t its place, the block for the state after it, and whether it is computed.
+
+    A token without a dst is padding, except the first one of a row that has a source.
+    """
+    token = row.to(tl.int64) * tokens_per_decode + t
+    target = tl.load(dst + token)
+    return token, target, (target != 0) | ((t == 0) & (source != 0))
 
 
 @triton.jit

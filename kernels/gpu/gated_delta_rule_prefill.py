@@ -21,7 +21,7 @@ from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 from .prefetch import prefetch_state
 from .state_tile import load_tile, store_tile, tile_elements
 
@@ -156,7 +156,7 @@ def _scan_kernel(
 
     element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
     state += head * V * K
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     slot = tl.load(src + seq)
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
 
@@ -285,7 +285,7 @@ def prefill(
             indices.chunk_dst,
             indices.seq_chunk_start,
             indices.longest_first,
-            state.stride(0) * state.element_size() // 16,
+            slot_stride(state),
             indices.num_prefills,
             num_tokens,
         ),

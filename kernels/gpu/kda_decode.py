@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .chunks import decode_token
 from .delta_rule import log2_decay, normalized
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 
 BLOCK_V = 8  # rows of the state of one program, a single warp
 
@@ -53,14 +54,12 @@ def _decode_kernel(
 
     state += head * V * K
     element = value[:, None] * K + channel[None, :]
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     source = tl.load(src + row)
     read = tl.where(source != 0, in_K, False)[None, :]
     S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
-        token = row.to(tl.int64) * tokens_per_decode + t
-        target = tl.load(dst + token)
-        computed = (target != 0) | ((t == 0) & (source != 0))
+        token, target, computed = decode_token(row, t, tokens_per_decode, source, dst)
         known = tl.where(computed, in_K, False)
         query = tl.load(q + token * Q_STRIDES[0] + head * Q_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
         key = tl.load(k + token * K_STRIDES[0] + head * K_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
@@ -104,7 +103,7 @@ def decode(
     _launch(
         (heads * (V // BLOCK_V), indices.num_decodes, 1),
         (q, k, v, g, b, A_log, dt_bias, state, out, indices.decode_src, indices.decode_dst),
-        (state.stride(0) * state.element_size() // 16, indices.tokens_per_decode),
+        (slot_stride(state), indices.tokens_per_decode),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,

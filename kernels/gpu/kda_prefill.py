@@ -22,7 +22,7 @@ from .chunks import CHUNK, clear_padding, row_chunks
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 from .prefetch import prefetch_state
 from .state_tile import load_tile, store_tile, tile_elements
 
@@ -75,7 +75,7 @@ def _scan_kernel(
 
     element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
     state += head * V * K
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     slot = tl.load(src + seq)
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
 
@@ -167,7 +167,7 @@ def prefill(
             indices.seq_chunk_start,
             indices.longest_first,
         ),
-        (state.stride(0) * state.element_size() // 16, indices.num_prefills, num_tokens),
+        (slot_stride(state), indices.num_prefills, num_tokens),
         {
             "V_STRIDES": layer_strides(v)[0],
             "HEADS": heads,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 
+import triton
+import triton.language as tl
 from torch import Tensor
+
+from ..checks import SLOT_ALIGNMENT
+
+SLOT_UNIT = tl.constexpr(SLOT_ALIGNMENT)
 
 
 def check_dense(**tensors: Tensor | None) -> None:
@@ -37,3 +43,14 @@ def layer_strides(*tensors: Tensor) -> list[tuple[int, ...]]:
         _token_strides[layer] = tokens
     tokens = _token_strides.get(layer, tokens)
     return [(stride, *x.stride()[1:]) for stride, x in zip(tokens, tensors, strict=True)]
+
+
+def slot_stride(state: Tensor) -> int:
+    """The stride of a pool's rows in units of 16 bytes, so that a kernel knows that it is a multiple of them."""
+    return state.stride(0) * state.element_size() // SLOT_ALIGNMENT
+
+
+@triton.jit
+def slot_elements(stride, state):
+    """What `slot_stride` gives, in elements."""
+    return tl.cast(stride, tl.int64) * (SLOT_UNIT * 8 // state.dtype.element_ty.primitive_bitwidth)

@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .chunks import decode_token
 from .decays import LOG2_E
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 from .selective_scan_math import silu, step_size
 
 BLOCK_D = 64  # channels of a program, a single warp, where a channel has 16 states
@@ -45,7 +46,7 @@ def _decode_kernel(
     in_dim, in_state = channel < DIM, n < N
     element = channel[:, None] * N + n[None, :]
     inside = in_dim[:, None] & in_state[None, :]
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     source = tl.load(src + row)
     read = tl.where(source != 0, inside, False)
     S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
@@ -53,9 +54,7 @@ def _decode_kernel(
     skip = tl.load(D + channel, mask=in_dim, other=0).to(tl.float32)
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel, mask=in_dim, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
-        token = row.to(tl.int64) * tokens_per_decode + t
-        target = tl.load(dst + token)
-        computed = (target != 0) | ((t == 0) & (source != 0))
+        token, target, computed = decode_token(row, t, tokens_per_decode, source, dst)
         known, known_state = tl.where(computed, in_dim, False), tl.where(computed, in_state, False)
         u = tl.load(x + token * STRIDES[0] + channel, mask=known, other=0).to(tl.float32)
         step = step_size(tl.load(dt + token * STRIDES[1] + channel, mask=known, other=0).to(tl.float32), bias)
@@ -99,7 +98,7 @@ def decode(
         (
             indices.decode_src,
             indices.decode_dst,
-            state.stride(0) * state.element_size() // 16,
+            slot_stride(state),
             indices.tokens_per_decode,
         ),
         {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "BLOCK_D": block_D},

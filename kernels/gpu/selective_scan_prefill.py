@@ -14,7 +14,7 @@ from ..indices import StateIndices
 from .chunks import CHUNK
 from .decays import LOG2_E
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 from .selective_scan_math import floats, load_row, silu, split_four, step_size, store_states
 
 WARPS = 4
@@ -174,7 +174,6 @@ def _scan_kernel(
     LANES times one or two halves times four, and a thread has those of its lane: so their sum is the same, whether the
     last half of them is in the same lane or in others.
     """
-    STATE: tl.constexpr = state.dtype.element_ty
     CHANNELS: tl.constexpr = 32 // LANES
     HALVES: tl.constexpr = BLOCK_N // (4 * PARTS * LANES)
     lane = tl.arange(0, LANES)[None, :, None, None, None]
@@ -202,7 +201,7 @@ def _scan_kernel(
     element = tl.expand_dims(channel * N + n, 5) + fourth
     inside = tl.expand_dims(in_dim, 5) & (tl.expand_dims(n, 5) + fourth < N)
     rates = split_four(tl.load(A + element, mask=inside, other=0).to(tl.float32) * LOG2_E)
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     slot = tl.load(src + seq)
     read = tl.where(slot != 0, inside, False)
     S = split_four(tl.load(state + slot * slot_stride + element, mask=read, other=0).to(tl.float32))
@@ -280,7 +279,7 @@ def prefill(
             indices.chunk_dst,
             indices.seq_chunk_start,
             indices.longest_first,
-            state.stride(0) * state.element_size() // 16,
+            slot_stride(state),
             indices.num_prefills,
             len(x),
         ),

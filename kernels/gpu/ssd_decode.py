@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
+from .chunks import decode_token
 from .decays import LOG2_E, softplus
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 
 BLOCK_P = 8  # rows of the state of one program, a single warp
 
@@ -57,14 +58,12 @@ def _decode_kernel(
 
     state += head * P * N
     element = value[:, None] * N + channel[None, :]
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     source = tl.load(src + row)
     read = tl.where(source != 0, in_N, False)[None, :]
     S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
-        token = row.to(tl.int64) * tokens_per_decode + t
-        target = tl.load(dst + token)
-        computed = (target != 0) | ((t == 0) & (source != 0))
+        token, target, computed = decode_token(row, t, tokens_per_decode, source, dst)
         known = tl.where(computed, in_N, False)
         inputs = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
         reads = tl.load(C + token * C_STRIDES[0] + group * C_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
@@ -115,7 +114,7 @@ def decode(
         (heads * (P // BLOCK_P), indices.num_decodes, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out, indices.decode_src, indices.decode_dst),
         (
-            state.stride(0) * state.element_size() // 16,
+            slot_stride(state),
             indices.tokens_per_decode,
             *map(float, dt_limit),
         ),

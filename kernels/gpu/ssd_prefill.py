@@ -21,7 +21,7 @@ from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
 from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, slot_elements, slot_stride
 from .prefetch import prefetch
 from .state_tile import load_tile, store_tile, tile_elements
 
@@ -159,7 +159,7 @@ def _scan_kernel(
     start, end, first_chunk, last_chunk, origin = row_chunks(seq, query_start_loc, context_len, seq_chunk_start)
 
     element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
-    slot_stride = tl.cast(slot_stride, tl.int64) * (128 // STATE.primitive_bitwidth)  # given in units of 16 bytes
+    slot_stride = slot_elements(slot_stride, state)
     later_state = state + later_slot * slot_stride + later % tl.num_programs(0) * (ROWS * N)
     state += head * P * N
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
@@ -296,7 +296,7 @@ def prefill(
             indices.seq_chunk_start,
             indices.longest_first,
         ),
-        (state.stride(0) * state.element_size() // 16, indices.num_prefills, num_tokens),
+        (slot_stride(state), indices.num_prefills, num_tokens),
         {
             "X_STRIDES": x_strides,
             "B_STRIDES": B_strides,
