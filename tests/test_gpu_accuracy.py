@@ -24,10 +24,10 @@ from kernel_cases import Op
 from kernel_ops import FAMILIES
 
 SLACK = 5e-7  # four units in the last place of fp32, which elementary functions alone may lose
-# A scan goes token by token and multiplies by a rounded decay every time, the same way where all steps are equal: in
-# Triton's interpreter it loses 2.3e-6, where the reference, which goes by chunks, loses 6e-8. What a GPU loses has not
-# been measured: it is below this bound, which is that of the reference's own tests.
-HARD_SLACK = {"selective_scan": 2e-5}
+# A scan goes token by token and multiplies by a rounded decay every time, the same way where all steps are equal: below
+# 1 that may lose a unit in the last place, 2^-24, in each of a row's 150 tokens. (Measured: 5.0e-6; the reference,
+# which goes by chunks, loses 8e-8.)
+HARD_SLACK = {"selective_scan": 150 * 2**-24}
 
 GRID = [case for op in MODELS for case in every_case(op)]
 CHOSEN = [case for op in MODELS for case in pairwise_cases(every_case(op))]

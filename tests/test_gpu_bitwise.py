@@ -36,7 +36,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
     },
     "selective_scan": {
         ("selective_scan_prefill", "MANY_WARPS"): (0, 1 << 30),
-        ("selective_scan_decode", "BLOCK_D"): (32, 128),
+        ("selective_scan_decode", "LANES"): (1, 2),
     },
 }
 FIRST = {op: next(iter(models.values())) for op, models in MODELS.items()}

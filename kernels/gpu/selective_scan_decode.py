@@ -8,12 +8,22 @@ from torch import Tensor
 
 from ..indices import StateIndices
 from .chunks import decode_token
-from .decays import LOG2_E
 from .launch import Launcher
 from .layout import layer_strides, slot_elements, slot_stride
-from .selective_scan_math import silu, step_size
+from .selective_scan_math import (
+    advance,
+    channels_of,
+    first_state,
+    in_log2,
+    load_states,
+    of_lane,
+    rounded,
+    silu,
+    step_size,
+    store_states,
+)
 
-BLOCK_D = 64  # channels of a program, a single warp, where a channel has 16 states
+LANES = 4  # that share a channel of 16 states
 
 
 @triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode"])
@@ -36,39 +46,53 @@ def _decode_kernel(
     DIM: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """A program carries the states of BLOCK_D channels through the tokens of one row."""
+    """A program, a warp, carries the states of 32 channels through the tokens of one row.
+
+    A lane knows the step and gate of one channel, and holds some states of as many channels as share its own.
+    """
     STATE: tl.constexpr = state.dtype.element_ty
+    CHANNELS: tl.constexpr = 32 // LANES
+    FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
+    lane = tl.arange(0, LANES)[:, None, None]
     row = tl.program_id(1)
-    channel = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    n = tl.arange(0, BLOCK_N)
-    in_dim, in_state = channel < DIM, n < N
-    element = channel[:, None] * N + n[None, :]
-    inside = in_dim[:, None] & in_state[None, :]
+    first = tl.program_id(0) * 32 + channels_of(CHANNELS)
+    n = first_state(LANES, FOURS)
     slot_stride = slot_elements(slot_stride, state)
     source = tl.load(src + row)
-    read = tl.where(source != 0, inside, False)
-    S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
-    rate = tl.load(A + element, mask=inside, other=0).to(tl.float32) * LOG2_E
+    token, target, computed = decode_token(row, 0, tokens_per_decode, source, dst)
+    S, rates, elements, insides = (), (), (), ()
+    for j in tl.static_range(LANES):
+        channel = first + j * CHANNELS
+        element, inside = channel * N + n, channel < DIM
+        present = tl.where(source != 0, inside, False)
+        S = S + (load_states(state, source * slot_stride + element, n, present, N, FOURS),)
+        rates = rates + (in_log2(load_states(A, element, n, inside, N, FOURS)),)
+        elements, insides = elements + (element,), insides + (inside,)
+    channel = first + lane * CHANNELS
+    in_dim = channel < DIM
     skip = tl.load(D + channel, mask=in_dim, other=0).to(tl.float32)
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel, mask=in_dim, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
-        token, target, computed = decode_token(row, t, tokens_per_decode, source, dst)
-        known, known_state = tl.where(computed, in_dim, False), tl.where(computed, in_state, False)
+        known, row_known = tl.where(computed, in_dim, False), tl.where(computed, n < N, False)
         u = tl.load(x + token * STRIDES[0] + channel, mask=known, other=0).to(tl.float32)
         step = step_size(tl.load(dt + token * STRIDES[1] + channel, mask=known, other=0).to(tl.float32), bias)
-        b = tl.load(B + token * STRIDES[3] + n, mask=known_state, other=0).to(tl.float32)
-        c = tl.load(C + token * STRIDES[4] + n, mask=known_state, other=0).to(tl.float32)
-        S = tl.fma(tl.exp2(step[:, None] * rate), S, (step * u)[:, None] * b[None, :])
-        y = tl.fma(skip, u, tl.sum(S * c[None, :], axis=1))
-        if z is not None:
-            y = y * silu(tl.load(z + token * STRIDES[2] + channel, mask=known, other=0).to(tl.float32))
-        y = tl.where(computed, y, 0.0)
+        b = load_states(B, token * STRIDES[3] + n, n, row_known, N, FOURS)
+        c = load_states(C, token * STRIDES[4] + n, n, row_known, N, FOURS)
+        gate = 1.0 if z is None else silu(tl.load(z + token * STRIDES[2] + channel, mask=known, other=0).to(tl.float32))
+        y, states = tl.zeros_like(step), ()
+        for j in tl.static_range(LANES):
+            after, read = advance(S[j], of_lane(step, j), of_lane(step * u, j), rates[j], b, c)
+            after = rounded(after, STATE)
+            stored = tl.where(target != 0, insides[j], False)
+            store_states(state, target * slot_stride + elements[j], n, stored, after, N)
+            y, states = tl.where(lane == j, read, y), states + (after,)
+        S = states
+        y = tl.where(computed, tl.fma(skip, u, y) * gate, 0.0)
         tl.store(out + token * DIM + channel, y.to(out.dtype.element_ty), mask=in_dim)
-        stored = S.to(STATE)
-        tl.store(state + target * slot_stride + element, stored, mask=tl.where(target != 0, inside, False))
-        S = stored.to(tl.float32)
+        following = tl.minimum(t + 1, tokens_per_decode - 1)
+        token, target, computed = decode_token(row, following, tokens_per_decode, source, dst)
 
 
 _launch = Launcher(_decode_kernel)
@@ -90,10 +114,10 @@ def decode(
     """Fills the decode tokens of `out` [F, dim] and stores the state after every token where `decode_dst` says."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
-    block_N = triton.next_power_of_2(width)
-    block_D = max(BLOCK_D * 16 // block_N, 1)
+    block_N = max(triton.next_power_of_2(width), 4)
+    lanes = max(min(LANES * block_N // 16, block_N // 4, 8), 1)
     _launch(
-        (triton.cdiv(dim, block_D), indices.num_decodes, 1),
+        (triton.cdiv(dim, 32), indices.num_decodes, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
         (
             indices.decode_src,
@@ -101,6 +125,6 @@ def decode(
             slot_stride(state),
             indices.tokens_per_decode,
         ),
-        {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "BLOCK_D": block_D},
+        {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "LANES": lanes},
         num_warps=1,
     )

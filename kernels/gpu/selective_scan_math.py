@@ -1,4 +1,9 @@
-"""What the kernels of the selective scan share: step sizes, gates, and rows of B and C in tiles of four states."""
+"""What the kernels of the selective scan share: step sizes, gates, one token's step, and where states lie in tiles.
+
+Tiles are [lanes of a channel, channels, ...]: neighbouring lanes of a warp share a channel. A lane holds a few fours of
+neighbouring states of a channel, in a tuple of tiles, a state each. Products and sums are spelled out (`fma`), for
+every kernel and every tile to round alike.
+"""
 
 from __future__ import annotations
 
@@ -39,53 +44,95 @@ def silu(z):
 
 
 @triton.jit
-def split_four(tile):
-    """The four columns of a tile [..., 4]."""
-    even, odd = tl.split(tl.reshape(tile, tile.shape[:-1] + (2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+def channels_of(COUNT: tl.constexpr):
+    """COUNT channels [1, COUNT, 1]. They run backwards, or the compiler would make neighbours of them, not of lanes."""
+    return COUNT - 1 - tl.arange(0, COUNT)[None, :, None]
 
 
 @triton.jit
-def store_states(S, target, dst):
-    """Stores the states, tiles of every fourth one, in block `dst` unless that is null."""
-    state, slot_stride, element, inside = target
-    if dst != 0:
-        four = tl.reshape(tl.join(tl.join(S[0], S[2]), tl.join(S[1], S[3])), element.shape)
-        tl.store(state + dst * slot_stride + element, four.to(state.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _halves(pair, DTYPE: tl.constexpr):
-    """The two 16-bit numbers of an int32, in fp32."""
-    if DTYPE == tl.bfloat16:
-        return (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
+def of_lane(tile, j: tl.constexpr):
+    """What lane j of every channel has."""
+    if tile.shape[0] == 1:
+        return tile
     else:
-        low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
-        return low.to(DTYPE, bitcast=True).to(tl.float32), high.to(DTYPE, bitcast=True).to(tl.float32)
+        return tl.gather(tile, tl.full((1, tile.shape[1], tile.shape[2]), j, tl.int32), 0)
 
 
 @triton.jit
-def load_row(row, n, N: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr):
-    """Of one token the numbers of states n to n + 3: as one of 64 bits if PACKED, otherwise as four."""
-    if PACKED:
-        packed = row.to(tl.pointer_type(tl.int64)) + n // 4
-        if N == BLOCK_N:
-            return (tl.load(packed),)
-        else:
-            return (tl.load(packed, mask=n < N, other=0),)
-    else:
-        four = ()
-        for i in tl.static_range(4):
-            four = four + (tl.load(row + n + i, mask=n + i < N, other=0),)
-        return four
+def first_state(LANES: tl.constexpr, FOURS: tl.constexpr):
+    """The first of the states of every lane [LANES, 1, 1]: lanes follow each other as their numbers' bits reversed.
+
+    A sum over lanes adds those that differ in their highest bit first, one over a lane's fours neighbours first. So the
+    sum over all states is the same whatever the number of lanes.
+    """
+    lane = tl.arange(0, LANES)[:, None, None]
+    if LANES == 8:
+        lane = (lane & 1) * 4 + (lane & 2) + lane // 4
+    elif LANES == 4:
+        lane = (lane & 1) * 2 + lane // 2
+    return lane * (4 * FOURS)
 
 
 @triton.jit
-def floats(row, DTYPE: tl.constexpr, PACKED: tl.constexpr):
-    """A row as loaded, as four tiles in fp32."""
-    if PACKED:
-        return _halves(row[0].to(tl.int32), DTYPE) + _halves((row[0] >> 32).to(tl.int32), DTYPE)
-    else:
-        return row[0].to(tl.float32), row[1].to(tl.float32), row[2].to(tl.float32), row[3].to(tl.float32)
+def _fourth():
+    return tl.arange(0, 4)[None, None, None, :]
+
+
+@triton.jit
+def load_states(matrix, element, n, mask, N: tl.constexpr, FOURS: tl.constexpr):
+    """The states from n on at places `element` of a matrix, in fp32; zeros where the mask is not set."""
+    states = ()
+    for i in tl.static_range(FOURS):
+        inside = tl.expand_dims(mask, 3) & (tl.expand_dims(n + 4 * i, 3) + _fourth() < N)
+        tile = tl.load(matrix + tl.expand_dims(element + 4 * i, 3) + _fourth(), mask=inside, other=0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(tile, tile.shape[:3] + (2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        states = states + (first, second, third, fourth)
+    return states
+
+
+@triton.jit
+def store_states(matrix, element, n, mask, states, N: tl.constexpr):
+    for i in tl.static_range(0, len(states), 4):
+        inside = tl.expand_dims(mask, 3) & (tl.expand_dims(n + i, 3) + _fourth() < N)
+        tile = tl.join(tl.join(states[i], states[i + 2]), tl.join(states[i + 1], states[i + 3]))
+        tile = tl.reshape(tile, states[0].shape + (4,)).to(matrix.dtype.element_ty)
+        tl.store(matrix + tl.expand_dims(element + i, 3) + _fourth(), tile, mask=inside)
+
+
+@triton.jit
+def in_log2(rates):
+    """A / ln 2, for exponentials of base 2."""
+    result = ()
+    for i in tl.static_range(len(rates)):
+        result = result + (rates[i] * LOG2_E,)
+    return result
+
+
+@triton.jit
+def rounded(states, DTYPE: tl.constexpr):
+    result = ()
+    for i in tl.static_range(len(states)):
+        result = result + (states[i].to(DTYPE).to(tl.float32),)
+    return result
+
+
+@triton.jit
+def advance(S, d, u, rates, b, c):
+    """One token: the states after it, exp(d A) S + u B with `rates` A / ln 2, and their product with C."""
+    states, sums = (), ()
+    for i in tl.static_range(0, len(S), 4):
+        s0 = tl.fma(tl.exp2(d * rates[i]), S[i], u * b[i])
+        s1 = tl.fma(tl.exp2(d * rates[i + 1]), S[i + 1], u * b[i + 1])
+        s2 = tl.fma(tl.exp2(d * rates[i + 2]), S[i + 2], u * b[i + 2])
+        s3 = tl.fma(tl.exp2(d * rates[i + 3]), S[i + 3], u * b[i + 3])
+        states = states + (s0, s1, s2, s3)
+        sums = sums + (tl.fma(s3, c[i + 3], tl.fma(s2, c[i + 2], tl.fma(s1, c[i + 1], s0 * c[i]))),)
+    for _ in tl.static_range(4):
+        if len(sums) > 1:
+            pairs = ()
+            for i in tl.static_range(0, len(sums), 2):
+                pairs = pairs + (sums[i] + sums[i + 1],)
+            sums = pairs
+    return states, tl.sum(sums[0], axis=0, keep_dims=True)
