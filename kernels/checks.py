@@ -17,7 +17,7 @@ def check_shape(name: str, tensor: Tensor, *shape: int) -> None:
 
 
 def check_rank(name: str, tensor: Tensor, dims: str) -> None:
-    if tensor.dim() != len(dims.split(", ")):
+    if tensor.dim() != dims.count(",") + 1:
         raise ValueError(f"{name} has shape {list(tensor.shape)}, but it must be [{dims}].")
 
 
@@ -39,9 +39,10 @@ def check_tokens(name: str, tensor: Tensor, indices: StateIndices) -> None:
 
 def check_devices(indices: StateIndices, **tensors: Tensor | None) -> None:
     """All tensors on the device of the indices."""
+    device = indices.device
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != indices.device:
-            raise ValueError(f"{name} is on {tensor.device}, but the indices are on {indices.device}: move it there.")
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, but the indices are on {device}: move it there.")
 
 
 def check_head_widths(**widths: int) -> None:

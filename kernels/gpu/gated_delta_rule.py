@@ -7,7 +7,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .gated_delta_rule_decode import decode
 from .gated_delta_rule_prefill import prefill
-from .layout import check_dense
+from .layout import check_dense, clear_from
 
 
 def gated_delta_rule(
@@ -32,5 +32,5 @@ def gated_delta_rule(
     if indices.num_prefills:
         prefill(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
     else:
-        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+        clear_from(out, indices.num_decodes * indices.tokens_per_decode)
     return out

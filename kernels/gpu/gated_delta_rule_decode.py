@@ -10,7 +10,7 @@ from ..indices import StateIndices
 from .chunks import decode_token
 from .delta_rule import log2_decay, normalized
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import layer_strides, power_of_2, slot_elements, slot_stride
 
 BLOCK_V = 8  # rows of the state of one program, a single warp
 
@@ -120,7 +120,7 @@ def decode(
             "VALUE_HEADS": value_heads,
             "K": K,
             "V": V,
-            "BLOCK_K": triton.next_power_of_2(K),
+            "BLOCK_K": power_of_2(K),
             "BLOCK_V": BLOCK_V,
         },
         num_warps=1,

@@ -21,7 +21,7 @@ from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .prefetch import prefetch_state
 from .state_tile import load_tile, store_tile, tile_elements
 
@@ -265,18 +265,18 @@ def prefill(
                 "A_STRIDES": a_strides,
                 "B_STRIDES": b_strides,
                 **shape,
-                "BLOCK_K": triton.next_power_of_2(K),
+                "BLOCK_K": power_of_2(K),
             },
             num_warps=4,
             maxnreg=128,
         )
     # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
-    block_V = 64 if V <= 64 or value_heads * triton.cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    block_V = 64 if V <= 64 or value_heads * cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
     stages = 1
     if narrow:
         stages = 3 if K <= 128 else 2
     _scan(
-        (value_heads * triton.cdiv(V, block_V), indices.num_prefills + 1, 1),
+        (value_heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
         (q, k, v, tiles, vectors, state, out),
         (
             indices.query_start_loc,
@@ -295,7 +295,7 @@ def prefill(
             "V_STRIDES": v_strides,
             **shape,
             "V": V,
-            "BLOCK_K": triton.next_power_of_2(K),
+            "BLOCK_K": power_of_2(K),
             "BLOCK_V": block_V,
             "STAGES": stages,
         },

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
-from .layout import check_dense, stride_alignment
+from .layout import check_dense, power_of_2, stride_alignment
 
 WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
 
@@ -88,7 +88,7 @@ def gated_rms_norm(
         return out
     x, gate = (tensor.reshape(x.shape[0], -1, width) for tensor in (x, gate))
     rows = x.shape[0] * x.shape[1]
-    block_width = triton.next_power_of_2(width)
+    block_width = power_of_2(width)
     block_rows = max(WARP_TILE // block_width, 1)
     _launch(
         (-(-rows // block_rows), 1, 1),

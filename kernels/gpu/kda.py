@@ -7,7 +7,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .kda_decode import decode
 from .kda_prefill import prefill
-from .layout import check_dense
+from .layout import check_dense, clear_from
 
 
 def kda(
@@ -32,5 +32,5 @@ def kda(
     if indices.num_prefills:
         prefill(q, k, v, g, b, A_log, dt_bias, state, indices, out)
     else:
-        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+        clear_from(out, indices.num_decodes * indices.tokens_per_decode)
     return out

@@ -22,7 +22,7 @@ from .chunks import CHUNK, clear_padding, row_chunks
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .prefetch import prefetch_state
 from .state_tile import load_tile, store_tile, tile_elements
 
@@ -150,9 +150,9 @@ def prefill(
     V = v.shape[2]
     tiles, operands, totals = prepare(q, k, g, b, A_log, dt_bias, indices)
     # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
-    block_V = 64 if V <= 64 or heads * triton.cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    block_V = 64 if V <= 64 or heads * cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
     _scan(
-        (heads * triton.cdiv(V, block_V), indices.num_prefills + 1, 1),
+        (heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
         (
             v,
             tiles,

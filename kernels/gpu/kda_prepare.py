@@ -16,7 +16,7 @@ from .chunks import CHUNK, chunk_tokens
 from .decays import LOG2_E
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
-from .layout import layer_strides
+from .layout import layer_strides, power_of_2
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # of a token: 2^-256 is 0 in fp32, and a finite value adds up
 # The largest log decay of half a span of tokens whose pairs may all meet in its middle, after it or before it: keys of
@@ -274,4 +274,4 @@ def prepare(
 
 def padded_width(K: int, operand: torch.dtype) -> int:
     """Channels of a tile. In fp32 64 at least: tiles of 32 gave a NaN on an H200, for a reason that was not found."""
-    return max(triton.next_power_of_2(K), 16 if operand == torch.bfloat16 else 64)
+    return max(power_of_2(K), 16 if operand == torch.bfloat16 else 64)

@@ -8,6 +8,11 @@ from typing import Any
 from torch import Tensor
 
 
+def _pointers(arguments: Sequence[Any]) -> list[Any]:
+    """With addresses in place of tensors, about which Triton would ask the driver one by one."""
+    return [argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments]
+
+
 class Launcher:
     """Calls a kernel, and remembers which of its compiled variants serves which arguments.
 
@@ -33,11 +38,13 @@ class Launcher:
         """
         first = tensors[0]
         assert first is not None
-        places = [tensor if tensor is None else (tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors]
-        key = (first.device.index, *places, *constants.values(), *options.values())
+        pointers = _pointers(tensors)
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        aligned = [pointer is None or pointer % 16 == 0 for pointer in pointers]
+        key = (first.device.index, *dtypes, *aligned, *constants.values(), *options.values())
         variant = self.variants.get(key)
         if variant is not None:
-            variant[grid](*tensors, *arguments, *constants.values())
+            variant[grid](*pointers, *_pointers(arguments), *constants.values())
             return
         assert [*constants] == self.kernel.arg_names[len(tensors) + len(arguments) :]
         variant = self.kernel[grid](*tensors, *arguments, **constants, **options)

@@ -29,20 +29,42 @@ def stride_alignment(tensor: Tensor) -> int:
 
 
 _token_strides: dict[tuple[object, ...], tuple[int, ...]] = {}
+_seen: set[tuple[object, ...]] = set()
 
 
-def layer_strides(*tensors: Tensor) -> list[tuple[int, ...]]:
+def layer_strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     """The strides of a layer's activations [F, ...]: the same in every batch, hence constants to the compiler.
 
     A lone token's view may have lost the stride of tokens, which it does not need. It takes that of the layer's other
     batches, so that it runs the kernels that were compiled for them.
     """
-    layer = tuple((x.dtype, *x.shape[1:], *x.stride()[1:]) for x in tensors)
-    tokens = tuple(x.stride(0) for x in tensors)
+    strides = tuple([x.stride() for x in tensors])
+    known = (tensors[0].dtype, strides)
+    if known in _seen:
+        return strides
+    layer = tuple((x.dtype, *x.shape[1:], *stride[1:]) for x, stride in zip(tensors, strides, strict=True))
     if len(tensors[0]) > 1:
-        _token_strides[layer] = tokens
-    tokens = _token_strides.get(layer, tokens)
-    return [(stride, *x.stride()[1:]) for stride, x in zip(tokens, tensors, strict=True)]
+        _seen.add(known)
+        _token_strides[layer] = tuple(stride[0] for stride in strides)
+        return strides
+    tokens = _token_strides.get(layer, [stride[0] for stride in strides])
+    return tuple((token, *stride[1:]) for token, stride in zip(tokens, strides, strict=True))
+
+
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up. (Triton's function of this name takes a hundred times as long on the host.)"""
+    return -(-x // y)
+
+
+def power_of_2(x: int) -> int:
+    """The smallest power of 2 that is at least x, as a block of a kernel has to be."""
+    return 1 << (x - 1).bit_length()
+
+
+def clear_from(out: Tensor, token: int) -> None:
+    """Zeros in the tokens of `out` from one on, if there are any: padding, which belongs to no row."""
+    if token < out.shape[0]:
+        out[token:] = 0
 
 
 def slot_stride(state: Tensor) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..indices import StateIndices
-from .layout import check_dense
+from .layout import check_dense, clear_from
 from .selective_scan_decode import decode
 from .selective_scan_prefill import prefill
 
@@ -32,5 +32,5 @@ def selective_scan(
     if indices.num_prefills:
         prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
     else:
-        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+        clear_from(out, indices.num_decodes * indices.tokens_per_decode)
     return out

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .chunks import decode_token
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .selective_scan_math import (
     advance,
     channels_of,
@@ -114,10 +114,10 @@ def decode(
     """Fills the decode tokens of `out` [F, dim] and stores the state after every token where `decode_dst` says."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
-    block_N = max(triton.next_power_of_2(width), 4)
+    block_N = max(power_of_2(width), 4)
     lanes = max(min(LANES * block_N // 16, block_N // 4, 8), 1)
     _launch(
-        (triton.cdiv(dim, 32), indices.num_decodes, 1),
+        (cdiv(dim, 32), indices.num_decodes, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
         (
             indices.decode_src,

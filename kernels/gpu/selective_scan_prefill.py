@@ -14,7 +14,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .chunks import CHUNK
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .selective_scan_math import (
     advance,
     channels_of,
@@ -282,13 +282,13 @@ def prefill(
 ) -> None:
     """Fills the prefill and padding tokens of `out` [F, dim] and stores states where `chunk_dst` says."""
     dim, width = A.shape
-    block_N = max(triton.next_power_of_2(width), 4)
+    block_N = max(power_of_2(width), 4)
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
     tiles = FEW if dim // 16 * indices.num_prefills <= MANY_WARPS else MANY
     lanes = max(min(tiles.lanes * block_N // 16, block_N // 4, 8), 1)
     per_lane = tiles.channels if block_N <= 16 else 1
     _launch(
-        (triton.cdiv(dim, 32 // lanes * per_lane), indices.num_prefills + 1, 1),
+        (cdiv(dim, 32 // lanes * per_lane), indices.num_prefills + 1, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
         (
             indices.query_start_loc,

@@ -7,7 +7,7 @@ from math import inf
 from torch import Tensor
 
 from ..indices import StateIndices
-from .layout import check_dense
+from .layout import check_dense, clear_from
 from .ssd_decode import decode
 from .ssd_prefill import prefill
 
@@ -35,5 +35,5 @@ def ssd(
     if indices.num_prefills:
         prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
     else:
-        out[indices.num_decodes * indices.tokens_per_decode :] = 0
+        clear_from(out, indices.num_decodes * indices.tokens_per_decode)
     return out

@@ -10,7 +10,7 @@ from ..indices import StateIndices
 from .chunks import decode_token
 from .decays import LOG2_E, softplus
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import layer_strides, power_of_2, slot_elements, slot_stride
 
 BLOCK_P = 8  # rows of the state of one program, a single warp
 
@@ -128,7 +128,7 @@ def decode(
             "GROUPS": groups,
             "P": P,
             "N": N,
-            "BLOCK_N": triton.next_power_of_2(N),
+            "BLOCK_N": power_of_2(N),
             "BLOCK_P": BLOCK_P,
         },
         num_warps=1,

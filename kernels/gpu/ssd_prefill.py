@@ -21,7 +21,7 @@ from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
 from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
 from .launch import Launcher
-from .layout import layer_strides, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .prefetch import prefetch
 from .state_tile import load_tile, store_tile, tile_elements
 
@@ -164,7 +164,8 @@ def _scan_kernel(
     state += head * P * N
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
 
-    if TILES * ROWS == P and BLOCK_N == N:
+    # (After a long sequence it would no longer be there.)
+    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk < 8:
         prefetch(later_state, ROWS * N)
 
     channel = tl.arange(0, BLOCK_N)
@@ -262,7 +263,7 @@ def prefill(
     num_chunks = indices.chunk_seq.shape[0]
     if num_chunks:
         _launch_decays(
-            (triton.cdiv(heads, HEADS_PER_PROGRAM), num_chunks, 1),
+            (cdiv(heads, HEADS_PER_PROGRAM), num_chunks, 1),
             (
                 dt,
                 A,
@@ -279,7 +280,7 @@ def prefill(
             num_warps=1,
         )
     _launch_scan(
-        (heads * triton.cdiv(P, ROWS.value), indices.num_prefills + 1, 1),
+        (heads * cdiv(P, ROWS.value), indices.num_prefills + 1, 1),
         (
             x,
             B,
@@ -306,7 +307,7 @@ def prefill(
             "GROUPS": groups,
             "P": P,
             "N": N,
-            "BLOCK_N": triton.next_power_of_2(N),
+            "BLOCK_N": power_of_2(N),
             "VECTORS": num_vectors,
             "STAGES": 3 if narrow else 1,
         },
