@@ -308,12 +308,21 @@ def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:
         batch.run()
 
 
+def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
+    """What decides on the kernels that an op runs: its shapes and options, not its values."""
+    op = make()
+    parts = op.inputs(1, dtypes[0]) | vars(op) | getattr(op, "parameters", {})
+    parts = {name: part.shape if isinstance(part, Tensor) else part for name, part in parts.items()}
+    plain = {name: part for name, part in parts.items() if name != "parameters" and not callable(part)}
+    return repr((op.name, plain, dtypes, dense))
+
+
 def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
     """Fills Triton's cache with the kernels of these ops, in as many processes as the machine has cores.
 
     Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op.
     """
-    different = {(repr(make), *rest): (make, *rest) for make, *rest in kernels}
+    different = {variant(*kernel): kernel for kernel in kernels}
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as workers:
         for job in [workers.submit(run_once, *kernel) for kernel in different.values()]:

@@ -151,6 +151,9 @@ def prefill(
     tiles, operands, totals = prepare(q, k, g, b, A_log, dt_bias, indices)
     # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
     block_V = 64 if V <= 64 or heads * cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    stages = 1
+    if tiles.dtype == torch.bfloat16 and K <= 128:
+        stages = 3 if block_V == 64 else 2  # as many as shared memory holds
     _scan(
         (heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
         (
@@ -175,7 +178,7 @@ def prefill(
             "V": V,
             "BLOCK_K": padded_width(K, tiles.dtype),
             "BLOCK_V": block_V,
-            "STAGES": 2 if tiles.dtype == torch.bfloat16 and K <= 128 else 1,
+            "STAGES": stages,
         },
         num_warps=block_V // 16,
     )
