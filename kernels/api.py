@@ -182,6 +182,8 @@ def gated_rms_norm(
     check_shape("weight", weight, x.shape[-1])
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"group_size is {group_size}, but it must divide the width {x.shape[-1]}.")
+    if not x.device == gate.device == weight.device:
+        raise ValueError(f"x, gate and weight are on {x.device}, {gate.device} and {weight.device}: move them to one.")
     return backend(x).gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed)
 
 
@@ -239,8 +241,8 @@ def selective_scan(
 ) -> Tensor:
     """Selective scan of Mamba (Gu and Dao 2023), with softplus of the step size and, where z is given, the gate.
 
-    Shapes: x, dt and z [F, dim], A [dim, N] (negative), B and C [F, N], D and dt_bias [dim], state [blocks, dim, N];
-    dt, B, C and z in x's dtype. z or dt_bias may be None. Returns [F, dim] in x's dtype.
+    Shapes: x, dt and z [F, dim], A [dim, N] (negative, contiguous, N at most 64), B and C [F, N], D and dt_bias [dim],
+    state [blocks, dim, N]; dt, B, C and z in x's dtype. z or dt_bias may be None. Returns [F, dim] in x's dtype.
 
     Per channel d and with step = softplus(dt + dt_bias):
 
@@ -258,11 +260,15 @@ def selective_scan(
     check_tokens("x", x, indices)
     tokens, dim = x.shape
     width = A.shape[1]
+    if not 0 < width <= 64:
+        raise ValueError(f"A has {width} states per channel, but 1 to 64 are supported: Mamba1's models have 16.")
     per_token = {"dt": (dt, dim), "B": (B, width), "C": (C, width)} | ({} if z is None else {"z": (z, dim)})
     for name, (tensor, channels) in per_token.items():
         check_shape(name, tensor, tokens, channels)
         check_dtype(name, tensor, x.dtype)
     check_shape("A", A, dim, width)
+    if not A.is_contiguous():
+        raise ValueError(f"A has strides {list(A.stride())}, but it must be contiguous: pass A.contiguous().")
     check_shape("D", D, dim)
     if dt_bias is not None:
         check_shape("dt_bias", dt_bias, dim)

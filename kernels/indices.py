@@ -50,7 +50,7 @@ class StateIndices:
     - `decode_src`, `decode_conv_src`, `decode_conv_offset`, `decode_boundary_index` [N], `decode_dst` [N, T]: blocks of
       the state and of the window to read, and the window's first row there; the token, past the first, whose dst also
       receives its own window (-1: none); the block for the state after each token. A token whose dst is null is
-      padding, except that the first token of a row with a src is always computed.
+      padding, which ends a row, except that the first token of a row with a src is always computed.
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`,
       `conv_src`, `conv_offset` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C], `seq_chunk_start` [P + 1]: the prefill

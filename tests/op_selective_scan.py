@@ -71,7 +71,7 @@ def _exponents(*values: float) -> list[float]:
 
 SHAPES = {
     f"{dim}-{width}": partial(SelectiveScanOp, dim, width)
-    for dim, width in ((1, 16), (37, 16), (40, 1), (24, 3), (65, 64), (8, 256), (1024, 16))
+    for dim, width in ((1, 16), (37, 16), (40, 1), (24, 3), (65, 64), (24, 32), (1024, 16))
 }
 
 HARD = {
@@ -87,6 +87,8 @@ REFUSED: list[tuple[dict[str, Callable[[Tensor], Tensor]], str]] = [
     ({"dt": Tensor.bfloat16}, "dt is bfloat16 where float32 is needed"),
     ({"A": lambda A: A[0]}, r"A has shape \[16\], but it must be \[dim, N\]"),
     ({"A": lambda A: A[:5]}, r"A has shape \[5, 16\]"),
+    ({"A": lambda A: A.repeat(1, 5)}, "A has 80 states per channel, but 1 to 64 are supported"),
+    ({"A": lambda A: A.mT.contiguous().mT}, r"A has strides \[1, 37\], but it must be contiguous"),
     ({"B": lambda B: B[:, :8]}, "B has shape"),
     ({"C": lambda C: C[:2]}, "C has shape"),
     ({"D": lambda D: D[:5]}, "D has shape"),

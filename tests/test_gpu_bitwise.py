@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix
 from kernel_cases import bits
+from op_selective_scan import SelectiveScanOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
@@ -39,6 +41,8 @@ TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
         ("selective_scan_decode", "LANES"): (1, 2),
     },
 }
+# Shapes beside those of models that have choices of their own.
+MORE_SHAPES: dict[str, tuple[Make, ...]] = {"selective_scan": (partial(SelectiveScanOp, 616, 32),)}
 FIRST = {op: next(iter(models.values())) for op, models in MODELS.items()}
 
 
@@ -82,12 +86,13 @@ TILE_ROWS = [(op, *constant, values) for op, constants in TILES.items() for cons
 def test_every_choice_of_tiles_gives_the_same(
     op: str, module: str, name: str, values: Iterable[int], dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, _ = first_shape(op, 4)
-    batch = Batch(make(), MIXED, dtypes if op != "conv1d" else (dtypes[0], dtypes[0]))
-    first = outcome(batch)
-    for value in values:
-        monkeypatch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
-        assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True)), value
+    for make in (first_shape(op, 4)[0], *MORE_SHAPES.get(op, ())):
+        batch = Batch(make(), MIXED, dtypes if op != "conv1d" else (dtypes[0], dtypes[0]))
+        first = outcome(batch)
+        for value in values:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
+                assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True)), value
 
 
 @pytest.mark.parametrize("op", MODELS)

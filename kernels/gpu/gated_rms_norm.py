@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import Launcher
-from .layout import check_dense, power_of_2, stride_alignment
+from .layout import cdiv, check_dense, power_of_2, stride_alignment
 
 WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
 
@@ -91,7 +91,7 @@ def gated_rms_norm(
     block_width = power_of_2(width)
     block_rows = max(WARP_TILE // block_width, 1)
     _launch(
-        (-(-rows // block_rows), 1, 1),
+        (cdiv(rows, block_rows), 1, 1),
         (x, gate, weight),
         (out, rows, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1), eps),
         {

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .chunks import decode_token
 from .launch import Launcher
-from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
     advance,
     channels_of,
@@ -21,6 +21,7 @@ from .selective_scan_math import (
     silu,
     step_size,
     store_states,
+    tile_of,
 )
 
 LANES = 4  # that share a channel of 16 states
@@ -47,23 +48,24 @@ def _decode_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """A program, a warp, carries the states of 32 channels through the tokens of one row.
+    """A program, a warp, carries the states of GROUPS times 32 / LANES channels through the tokens of one row.
 
-    A lane knows the step and gate of one channel, and holds some states of as many channels as share its own.
+    A lane knows the step and gate of one channel at most, and holds some states of one channel of each group.
     """
     STATE: tl.constexpr = state.dtype.element_ty
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
     lane = tl.arange(0, LANES)[:, None, None]
     row = tl.program_id(1)
-    first = tl.program_id(0) * 32 + channels_of(CHANNELS)
+    first = tl.program_id(0) * (GROUPS * CHANNELS) + channels_of(CHANNELS)
     n = first_state(LANES, FOURS)
     slot_stride = slot_elements(slot_stride, state)
     source = tl.load(src + row)
     token, target, computed = decode_token(row, 0, tokens_per_decode, source, dst)
     S, rates, elements, insides = (), (), (), ()
-    for j in tl.static_range(LANES):
+    for j in tl.static_range(GROUPS):
         channel = first + j * CHANNELS
         element, inside = channel * N + n, channel < DIM
         present = tl.where(source != 0, inside, False)
@@ -71,7 +73,7 @@ def _decode_kernel(
         rates = rates + (in_log2(load_states(A, element, n, inside, N, FOURS)),)
         elements, insides = elements + (element,), insides + (inside,)
     channel = first + lane * CHANNELS
-    in_dim = channel < DIM
+    in_dim = (lane < GROUPS) & (channel < DIM)
     skip = tl.load(D + channel, mask=in_dim, other=0).to(tl.float32)
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel, mask=in_dim, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
@@ -82,7 +84,7 @@ def _decode_kernel(
         c = load_states(C, token * STRIDES[4] + n, n, row_known, N, FOURS)
         gate = 1.0 if z is None else silu(tl.load(z + token * STRIDES[2] + channel, mask=known, other=0).to(tl.float32))
         y, states = tl.zeros_like(step), ()
-        for j in tl.static_range(LANES):
+        for j in tl.static_range(GROUPS):
             after, read = advance(S[j], of_lane(step, j), of_lane(step * u, j), rates[j], b, c)
             after = rounded(after, STATE)
             stored = tl.where(target != 0, insides[j], False)
@@ -114,10 +116,10 @@ def decode(
     """Fills the decode tokens of `out` [F, dim] and stores the state after every token where `decode_dst` says."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
-    block_N = max(power_of_2(width), 4)
-    lanes = max(min(LANES * block_N // 16, block_N // 4, 8), 1)
+    block_N, lanes = tile_of(width, LANES)
+    groups = min(lanes, max(128 // block_N, 1))
     _launch(
-        (cdiv(dim, 32), indices.num_decodes, 1),
+        (cdiv(dim, 32 // lanes * groups), indices.num_decodes, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
         (
             indices.decode_src,
@@ -125,6 +127,6 @@ def decode(
             slot_stride(state),
             indices.tokens_per_decode,
         ),
-        {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "LANES": lanes},
+        {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "LANES": lanes, "GROUPS": groups},
         num_warps=1,
     )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .decays import LOG2_E
+from .layout import power_of_2
 
 LOG2_E_REST = tl.constexpr(1.9259629891e-08)  # what fp32 rounds off LOG2_E
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -41,6 +42,12 @@ def step_size(dt, bias):
 @triton.jit
 def silu(z):
     return z / (1 + tl.exp2(z * -LOG2_E))
+
+
+def tile_of(width: int, lanes: int) -> tuple[int, int]:
+    """States of a tile, and lanes that share a channel: `lanes` if it has 16 states."""
+    block_N = max(power_of_2(width), 4)
+    return block_N, min(max(lanes * block_N // 16, 1), 8)
 
 
 @triton.jit

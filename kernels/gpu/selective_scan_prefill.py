@@ -14,7 +14,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .chunks import CHUNK
 from .launch import Launcher
-from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
+from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
     advance,
     channels_of,
@@ -26,12 +26,16 @@ from .selective_scan_math import (
     silu,
     step_size,
     store_states,
+    tile_of,
 )
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of 16 states: lanes that share a channel, channels of a lane, tokens of a group, most registers of a thread."""
+    """Of 16 states: lanes that share a channel, channels of a lane, tokens of a group, most registers of a thread.
+
+    Of more states more lanes take fewer tokens at a time, of one channel.
+    """
 
     lanes: int
     channels: int
@@ -41,7 +45,7 @@ class Tiles:
 
 FEW = Tiles(lanes=4, channels=1, tokens=16, registers=255)  # where a sequence's time is that of its chain of tokens
 MANY = Tiles(lanes=2, channels=2, tokens=4, registers=128)  # where warps wait for their turn
-MANY_WARPS = 1056  # of 16 channels: two for every scheduler of an H100 or H200
+MANY_WARPS = 2112  # of FEW that are too many. Timed were 1024, which it suits, and 8192; others were not
 
 
 @triton.jit
@@ -282,11 +286,11 @@ def prefill(
 ) -> None:
     """Fills the prefill and padding tokens of `out` [F, dim] and stores states where `chunk_dst` says."""
     dim, width = A.shape
-    block_N = max(power_of_2(width), 4)
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
-    tiles = FEW if dim // 16 * indices.num_prefills <= MANY_WARPS else MANY
-    lanes = max(min(tiles.lanes * block_N // 16, block_N // 4, 8), 1)
-    per_lane = tiles.channels if block_N <= 16 else 1
+    tiles = FEW if dim // 8 * indices.num_prefills <= MANY_WARPS else MANY
+    block_N, lanes = tile_of(width, tiles.lanes)
+    narrow = block_N <= 16
+    per_lane = tiles.channels if narrow else 1
     _launch(
         (cdiv(dim, 32 // lanes * per_lane), indices.num_prefills + 1, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
@@ -308,8 +312,8 @@ def prefill(
             "BLOCK_N": block_N,
             "LANES": lanes,
             "PER_LANE": per_lane,
-            "COUNT": max(tiles.tokens, lanes),
+            "COUNT": max(tiles.tokens * 16 // max(block_N, 16), lanes),
         },
         num_warps=1,
-        maxnreg=tiles.registers,
+        maxnreg=tiles.registers if narrow else 255,
     )

@@ -28,6 +28,7 @@ from .state_tile import load_tile, store_tile, tile_elements
 HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # of a state in one program of the second
 CONCURRENT = tl.constexpr(2 * 132)  # programs of the second that an H100 or H200 runs at a time
+PREFETCH_CHUNKS = tl.constexpr(8)  # in the longest sequence whose program gains by asking for another one's state
 
 
 @triton.jit(do_not_specialize=["dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_prefills", "num_tokens"])
@@ -164,8 +165,7 @@ def _scan_kernel(
     state += head * P * N
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
 
-    # (After a long sequence it would no longer be there.)
-    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk < 8:
+    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
         prefetch(later_state, ROWS * N)
 
     channel = tl.arange(0, BLOCK_N)
