@@ -12,21 +12,26 @@ import pytest
 
 from gpu_cases import MODELS
 
-CODE = """
+RECURRENT = """
 from gpu_cases import DTYPES, MODELS, run_once
 model = next(iter(MODELS[{op!r}].values()))
 run_once(model(8), DTYPES[{op!r}][0])
 """
+NORM = """
+import torch
+from gpu_cases import norm_errors
+norm_errors(7, 4, 128, torch.bfloat16, torch.bfloat16)
+"""
+CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {"gated_rms_norm": NORM}
 
 
 @pytest.mark.gpu_full
-@pytest.mark.usefixtures("compiled")
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("op", MODELS)
+@pytest.mark.parametrize("name", CODE)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer_finds_nothing(op: str, tool: str) -> None:
+def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
     """Without torch's cache of memory, so that every tensor ends where its memory does."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CODE.format(op=op)]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", CODE[name]]
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0 and "SUMMARY: 0 " in done.stdout, done.stdout[-4000:]
