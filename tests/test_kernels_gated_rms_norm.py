@@ -75,6 +75,7 @@ def test_float64_is_computed_in_float64() -> None:
         ({"activation": "relu"}, "activation is 'relu'"),
         ({"group_size": 7}, "group_size is 7, but it must divide the width 16"),
         ({"x": torch.zeros(4, 16, dtype=torch.int32)}, "x is int32"),
+        ({"gate": torch.zeros(4, 16, device="meta")}, "x, gate and weight are on cpu, meta and cpu: move them to one"),
     ],
 )
 def test_errors(change: dict[str, Any], message: str) -> None:
