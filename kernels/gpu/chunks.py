@@ -5,7 +5,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..indices import StateIndices
+
 CHUNK = tl.constexpr(64)
+
+
+def chunk_arguments(indices: StateIndices) -> tuple[object, ...]:
+    """What kernels that give each chunk of 64 tokens a program take, in this order."""
+    return (
+        indices.query_start_loc,
+        indices.context_len,
+        indices.chunk_seq,
+        indices.chunk_start,
+        indices.seq_chunk_start,
+        indices.num_prefills,
+    )
+
+
+def row_arguments(indices: StateIndices) -> tuple[object, ...]:
+    """What kernels that give each prefill row a program take, in this order."""
+    return (
+        indices.query_start_loc,
+        indices.context_len,
+        indices.src,
+        indices.chunk_dst,
+        indices.seq_chunk_start,
+        indices.longest_first,
+        indices.num_prefills,
+    )
 
 
 @triton.jit

@@ -108,8 +108,8 @@ def decode(
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     _launch(
         (value_heads * (V // BLOCK_V), indices.num_decodes, 1),
-        (q, k, v, a, b, A_log, dt_bias, state, out, indices.decode_src, indices.decode_dst),
-        (slot_stride(state), indices.tokens_per_decode, float(beta_scale)),
+        (q, k, v, a, b, A_log, dt_bias, state, out),
+        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode, float(beta_scale)),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
+from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, row_arguments, row_chunks
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
@@ -107,7 +107,7 @@ def _prepare_kernel(
     tl.store(vector + 3 * num_tokens, to_end, mask=filled)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
+@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _scan_kernel(
     q,
     k,
@@ -122,8 +122,8 @@ def _scan_kernel(
     chunk_dst,
     seq_chunk_start,
     longest_first,
-    slot_stride,
     num_prefills,
+    slot_stride,
     num_tokens,
     Q_STRIDES: tl.constexpr,
     K_STRIDES: tl.constexpr,
@@ -249,15 +249,7 @@ def prefill(
         _prepare(
             (value_heads, num_chunks, 1),
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
-            (
-                indices.query_start_loc,
-                indices.context_len,
-                indices.chunk_seq,
-                indices.chunk_start,
-                indices.seq_chunk_start,
-                indices.num_prefills,
-                num_tokens,
-            ),
+            (*chunk_arguments(indices), num_tokens),
             {
                 "BETA_SCALE": beta_scale,
                 "Q_STRIDES": q_strides,
@@ -278,17 +270,7 @@ def prefill(
     _scan(
         (value_heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
         (q, k, v, tiles, vectors, state, out),
-        (
-            indices.query_start_loc,
-            indices.context_len,
-            indices.src,
-            indices.chunk_dst,
-            indices.seq_chunk_start,
-            indices.longest_first,
-            slot_stride(state),
-            indices.num_prefills,
-            num_tokens,
-        ),
+        (*row_arguments(indices), slot_stride(state), num_tokens),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,

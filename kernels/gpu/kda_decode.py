@@ -102,8 +102,8 @@ def decode(
     q_strides, k_strides, v_strides, g_strides, b_strides = layer_strides(q, k, v, g, b)
     _launch(
         (heads * (V // BLOCK_V), indices.num_decodes, 1),
-        (q, k, v, g, b, A_log, dt_bias, state, out, indices.decode_src, indices.decode_dst),
-        (slot_stride(state), indices.tokens_per_decode),
+        (q, k, v, g, b, A_log, dt_bias, state, out),
+        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, clear_padding, row_chunks
+from .chunks import CHUNK, clear_padding, row_arguments, row_chunks
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
@@ -30,7 +30,7 @@ PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 ro
 CONCURRENT = tl.constexpr(PROCESSORS)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
+@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _scan_kernel(
     v,
     tiles,
@@ -44,8 +44,8 @@ def _scan_kernel(
     chunk_dst,
     seq_chunk_start,
     longest_first,
-    slot_stride,
     num_prefills,
+    slot_stride,
     num_tokens,
     V_STRIDES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -156,21 +156,8 @@ def prefill(
         stages = 3 if block_V == 64 else 2  # as many as shared memory holds
     _scan(
         (heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
-        (
-            v,
-            tiles,
-            operands,
-            totals,
-            state,
-            out,
-            indices.query_start_loc,
-            indices.context_len,
-            indices.src,
-            indices.chunk_dst,
-            indices.seq_chunk_start,
-            indices.longest_first,
-        ),
-        (slot_stride(state), indices.num_prefills, num_tokens),
+        (v, tiles, operands, totals, state, out),
+        (*row_arguments(indices), slot_stride(state), num_tokens),
         {
             "V_STRIDES": layer_strides(v)[0],
             "HEADS": heads,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_tokens
+from .chunks import CHUNK, chunk_arguments, chunk_tokens
 from .decays import LOG2_E
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
@@ -241,23 +241,8 @@ def prepare(
     if num_chunks:
         _prepare(
             (heads, num_chunks, 1),
-            (
-                q,
-                k,
-                g,
-                b,
-                A_log,
-                dt_bias,
-                tiles,
-                operands,
-                totals,
-                indices.query_start_loc,
-                indices.context_len,
-                indices.chunk_seq,
-                indices.chunk_start,
-                indices.seq_chunk_start,
-            ),
-            (indices.num_prefills, num_tokens),
+            (q, k, g, b, A_log, dt_bias, tiles, operands, totals),
+            (*chunk_arguments(indices), num_tokens),
             {
                 "Q_STRIDES": q_strides,
                 "K_STRIDES": k_strides,

@@ -121,12 +121,7 @@ def decode(
     _launch(
         (cdiv(dim, 32 // lanes * groups), indices.num_decodes, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (
-            indices.decode_src,
-            indices.decode_dst,
-            slot_stride(state),
-            indices.tokens_per_decode,
-        ),
+        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode),
         {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "LANES": lanes, "GROUPS": groups},
         num_warps=1,
     )

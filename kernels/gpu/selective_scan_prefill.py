@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK
+from .chunks import CHUNK, row_arguments
 from .launch import Launcher
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
@@ -182,7 +182,7 @@ def _end_chunk(S, target, chunk_dst, chunk, t, start, origin, N: tl.constexpr):
     return S
 
 
-@triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
+@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _scan_kernel(
     x,
     dt,
@@ -200,8 +200,8 @@ def _scan_kernel(
     chunk_dst,
     seq_chunk_start,
     longest_first,
-    slot_stride,
     num_prefills,
+    slot_stride,
     num_tokens,
     STRIDES: tl.constexpr,
     DIM: tl.constexpr,
@@ -294,17 +294,7 @@ def prefill(
     _launch(
         (cdiv(dim, 32 // lanes * per_lane), indices.num_prefills + 1, 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (
-            indices.query_start_loc,
-            indices.context_len,
-            indices.src,
-            indices.chunk_dst,
-            indices.seq_chunk_start,
-            indices.longest_first,
-            slot_stride(state),
-            indices.num_prefills,
-            len(x),
-        ),
+        (*row_arguments(indices), slot_stride(state), len(x)),
         {
             "STRIDES": strides,
             "DIM": dim,

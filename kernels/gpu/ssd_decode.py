@@ -112,12 +112,8 @@ def decode(
     x_strides, dt_strides, B_strides, C_strides, z_strides = layer_strides(x, dt, B, C, x if z is None else z)
     _launch(
         (heads * (P // BLOCK_P), indices.num_decodes, 1),
-        (x, dt, A, B, C, D, z, dt_bias, state, out, indices.decode_src, indices.decode_dst),
-        (
-            slot_stride(state),
-            indices.tokens_per_decode,
-            *map(float, dt_limit),
-        ),
+        (x, dt, A, B, C, D, z, dt_bias, state, out),
+        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode, *map(float, dt_limit)),
         {
             "X_STRIDES": x_strides,
             "DT_STRIDES": dt_strides,

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_tokens, clear_padding, row_chunks
+from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, row_arguments, row_chunks
 from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
 from .launch import Launcher
@@ -31,7 +31,7 @@ CONCURRENT = tl.constexpr(2 * 132)  # programs of the second that an H100 or H20
 PREFETCH_CHUNKS = tl.constexpr(8)  # in the longest sequence that asks ahead: with 2 it gained, with 16 it lost
 
 
-@triton.jit(do_not_specialize=["dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_prefills", "num_tokens"])
+@triton.jit(do_not_specialize=["num_prefills", "dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_tokens"])
 def _decays_kernel(
     dt,
     A,
@@ -42,11 +42,11 @@ def _decays_kernel(
     chunk_seq,
     chunk_start,
     seq_chunk_start,
+    num_prefills,
     dt_stride,
     dt_head_stride,
     dt_min,
     dt_max,
-    num_prefills,
     num_tokens,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -105,7 +105,7 @@ def _products(x, y):
         return dot(x, tl.trans(y))
 
 
-@triton.jit(do_not_specialize=["slot_stride", "num_prefills", "num_tokens"])
+@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _scan_kernel(
     x,
     B,
@@ -121,8 +121,8 @@ def _scan_kernel(
     chunk_dst,
     seq_chunk_start,
     longest_first,
-    slot_stride,
     num_prefills,
+    slot_stride,
     num_tokens,
     X_STRIDES: tl.constexpr,
     B_STRIDES: tl.constexpr,
@@ -264,40 +264,15 @@ def prefill(
     if num_chunks:
         _launch_decays(
             (cdiv(heads, HEADS_PER_PROGRAM), num_chunks, 1),
-            (
-                dt,
-                A,
-                dt_bias,
-                vectors,
-                indices.query_start_loc,
-                indices.context_len,
-                indices.chunk_seq,
-                indices.chunk_start,
-                indices.seq_chunk_start,
-            ),
-            (*dt.stride(), *map(float, dt_limit), indices.num_prefills, num_tokens),
+            (dt, A, dt_bias, vectors),
+            (*chunk_arguments(indices), *dt.stride(), *map(float, dt_limit), num_tokens),
             {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
             num_warps=1,
         )
     _launch_scan(
         (heads * cdiv(P, ROWS.value), indices.num_prefills + 1, 1),
-        (
-            x,
-            B,
-            C,
-            D,
-            z,
-            vectors,
-            state,
-            out,
-            indices.query_start_loc,
-            indices.context_len,
-            indices.src,
-            indices.chunk_dst,
-            indices.seq_chunk_start,
-            indices.longest_first,
-        ),
-        (slot_stride(state), indices.num_prefills, num_tokens),
+        (x, B, C, D, z, vectors, state, out),
+        (*row_arguments(indices), slot_stride(state), num_tokens),
         {
             "X_STRIDES": x_strides,
             "B_STRIDES": B_strides,
