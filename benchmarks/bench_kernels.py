@@ -60,6 +60,7 @@ def case_list() -> Iterator[tuple[str, partial[Case]]]:
         yield f"{tokens} tokens", partial(GatedNorm, tokens)
     for family in (StateSpaceDual, KimiDelta, SelectiveScan):
         yield from recurrence_cases(family)
+    yield "64 x 128, strong decays", partial(KimiDelta, [128] * 64, rate=16.0)
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:

@@ -6,6 +6,7 @@ left, and states rows of a pool, as in a layer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import kernel_peers
@@ -59,16 +60,17 @@ class DeltaRule(Recurrence):
 
 
 class KimiDelta(Recurrence):
-    """Kimi-Linear: 32 heads of 128 x 128."""
+    """Kimi-Linear: 32 heads of 128 x 128. A token's mean log decay is 0.8 times `rate`."""
 
     op = "kda"
 
-    def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
+    def __init__(self, lengths: Sequence[int], *, decode: bool = False, rate: float = 1.0) -> None:
         steps = Steps(lengths, decode=decode)
         heads = 32
         self.qkv, g, b = (randn(steps.tokens, width) for width in (3 * heads * WIDTH, heads * WIDTH, heads))
         q, k, v = self.qkv.unflatten(1, (-1, WIDTH)).split(heads, dim=1)
-        tensors = q, k, v, g.unflatten(1, (heads, WIDTH)), b, parameter(heads), parameter(heads * WIDTH)
+        A_log, dt_bias = torch.full([heads], math.log(rate), device="cuda"), torch.zeros(heads * WIDTH, device="cuda")
+        tensors = q, k, v, g.unflatten(1, (heads, WIDTH)), b, A_log, dt_bias
         flops = delta_rule_flops(heads, heads)
         super().__init__(kda, steps, tensors, (heads, WIDTH, WIDTH), heads * WIDTH, flops)
 

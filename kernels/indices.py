@@ -55,7 +55,9 @@ class StateIndices:
       `conv_src`, `conv_offset` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C], `seq_chunk_start` [P + 1]: the prefill
       rows cut at absolute multiples of 64, and the block for the state after each chunk
-    - `longest_first` [P]: the prefill rows by falling length, derived here, for kernels that give each a program
+    - `prefill_rows` [P, 6]: of every prefill row its first token and the one after its last, its `context_len`, its
+      first chunk and the one after its last, and its `src`; by falling length. Derived here, for kernels that give each
+      row a program: they find all of it in one place
     - `tokens`, `positions`, `kv_slot` [F] (block * block_size + offset in the KV pages, -1: do not write),
       `block_table` [N + P, blocks], `kv_len` [N + P] (tokens readable, this step's included), `logits_index`: present
       if they were given, like any other array
@@ -77,7 +79,7 @@ class StateIndices:
     chunk_start: Tensor
     chunk_dst: Tensor
     seq_chunk_start: Tensor
-    longest_first: Tensor
+    prefill_rows: Tensor
     tokens: Tensor
     positions: Tensor
     kv_slot: Tensor
@@ -141,6 +143,8 @@ class StateIndices:
             if name in arrays and len(arrays[name]) != length:
                 raise ValueError(f"{name} has {len(arrays[name])} entries where the other arrays need {length}.")
         if num_prefills:
-            order = np.argsort(-np.diff(arrays["query_start_loc"]), kind="stable")
-            arrays = {**arrays, "longest_first": order.astype(np.int32)}
+            starts, chunks = arrays["query_start_loc"], arrays["seq_chunk_start"]
+            columns = starts[:-1], starts[1:], arrays["context_len"], chunks[:-1], chunks[1:], arrays["src"]
+            order = np.argsort(-np.diff(starts), kind="stable")
+            arrays = {**arrays, "prefill_rows": np.stack(columns, axis=1)[order]}
         return cls(pack_arrays(arrays, device), num_decodes, tokens_per_decode, num_prefills, num_tokens)

@@ -39,6 +39,7 @@ def test_names_and_host_integers_of_a_plan() -> None:
         assert np.array_equal(getattr(indices, name).numpy(), array)
     assert indices.chunk_start.tolist() == [8, 42, 106, 108] and indices.chunk_dst.tolist() == [10, 0, 2, 11]
     assert indices.seq_chunk_start.tolist() == [0, 3, 3, 4]
+    assert indices.prefill_rows.tolist() == [[8, 108, 30, 0, 3, 1], [108, 109, 0, 3, 4, 0], [108, 108, 0, 3, 3, 0]]
     assert StateIndices.from_arrays(plan_arrays(decodes, prefills), "cpu").num_tokens == 109
     assert not hasattr(indices, "kv_slot")
 

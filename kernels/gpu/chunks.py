@@ -8,31 +8,18 @@ import triton.language as tl
 from ..indices import StateIndices
 
 CHUNK = tl.constexpr(64)
+ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
+SRC_FIELD = tl.constexpr(5)
 
 
 def chunk_arguments(indices: StateIndices) -> tuple[object, ...]:
     """What kernels that give each chunk of 64 tokens a program take, in this order."""
-    return (
-        indices.query_start_loc,
-        indices.context_len,
-        indices.chunk_seq,
-        indices.chunk_start,
-        indices.seq_chunk_start,
-        indices.num_prefills,
-    )
+    return indices.query_start_loc, indices.chunk_start, indices.seq_chunk_start, indices.num_prefills
 
 
 def row_arguments(indices: StateIndices) -> tuple[object, ...]:
     """What kernels that give each prefill row a program take, in this order."""
-    return (
-        indices.query_start_loc,
-        indices.context_len,
-        indices.src,
-        indices.chunk_dst,
-        indices.seq_chunk_start,
-        indices.longest_first,
-        indices.num_prefills,
-    )
+    return indices.query_start_loc, indices.prefill_rows, indices.chunk_dst, indices.num_prefills
 
 
 @triton.jit
@@ -47,24 +34,25 @@ def decode_token(row, t, tokens_per_decode, source, dst):
 
 
 @triton.jit
-def chunk_tokens(chunk, query_start_loc, context_len, chunk_seq, chunk_start, seq_chunk_start, num_prefills):
-    """A chunk's first token and how many it has: none if the table ends before it."""
-    seq = tl.load(chunk_seq + chunk)
+def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills):
+    """A chunk's first token and how many it has: none if the table ends before it. Programs of axis 1 are its chunks.
+
+    All that is read is read at once: a chunk ends where the next one starts, since rows lie back to back.
+    """
+    num_chunks = tl.load(seq_chunk_start + num_prefills)
+    last_end = tl.load(query_start_loc + num_prefills)
     start = tl.load(chunk_start + chunk)
-    in_table = chunk < tl.load(seq_chunk_start + num_prefills)
-    position = tl.load(context_len + seq) + start - tl.load(query_start_loc + seq)
-    count = tl.minimum(tl.load(query_start_loc + seq + 1) - start, CHUNK - position % CHUNK)
-    return start, tl.where(in_table, count, 0)
+    following = tl.load(chunk_start + chunk + 1, mask=chunk + 1 < tl.num_programs(1), other=0)
+    end = tl.where(chunk + 1 < num_chunks, following, last_end)
+    return start, tl.where(chunk < num_chunks, end - start, 0)
 
 
 @triton.jit
-def row_chunks(seq, query_start_loc, context_len, seq_chunk_start):
-    """A row's first token and the one after its last; the same of its chunks; where its first chunk would begin."""
-    start = tl.load(query_start_loc + seq)
-    end = tl.load(query_start_loc + seq + 1)
-    first_chunk = tl.load(seq_chunk_start + seq)
-    last_chunk = tl.load(seq_chunk_start + seq + 1)
-    return start, end, first_chunk, last_chunk, start - tl.load(context_len + seq) % CHUNK
+def prefill_row(rows, i):
+    """Of row i: its first token, the one after its last, its context, first chunk, the one after its last, its src."""
+    row = rows + i * ROW_FIELDS
+    start, end, context = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    return start, end, context, tl.load(row + 3), tl.load(row + 4), tl.load(row + SRC_FIELD)
 
 
 @triton.jit

@@ -18,12 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, clear_padding, row_arguments, row_chunks
+from .chunks import CHUNK, clear_padding, prefill_row, row_arguments
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
-from .prefetch import prefetch_state
+from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
 
 PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 rows at a time
@@ -39,11 +39,8 @@ def _scan_kernel(
     state,
     out,
     query_start_loc,
-    context_len,
-    src,
+    rows,
     chunk_dst,
-    seq_chunk_start,
-    longest_first,
     num_prefills,
     slot_stride,
     num_tokens,
@@ -70,18 +67,17 @@ def _scan_kernel(
         clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, HEADS * V)
         return
 
-    seq = tl.load(longest_first + tl.program_id(1))
-    start, end, first_chunk, last_chunk, origin = row_chunks(seq, query_start_loc, context_len, seq_chunk_start)
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
+    origin = start - context % CHUNK  # where the first chunk would begin
+    slot_stride = slot_elements(slot_stride, state)
+    later_state = later_tile(state, rows, num_prefills, slot_stride, V * K, CONCURRENT)
 
     element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
     state += head * V * K
-    slot_stride = slot_elements(slot_stride, state)
-    slot = tl.load(src + seq)
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
 
     if BLOCK_V == V and BLOCK_K == K:
-        whole_state = state - head * V * K
-        prefetch_state(whole_state, src, longest_first, num_prefills, slot_stride, V * K, CONCURRENT)
+        prefetch(later_state, V * K)
 
     channel = tl.arange(0, BLOCK_K)
     in_K = channel < K

@@ -130,8 +130,6 @@ def _prepare_kernel(
     operands,
     totals,
     query_start_loc,
-    context_len,
-    chunk_seq,
     chunk_start,
     seq_chunk_start,
     num_prefills,
@@ -149,9 +147,7 @@ def _prepare_kernel(
     PRECISE: tl.constexpr = OPERAND == tl.float32
     head = tl.program_id(0)
     chunk = tl.program_id(1)
-    start, count = chunk_tokens(
-        chunk, query_start_loc, context_len, chunk_seq, chunk_start, seq_chunk_start, num_prefills
-    )
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills)
     step = tl.arange(0, CHUNK)
     filled = step < count
     t = start.to(tl.int64)

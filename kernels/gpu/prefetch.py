@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .chunks import ROW_FIELDS, SRC_FIELD
+
 LINE = tl.constexpr(128)  # bytes
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter knows no assembly
 
@@ -20,14 +22,14 @@ def prefetch(place, SIZE: tl.constexpr):
 
 
 @triton.jit
-def prefetch_state(state, src, order, num_rows, slot_stride, TILE_SIZE: tl.constexpr, CONCURRENT: tl.constexpr):
-    """For a grid (tiles of a state, rows in `order`): asks for the tile of the program that is CONCURRENT places later.
+def later_tile(state, rows, num_rows, slot_stride, TILE_SIZE: tl.constexpr, CONCURRENT: tl.constexpr):
+    """For a grid (tiles of a state, prefill rows): where the tile of the program CONCURRENT places later begins.
 
-    That is about the one that follows on this processor. It finds its state in the cache, where otherwise it would wait
-    for memory while nothing is computed. `slot_stride` and TILE_SIZE, a power of 2, count elements.
+    That is about the one that follows on this processor. Once asked for, it finds its state in the cache, where
+    otherwise it would wait for memory while nothing is computed. `slot_stride` and TILE_SIZE count elements. To be
+    called before a program's own loads, behind which it would have to wait.
     """
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) + CONCURRENT
-    row = program // tl.num_programs(0)
-    if row < num_rows:
-        slot = tl.load(src + tl.load(order + row))
-        prefetch(state + slot * slot_stride + program % tl.num_programs(0) * TILE_SIZE, TILE_SIZE)
+    later = tl.program_id(0) + CONCURRENT
+    row = tl.minimum(tl.program_id(1) + later // tl.num_programs(0), num_rows - 1)
+    slot = tl.load(rows + row * ROW_FIELDS + SRC_FIELD)
+    return state + slot * slot_stride + later % tl.num_programs(0) * TILE_SIZE

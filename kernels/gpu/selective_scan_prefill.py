@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, row_arguments
+from .chunks import CHUNK, prefill_row, row_arguments
 from .launch import Launcher
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
@@ -195,11 +195,8 @@ def _scan_kernel(
     state,
     out,
     query_start_loc,
-    context_len,
-    src,
+    rows,
     chunk_dst,
-    seq_chunk_start,
-    longest_first,
     num_prefills,
     slot_stride,
     num_tokens,
@@ -224,17 +221,13 @@ def _scan_kernel(
             tl.store(out + tl.cast(t, tl.int64) * DIM + channel, zeros, mask=in_dim)
         return
 
-    seq = tl.load(longest_first + tl.program_id(1))
-    start = tl.load(query_start_loc + seq)
-    end = tl.load(query_start_loc + seq + 1)
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
     if start == end:
         return
-    context = tl.load(context_len + seq)
     n = first_state(LANES, FOURS)
     element = channel * N + n
     rates = load_states(A, element, n, in_dim, N, FOURS)
     slot_stride = slot_elements(slot_stride, state)
-    slot = tl.load(src + seq)
     S = load_states(state + slot * slot_stride, element, n, tl.where(slot != 0, in_dim, False), N, FOURS)
     target = (state, slot_stride, element, n, in_dim)
     if DIM % (CHANNELS * PER_LANE) != 0:
@@ -244,7 +237,7 @@ def _scan_kernel(
 
     inputs, weights = (x, dt, z, B, C), (in_log2(rates), skip, bias)
     origin = start - context  # the token at position 0
-    chunk = tl.load(seq_chunk_start + seq) - context // CHUNK - 1  # that before position 0
+    chunk = first_chunk - context // CHUNK - 1  # that before position 0
     # Groups of COUNT tokens end where chunks end; before and after them tokens are taken one by one, or a lane each.
     body = tl.minimum(start + (COUNT - context % COUNT) % COUNT, end)
     body_end = body + (end - body) // COUNT * COUNT
@@ -265,7 +258,7 @@ def _scan_kernel(
     for t in range(body_end, end, LANES):
         loaded = _load_tokens(inputs, t, start, end, channel, STRIDES, N, BLOCK_N, LANES, LANES, False)
         S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, DIM, LANES, LANES, False)
-    _store(S, target, tl.load(chunk_dst + tl.load(seq_chunk_start + seq + 1) - 1), N)
+    _store(S, target, tl.load(chunk_dst + last_chunk - 1), N)
 
 
 _launch = Launcher(_scan_kernel)

@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, row_arguments, row_chunks
+from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_arguments
 from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
 from .launch import Launcher
 from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
-from .prefetch import prefetch
+from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
 
 HEADS_PER_PROGRAM = 8  # of the first launch
@@ -38,8 +38,6 @@ def _decays_kernel(
     dt_bias,
     vectors,
     query_start_loc,
-    context_len,
-    chunk_seq,
     chunk_start,
     seq_chunk_start,
     num_prefills,
@@ -54,9 +52,7 @@ def _decays_kernel(
 ):
     """A program takes one chunk of BLOCK_H heads."""
     chunk = tl.program_id(1)
-    start, count = chunk_tokens(
-        chunk, query_start_loc, context_len, chunk_seq, chunk_start, seq_chunk_start, num_prefills
-    )
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills)
     step = tl.arange(0, CHUNK)[None, :]
     head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     in_heads = head < HEADS
@@ -116,11 +112,8 @@ def _scan_kernel(
     state,
     out,
     query_start_loc,
-    context_len,
-    src,
+    rows,
     chunk_dst,
-    seq_chunk_start,
-    longest_first,
     num_prefills,
     slot_stride,
     num_tokens,
@@ -151,17 +144,12 @@ def _scan_kernel(
         clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, HEADS * P)
         return
 
-    seq = tl.load(longest_first + tl.program_id(1))
-    slot = tl.load(src + seq)
-    # The program that follows on this processor finds its state in the cache. What names it is read early.
-    later = tl.program_id(0) + CONCURRENT
-    later_row = tl.minimum(tl.program_id(1) + later // tl.num_programs(0), num_prefills - 1)
-    later_slot = tl.load(src + tl.load(longest_first + later_row))
-    start, end, first_chunk, last_chunk, origin = row_chunks(seq, query_start_loc, context_len, seq_chunk_start)
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
+    origin = start - context % CHUNK  # where the first chunk would begin
+    slot_stride = slot_elements(slot_stride, state)
+    later_state = later_tile(state, rows, num_prefills, slot_stride, ROWS * N, CONCURRENT)
 
     element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
-    slot_stride = slot_elements(slot_stride, state)
-    later_state = state + later_slot * slot_stride + later % tl.num_programs(0) * (ROWS * N)
     state += head * P * N
     S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
 
