@@ -39,6 +39,8 @@ QUICK = ("64 x 128", "8192 tokens")  # of every op what `--quick` times
 def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Case]]]:
     for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
         yield f"{len(lengths)} x {lengths[0]}", partial(family, lengths)
+    if family is KimiDelta:
+        yield "64 x 128, strong decays", partial(KimiDelta, [128] * 64, rate=16.0)
     for batch in (16, 64, 256):
         yield f"batch {batch}", partial(family, [1] * batch, decode=True)
     if family in (DeltaRule, KimiDelta):
@@ -60,7 +62,6 @@ def case_list() -> Iterator[tuple[str, partial[Case]]]:
         yield f"{tokens} tokens", partial(GatedNorm, tokens)
     for family in (StateSpaceDual, KimiDelta, SelectiveScan):
         yield from recurrence_cases(family)
-    yield "64 x 128, strong decays", partial(KimiDelta, [128] * 64, rate=16.0)
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:

@@ -1,6 +1,6 @@
-"""Draws how near the ops come to the hardware's limit, from the figures of one or more runs of bench_kernels.py.
+"""Draws how near the ops come to the hardware's limit, from the figures that bench_kernels.py wrote.
 
-    python benchmarks/plot.py RESULTS.json... PICTURE.svg
+    python benchmarks/plot.py RESULTS.json PICTURE.svg
 
 Needs matplotlib: pip install 'mambacache[plot]'.
 """
@@ -28,10 +28,9 @@ def draw_bars(axes: Axes, rows: list[dict], key: str, label: str, offset: float)
             label = ""  # one entry in the legend
 
 
-def draw(results: list[dict], target: Path) -> None:
-    peer = results[0]["versions"]["vllm"]
-    every = [row for result in results for row in result["rows"]]
-    rows = [row for row in every if row["mode"] == "graph" and (row["peer_us"] or not peer)]
+def draw(result: dict, target: Path) -> None:
+    peer = result["versions"]["vllm"]
+    rows = [row for row in result["rows"] if row["mode"] == "graph" and (row["peer_us"] or not peer)]
     figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.2))
     draw_bars(axes, rows, "ours_us", "mambacache", -BAR / 2)
     draw_bars(axes, rows, "peer_us", f"vLLM {peer}", BAR / 2)
@@ -41,8 +40,7 @@ def draw(results: list[dict], target: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 115)
     axes.set_xlabel("% of what memory bandwidth, tensor cores and exponentials allow")
-    speeds = [result["copy_bytes_per_second"] / 1e12 for result in results]
-    axes.set_title(f"{results[0]['gpu']}, {min(speeds):.2f} to {max(speeds):.2f} TB/s", fontsize=9)
+    axes.set_title(f"{result['gpu']}, {result['copy_bytes_per_second'] / 1e12:.2f} TB/s", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", bbox_to_anchor=(0.85, 1), fontsize=8, frameon=False)
     figure.savefig(target, bbox_inches="tight")
@@ -50,10 +48,10 @@ def draw(results: list[dict], target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("results", type=Path)
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
-    draw([json.loads(path.read_text()) for path in options.results], options.picture)
+    draw(json.loads(options.results.read_text()), options.picture)
 
 
 if __name__ == "__main__":

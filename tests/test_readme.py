@@ -70,11 +70,9 @@ def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from table import host_table, table
 
-    for name in ("kernels-h200.json", "kernels-scans-h200.json"):
-        figures = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
-        assert table(figures) in README and f"commit {figures['commit'][:7]}" in README
-        if any(row["mode"] == "host" for row in figures["rows"]):
-            assert host_table(figures) in README
+    figures = json.loads((ROOT / "benchmarks" / "results" / "kernels-h200.json").read_text())
+    assert table(figures) in README and host_table(figures) in README
+    assert f"commit {figures['commit'][:7]}" in README
 
 
 def test_all_model_types_and_losses_are_listed() -> None:
