@@ -73,6 +73,8 @@ def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -
     figures = json.loads((ROOT / "benchmarks" / "results" / "kernels-h200.json").read_text())
     assert table(figures) in README and host_table(figures) in README
     assert f"commit {figures['commit'][:7]}" in README
+    compared = [row for row in figures["rows"] if row.get("peer_error")]
+    assert compared and all(row["ours_error"] <= 1.2 * row["peer_error"] for row in compared)
 
 
 def test_all_model_types_and_losses_are_listed() -> None:
