@@ -61,7 +61,7 @@ def test_real_shapes(case: Case) -> None:
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     "case",
-    # Three at a time of those whose references in float64 take 20 GB.
+    # Three at a time of those whose references in float64 need most memory.
     [pytest.param(c, marks=pytest.mark.xdist_group(f"memory {i % 3}")) for i, c in enumerate(HEAVY)]
     + [c for c in GRID if c not in HEAVY],
     ids=str,
