@@ -69,6 +69,7 @@ def decode_indices(src: np.ndarray, dst: np.ndarray) -> StateIndices:
     rows = len(src)
     arrays = {
         "decode_src": src,
+        "decode_len": int32([dst.size // rows] * rows),
         "decode_dst": dst.reshape(rows, -1),
         "decode_conv_src": src,
         "decode_conv_offset": int32([0] * rows),

@@ -4,10 +4,14 @@ They know nothing of the rest of mambacache: an engine of one's own calls them w
 """
 
 from .api import conv1d, gated_delta_rule, gated_rms_norm, kda, paged_attention, selective_scan, ssd
-from .indices import StateIndices, pack_arrays
+from .indices import DecodeBuffers, StateIndices, pack_arrays
+from .state_pool import StatePool, StateTensor, state_bytes
 
 __all__ = [
+    "DecodeBuffers",
     "StateIndices",
+    "StatePool",
+    "StateTensor",
     "conv1d",
     "gated_delta_rule",
     "gated_rms_norm",
@@ -16,4 +20,5 @@ __all__ = [
     "paged_attention",
     "selective_scan",
     "ssd",
+    "state_bytes",
 ]

@@ -4,6 +4,9 @@ In all shapes F is the number of tokens in the flat batch and `blocks` the numbe
 get zeros. A pool is a tensor whose rows may lie any multiple of 16 bytes apart, so views of a larger slab serve. Rows
 that no dst names are never written. Every op raises ValueError if arguments do not fit together.
 
+Every op writes its result to `out`, if that is given, and returns it: a tensor of the result's shape and dtype whose
+tokens are dense inside and any stride apart, and which overlaps no other argument. The bits are the same.
+
 Tensors on a GPU are served by Triton kernels where an op has one, which need the last dim of their inputs dense;
 other ops, tensors on a CPU and float64 by plain torch. What is said to be fp32 is so in these kernels too, with one
 exception: in prefill with bf16 activations the operands of products are rounded to bf16, a state that is read among
@@ -25,6 +28,7 @@ from .checks import (
     check_dtype,
     check_head_widths,
     check_one_of,
+    check_out,
     check_pool,
     check_rank,
     check_shape,
@@ -42,6 +46,7 @@ def conv1d(
     activation: str | None = "silu",
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal depthwise convolution: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}), computed in fp32.
 
@@ -54,7 +59,8 @@ def conv1d(
     A window is the last W - 1 raw inputs, gated ones if there is an `input_gate`. A row reads its own from `conv_src`,
     from row `conv_offset` on. The first dst of a decode row receives the wide window: its rows j to j + W - 2 are the
     window after token j. The dst of `boundary_index` and every nonzero `chunk_dst` receive their own window from row 0
-    on. Rows without input become zero. The window in any other dst of a decode row stays as it was.
+    on. Rows without input become zero. The window in any other dst of a decode row stays as it was, and no window goes
+    to a null one.
     """
     check_rank("x", x, "F, dim")
     check_rank("weight", weight, "dim, W")
@@ -80,8 +86,10 @@ def conv1d(
             f" make them {rows} rows."
         )
     check_pool(state)
+    if out is not None:
+        check_out(out, x, *x.shape)
     check_devices(indices, x=x, weight=weight, bias=bias, state=state, input_gate=input_gate, output_gate=output_gate)
-    return backend(x).conv1d(x, weight, bias, state, indices, activation, input_gate, output_gate)
+    return backend(x).conv1d(x, weight, bias, state, indices, activation, input_gate, output_gate, out)
 
 
 def gated_delta_rule(
@@ -95,6 +103,7 @@ def gated_delta_rule(
     state: Tensor,
     indices: StateIndices,
     beta_scale: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Gated delta rule (Gated Delta Networks, Yang, Kautz and Hatamizadeh 2024), gates and norms of q and k included.
 
@@ -119,8 +128,10 @@ def gated_delta_rule(
     check_shape("b", b, tokens, value_heads)
     check_shape("A_log", A_log, value_heads)
     check_shape("dt_bias", dt_bias, value_heads)
+    if out is not None:
+        check_out(out, v, *v.shape)
     check_devices(indices, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
-    return backend(q).gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale)
+    return backend(q).gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
 
 
 def kda(
@@ -133,6 +144,7 @@ def kda(
     dt_bias: Tensor,
     state: Tensor,
     indices: StateIndices,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Kimi Delta Attention (Kimi Linear, Kimi Team 2025), gates and norms of q and k included.
 
@@ -154,8 +166,10 @@ def kda(
     check_shape("b", b, tokens, heads)
     check_shape("A_log", A_log, heads)
     check_shape("dt_bias", dt_bias, *((heads, key_width) if dt_bias.dim() == 2 else (heads * key_width,)))
+    if out is not None:
+        check_out(out, v, *v.shape)
     check_devices(indices, q=q, k=k, v=v, g=g, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
-    return backend(q).kda(q, k, v, g, b, A_log, dt_bias, state, indices)
+    return backend(q).kda(q, k, v, g, b, A_log, dt_bias, state, indices, out)
 
 
 def gated_rms_norm(
@@ -167,6 +181,7 @@ def gated_rms_norm(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     round_normed: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019) with a gate: norm(x) weight act(gate), or norm(x act(gate)) weight.
 
@@ -182,9 +197,11 @@ def gated_rms_norm(
     check_shape("weight", weight, x.shape[-1])
     if group_size is not None and (group_size < 1 or x.shape[-1] % group_size):
         raise ValueError(f"group_size is {group_size}, but it must divide the width {x.shape[-1]}.")
+    if out is not None:
+        check_out(out, x, *x.shape)
     if not x.device == gate.device == weight.device:
         raise ValueError(f"x, gate and weight are on {x.device}, {gate.device} and {weight.device}: move them to one.")
-    return backend(x).gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed)
+    return backend(x).gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed, out)
 
 
 def paged_attention(
@@ -195,6 +212,7 @@ def paged_attention(
     value_pages: Tensor,
     indices: StateIndices,
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention that keeps keys and values in pages (PagedAttention, Kwon et al. 2023).
 
@@ -203,8 +221,8 @@ def paged_attention(
     1 / sqrt(D).
 
     First every token with `kv_slot` >= 0 is written to its slot of the pages. Then every query reads, from pages alone,
-    the positions of its row up to its own, through `block_table` and `kv_len`; a slot at or beyond `kv_len` is never
-    read. In a decode row, tokens from position `kv_len` on are padding.
+    the positions of its row up to its own, through its row's part of `block_table` and `kv_len`; a slot at or beyond
+    `kv_len` is never read. (Pages of a row are not counted: it must have as many as hold its `kv_len` tokens.)
     """
     check_rank("q", q, "F, HQ, D")
     check_rank("k", k, "F, HKV, D")
@@ -212,7 +230,7 @@ def paged_attention(
     check_rank("key_pages", key_pages, "blocks, block_size, HKV, D")
     check_dtype("q", q, *ACTIVATION_DTYPES)
     check_tokens("q", q, indices)
-    for name in ("positions", "kv_slot", "block_table", "kv_len"):
+    for name in ("positions", "kv_slot", "block_table", "block_table_start", "kv_len"):
         if not hasattr(indices, name):
             raise ValueError(f"The indices lack {name}, which attention needs: add it to the arrays.")
     tokens, query_heads, key_width = q.shape
@@ -223,8 +241,10 @@ def paged_attention(
     check_shape("v", v, tokens, heads, value_width)
     check_shape("key_pages", key_pages, *key_pages.shape[:2], heads, key_width)
     check_shape("value_pages", value_pages, *key_pages.shape[:2], heads, value_width)
+    if out is not None:
+        check_out(out, q, tokens, query_heads, value_width)
     check_devices(indices, q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
-    return reference.paged_attention(q, k, v, key_pages, value_pages, indices, scale)
+    return reference.paged_attention(q, k, v, key_pages, value_pages, indices, scale, out)
 
 
 def selective_scan(
@@ -238,6 +258,7 @@ def selective_scan(
     dt_bias: Tensor | None,
     state: Tensor,
     indices: StateIndices,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Selective scan of Mamba (Gu and Dao 2023), with softplus of the step size and, where z is given, the gate.
 
@@ -274,8 +295,10 @@ def selective_scan(
         check_shape("dt_bias", dt_bias, dim)
     check_shape("state", state, state.shape[0], dim, width)
     check_pool(state)
+    if out is not None:
+        check_out(out, x, *x.shape)
     check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
-    return backend(x).selective_scan(x, dt, A, B, C, D, z, dt_bias, state, indices)
+    return backend(x).selective_scan(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
 
 
 def ssd(
@@ -290,6 +313,7 @@ def ssd(
     state: Tensor,
     indices: StateIndices,
     dt_limit: tuple[float, float] = (0.0, inf),
+    out: Tensor | None = None,
 ) -> Tensor:
     """State-space duality of Mamba2 (Transformers are SSMs, Dao and Gu 2024), with step sizes and, given z, the gate.
 
@@ -327,5 +351,7 @@ def ssd(
         raise ValueError(f"dt_limit is {dt_limit}, but it must be two bounds, the lower one 0 or more and first.")
     check_shape("state", state, state.shape[0], heads, width, state_width)
     check_pool(state)
+    if out is not None:
+        check_out(out, x, *x.shape)
     check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
-    return backend(x).ssd(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit)
+    return backend(x).ssd(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)

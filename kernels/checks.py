@@ -51,13 +51,34 @@ def check_head_widths(**widths: int) -> None:
             raise ValueError(f"{name} is {width}, but head widths must be multiples of 16 up to 256.")
 
 
+def _dense_size(name: str, tensor: Tensor, row: str) -> int:
+    """Elements of one row of a tensor whose rows are dense inside, `row` being what they are called."""
+    shape, strides = tensor.shape, tensor.stride()
+    size = 1  # of the part of a row that is known to be dense
+    for dim in range(len(strides) - 1, 0, -1):
+        if strides[dim] != size and shape[dim] > 1:
+            raise ValueError(f"Every {row} of {name} must be contiguous: only the stride between {row}s is free.")
+        size *= shape[dim]
+    return size
+
+
+def check_out(out: Tensor, like: Tensor, *shape: int) -> None:
+    """A caller's tensor for a result of `shape` that is as `like` else: its tokens are dense and do not overlap."""
+    check_shape("out", out, *shape)
+    check_dtype("out", out, like.dtype)
+    if out.device != like.device:
+        raise ValueError(f"out is on {out.device}, but the inputs are on {like.device}: give memory there.")
+    tokens = out if out.dim() > 1 else out[None]
+    size = _dense_size("out", tokens, "token")
+    if tokens.shape[0] > 1 and tokens.stride(0) < size:
+        raise ValueError(
+            f"Tokens of out must not overlap, but they start {tokens.stride(0)} elements apart and have {size}."
+        )
+
+
 def check_pool(state: Tensor) -> None:
     """A state pool: rows that do not overlap, dense inside, at multiples of 16 bytes."""
-    size = 1  # of the part of a row that is known to be dense
-    for length, stride in zip(reversed(state.shape[1:]), reversed(state.stride()[1:]), strict=True):
-        if stride != size and length > 1:
-            raise ValueError("Every row of state must be contiguous: only the stride between rows is free.")
-        size *= length
+    size = _dense_size("state", state, "row")
     stride = state.stride(0) * state.element_size()
     if stride % SLOT_ALIGNMENT or state.data_ptr() % SLOT_ALIGNMENT or state.stride(0) < size:
         raise ValueError(

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+MAX_TOKENS_PER_DECODE = 8
+
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
-_DECODE = ("decode_src", "decode_conv_src", "decode_conv_offset", "decode_boundary_index")
+_DECODE = ("decode_src", "decode_len", "decode_conv_src", "decode_conv_offset", "decode_boundary_index")
 _PREFILL = ("context_len", "src", "conv_src", "conv_offset")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
 _NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_PREFILL, *_CHUNK)}
 _NO_ROWS |= {"decode_dst": np.zeros((0, 1), np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
+
+_Shapes = Mapping[str, tuple[int, ...]]
+_Flat = TypeVar("_Flat", np.ndarray, Tensor)
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
@@ -24,21 +31,38 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) ->
     Raises ValueError for an array that is not int32.
     """
     device = torch.device(device)
-    offsets = {}
-    total = 0
-    for name, array in arrays.items():
+    shapes = {name: array.shape for name, array in arrays.items()}
+    return _views(_staged(arrays, shapes, device).to(device, non_blocking=True), shapes)
+
+
+def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.device) -> Tensor:
+    """One vector on the host with room for arrays of these shapes; those that are shorter end in zeros.
+
+    Its memory is new in every call: torch hands pinned memory out again only when copies from it have ended.
+    """
+    host = torch.zeros(sum(map(_room, shapes.values())), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for name, view in _views(host.numpy(), shapes).items():
+        array = arrays[name]
         if array.dtype != np.int32:
             raise ValueError(
                 f"{name} is {array.dtype}, but index arrays must be int32: convert it with astype(np.int32)."
             )
-        offsets[name] = total
-        total += -(-array.size // _ALIGNMENT) * _ALIGNMENT
-    host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-    flat = host.numpy()
-    for name, array in arrays.items():
-        flat[offsets[name] : offsets[name] + array.size] = array.ravel()
-    buffer = host.to(device, non_blocking=True)
-    return {name: buffer[offsets[name] :][: array.size].view(array.shape) for name, array in arrays.items()}
+        view[: len(array)] = array
+    return host
+
+
+def _views(flat: _Flat, shapes: _Shapes) -> dict[str, _Flat]:
+    """Parts of a vector as arrays of these shapes, one behind the other."""
+    views, start = {}, 0
+    for name, shape in shapes.items():
+        part = flat[start : start + prod(shape)]
+        views[name] = part if len(shape) == 1 else part.reshape(shape)
+        start += _room(shape)
+    return views
+
+
+def _room(shape: tuple[int, ...]) -> int:
+    return -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
 
 
 class StateIndices:
@@ -49,8 +73,10 @@ class StateIndices:
 
     - `decode_src`, `decode_conv_src`, `decode_conv_offset`, `decode_boundary_index` [N], `decode_dst` [N, T]: blocks of
       the state and of the window to read, and the window's first row there; the token, past the first, whose dst also
-      receives its own window (-1: none); the block for the state after each token. A token whose dst is null is
-      padding, which ends a row, except that the first token of a row with a src is always computed.
+      receives its own window (-1: none); the block for the state after each token
+    - `decode_len` [N]: how many tokens of a decode row are real, 0 to T. The others, which end a row, are padding:
+      nothing of them is read or stored, and their outputs are zeros. So a row of padding has decode_len 0, and a real
+      token whose dst is null is computed, and the tokens after it go on from its state, which is stored nowhere
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`,
       `conv_src`, `conv_offset` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C], `seq_chunk_start` [P + 1]: the prefill
@@ -59,13 +85,19 @@ class StateIndices:
       first chunk and the one after its last, and its `src`; by falling length. Derived here, for kernels that give each
       row a program: they find all of it in one place
     - `tokens`, `positions`, `kv_slot` [F] (block * block_size + offset in the KV pages, -1: do not write),
-      `block_table` [N + P, blocks], `kv_len` [N + P] (tokens readable, this step's included), `logits_index`: present
-      if they were given, like any other array
+      `kv_len` [N + P] (tokens readable, this step's included), `block_table_start` [N + P + 1] and `block_table`: the
+      pages of row i are `block_table[block_table_start[i] : block_table_start[i + 1]]`, as many as hold its `kv_len`
+      tokens or more; `logits_index`. Present if they were given, like any other array
 
-    Host integers: `num_decodes` N, `tokens_per_decode` T, `num_prefills` P, `num_tokens` F.
+    Host integers: `num_decodes` N, `tokens_per_decode` T (at most 8), `num_prefills` P, `num_tokens` F.
+
+    The constructor takes tensors that are on the device already, under all of these names; `from_arrays` moves them
+    there. It raises ValueError for a T that is not 1 to 8, and for a tensor that is not int32, not contiguous, on
+    another device than the others, or does not start at a multiple of 16 bytes.
     """
 
     decode_src: Tensor
+    decode_len: Tensor
     decode_dst: Tensor
     decode_conv_src: Tensor
     decode_conv_offset: Tensor
@@ -84,6 +116,7 @@ class StateIndices:
     positions: Tensor
     kv_slot: Tensor
     block_table: Tensor
+    block_table_start: Tensor
     kv_len: Tensor
     logits_index: Tensor
 
@@ -101,12 +134,14 @@ class StateIndices:
         num_prefills: int,
         num_tokens: int,
     ) -> None:
+        _check_width(tokens_per_decode)
+        _check_tensors(tensors)
+        self._set(tensors, num_decodes, tokens_per_decode, num_prefills, num_tokens)
+
+    def _set(self, tensors: Mapping[str, Tensor], *counts: int) -> None:
         vars(self).update(tensors)
         self.device = next(iter(tensors.values())).device
-        self.num_decodes = num_decodes
-        self.tokens_per_decode = tokens_per_decode
-        self.num_prefills = num_prefills
-        self.num_tokens = num_tokens
+        self.num_decodes, self.tokens_per_decode, self.num_prefills, self.num_tokens = counts
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device | str) -> StateIndices:
@@ -114,9 +149,11 @@ class StateIndices:
 
         A step without decode rows may leave out the decode arrays, one without prefill rows the prefill and chunk
         arrays: empty ones take their place. A host that has no attention may leave out the arrays of tokens and pages.
-        Raises ValueError if arrays are not int32 or their lengths contradict each other.
+        Raises ValueError if arrays are not int32, if their lengths contradict each other or `decode_len` the width of
+        `decode_dst`, and if that is more than 8.
         """
         arrays = _NO_ROWS | dict(arrays)
+        _check_decodes(arrays)
         num_decodes, tokens_per_decode = arrays["decode_dst"].shape
         num_prefills = arrays["src"].size
         num_rows = num_decodes + num_prefills
@@ -135,16 +172,120 @@ class StateIndices:
                 f"The token arrays have {num_tokens} entries, but the rows hold {num_state_tokens} tokens:"
                 " pass one entry per token."
             )
-        lengths = dict.fromkeys(_DECODE, num_decodes) | dict.fromkeys(_PREFILL, num_prefills)
+        lengths = dict.fromkeys(_PREFILL, num_prefills)
         lengths |= dict.fromkeys(("query_start_loc", "seq_chunk_start"), num_prefills + 1)
         lengths |= dict.fromkeys(_CHUNK, num_chunks) | dict.fromkeys(_TOKEN, num_tokens)
-        lengths |= dict.fromkeys(("kv_len", "block_table"), num_rows)
-        for name, length in lengths.items():
-            if name in arrays and len(arrays[name]) != length:
-                raise ValueError(f"{name} has {len(arrays[name])} entries where the other arrays need {length}.")
+        lengths |= {"kv_len": num_rows, "block_table_start": num_rows + 1}
+        _check_lengths(arrays, lengths)
+        if "block_table_start" in arrays:
+            _check_lengths(arrays, {"block_table": int(arrays["block_table_start"][-1])})
         if num_prefills:
             starts, chunks = arrays["query_start_loc"], arrays["seq_chunk_start"]
             columns = starts[:-1], starts[1:], arrays["context_len"], chunks[:-1], chunks[1:], arrays["src"]
             order = np.argsort(-np.diff(starts), kind="stable")
             arrays = {**arrays, "prefill_rows": np.stack(columns, axis=1)[order]}
-        return cls(pack_arrays(arrays, device), num_decodes, tokens_per_decode, num_prefills, num_tokens)
+        indices = cls.__new__(cls)
+        indices._set(pack_arrays(arrays, device), num_decodes, tokens_per_decode, num_prefills, num_tokens)
+        return indices
+
+    @staticmethod
+    def decode_buffers(max_rows: int, tokens_per_decode: int, device: torch.device | str) -> DecodeBuffers:
+        """Index arrays for up to `max_rows` decode rows whose addresses never move, for CUDA graphs.
+
+        Raises ValueError for `tokens_per_decode` that are not 1 to 8.
+        """
+        return DecodeBuffers(max_rows, tokens_per_decode, torch.device(device))
+
+
+class DecodeBuffers:
+    """The decode rows of one step after the other, at the same addresses: see `StateIndices.decode_buffers`."""
+
+    def __init__(self, max_rows: int, tokens_per_decode: int, device: torch.device) -> None:
+        self.max_rows, self.tokens_per_decode = max_rows, tokens_per_decode
+        self._shapes = dict.fromkeys(_DECODE, (max_rows,)) | {"decode_dst": (max_rows, tokens_per_decode)}
+        self._shapes |= dict.fromkeys(("query_start_loc", "seq_chunk_start"), (1,))
+        self._buffer = torch.zeros(sum(map(_room, self._shapes.values())), dtype=torch.int32, device=device)
+        self._indices: dict[int, StateIndices] = {}
+        self._no_boundary = np.full(max_rows, -1, np.int32)
+        _check_width(tokens_per_decode)
+
+    def fill(self, arrays: Mapping[str, np.ndarray], padded_rows: int) -> StateIndices:
+        """Moves a plan's decode rows to the device in one transfer, and rows of padding behind them.
+
+        Returns the indices of the first `padded_rows` rows, with `num_tokens` of as many times T, until the next call.
+        It is the same object for the same number, so that what was captured with it, from rows of padding perhaps
+        (`fill({}, padded_rows)`), reads what later calls bring. They must be made on the stream that reads it.
+
+        Only the decode arrays are taken: tokens, positions and what attention needs have buffers of the host's.
+
+        Raises ValueError for arrays that `StateIndices.from_arrays` would refuse, for prefill rows, for decode rows of
+        another width, and for more rows than `padded_rows` or more of these than `max_rows`.
+        """
+        arrays = _NO_ROWS | dict(arrays)
+        _check_decodes(arrays)
+        rows, width = arrays["decode_dst"].shape
+        if rows and width != self.tokens_per_decode:
+            raise ValueError(
+                f"The decode rows have {width} tokens, but the buffers were made for {self.tokens_per_decode}."
+            )
+        if not rows <= padded_rows <= self.max_rows:
+            raise ValueError(
+                f"{rows} decode rows do not fit into {padded_rows} padded rows of buffers that hold {self.max_rows}:"
+                " rows <= padded_rows <= max_rows must hold."
+            )
+        if arrays["src"].size:
+            raise ValueError(
+                f"The step has {arrays['src'].size} prefill rows, which decode buffers do not hold: use"
+                " StateIndices.from_arrays."
+            )
+        boundary_index = np.concatenate((arrays["decode_boundary_index"], self._no_boundary[rows:]))
+        query_start_loc = np.array([padded_rows * self.tokens_per_decode], np.int32)
+        arrays |= {"decode_boundary_index": boundary_index, "query_start_loc": query_start_loc}
+        self._buffer.copy_(_staged(arrays, self._shapes, self._buffer.device), non_blocking=True)
+        return self._view(padded_rows)
+
+    def _view(self, rows: int) -> StateIndices:
+        if rows not in self._indices:
+            tensors = _views(self._buffer, self._shapes)
+            tensors |= {name: tensors[name][:rows] for name in (*_DECODE, "decode_dst")}
+            tensors |= dict.fromkeys((*_PREFILL, *_CHUNK), self._buffer[:0])
+            width = self.tokens_per_decode
+            self._indices[rows] = StateIndices(tensors, rows, width, 0, rows * width)
+        return self._indices[rows]
+
+
+def _check_width(tokens_per_decode: int) -> None:
+    if not 1 <= tokens_per_decode <= MAX_TOKENS_PER_DECODE:
+        raise ValueError(
+            f"Decode rows have {tokens_per_decode} tokens, but 1 to {MAX_TOKENS_PER_DECODE} are supported: run longer"
+            " ones as prefill rows."
+        )
+
+
+def _check_tensors(tensors: Mapping[str, Tensor]) -> None:
+    device = next(iter(tensors.values())).device
+    for name, x in tensors.items():
+        start = x.data_ptr()
+        if x.dtype != torch.int32 or x.device != device or start % (4 * _ALIGNMENT) or not x.is_contiguous():
+            raise ValueError(
+                f"{name} is {str(x.dtype).removeprefix('torch.')} on {x.device} at address {start} with strides"
+                f" {list(x.stride())}, but index tensors must be int32, contiguous, on one device (here {device}) and"
+                " start at multiples of 16 bytes."
+            )
+
+
+def _check_lengths(arrays: Mapping[str, np.ndarray], lengths: Mapping[str, int]) -> None:
+    for name, length in lengths.items():
+        if name in arrays and len(arrays[name]) != length:
+            raise ValueError(f"{name} has {len(arrays[name])} entries where the other arrays need {length}.")
+
+
+def _check_decodes(arrays: Mapping[str, np.ndarray]) -> None:
+    rows, width = len(arrays["decode_dst"]), arrays["decode_dst"].shape[1]
+    _check_width(width)
+    _check_lengths(arrays, dict.fromkeys(_DECODE, rows))
+    lengths = arrays["decode_len"]
+    if rows and (lengths.min() < 0 or lengths.max() > width):
+        raise ValueError(
+            f"decode_len goes from {lengths.min()} to {lengths.max()}, but decode_dst has {width} tokens per row."
+        )

@@ -74,6 +74,7 @@ def plan_arrays(
     counts = [len(list(row.chunks())) for row in prefills]
     arrays = {
         "decode_src": int32([row.src for row in decodes]),
+        "decode_len": int32([row.length for row in decodes]),
         "decode_dst": int32([[*row.dst, *[0] * (width - len(row.dst))] for row in decodes]).reshape(-1, width),
         "decode_conv_src": int32([row.window_src for row in decodes]),
         "decode_conv_offset": int32([row.conv_offset for row in decodes]),
@@ -98,16 +99,18 @@ def plan_arrays(
 
 def _attention_arrays(rows: Sequence[Row], starts: Sequence[int], total: int, block_size: int) -> dict[str, np.ndarray]:
     positions, slots = np.zeros(total, np.int32), np.full(total, -1, np.int32)
-    table = np.zeros((len(rows), max((len(row.pages) for row in rows), default=0)), np.int32)
-    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        table[index, : len(row.pages)] = row.pages
+    for row, start in zip(rows, starts, strict=True):
         for offset in range(row.length):
             position = row.context + offset
             positions[start + offset] = position
             if position >= row.kv_held:
                 slots[start + offset] = row.pages[position // block_size] * block_size + position % block_size
     lengths = int32([row.context + row.length if row.length else 0 for row in rows])
-    return {"positions": positions, "kv_slot": slots, "block_table": table, "kv_len": lengths}
+    table = {
+        "block_table": int32([page for row in rows for page in row.pages]),
+        "block_table_start": int32(np.cumsum([0, *(len(row.pages) for row in rows)])),
+    }
+    return {"positions": positions, "kv_slot": slots, "kv_len": lengths, **table}
 
 
 def row_starts(decodes: Sequence[Row], prefills: Sequence[Row]) -> list[int]:
@@ -177,7 +180,7 @@ class Op(Protocol):
 
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs: ...
 
-    def run(self, inputs: Inputs, state: Tensor, indices: StateIndices) -> Tensor: ...
+    def run(self, inputs: Inputs, state: Tensor, indices: StateIndices, **options: Any) -> Tensor: ...
 
     def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor: ...
 
@@ -188,6 +191,10 @@ class Op(Protocol):
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def inverse_softplus(x: Tensor) -> Tensor:
+    return x + torch.log(-torch.expm1(-x))
 
 
 class Recurrence(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,12 @@ class Conv1dOp:
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs:
         return {name: random(tokens, self.dim, seed=seed + 10 + i, dtype=dtype) for i, name in enumerate(self.names)}
 
-    def run(self, inputs: Inputs, state: Tensor, indices: StateIndices, library: ModuleType = kernels) -> Tensor:
+    def run(
+        self, inputs: Inputs, state: Tensor, indices: StateIndices, library: ModuleType = kernels, **options: Any
+    ) -> Tensor:
         bias = None if self.bias is None else self.bias.to(state.device)
-        weight = self.weight.to(state.device)
-        return library.conv1d(
-            **inputs, weight=weight, bias=bias, state=state, indices=indices, activation=self.activation
-        )
+        options |= {"weight": self.weight.to(state.device), "bias": bias, "activation": self.activation}
+        return library.conv1d(**inputs, state=state, indices=indices, **options)
 
     def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor:
         window = before[row.window_src, row.conv_offset :][: self.reach] if row.window_src else None
@@ -51,9 +52,10 @@ class Conv1dOp:
         if not decode:
             for count, block in row.stored.items():
                 store(block, history[count : count + self.reach])
-        elif row.dst[0]:
-            store(row.dst[0], history[1:])
-            if row.boundary_index > 0:
+        else:
+            if row.dst[0]:
+                store(row.dst[0], history[1:])
+            if row.boundary_index > 0 and row.dst[row.boundary_index]:
                 store(row.dst[row.boundary_index], history[row.boundary_index + 1 :][: self.reach])
         y = y * torch.sigmoid(y) if self.activation else y
         return y * inputs.get("output_gate", 1)

@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kernel_cases import Inputs, Recurrence, random
+from kernel_cases import Inputs, Recurrence, inverse_softplus, random
 
 
 class DeltaRuleOp(Recurrence):
@@ -58,7 +58,7 @@ class DeltaRuleOp(Recurrence):
         q, k = (
             (x[n] / (x[n].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 1) for n in ("q", "k")
         )
-        step = torch.nn.functional.softplus(x[self.gate] + self.parameters["dt_bias"])
+        step = torch.nn.functional.softplus(x[self.gate] + self.parameters["dt_bias"], threshold=50)
         step = step if step.dim() == 3 else step[..., None]  # [tokens, HV, K or 1]
         decay = (-self.parameters["A_log"].exp()[:, None] * step).exp()
         beta = x["b"].sigmoid() * self.beta_scale
@@ -96,6 +96,12 @@ def extreme_decay(inputs: Inputs, gate: str) -> None:
     inputs[gate] = torch.where(random(*inputs[gate].shape, seed=1) > 0, 2000.0, -5.0).to(inputs[gate])
 
 
+def mixed_decay(inputs: Inputs, gate: str) -> None:
+    """Log decays from -1600 to -0.001, all magnitudes alike, side by side."""
+    u = torch.rand(inputs[gate].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs[gate] = inverse_softplus(1600 * (0.001 / 1600) ** u).to(inputs[gate])
+
+
 def steady_strong_decay(inputs: Inputs, gate: str) -> None:
     inputs[gate] = torch.full_like(inputs[gate], 50.0)
 
@@ -130,6 +136,7 @@ SHAPES = {
 SPOILS = (
     strong_decay,
     extreme_decay,
+    mixed_decay,
     steady_strong_decay,
     zero_keys,
     repeated_keys,

@@ -37,7 +37,7 @@ class SelectiveScanOp(Recurrence):
 
     def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
         x = {name: value.double() for name, value in inputs.items()}
-        dt = torch.nn.functional.softplus(x["dt"] + (0 if self.plain else self.parameters["dt_bias"]))
+        dt = torch.nn.functional.softplus(x["dt"] + (0 if self.plain else self.parameters["dt_bias"]), threshold=50)
         outputs, states = torch.zeros_like(x["x"]), []
         for t in range(len(dt)):
             S = torch.exp(dt[t, :, None] * self.parameters["A"]) * S + torch.outer(dt[t] * x["x"][t], x["B"][t])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_cases import Inputs, Recurrence, random
+from kernel_cases import Inputs, Recurrence, inverse_softplus, random
 
 
 class SsdOp(Recurrence):
@@ -77,7 +77,7 @@ class HardSsdOp(SsdOp):
         inputs = super().inputs(tokens, dtype, seed)
         generator = torch.Generator().manual_seed(seed)
         steps = self.steps(torch.rand(tokens, 4, dtype=torch.float64, generator=generator))
-        inputs["dt"] = (steps + torch.log(-torch.expm1(-steps))).to(dtype)  # the inverse of softplus
+        inputs["dt"] = inverse_softplus(steps).to(dtype)
         return inputs
 
 

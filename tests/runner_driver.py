@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mambacache.kernels import StateIndices
+from mambacache.kernels import StateIndices, StatePool
 from mambacache.models.adapt import Model
 from mambacache.plan import CHUNK, SequenceStep, StepPlan
+from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner, RowOutput
 from mambacache.runner.sampler import RowSampling
-from mambacache.runner.state_pool import StatePool, allocate_kv_pages
 
 
 @dataclass
@@ -130,6 +130,8 @@ class Driver:
         crossing = -(-(start + 1) // CHUNK) * CHUNK - 1 - start  # the first token that ends a block
         return SequenceStep(
             request_id=str(id(request)),
+            life=1,
+            row=0,
             start=start,
             num_tokens=end - start,
             prefill=row.prefill,
@@ -164,18 +166,18 @@ def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: i
     flat_start += query_start[:-1].tolist()
     size = int(query_start[-1])
     tokens, positions, kv_slot = np.zeros(size), np.zeros(size), np.full(size, -1)
-    block_table = np.zeros((len(steps), max(len(row.request.kv_blocks) for row in rows)))
+    tables = [row.request.kv_blocks for row in rows]
     wanted: list[int] = []
-    for i, (row, step, first) in enumerate(zip(rows, steps, flat_start, strict=True)):
+    for row, step, first in zip(rows, steps, flat_start, strict=True):
         where = np.arange(first, first + step.num_tokens)
         blocks = np.array(row.request.kv_blocks)
         at = np.arange(step.start, step.start + step.num_tokens)
         tokens[where], positions[where] = row.tokens, at
         kv_slot[where] = blocks[at // block_size] * block_size + at % block_size
-        block_table[i, : len(blocks)] = blocks
         wanted += where.tolist() if row.all_logits or not step.prefill else where[-1:].tolist() * step.samples
     arrays = {
         "decode_src": [step.src for step in decodes],
+        "decode_len": [step.num_tokens for step in decodes],
         "decode_conv_src": [step.conv_src for step in decodes],
         "decode_conv_offset": [step.conv_offset for step in decodes],
         "decode_boundary_index": [step.boundary_index for step in decodes],
@@ -191,7 +193,8 @@ def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: i
         "tokens": tokens,
         "positions": positions,
         "kv_slot": kv_slot,
-        "block_table": block_table,
+        "block_table": [block for table in tables for block in table],
+        "block_table_start": np.cumsum([0, *map(len, tables)]),
         "kv_len": [step.start + step.num_tokens for step in steps],
         "logits_index": wanted,
     }

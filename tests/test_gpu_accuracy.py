@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from gpu_cases import (
     BF16,
     FP16,
     FP32,
+    INDIVISIBLE,
     MIXES,
     MODELS,
     Batch,
@@ -20,8 +22,9 @@ from gpu_cases import (
     every_case,
     pairwise_cases,
 )
-from kernel_cases import Op
-from kernel_ops import FAMILIES
+from kernel_cases import Op, Recurrence
+from kernel_ops import EVERY_HARD_CASE, FAMILIES, RULERS
+from test_kernels_accuracy import WORST_TOKEN, errors, run_decode, run_prefill
 
 SLACK = 5e-7  # four units in the last place of fp32, which elementary functions alone may lose
 # A scan goes token by token and multiplies by a rounded decay every time, the same way where all steps are equal: below
@@ -33,6 +36,9 @@ GRID = [case for op in MODELS for case in every_case(op)]
 HEAVY = [case for case in GRID if case.mix == "1 x 33000" or (case.mix, case.divisor) == ("batch 512", 1)]
 CHOSEN = [case for op in MODELS for case in pairwise_cases(every_case(op))]
 HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, make in FAMILIES[op].HARD.items()}
+WATCHED = {name: make for name, make in EVERY_HARD_CASE.items() if name.split("-")[0] in RULERS} | {
+    f"{op}-{model}": MODELS[op][model](8) for op in RULERS for model in MODELS[op] if (model, 8) not in INDIVISIBLE
+}
 HARD_MIX = Mix((4, 1), (150, 64))
 LARGE = {
     "gated_delta_rule": ("q", "k", "v"),
@@ -77,6 +83,19 @@ def test_every_real_shape(case: Case) -> None:
 def test_hard_inputs(make: Callable[[], Op], dtypes: Dtypes) -> None:
     batch = Batch(make(), HARD_MIX, dtypes)
     check(batch, dtypes, HARD_SLACK.get(batch.op.name, SLACK))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("dtype", "state_dtype"), [(FP32, FP32)])
+@pytest.mark.parametrize("make", WATCHED.values(), ids=WATCHED.keys())
+def test_no_token_is_much_worse_than_in_the_recurrence(
+    make: Callable[[], Recurrence], dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    """Of chunks on the GPU against the reference's recurrence. (Truncated sums made some 17 times worse.)"""
+    *_, worst_of_chunked = errors(make(), dtype, run_prefill, "cuda")
+    *_, worst_of_recurrent = errors(make(), dtype, run_decode)
+    assert worst_of_chunked < WORST_TOKEN * worst_of_recurrent + SLACK
 
 
 @pytest.mark.gpu

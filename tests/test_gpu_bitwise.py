@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix
-from kernel_cases import bits
+from kernel_cases import bits, int32, plan_arrays
+from mambacache.kernels import StateIndices
 from op_selective_scan import SelectiveScanOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
@@ -20,20 +22,32 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 MIXED = Mix((1, 3, 2, 1), (200, 3, 64, 65, 1))
 MANY = Mix((1,) * 200, (130,) * 64)
 
-# Constants of a module that choose tiles, and the values that must all give the same.
-TILES: dict[str, dict[tuple[str, str], tuple[int, ...]]] = {
+
+def no_processors(index: int) -> int:
+    return 0
+
+
+def many_processors(index: int) -> int:
+    return 1 << 20
+
+
+# What in a module chooses tiles, and the values that must all give the same.
+TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     "conv1d": {
         ("conv1d", "BLOCK_D"): (256, 512, 1024, 2048),
         ("conv1d", "UNROLL"): (4, 8),
         ("conv1d", "STAGES"): (1, 3),
     },
     "gated_delta_rule": {
-        ("gated_delta_rule_prefill", "PROCESSORS"): (0, 1 << 30),
+        ("gated_delta_rule_prefill", "processors"): (no_processors, many_processors),
         ("gated_delta_rule_decode", "BLOCK_V"): (4, 8, 16),
     },
-    "ssd": {("ssd_decode", "BLOCK_P"): (4, 16)},
+    "ssd": {
+        ("ssd_prefill", "processors"): (no_processors, many_processors),
+        ("ssd_decode", "BLOCK_P"): (4, 16),
+    },
     "kda": {
-        ("kda_prefill", "PROCESSORS"): (0, 1 << 30),
+        ("kda_prefill", "processors"): (no_processors, many_processors),
         ("kda_decode", "BLOCK_V"): (4, 16),
     },
     "selective_scan": {
@@ -84,7 +98,7 @@ TILE_ROWS = [(op, *constant, values) for op, constants in TILES.items() for cons
 @pytest.mark.parametrize(("op", "module", "name", "values"), TILE_ROWS)
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, FP32)], ids=str)
 def test_every_choice_of_tiles_gives_the_same(
-    op: str, module: str, name: str, values: Iterable[int], dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
+    op: str, module: str, name: str, values: Iterable[object], dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for make in (first_shape(op, 4)[0], *MORE_SHAPES.get(op, ())):
         batch = Batch(make(), MIXED, dtypes if op != "conv1d" else (dtypes[0], dtypes[0]))
@@ -97,23 +111,28 @@ def test_every_choice_of_tiles_gives_the_same(
 
 @pytest.mark.parametrize("op", MODELS)
 def test_a_replayed_graph_follows_its_indices(op: str) -> None:
-    """Decode is captured once, and replayed with other blocks in the same buffers, some rows of them padding."""
+    """Decode is captured once, with null rows, and replayed with others in the same buffers, some rows of them padding.
+
+    Then it gives what a batch of these rows gives without a graph.
+    """
     make, dtypes = first_shape(op, 4)
-    batch = Batch(make(), Mix((2,) * 8), dtypes)
+    batch = Batch(make(), Mix((2,) * 8), dtypes, padding=0)
     batch.run()
+    buffers = StateIndices.decode_buffers(12, 2, "cuda")
+    batch.indices = buffers.fill({}, 8)
     state = batch.pool.view(batch.pool.slab.clone())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = batch.run(state)
     rng = np.random.default_rng(3)
     for padding in (0, 3, 8):
-        order = torch.tensor(rng.permutation(8), device="cuda")
-        for name in ("decode_src", "decode_dst", "decode_conv_src", "decode_conv_offset", "decode_boundary_index"):
-            array = getattr(batch.indices, name)
-            array.copy_(array[order])
-            array[8 - padding :] = -1 if name == "decode_boundary_index" else 0
+        rows = [batch.decodes[i] for i in rng.permutation(8)[padding:]]
+        rows[1::2] = [replace(row, length=1, dst=row.dst[:1], boundary_index=-1) for row in rows[1::2]]
+        arrays = plan_arrays(rows, [])
+        batch.indices = StateIndices.from_arrays(arrays | {"tokens": int32([0] * 16)}, "cuda")
         expected, slab = outcome(batch)
         state.copy_(batch.pool.state)
+        buffers.fill(arrays, 8)
         graph.replay()
         assert torch.equal(bits(y), expected)
         assert torch.equal(bits(state), bits(batch.pool.view(slab.view(batch.pool.slab.dtype))))

@@ -10,6 +10,7 @@ import torch
 
 import test_kernels_bitwise as bitwise
 import test_kernels_contract as contract
+import test_kernels_out as out
 from gpu_cases import DTYPES, MODELS, Make
 from kernel_cases import Pool
 from kernel_ops import OPS
@@ -22,6 +23,9 @@ SHARED: dict[str, Callable[..., None]] = {
     "mixed batch": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=1),
     "mixed batch with drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=4),
     "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
+    "tokens without dst": contract.test_a_token_without_dst_changes_nothing_but_its_own_store,
+    "out": partial(out.test_an_op_writes_its_result_into_out, gap=8),
+    "unaligned out": partial(out.test_an_op_writes_its_result_into_out, gap=3),
     "in place": contract.test_updating_in_place_equals_writing_elsewhere,
     "dense slots": partial(contract.test_any_slot_stride_gives_the_same, gap=0),
     "slots at 16 bytes": partial(contract.test_any_slot_stride_gives_the_same, gap=16),

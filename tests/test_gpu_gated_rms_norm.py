@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import test_kernels_gated_rms_norm as norm
 from gpu_cases import BF16, FP16, FP32, NORM_OPTIONS, Dtypes, norm_errors
 from kernel_cases import assert_bitwise, random
 from mambacache.kernels import gated_rms_norm
+from test_kernels_out import GAPS
+from test_kernels_out import test_gated_rms_norm_writes_its_result_into_out as check_into_out
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +20,8 @@ SHAPES = {
     "nemotron-h": (1, 8192, 1024),
     "granite-4": (1, 8192, None),
     "narrow": (5, 24, None),
+    "widest tile": (1, 16384, None),
+    "many tiles": (1, 70000, 35000),
 }
 
 
@@ -44,6 +49,10 @@ def test_no_tokens() -> None:
     assert gated_rms_norm(empty, empty, torch.ones(32, device="cuda"), 1e-6).shape == empty.shape
 
 
+def test_a_vector_is_one_token() -> None:
+    norm.test_a_vector_is_one_token("cuda")
+
+
 @pytest.mark.xdist_group("memory")
 def test_rows_beyond_two_billion_elements() -> None:
     x, gate = (random(64, 4096, seed=i, dtype=BF16).cuda() for i in (1, 2))
@@ -51,3 +60,9 @@ def test_rows_beyond_two_billion_elements() -> None:
     repeats = (2**31 + 2**25) // x.numel()
     y = gated_rms_norm(x.repeat(repeats, 1), gate.repeat(repeats, 1), weight, 1e-6)
     assert_bitwise(y[-64:], gated_rms_norm(x, gate, weight, 1e-6))
+
+
+@pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize(("heads", "dim", "group_size"), SHAPES.values(), ids=SHAPES.keys())
+def test_into_out(heads: int, dim: int, group_size: int | None, gap: int) -> None:
+    check_into_out((33, heads, dim), group_size, BF16, gap, device="cuda")

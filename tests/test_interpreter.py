@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 import op_kda
+import test_kernels_accuracy as accuracy
 import test_kernels_bitwise as bitwise
 import test_kernels_contract as contract
+import test_kernels_gated_rms_norm as norm
+import test_kernels_out as out
 from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix, errors_and_ruler, norm_errors
+from kernel_cases import Recurrence
 from mambacache.kernels import api, gpu, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
@@ -40,6 +47,7 @@ MIX = Mix((3, 1, 2), (70, 1, 130))
 BOUND = {FP32: 2e-6, FP16: 1e-3}
 CONTRACT: dict[str, Callable[..., None]] = {
     "drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=3),
+    "tokens without dst": contract.test_a_token_without_dst_changes_nothing_but_its_own_store,
     "in place": contract.test_updating_in_place_equals_writing_elsewhere,
     "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
     "split": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=128),
@@ -66,14 +74,69 @@ def test_accuracy(make: Make, dtypes: Dtypes) -> None:
         assert error < BOUND[dtypes[0]], what
 
 
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products as Hopper forms them: TF32 operands are truncated, and so is a sum whenever 8 or 16 terms were added."""
+
+    def create_dot(
+        builder: object, x: TensorHandle, y: TensorHandle, total: TensorHandle, *rest: object
+    ) -> TensorHandle:
+        fp32 = x.data.dtype == np.float32
+        left, right = (truncate_tf32(each.data) if fp32 else each.data for each in (x, y))
+        result, size = total.data, 8 if fp32 else 16
+        for first in range(0, left.shape[-1], size):
+            terms = slice(first, first + size)
+            exact = result + left[..., terms].astype(np.float64) @ right[..., terms, :].astype(np.float64)
+            result = exact.astype(np.float32)
+            result = np.where(abs(result) > abs(exact), np.nextafter(result, np.float32(0)), result)
+        return TensorHandle(result, total.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def truncate_tf32(x: np.ndarray) -> np.ndarray:
+    return (np.ascontiguousarray(x).view(np.int32) & -0x2000).view(np.float32)
+
+
+@pytest.mark.parametrize("make", [partial(KDAOp, 1, 128, 128), partial(SsdOp, 1, 2, 64, 128)], ids=["kda", "ssd"])
+def test_no_token_is_much_worse_than_in_the_recurrence(
+    make: Callable[[], Recurrence], tensor_cores: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *_, worst_of_chunked = accuracy.errors(make(), FP32)
+    monkeypatch.setattr(api, "backend", lambda x: reference)
+    *_, worst_of_recurrent = accuracy.errors(make(), FP32, accuracy.run_decode)
+    assert worst_of_chunked < accuracy.WORST_TOKEN * worst_of_recurrent
+
+
 @pytest.mark.parametrize(("test", "make"), CONTRACT_ROWS)
 def test_contract(test: Callable[..., None], make: Make) -> None:
     test(make=make, dtype=FP32, state_dtype=FP32)
 
 
 @pytest.mark.parametrize("options", NORM_OPTIONS.values(), ids=NORM_OPTIONS.keys())
-@pytest.mark.parametrize(("heads", "dim", "group_size"), [(3, 48, None), (1, 96, 24), (1, 600, None)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "group_size"), [(3, 48, None), (1, 96, 24), (1, 600, None), (1, 70000, 35000)]
+)
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16), (FP16, FP32)], ids=str)
 def test_gated_rms_norm(options: dict, heads: int, dim: int, group_size: int | None, dtypes: Dtypes) -> None:
-    error, ruler = norm_errors(21, heads, dim, *dtypes, group_size=group_size, **options)
+    error, ruler = norm_errors(21 if dim < 1000 else 2, heads, dim, *dtypes, group_size=group_size, **options)
     assert error <= 1.1 * ruler + 1e-7
+
+
+def test_gated_rms_norm_of_a_vector() -> None:
+    norm.test_a_vector_is_one_token()
+
+
+@pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
+def test_out(make: Make) -> None:
+    batch = Batch(make(), Mix((2, 1), (5,)), (FP32, FP32))
+
+    def call(**options: Tensor) -> Tensor:
+        return batch.op.run(batch.inputs, batch.pool.view(batch.pool.slab.clone()), batch.indices, **options)
+
+    out.check_out(call, 8)
+
+
+@pytest.mark.parametrize(("shape", "group_size"), [((21, 3, 48), None), ((5, 96), 24)])
+def test_gated_rms_norm_into_out(shape: tuple[int, ...], group_size: int | None) -> None:
+    out.test_gated_rms_norm_writes_its_result_into_out(shape, group_size, FP16, gap=8)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernel_cases import Inputs, Op, Pool, Row, assert_bitwise, bits, random, run_rows
+from kernel_cases import Inputs, Op, Pool, Row, assert_bitwise, bits, part, random, run_rows
 from kernel_ops import EVERY_OP_AND_DTYPE
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -35,6 +35,8 @@ def mixed_batch(op: Op, dtype: torch.dtype, width: int) -> Case:
         Row(width, 0, fresh(width)),
         Row(1, other, (0,)),
         Row(0, 0, (0,)),
+        Row(width, 0, (0,) * width),  # computed, and stored nowhere
+        Row(width, other, (0,) * (width - 1) + fresh(1), boundary_index=width - 1 if width > 1 else -1),
         Row(
             width,
             other,
@@ -107,6 +109,27 @@ def test_src_survives_while_its_dst_is_written_elsewhere(
             assert not pool.state[block].isnan().any()
             assert_bitwise(pool.state[block], pool.state[group[0]])
             assert_bitwise(output, results[0])
+
+
+@pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)
+def test_a_token_without_dst_changes_nothing_but_its_own_store(
+    make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    """Real tokens whose dst is null give what they give with one; padding stores nothing, whatever its dst says."""
+    op = make()
+    pool = Pool(op.state_shape, state_dtype)
+    (src,) = held(pool, 1)
+    inputs = op.inputs(3, dtype)
+    first, *_, full_end = full = tuple(pool.take() for _ in range(3))
+    (stored,) = run_rows(op, pool, [(Row(3, src, full, boundary_index=2), inputs)])
+    before, end, padding = pool.slab.clone(), pool.take(), (pool.take(), pool.take())
+    rows = Row(3, src, (0, 0, end), boundary_index=2), Row(3, src, (0, 0, 0)), Row(1, 0, (0, *padding))
+    outputs = run_rows(op, pool, [(rows[0], inputs), (rows[1], inputs), (rows[2], part(inputs, 0, 1))])
+    for output in outputs[:2]:
+        assert_bitwise(output, stored)
+    assert outputs[2].any()
+    assert_bitwise(op.final_state(pool.state, end, end, 0), op.final_state(pool.state, full_end, first, 2))
+    pool.assert_only_written(before, [end])
 
 
 @pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)

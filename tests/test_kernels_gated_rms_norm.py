@@ -60,6 +60,15 @@ def test_a_token_does_not_depend_on_its_batch_or_strides(dtype: torch.dtype, opt
         assert_bitwise(whole[start:stop], alone)
 
 
+def test_a_vector_is_one_token(device: str = "cpu") -> None:
+    x, gate, weight = (
+        random(*shape, seed=i).to(device, torch.float32) for i, shape in enumerate([(3, DIM)] * 2 + [(DIM,)])
+    )
+    for group_size in (None, 24):
+        whole = gated_rms_norm(x, gate, weight, 1e-6, group_size=group_size)
+        assert_bitwise(gated_rms_norm(x[1], gate[1], weight, 1e-6, group_size=group_size), whole[1])
+
+
 def test_float64_is_computed_in_float64() -> None:
     x, gate, weight = random(5, 2, DIM, seed=1), random(5, 2, DIM, seed=2), random(DIM, seed=3)
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()

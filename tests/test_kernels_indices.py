@@ -66,15 +66,60 @@ def test_arrays_that_a_step_does_not_need_may_be_left_out() -> None:
         ("src", np.zeros(2, np.int64), "src is int64, but index arrays must be int32"),
         ("context_len", int32([0]), "context_len has 1 entries where the other arrays need 2"),
         ("decode_src", int32([0, 0]), "decode_src has 2 entries where the other arrays need 1"),
+        ("decode_len", int32([]), "decode_len has 0 entries where the other arrays need 1"),
+        ("decode_len", int32([2]), "decode_len goes from 2 to 2, but decode_dst has 1 tokens per row"),
+        ("decode_len", int32([-1]), "decode_len goes from -1 to -1, but decode_dst has 1 tokens per row"),
+        ("block_table", int32([1, 2]), "block_table has 2 entries where the other arrays need 3"),
+        ("block_table_start", int32([0, 1]), "block_table_start has 2 entries where the other arrays need 4"),
         ("chunk_dst", int32([0]), "chunk_dst has 1 entries where the other arrays need 2"),
         ("query_start_loc", int32([0, 5, 8]), "query_start_loc must begin where the decode tokens end"),
         ("tokens", int32([0]), "The token arrays have 1 entries, but the rows hold 9 tokens"),
     ],
 )
 def test_contradicting_arrays_are_refused(name: str, array: np.ndarray, message: str) -> None:
-    arrays = plan_arrays([Row(1, 3, (4,))], [Row(5, 0, (2,)), Row(3, 0, (1,))])
+    rows = [Row(1, 3, (4,), pages=(1,))], [Row(5, 0, (2,), pages=(2,)), Row(3, 0, (1,), pages=(3,))]
+    arrays = plan_arrays(*rows, block_size=64)
+    StateIndices.from_arrays(arrays, "cpu")
     with pytest.raises(ValueError, match=message):
         StateIndices.from_arrays(arrays | {name: array}, "cpu")
+
+
+def test_a_decode_array_may_not_be_left_out() -> None:
+    arrays = plan_arrays([Row(1, 3, (4,))], [])
+    del arrays["decode_len"]
+    with pytest.raises(ValueError, match="decode_len has 0 entries where the other arrays need 1"):
+        StateIndices.from_arrays(arrays, "cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.long(),
+        lambda x: torch.cat([x.new_zeros(1), x])[1:],
+        lambda x: torch.stack([x, x], dim=1)[:, 0],
+        lambda x: x.to("meta"),
+    ],
+    ids=["dtype", "address", "strides", "device"],
+)
+def test_tensors_that_no_kernel_could_read_are_refused(change: Callable[[Tensor], Tensor]) -> None:
+    tensors = pack_arrays(plan_arrays([Row(2, 3, (4, 5)), Row(1, 3, (6,))], []), "cpu")
+    assert StateIndices(tensors, 2, 2, 0, 4).decode_len.tolist() == [2, 1]
+    with pytest.raises(ValueError, match=r"decode_len is int(32|64) on .*, but index tensors must be int32"):
+        StateIndices(tensors | {"decode_len": change(tensors["decode_len"])}, 2, 2, 0, 4)
+
+
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_decode_rows_have_1_to_8_tokens(tokens: int) -> None:
+    message = f"Decode rows have {tokens} tokens, but 1 to 8 are supported: run longer ones as prefill rows"
+    arrays = plan_arrays([Row(8, 0, tuple(range(8)))], [])
+    StateIndices.from_arrays(arrays, "cpu")
+    with pytest.raises(ValueError, match=message):
+        StateIndices.decode_buffers(4, tokens, "cpu")
+    arrays |= {"decode_dst": np.zeros((1, tokens), np.int32), "decode_len": int32([tokens])}
+    with pytest.raises(ValueError, match=message):
+        StateIndices.from_arrays(arrays | {"query_start_loc": int32([tokens])}, "cpu")
+    with pytest.raises(ValueError, match=message):
+        StateIndices(pack_arrays(arrays, "cpu"), 1, tokens, 0, tokens)
 
 
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,24 @@ def assert_logprobs(got: Logprobs, logits: torch.Tensor, token: int, top: int) -
     best = exact.topk(top).indices.tolist()
     assert list(got) == [token, *(t for t in best if t != token)]
     assert got == pytest.approx({t: exact[t].item() for t in got}, abs=2e-4)
+
+
+def test_a_step_runs_on_the_device_of_its_pool(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, whatever its arguments lie on."""
+    current: list[torch.Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    driver, seen = Driver(model), []
+    forward = model.logits
+    monkeypatch.setattr(model, "logits", lambda *arguments: seen.append(*current) or forward(*arguments))
+    driver.execute([Row(driver.add(tokens_of(1, 5)), 5)], [RowSampling(GREEDY, (0,))])
+    assert seen == [driver.runner.states.buffer]
 
 
 def test_mixed_batch(model: Model) -> None:

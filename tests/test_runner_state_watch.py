@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mambacache.models.layer import StateTensor
-from mambacache.runner.state_pool import StatePool
+from mambacache.kernels import StatePool, StateTensor
 from state_watch import StateWatch
 
 LAYERS = [(StateTensor((3, 8), torch.bfloat16), StateTensor((2, 4, 4), torch.float32))] * 2

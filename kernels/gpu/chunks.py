@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from ..indices import StateIndices
 
@@ -12,37 +13,49 @@ ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
 
 
-def chunk_arguments(indices: StateIndices) -> tuple[object, ...]:
+def decode_arguments(indices: StateIndices) -> tuple[Tensor | int, ...]:
+    """What kernels that give each decode row a program take, in this order."""
+    return indices.decode_src, indices.decode_len, indices.decode_dst
+
+
+def chunk_arguments(indices: StateIndices) -> tuple[Tensor | int, ...]:
     """What kernels that give each chunk of 64 tokens a program take, in this order."""
     return indices.query_start_loc, indices.chunk_start, indices.seq_chunk_start, indices.num_prefills
 
 
-def row_arguments(indices: StateIndices) -> tuple[object, ...]:
+def row_arguments(indices: StateIndices) -> tuple[Tensor | int, ...]:
     """What kernels that give each prefill row a program take, in this order."""
     return indices.query_start_loc, indices.prefill_rows, indices.chunk_dst, indices.num_prefills
 
 
 @triton.jit
-def decode_token(row, t, tokens_per_decode, source, dst):
-    """Of a decode row's token t its place, the block for the state after it, and whether it is computed.
-
-    A token without a dst is padding, except the first one of a row that has a source.
-    """
-    token = row.to(tl.int64) * tokens_per_decode + t
-    target = tl.load(dst + token)
-    return token, target, (target != 0) | ((t == 0) & (source != 0))
+def row_and_tile(TILES: tl.constexpr):
+    """Which row, or chunk, a program takes, and which of its TILES tiles: those of one follow each other."""
+    program = tl.program_id(0)
+    return program // TILES, program % TILES
 
 
 @triton.jit
-def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills):
-    """A chunk's first token and how many it has: none if the table ends before it. Programs of axis 1 are its chunks.
+def decode_token(row, t, tokens_per_decode, length, dst):
+    """Of a decode row's token t its place, the block for the state after it, and whether it is computed.
+
+    The row has `length` tokens. What follows is padding: it is not computed and has no block.
+    """
+    token = row.to(tl.int64) * tokens_per_decode + t
+    computed = t < length
+    return token, tl.load(dst + token, mask=computed, other=0), computed
+
+
+@triton.jit
+def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES: tl.constexpr):
+    """A chunk's first token and how many it has: none if the table ends before it. Each chunk has TILES programs.
 
     All that is read is read at once: a chunk ends where the next one starts, since rows lie back to back.
     """
     num_chunks = tl.load(seq_chunk_start + num_prefills)
     last_end = tl.load(query_start_loc + num_prefills)
     start = tl.load(chunk_start + chunk)
-    following = tl.load(chunk_start + chunk + 1, mask=chunk + 1 < tl.num_programs(1), other=0)
+    following = tl.load(chunk_start + chunk + 1, mask=chunk + 1 < tl.num_programs(0) // TILES, other=0)
     end = tl.where(chunk + 1 < num_chunks, following, last_end)
     return start, tl.where(chunk < num_chunks, end - start, 0)
 
@@ -56,11 +69,11 @@ def prefill_row(rows, i):
 
 
 @triton.jit
-def clear_padding(out, query_start_loc, num_prefills, num_tokens, column, mask, WIDTH: tl.constexpr):
-    """Zeros in columns of out [tokens, WIDTH] for the tokens that belong to no row."""
+def clear_padding(out, query_start_loc, num_prefills, num_tokens, column, mask, STRIDE: tl.constexpr):
+    """Zeros in columns of out, whose tokens are STRIDE apart, for the tokens that belong to no row."""
     step = tl.arange(0, CHUNK)
     for start in range(tl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
         token = tl.cast(start, tl.int64) + step
         zeros = tl.zeros([CHUNK, column.shape[0]], out.dtype.element_ty)
-        place = out + token[:, None] * WIDTH + column[None, :]
+        place = out + token[:, None] * STRIDE + column[None, :]
         tl.store(place, zeros, mask=(token < num_tokens)[:, None] & mask[None, :])

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import StateIndices
+from ..indices import MAX_TOKENS_PER_DECODE, StateIndices
 from .chunks import CHUNK
 from .launch import Launcher
 from .layout import check_dense, stride_alignment
 
-MAX_TOKENS_PER_DECODE = tl.constexpr(8)
+MAX_TOKENS = tl.constexpr(MAX_TOKENS_PER_DECODE)
 BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
 UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one
 STAGES = 3  # the loads of two more such groups are under way
@@ -111,7 +110,7 @@ def _decode_row(
     bias,
     state,
     state_stride,
-    decode_src,
+    decode_len,
     decode_dst,
     decode_conv_src,
     decode_conv_offset,
@@ -131,21 +130,20 @@ def _decode_row(
     """Loads come first and in the order of their use, since each is waited for where it is used."""
     REACH: tl.constexpr = WIDTH - 1
     row = item * tokens_per_decode
-    token = tl.arange(0, MAX_TOKENS_PER_DECODE)
+    token = tl.arange(0, MAX_TOKENS)
     src = tl.load(decode_conv_src + item)
     offset = tl.load(decode_conv_offset + item)
     dst = tl.load(decode_dst + row)
     value = _load_input(source, row, channel, in_dim, ALIGNMENT)
     dsts = tl.load(decode_dst + row + token, mask=token < tokens_per_decode, other=0)
-    has_src = tl.load(decode_src + item) != 0
+    computed = tl.load(decode_len + item)  # the row's other tokens are padding
     boundary = tl.load(decode_boundary_index + item)
     window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
     history = _load_history(source, window, src != 0, row, row, channel, in_dim, DIM, REACH, ALIGNMENT, STATE_ALIGNMENT)
-    computed = tl.sum(((dsts != 0) | ((token == 0) & has_src)).to(tl.int32))  # the row's other tokens are padding
     boundary_dst = tl.sum(tl.where((token == boundary) & (token > 0), dsts, 0))
     taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
 
-    stored = tl.where(dst != 0, in_dim, False)
+    stored = tl.where((dst != 0) & (computed > 0), in_dim, False)
     slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
     own = state + tl.multiple_of(boundary_dst * state_stride, STATE_ALIGNMENT) + channel
     out, out_stride, _, _ = target
@@ -251,9 +249,9 @@ def _conv1d_kernel(
     output_gate,
     weight,
     bias,
-    state,
     out,
-    decode_src,
+    state,
+    decode_len,
     decode_dst,
     decode_conv_src,
     decode_conv_offset,
@@ -274,6 +272,7 @@ def _conv1d_kernel(
     input_gate_stride,
     output_gate_stride,
     state_stride,
+    OUT_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -294,7 +293,7 @@ def _conv1d_kernel(
     channel = tl.program_id(0) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
     in_dim = channel < DIM
     state_stride = tl.cast(state_stride, tl.int64)
-    out_stride = tl.cast(DIM, tl.int64)
+    out_stride = tl.cast(OUT_STRIDE, tl.int64)
     source = (x, tl.cast(x_stride, tl.int64), input_gate, tl.cast(input_gate_stride, tl.int64))
     target = (out, out_stride, output_gate, tl.cast(output_gate_stride, tl.int64))
     tap = tl.arange(0, 4)
@@ -311,7 +310,7 @@ def _conv1d_kernel(
             bias,
             state,
             state_stride,
-            decode_src,
+            decode_len,
             decode_dst,
             decode_conv_src,
             decode_conv_offset,
@@ -374,21 +373,21 @@ def conv1d(
     activation: str | None = "silu",
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.conv1d`. The channels of x and its gates are dense; all other strides are free."""
     check_dense(x=x, bias=bias, input_gate=input_gate, output_gate=output_gate)
     num_tokens, dim = x.shape
-    out = torch.empty(num_tokens, dim, dtype=x.dtype, device=x.device)
+    out = x.new_empty(num_tokens, dim) if out is None else out
     items = indices.num_decodes + indices.chunk_seq.shape[0]
     channel_stride, tap_stride = weight.stride()
     per_token = [x if tensor is None else tensor for tensor in (x, input_gate, output_gate)]
     _launch(
-        (-(-dim // BLOCK_D) * max(items, 1), 1, 1),
-        (x, input_gate, output_gate, weight, bias),
+        -(-dim // BLOCK_D) * max(items, 1),
+        (x, input_gate, output_gate, weight, bias, out),
         (
             state,
-            out,
-            indices.decode_src,
+            indices.decode_len,
             indices.decode_dst,
             indices.decode_conv_src,
             indices.decode_conv_offset,
@@ -409,6 +408,7 @@ def conv1d(
             state.stride(0),
         ),
         {
+            "OUT_STRIDE": out.stride(0),
             "DIM": dim,
             "WIDTH": weight.shape[1],
             "ROWS": state.shape[1],

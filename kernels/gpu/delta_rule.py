@@ -10,6 +10,7 @@ from .decays import LOG2_E, softplus
 
 BLOCK = tl.constexpr(16)  # diagonal blocks of a chunk's system that are inverted one by one
 NORM_EPS = tl.constexpr(1e-6)
+TERMS = tl.constexpr(32)  # of an fp32 product, which are added up on tensor cores
 
 
 @triton.jit
@@ -41,12 +42,18 @@ def dot(x, y, acc=None):
     """x y + acc for 16-bit operands, or for fp32 ones in three products of TF32 parts.
 
     The parts are rounded to nearest: those of Triton's tf32x3 are truncated, which makes sums four times less exact.
+    Tensor cores truncate every sum, too, after 8 terms. So they add up TERMS of them at most; the others are added
+    outside, where sums are rounded. (Subtracted, since Triton would take an addition into the product.)
     """
     if x.dtype == tl.float32:
         x_high, y_high = _nearest_tf32(x), _nearest_tf32(y)
-        acc = tl.dot(x - x_high, y_high, acc, input_precision="tf32")
-        acc = tl.dot(x_high, y - y_high, acc, input_precision="tf32")
-        return tl.dot(x_high, y_high, acc, input_precision="tf32")
+        product = tl.dot(x - x_high, y_high, input_precision="tf32")
+        product = tl.dot(x_high, y - y_high, product, input_precision="tf32")
+        column = tl.arange(0, x.shape[1])[None, :]
+        for first in tl.range(0, x.shape[1], TERMS, num_stages=1):
+            part = tl.where((column >= first) & (column < first + TERMS), -x_high, 0.0)
+            product -= tl.dot(part, y_high, input_precision="tf32")
+        return product if acc is None else acc + product
     else:
         return tl.dot(x, y, acc)
 

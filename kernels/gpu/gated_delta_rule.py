@@ -21,10 +21,11 @@ def gated_delta_rule(
     state: Tensor,
     indices: StateIndices,
     beta_scale: float = 1.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.gated_delta_rule`. The last dim of q, k and v is dense; other strides are free."""
     check_dense(q=q, k=k, v=v, A_log=A_log, dt_bias=dt_bias)
-    out = v.new_empty(v.shape)
+    out = v.new_empty(v.shape) if out is None else out
     if not len(out):
         return out
     if indices.num_decodes:

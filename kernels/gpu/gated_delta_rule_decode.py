@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import decode_token
+from .chunks import decode_arguments, decode_token, row_and_tile
 from .delta_rule import log2_decay, normalized
 from .launch import Launcher
 from .layout import layer_strides, power_of_2, slot_elements, slot_stride
@@ -27,6 +27,7 @@ def _decode_kernel(
     state,
     out,
     src,
+    lengths,
     dst,
     slot_stride,
     tokens_per_decode,
@@ -36,6 +37,7 @@ def _decode_kernel(
     V_STRIDES: tl.constexpr,
     A_STRIDES: tl.constexpr,
     B_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -46,10 +48,10 @@ def _decode_kernel(
     """A program carries BLOCK_V rows of one value head's state through the tokens of one row."""
     TILES: tl.constexpr = V // BLOCK_V
     STATE: tl.constexpr = state.dtype.element_ty
-    head = tl.program_id(0) // TILES
+    row, tile = row_and_tile(VALUE_HEADS * TILES)
+    head = tile // TILES
     key_head = head // (VALUE_HEADS // HEADS)
-    row = tl.program_id(1)
-    value = tl.program_id(0) % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
+    value = tile % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
     channel = tl.arange(0, BLOCK_K)
     in_K = channel < K
     rate = tl.load(A_log + head).to(tl.float32)
@@ -58,11 +60,11 @@ def _decode_kernel(
     state += head * V * K
     element = value[:, None] * K + channel[None, :]
     slot_stride = slot_elements(slot_stride, state)
-    source = tl.load(src + row)
+    source, length = tl.load(src + row), tl.load(lengths + row)
     read = tl.where(source != 0, in_K, False)[None, :]
     S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
-        token, target, computed = decode_token(row, t, tokens_per_decode, source, dst)
+        token, target, computed = decode_token(row, t, tokens_per_decode, length, dst)
         known = tl.where(computed, in_K, False)
         query = tl.load(q + token * Q_STRIDES[0] + key_head * Q_STRIDES[1] + channel, mask=known, other=0).to(
             tl.float32
@@ -79,7 +81,7 @@ def _decode_kernel(
         u = beta_scale / (1 + tl.exp(-beta)) * (x - decay * tl.sum(S * key[None, :], axis=1))
         o = decay * tl.sum(S * query[None, :], axis=1) + u * tl.sum(key * query, axis=0)
         o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
-        tl.store(out + (token * VALUE_HEADS + head) * V + value, o)
+        tl.store(out + token * OUT_STRIDE + head * V + value, o)
         stored = (decay * S + u[:, None] * key[None, :]).to(STATE)
         written = tl.where(target != 0, in_K, False)[None, :]
         tl.store(state + target * slot_stride + element, stored, mask=written)
@@ -107,15 +109,16 @@ def decode(
     value_heads, V = v.shape[1:]
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     _launch(
-        (value_heads * (V // BLOCK_V), indices.num_decodes, 1),
+        value_heads * (V // BLOCK_V) * indices.num_decodes,
         (q, k, v, a, b, A_log, dt_bias, state, out),
-        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode, float(beta_scale)),
+        (*decode_arguments(indices), slot_stride(state), indices.tokens_per_decode, float(beta_scale)),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,
             "V_STRIDES": v_strides,
             "A_STRIDES": a_strides,
             "B_STRIDES": b_strides,
+            "OUT_STRIDE": out.stride(0),
             "HEADS": heads,
             "VALUE_HEADS": value_heads,
             "K": K,

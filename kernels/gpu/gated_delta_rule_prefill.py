@@ -16,17 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_arguments
+from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_and_tile, row_arguments
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
 from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
-
-PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 rows at a time
-CONCURRENT = tl.constexpr(PROCESSORS)
 
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
@@ -57,9 +55,8 @@ def _prepare_kernel(
     """A program takes one chunk of one value head."""
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills)
+    chunk, head = row_and_tile(VALUE_HEADS)
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, VALUE_HEADS)
     step = tl.arange(0, CHUNK)
     filled = step < count
     wide_step = step.to(tl.int64)
@@ -121,6 +118,7 @@ def _scan_kernel(
     Q_STRIDES: tl.constexpr,
     K_STRIDES: tl.constexpr,
     V_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
@@ -128,26 +126,30 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    CONCURRENT: tl.constexpr,
 ):
     """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
-    head = tl.program_id(0) // TILES
-    first_row = tl.program_id(0) % TILES * BLOCK_V
+    sequence, index = row_and_tile(VALUE_HEADS * TILES)
+    head = index // TILES
+    first_row = index % TILES * BLOCK_V
     row = tl.arange(0, BLOCK_V)
     step = tl.arange(0, CHUNK)
     in_V = first_row + row < V
     out += head * V + first_row
 
-    if tl.program_id(1) == num_prefills:
-        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, VALUE_HEADS * V)
+    if sequence == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
     origin = start - context % CHUNK  # where the first chunk would begin
     slot_stride = slot_elements(slot_stride, state)
-    later_state = later_tile(state, rows, num_prefills, slot_stride, V * K, CONCURRENT)
+    later_state = later_tile(
+        state, rows, num_prefills, slot_stride, sequence, index, VALUE_HEADS * TILES, V * K, CONCURRENT
+    )
 
     element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
     state += head * V * K
@@ -171,7 +173,7 @@ def _scan_kernel(
     q_tile = wide_step * Q_STRIDES[0] + channel[None, :]
     v_tile = wide_step * V_STRIDES[0] + row[None, :]
     tile = wide_step * (VALUE_HEADS * CHUNK) + step[None, :]
-    place = step.to(tl.int64)[None, :] * (VALUE_HEADS * V) + row[:, None]
+    place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
     for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
         boundary = origin + (chunk - first_chunk) * CHUNK
@@ -203,7 +205,7 @@ def _scan_kernel(
         S = dot((to_end[None, :] * u).to(OPERAND), keys, decay * S)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
-        tl.store(out + t * (VALUE_HEADS * V) + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
+        tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
             store_tile(state + dst * slot_stride + element, S, inside)
 
@@ -239,7 +241,7 @@ def prefill(
     num_chunks = indices.chunk_seq.shape[0]
     if num_chunks:
         _prepare(
-            (value_heads, num_chunks, 1),
+            value_heads * num_chunks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
             (*chunk_arguments(indices), num_tokens),
             {
@@ -254,24 +256,27 @@ def prefill(
             num_warps=4,
             maxnreg=128,
         )
+    concurrent = processors(q.get_device())  # programs of 128 rows, one on each
     # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
-    block_V = 64 if V <= 64 or value_heads * cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    block_V = 64 if V <= 64 or value_heads * cdiv(V, 64) * indices.num_prefills <= concurrent else 128
     stages = 1
     if narrow:
         stages = 3 if K <= 128 else 2
     _scan(
-        (value_heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
+        value_heads * cdiv(V, block_V) * (indices.num_prefills + 1),
         (q, k, v, tiles, vectors, state, out),
         (*row_arguments(indices), slot_stride(state), num_tokens),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,
             "V_STRIDES": v_strides,
+            "OUT_STRIDE": out.stride(0),
             **shape,
             "V": V,
             "BLOCK_K": power_of_2(K),
             "BLOCK_V": block_V,
             "STAGES": stages,
+            "CONCURRENT": concurrent,
         },
         num_warps=block_V // 16,
     )

@@ -11,6 +11,35 @@ from .launch import Launcher
 from .layout import cdiv, check_dense, power_of_2, stride_alignment
 
 WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
+MAX_WIDTH = 32 * WARP_TILE  # of a tile: more warps do not fit into a program
+
+
+@triton.jit
+def _load(x, gate, weight, mask, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr):
+    """What is normalised, the factor that the gate makes, and the weights."""
+    value = tl.load(x, mask=mask, other=0).to(tl.float32)
+    gates = tl.load(gate, mask=mask, other=0).to(tl.float32)
+    weights = tl.load(weight, mask=mask, other=0)
+    factor = 1 / (1 + tl.exp(-gates))
+    if not SIGMOID:
+        factor *= gates
+    if not NORM_FIRST:
+        value *= factor
+    return value, factor, weights
+
+
+@triton.jit
+def _store(out, normed, factor, weights, mask, X: tl.constexpr, NORM_FIRST: tl.constexpr, ROUND_NORMED: tl.constexpr):
+    if ROUND_NORMED:
+        # The product is taken in the common dtype of x and weight.
+        normed = normed.to(X).to(tl.float32) * weights.to(tl.float32)
+        if X == weights.dtype:
+            normed = normed.to(X).to(tl.float32)
+    else:
+        normed *= weights.to(tl.float32)
+    if NORM_FIRST:
+        normed *= factor
+    tl.store(out, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "x_token_stride", "x_group_stride", "gate_token_stride", "gate_group_stride"])
@@ -28,43 +57,39 @@ def _gated_rms_norm_kernel(
     GROUPS: tl.constexpr,
     WEIGHT_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    X_ALIGNMENT: tl.constexpr,
-    GATE_ALIGNMENT: tl.constexpr,
+    X_UNIT: tl.constexpr,
+    GATE_UNIT: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORM_FIRST: tl.constexpr,
     ROUND_NORMED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """A row is one group of channels of one token."""
+    """A row is one group of channels of one token. Its first tile is read once, others, if it is that wide, twice."""
+    X: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token, group = (row // GROUPS).to(tl.int64), row % GROUPS
-    channel = tl.arange(0, BLOCK_WIDTH)
-    mask = (row < rows)[:, None] & (channel < WIDTH)[None, :]
-    x_row = tl.multiple_of(token * x_token_stride + group * x_group_stride, X_ALIGNMENT)
-    gate_row = tl.multiple_of(token * gate_token_stride + group * gate_group_stride, GATE_ALIGNMENT)
-    value = tl.load(x + x_row[:, None] + channel[None, :], mask=mask, other=0).to(tl.float32)
-    gates = tl.load(gate + gate_row[:, None] + channel[None, :], mask=mask, other=0).to(tl.float32)
-    weight_row = tl.multiple_of(group % WEIGHT_GROUPS * WIDTH, WIDTH & -WIDTH)
-    weights = tl.load(weight + weight_row[:, None] + channel[None, :], mask=mask, other=0)
-
-    factor = 1 / (1 + tl.exp(-gates))
-    if not SIGMOID:
-        factor *= gates
-    if not NORM_FIRST:
-        value *= factor
-    normed = value * tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)[:, None]
-    if ROUND_NORMED:
-        # The product is taken in the common dtype of x and weight.
-        normed = normed.to(x.dtype.element_ty).to(tl.float32) * weights.to(tl.float32)
-        if x.dtype.element_ty == weight.dtype.element_ty:
-            normed = normed.to(x.dtype.element_ty).to(tl.float32)
-    else:
-        normed *= weights.to(tl.float32)
-    if NORM_FIRST:
-        normed *= factor
-    out_row = row.to(tl.int64) * WIDTH
-    tl.store(out + out_row[:, None] + channel[None, :], normed.to(out.dtype.element_ty), mask=mask)
+    channel = tl.arange(0, BLOCK_WIDTH)[None, :]
+    inside = (row < rows)[:, None]
+    # Strides come in units of what they are multiples of, so that the compiler knows it.
+    x += ((token * x_token_stride + group * x_group_stride) * X_UNIT)[:, None] + channel
+    gate += ((token * gate_token_stride + group * gate_group_stride) * GATE_UNIT)[:, None] + channel
+    weight += (group % WEIGHT_GROUPS * WIDTH)[:, None] + channel
+    out += (token * OUT_STRIDE + group * WIDTH)[:, None] + channel
+    mask = inside & (channel < WIDTH)
+    value, factor, weights = _load(x, gate, weight, mask, SIGMOID, NORM_FIRST)
+    total = tl.sum(value * value, axis=1)
+    for first in range(BLOCK_WIDTH, WIDTH, BLOCK_WIDTH):
+        rest = inside & (first + channel < WIDTH)
+        other, _, _ = _load(x + first, gate + first, weight + first, rest, SIGMOID, NORM_FIRST)
+        total += tl.sum(other * other, axis=1)
+    scale = tl.rsqrt(total / WIDTH + eps)[:, None]
+    _store(out, value * scale, factor, weights, mask, X, NORM_FIRST, ROUND_NORMED)
+    for first in range(BLOCK_WIDTH, WIDTH, BLOCK_WIDTH):
+        rest = inside & (first + channel < WIDTH)
+        value, factor, weights = _load(x + first, gate + first, weight + first, rest, SIGMOID, NORM_FIRST)
+        _store(out + first, value * scale, factor, weights, rest, X, NORM_FIRST, ROUND_NORMED)
 
 
 _launch = Launcher(_gated_rms_norm_kernel)
@@ -79,27 +104,32 @@ def gated_rms_norm(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     round_normed: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.gated_rms_norm`. Channels, and all dims but the first, lie evenly spaced in memory."""
     check_dense(x=x, gate=gate, weight=weight)
     width = group_size or x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if not out.numel():
         return out
-    x, gate = (tensor.reshape(x.shape[0], -1, width) for tensor in (x, gate))
-    rows = x.shape[0] * x.shape[1]
-    block_width = power_of_2(width)
+    tokens = x.shape[0] if x.dim() > 1 else 1
+    x, gate = (tensor.reshape(tokens, -1, width) for tensor in (x, gate))
+    groups = x.shape[1]
+    x_unit, gate_unit = stride_alignment(x), stride_alignment(gate)
+    strides = *(n // x_unit for n in x.stride()[:2]), *(n // gate_unit for n in gate.stride()[:2])
+    block_width = min(power_of_2(width), MAX_WIDTH)
     block_rows = max(WARP_TILE // block_width, 1)
     _launch(
-        (cdiv(rows, block_rows), 1, 1),
-        (x, gate, weight),
-        (out, rows, x.stride(0), x.stride(1), gate.stride(0), gate.stride(1), eps),
+        cdiv(tokens * groups, block_rows),
+        (x, gate, weight, out),
+        (tokens * groups, *strides, eps),
         {
-            "GROUPS": x.shape[1],
+            "GROUPS": groups,
             "WEIGHT_GROUPS": weight.shape[0] // width,
             "WIDTH": width,
-            "X_ALIGNMENT": stride_alignment(x),
-            "GATE_ALIGNMENT": stride_alignment(gate),
+            "X_UNIT": x_unit,
+            "GATE_UNIT": gate_unit,
+            "OUT_STRIDE": out.stride(0),
             "SIGMOID": activation == "sigmoid",
             "NORM_FIRST": norm_before_gate,
             "ROUND_NORMED": round_normed,

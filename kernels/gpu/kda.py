@@ -20,11 +20,12 @@ def kda(
     dt_bias: Tensor,
     state: Tensor,
     indices: StateIndices,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.kda`. Parameters and the last dim of q, k, v and g are dense; other strides are free."""
     dt_bias = dt_bias.view(-1)
     check_dense(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias)
-    out = v.new_empty(v.shape)
+    out = v.new_empty(v.shape) if out is None else out
     if not len(out):
         return out
     if indices.num_decodes:

@@ -17,17 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, clear_padding, prefill_row, row_arguments
+from .chunks import CHUNK, clear_padding, prefill_row, row_and_tile, row_arguments
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
 from .launch import Launcher
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
-
-PROCESSORS = 132  # of an H100 or H200, each of which runs one program of 128 rows at a time
-CONCURRENT = tl.constexpr(PROCESSORS)
 
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -45,32 +43,35 @@ def _scan_kernel(
     slot_stride,
     num_tokens,
     V_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    CONCURRENT: tl.constexpr,
 ):
     """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
-    head = tl.program_id(0) // TILES
-    first_row = tl.program_id(0) % TILES * BLOCK_V
+    sequence, index = row_and_tile(HEADS * TILES)
+    head = index // TILES
+    first_row = index % TILES * BLOCK_V
     row = tl.arange(0, BLOCK_V)
     step = tl.arange(0, CHUNK)
     in_V = first_row + row < V
     out += head * V + first_row
 
-    if tl.program_id(1) == num_prefills:
-        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, HEADS * V)
+    if sequence == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
     origin = start - context % CHUNK  # where the first chunk would begin
     slot_stride = slot_elements(slot_stride, state)
-    later_state = later_tile(state, rows, num_prefills, slot_stride, V * K, CONCURRENT)
+    later_state = later_tile(state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
 
     element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
     state += head * V * K
@@ -91,7 +92,7 @@ def _scan_kernel(
     v_tile = wide_step * V_STRIDES[0] + row[None, :]
     operand_tile = wide_step * K + channel[None, :]
     tile = wide_step * CHUNK + step[None, :]
-    place = step.to(tl.int64)[None, :] * (HEADS * V) + row[:, None]
+    place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
     for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
         boundary = origin + (chunk - first_chunk) * CHUNK
@@ -121,7 +122,7 @@ def _scan_kernel(
         S = dot(u, k_out, decay[None, :] * S)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
-        tl.store(out + t * (HEADS * V) + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
+        tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
             store_tile(state + dst * slot_stride + element, S, inside)
 
@@ -145,23 +146,26 @@ def prefill(
     num_tokens, heads, K = q.shape
     V = v.shape[2]
     tiles, operands, totals = prepare(q, k, g, b, A_log, dt_bias, indices)
+    concurrent = processors(q.get_device())  # programs of 128 rows, one on each
     # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
-    block_V = 64 if V <= 64 or heads * cdiv(V, 64) * indices.num_prefills <= PROCESSORS else 128
+    block_V = 64 if V <= 64 or heads * cdiv(V, 64) * indices.num_prefills <= concurrent else 128
     stages = 1
     if tiles.dtype == torch.bfloat16 and K <= 128:
         stages = 3 if block_V == 64 else 2  # as many as shared memory holds
     _scan(
-        (heads * cdiv(V, block_V), indices.num_prefills + 1, 1),
+        heads * cdiv(V, block_V) * (indices.num_prefills + 1),
         (v, tiles, operands, totals, state, out),
         (*row_arguments(indices), slot_stride(state), num_tokens),
         {
             "V_STRIDES": layer_strides(v)[0],
+            "OUT_STRIDE": out.stride(0),
             "HEADS": heads,
             "K": K,
             "V": V,
             "BLOCK_K": padded_width(K, tiles.dtype),
             "BLOCK_V": block_V,
             "STAGES": stages,
+            "CONCURRENT": concurrent,
         },
         num_warps=block_V // 16,
     )

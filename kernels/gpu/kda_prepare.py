@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens
+from .chunks import CHUNK, chunk_arguments, chunk_tokens, row_and_tile
 from .decays import LOG2_E
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from .launch import Launcher
@@ -145,9 +145,8 @@ def _prepare_kernel(
     """A program takes one chunk of one head."""
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
-    head = tl.program_id(0)
-    chunk = tl.program_id(1)
-    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills)
+    chunk, head = row_and_tile(HEADS)
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, HEADS)
     step = tl.arange(0, CHUNK)
     filled = step < count
     t = start.to(tl.int64)
@@ -236,7 +235,7 @@ def prepare(
     q_strides, k_strides, g_strides, b_strides = layer_strides(q, k, g, b)
     if num_chunks:
         _prepare(
-            (heads, num_chunks, 1),
+            heads * num_chunks,
             (q, k, g, b, A_log, dt_bias, tiles, operands, totals),
             (*chunk_arguments(indices), num_tokens),
             {

@@ -22,14 +22,25 @@ def prefetch(place, SIZE: tl.constexpr):
 
 
 @triton.jit
-def later_tile(state, rows, num_rows, slot_stride, TILE_SIZE: tl.constexpr, CONCURRENT: tl.constexpr):
-    """For a grid (tiles of a state, prefill rows): where the tile of the program CONCURRENT places later begins.
+def later_tile(
+    state,
+    rows,
+    num_rows,
+    slot_stride,
+    row,
+    tile,
+    TILES: tl.constexpr,
+    TILE_SIZE: tl.constexpr,
+    CONCURRENT: tl.constexpr,
+):
+    """For programs that take the TILES tiles of one prefill row after the other: where the tile of the program that
+    comes CONCURRENT places later begins.
 
     That is about the one that follows on this processor. Once asked for, it finds its state in the cache, where
     otherwise it would wait for memory while nothing is computed. `slot_stride` and TILE_SIZE count elements. To be
     called before a program's own loads, behind which it would have to wait.
     """
-    later = tl.program_id(0) + CONCURRENT
-    row = tl.minimum(tl.program_id(1) + later // tl.num_programs(0), num_rows - 1)
+    later = tile + CONCURRENT
+    row = tl.minimum(row + later // TILES, num_rows - 1)
     slot = tl.load(rows + row * ROW_FIELDS + SRC_FIELD)
-    return state + slot * slot_stride + later % tl.num_programs(0) * TILE_SIZE
+    return state + slot * slot_stride + later % TILES * TILE_SIZE

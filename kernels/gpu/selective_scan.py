@@ -21,10 +21,11 @@ def selective_scan(
     dt_bias: Tensor | None,
     state: Tensor,
     indices: StateIndices,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.selective_scan`. The last dim of every input is dense; strides of tokens are free."""
     check_dense(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape) if out is None else out
     if not len(out):
         return out
     if indices.num_decodes:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import decode_token
+from .chunks import decode_arguments, decode_token, row_and_tile
 from .launch import Launcher
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
@@ -40,10 +40,12 @@ def _decode_kernel(
     state,
     out,
     src,
+    lengths,
     dst,
     slot_stride,
     tokens_per_decode,
     STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -58,12 +60,12 @@ def _decode_kernel(
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
     lane = tl.arange(0, LANES)[:, None, None]
-    row = tl.program_id(1)
-    first = tl.program_id(0) * (GROUPS * CHANNELS) + channels_of(CHANNELS)
+    row, tile = row_and_tile((DIM + GROUPS * CHANNELS - 1) // (GROUPS * CHANNELS))
+    first = tile * (GROUPS * CHANNELS) + channels_of(CHANNELS)
     n = first_state(LANES, FOURS)
     slot_stride = slot_elements(slot_stride, state)
-    source = tl.load(src + row)
-    token, target, computed = decode_token(row, 0, tokens_per_decode, source, dst)
+    source, length = tl.load(src + row), tl.load(lengths + row)
+    token, target, computed = decode_token(row, 0, tokens_per_decode, length, dst)
     S, rates, elements, insides = (), (), (), ()
     for j in tl.static_range(GROUPS):
         channel = first + j * CHANNELS
@@ -92,9 +94,9 @@ def _decode_kernel(
             y, states = tl.where(lane == j, read, y), states + (after,)
         S = states
         y = tl.where(computed, tl.fma(skip, u, y) * gate, 0.0)
-        tl.store(out + token * DIM + channel, y.to(out.dtype.element_ty), mask=in_dim)
+        tl.store(out + token * OUT_STRIDE + channel, y.to(out.dtype.element_ty), mask=in_dim)
         following = tl.minimum(t + 1, tokens_per_decode - 1)
-        token, target, computed = decode_token(row, following, tokens_per_decode, source, dst)
+        token, target, computed = decode_token(row, following, tokens_per_decode, length, dst)
 
 
 _launch = Launcher(_decode_kernel)
@@ -119,9 +121,17 @@ def decode(
     block_N, lanes = tile_of(width, LANES)
     groups = min(lanes, max(128 // block_N, 1))
     _launch(
-        (cdiv(dim, 32 // lanes * groups), indices.num_decodes, 1),
+        cdiv(dim, 32 // lanes * groups) * indices.num_decodes,
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode),
-        {"STRIDES": strides, "DIM": dim, "N": width, "BLOCK_N": block_N, "LANES": lanes, "GROUPS": groups},
+        (*decode_arguments(indices), slot_stride(state), indices.tokens_per_decode),
+        {
+            "STRIDES": strides,
+            "OUT_STRIDE": out.stride(0),
+            "DIM": dim,
+            "N": width,
+            "BLOCK_N": block_N,
+            "LANES": lanes,
+            "GROUPS": groups,
+        },
         num_warps=1,
     )

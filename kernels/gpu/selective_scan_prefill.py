@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, prefill_row, row_arguments
+from .chunks import CHUNK, prefill_row, row_and_tile, row_arguments
 from .launch import Launcher
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
@@ -128,14 +128,14 @@ def _scan_tokens(
     end,
     channel,
     in_dim,
-    DIM: tl.constexpr,
+    STRIDE: tl.constexpr,
     LANES: tl.constexpr,
     COUNT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Takes the states through COUNT tokens from t on and stores their outputs. A lane knows one token's step and gate.
+    """Takes the states through COUNT tokens from t on and stores their outputs, which are STRIDE apart.
 
-    The tokens before the row's start and from its end on change nothing.
+    A lane knows one token's step and gate. The tokens before the row's start and from its end on change nothing.
     """
     rates, skip, bias = weights
     loaded, b, c = loaded
@@ -158,7 +158,7 @@ def _scan_tokens(
         y = tl.fma(skip, x, y)
         if len(tiles) == 3:
             y = y * silu(tiles[2].to(tl.float32))
-        place = out + tl.cast(t, tl.int64) * DIM + (lane * DIM + channel) + i * DIM
+        place = out + tl.cast(t, tl.int64) * STRIDE + (lane * STRIDE + channel) + i * STRIDE
         tl.store(place, y.to(out.dtype.element_ty), mask=stored)
     return S
 
@@ -201,6 +201,7 @@ def _scan_kernel(
     slot_stride,
     num_tokens,
     STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -211,17 +212,18 @@ def _scan_kernel(
     """A program, a warp, carries the states of some channels through one sequence."""
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
-    channel = (tl.program_id(0) * CHANNELS + channels_of(CHANNELS)) * PER_LANE
+    row, tile = row_and_tile((DIM + CHANNELS * PER_LANE - 1) // (CHANNELS * PER_LANE))
+    channel = (tile * CHANNELS + channels_of(CHANNELS)) * PER_LANE
     channel = channel + tl.arange(0, PER_LANE)[None, None, :]
     in_dim = channel < DIM
 
-    if tl.program_id(1) == num_prefills:  # tokens that belong to no row
+    if row == num_prefills:  # tokens that belong to no row
         for t in range(tl.load(query_start_loc + num_prefills), num_tokens):
             zeros = tl.zeros([1, CHANNELS, PER_LANE], out.dtype.element_ty)
-            tl.store(out + tl.cast(t, tl.int64) * DIM + channel, zeros, mask=in_dim)
+            tl.store(out + tl.cast(t, tl.int64) * OUT_STRIDE + channel, zeros, mask=in_dim)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, row)
     if start == end:
         return
     n = first_state(LANES, FOURS)
@@ -243,7 +245,7 @@ def _scan_kernel(
     body_end = body + (end - body) // COUNT * COUNT
     for t in range(start - context % LANES, body, LANES):
         loaded = _load_tokens(inputs, t, start, end, channel, STRIDES, N, BLOCK_N, LANES, LANES, False)
-        S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, DIM, LANES, LANES, False)
+        S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, LANES, False)
     if body_end > body:
         loaded = _load_tokens(inputs, body, start, end, channel, STRIDES, N, BLOCK_N, LANES, COUNT, True)
         for t in range(body, body_end, COUNT):
@@ -251,13 +253,13 @@ def _scan_kernel(
             ahead = tl.minimum(t + COUNT, end - COUNT)
             following = _load_tokens(inputs, ahead, start, end, channel, STRIDES, N, BLOCK_N, LANES, COUNT, True)
             S = _end_chunk(S, target, chunk_dst, chunk + (t - origin) // CHUNK, t, start, origin, N)
-            S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, DIM, LANES, COUNT, True)
+            S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, COUNT, True)
             loaded = following
     if body_end < end:
         S = _end_chunk(S, target, chunk_dst, chunk + (body_end - origin) // CHUNK, body_end, start, origin, N)
     for t in range(body_end, end, LANES):
         loaded = _load_tokens(inputs, t, start, end, channel, STRIDES, N, BLOCK_N, LANES, LANES, False)
-        S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, DIM, LANES, LANES, False)
+        S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, LANES, False)
     _store(S, target, tl.load(chunk_dst + last_chunk - 1), N)
 
 
@@ -285,11 +287,12 @@ def prefill(
     narrow = block_N <= 16
     per_lane = tiles.channels if narrow else 1
     _launch(
-        (cdiv(dim, 32 // lanes * per_lane), indices.num_prefills + 1, 1),
+        cdiv(dim, 32 // lanes * per_lane) * (indices.num_prefills + 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
         (*row_arguments(indices), slot_stride(state), len(x)),
         {
             "STRIDES": strides,
+            "OUT_STRIDE": out.stride(0),
             "DIM": dim,
             "N": width,
             "BLOCK_N": block_N,

@@ -24,10 +24,11 @@ def ssd(
     state: Tensor,
     indices: StateIndices,
     dt_limit: tuple[float, float] = (0.0, inf),
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.ssd`. The last dim of x, B, C and z is dense; other strides are free."""
     check_dense(x=x, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    out = x.new_empty(x.shape)
+    out = x.new_empty(x.shape) if out is None else out
     if not len(out):
         return out
     if indices.num_decodes:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import decode_token
+from .chunks import decode_arguments, decode_token, row_and_tile
 from .decays import LOG2_E, softplus
 from .launch import Launcher
 from .layout import layer_strides, power_of_2, slot_elements, slot_stride
@@ -28,6 +28,7 @@ def _decode_kernel(
     state,
     out,
     src,
+    lengths,
     dst,
     slot_stride,
     tokens_per_decode,
@@ -38,6 +39,7 @@ def _decode_kernel(
     B_STRIDES: tl.constexpr,
     C_STRIDES: tl.constexpr,
     Z_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     P: tl.constexpr,
@@ -48,10 +50,10 @@ def _decode_kernel(
     """A program carries BLOCK_P rows of one head's state through the tokens of one row."""
     TILES: tl.constexpr = P // BLOCK_P
     STATE: tl.constexpr = state.dtype.element_ty
-    head = tl.program_id(0) // TILES
+    row, tile = row_and_tile(HEADS * TILES)
+    head = tile // TILES
     group = head // (HEADS // GROUPS)
-    row = tl.program_id(1)
-    value = tl.program_id(0) % TILES * BLOCK_P + tl.arange(0, BLOCK_P)
+    value = tile % TILES * BLOCK_P + tl.arange(0, BLOCK_P)
     channel = tl.arange(0, BLOCK_N)
     in_N = channel < N
     rate = tl.load(A + head).to(tl.float32) * LOG2_E
@@ -59,11 +61,11 @@ def _decode_kernel(
     state += head * P * N
     element = value[:, None] * N + channel[None, :]
     slot_stride = slot_elements(slot_stride, state)
-    source = tl.load(src + row)
+    source, length = tl.load(src + row), tl.load(lengths + row)
     read = tl.where(source != 0, in_N, False)[None, :]
     S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
     for t in range(tokens_per_decode):
-        token, target, computed = decode_token(row, t, tokens_per_decode, source, dst)
+        token, target, computed = decode_token(row, t, tokens_per_decode, length, dst)
         known = tl.where(computed, in_N, False)
         inputs = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
         reads = tl.load(C + token * C_STRIDES[0] + group * C_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
@@ -82,7 +84,7 @@ def _decode_kernel(
             gate = tl.load(z + token * Z_STRIDES[0] + head * Z_STRIDES[1] + value, mask=known, other=0).to(tl.float32)
             y *= gate / (1 + tl.exp(-gate))
         y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
-        tl.store(out + (token * HEADS + head) * P + value, y)
+        tl.store(out + token * OUT_STRIDE + head * P + value, y)
         S = S.to(STATE)
         written = tl.where(target != 0, in_N, False)[None, :]
         tl.store(state + target * slot_stride + element, S, mask=written)
@@ -111,15 +113,16 @@ def decode(
     groups, N = B.shape[1:]
     x_strides, dt_strides, B_strides, C_strides, z_strides = layer_strides(x, dt, B, C, x if z is None else z)
     _launch(
-        (heads * (P // BLOCK_P), indices.num_decodes, 1),
+        heads * (P // BLOCK_P) * indices.num_decodes,
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (indices.decode_src, indices.decode_dst, slot_stride(state), indices.tokens_per_decode, *map(float, dt_limit)),
+        (*decode_arguments(indices), slot_stride(state), indices.tokens_per_decode, *map(float, dt_limit)),
         {
             "X_STRIDES": x_strides,
             "DT_STRIDES": dt_strides,
             "B_STRIDES": B_strides,
             "C_STRIDES": C_strides,
             "Z_STRIDES": z_strides,
+            "OUT_STRIDE": out.stride(0),
             "HEADS": heads,
             "GROUPS": groups,
             "P": P,

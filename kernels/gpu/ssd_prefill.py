@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_arguments
+from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_and_tile, row_arguments
 from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
 from .launch import Launcher
@@ -27,7 +28,6 @@ from .state_tile import load_tile, store_tile, tile_elements
 
 HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # of a state in one program of the second
-CONCURRENT = tl.constexpr(2 * 132)  # programs of the second that an H100 or H200 runs at a time
 PREFETCH_CHUNKS = tl.constexpr(8)  # in the longest sequence that asks ahead: with 2 it gained, with 16 it lost
 
 
@@ -51,10 +51,11 @@ def _decays_kernel(
     VECTORS: tl.constexpr,
 ):
     """A program takes one chunk of BLOCK_H heads."""
-    chunk = tl.program_id(1)
-    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills)
+    TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    chunk, tile = row_and_tile(TILES)
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES)
     step = tl.arange(0, CHUNK)[None, :]
-    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    head = tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     in_heads = head < HEADS
     filled = (step < count) & in_heads
     token = start.to(tl.int64) + step
@@ -121,6 +122,7 @@ def _scan_kernel(
     B_STRIDES: tl.constexpr,
     C_STRIDES: tl.constexpr,
     Z_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     P: tl.constexpr,
@@ -128,26 +130,30 @@ def _scan_kernel(
     BLOCK_N: tl.constexpr,
     VECTORS: tl.constexpr,
     STAGES: tl.constexpr,
+    CONCURRENT: tl.constexpr,
 ):
     """A program carries 64 rows of one head's state through all chunks of one sequence."""
     TILES: tl.constexpr = (P + ROWS - 1) // ROWS
     OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
     STATE: tl.constexpr = state.dtype.element_ty
-    head = tl.program_id(0) // TILES
-    first_row = tl.program_id(0) % TILES * ROWS
+    sequence, index = row_and_tile(HEADS * TILES)
+    head = index // TILES
+    first_row = index % TILES * ROWS
     row = tl.arange(0, ROWS)
     step = tl.arange(0, CHUNK)
     in_P = first_row + row < P
     out += head * P + first_row
 
-    if tl.program_id(1) == num_prefills:
-        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, HEADS * P)
+    if sequence == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, tl.program_id(1))
+    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
     origin = start - context % CHUNK  # where the first chunk would begin
     slot_stride = slot_elements(slot_stride, state)
-    later_state = later_tile(state, rows, num_prefills, slot_stride, ROWS * N, CONCURRENT)
+    later_state = later_tile(
+        state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
+    )
 
     element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
     state += head * P * N
@@ -170,7 +176,7 @@ def _scan_kernel(
     x_tile = step[:, None] * X_STRIDES[0] + row[None, :]
     B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
     C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
-    place = step[None, :] * (HEADS * P) + row[:, None]
+    place = step[None, :] * OUT_STRIDE + row[:, None]
     earlier = step[:, None] <= step[None, :]
     for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
         boundary = origin + (chunk - first_chunk) * CHUNK
@@ -215,7 +221,7 @@ def _scan_kernel(
             gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_row
             gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + row[:, None], mask=mask, other=0).to(tl.float32)
             y *= gate / (1 + tl.exp(-gate))
-        tl.store(out + t * (HEADS * P) + place, y.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
         # A mask, no branch: a product that only a branch reads is not waited for.
         store_tile(state + dst * slot_stride + element, S, tl.where(dst != 0, inside, False))
 
@@ -251,14 +257,14 @@ def prefill(
     num_chunks = indices.chunk_seq.shape[0]
     if num_chunks:
         _launch_decays(
-            (cdiv(heads, HEADS_PER_PROGRAM), num_chunks, 1),
+            cdiv(heads, HEADS_PER_PROGRAM) * num_chunks,
             (dt, A, dt_bias, vectors),
             (*chunk_arguments(indices), *dt.stride(), *map(float, dt_limit), num_tokens),
             {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
             num_warps=1,
         )
     _launch_scan(
-        (heads * cdiv(P, ROWS.value), indices.num_prefills + 1, 1),
+        heads * cdiv(P, ROWS.value) * (indices.num_prefills + 1),
         (x, B, C, D, z, vectors, state, out),
         (*row_arguments(indices), slot_stride(state), num_tokens),
         {
@@ -266,6 +272,7 @@ def prefill(
             "B_STRIDES": B_strides,
             "C_STRIDES": C_strides,
             "Z_STRIDES": z_strides,
+            "OUT_STRIDE": out.stride(0),
             "HEADS": heads,
             "GROUPS": groups,
             "P": P,
@@ -273,6 +280,7 @@ def prefill(
             "BLOCK_N": power_of_2(N),
             "VECTORS": num_vectors,
             "STAGES": 3 if narrow else 1,
+            "CONCURRENT": 2 * processors(x.get_device()),  # each runs two programs at a time
         },
         num_warps=4,
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..indices import StateIndices
 from .chunks import Chunks
 from .elementwise import silu
-from .states import computed_decode_tokens, write_states
+from .states import computed_decode_tokens, decode_targets, write_states
 
 
 def conv1d(
@@ -20,9 +20,10 @@ def conv1d(
     activation: str | None = "silu",
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.conv1d`. One history holds, row by row, the row's source window and then its tokens."""
-    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out = x.new_zeros(x.shape) if out is None else out.zero_()
     if input_gate is not None:
         x = input_gate * x
     num_rows = indices.num_decodes + indices.num_prefills
@@ -42,14 +43,16 @@ def conv1d(
         out[token] *= output_gate[token]
 
     if indices.num_decodes:
-        _write_wide_windows(state, indices, history, window_start[: indices.num_decodes], reach)
+        targets = decode_targets(indices)
+        width = reach - 1 + indices.tokens_per_decode
+        _write_windows(state, targets[:, 0], history, window_start[: indices.num_decodes] + 1, width)
         row = (indices.decode_boundary_index > 0).nonzero().squeeze(1)
         boundary = indices.decode_boundary_index[row].long()
-        _write_windows(state, indices.decode_dst[row, boundary], history, window_start[row] + reach + boundary, reach)
+        _write_windows(state, targets[row, boundary], history, window_start[row] + 1 + boundary, reach)
     if indices.num_prefills:
         chunks = Chunks.of(indices)
         last = chunks.last + reach * (indices.chunk_seq[: chunks.count] + indices.num_decodes + 1)
-        _write_windows(state, indices.chunk_dst[: chunks.count], history, last, reach)
+        _write_windows(state, indices.chunk_dst[: chunks.count], history, last + 1 - reach, reach)
     return out
 
 
@@ -91,16 +94,11 @@ def _read_windows(state: Tensor, blocks: Tensor, offsets: Tensor, reach: int) ->
     return windows
 
 
-def _write_windows(state: Tensor, blocks: Tensor, history: Tensor, last: Tensor, reach: int) -> None:
-    """Writes to each block the window after the token at `last` in the history, and zeros after it."""
+def _write_windows(state: Tensor, blocks: Tensor, history: Tensor, start: Tensor, width: int) -> None:
+    """Writes to each block `width` inputs from `start` in the history on, and zeros after them.
+
+    In a row of decode with W - 2 + T of them, those from row j on are the window after token j.
+    """
     windows = state.new_zeros(len(blocks), *state.shape[1:])
-    windows[:, :reach] = history[last[:, None] + 1 - reach + torch.arange(reach, device=last.device)]
+    windows[:, :width] = history[start[:, None] + torch.arange(width, device=start.device)]
     write_states(state, blocks, windows)
-
-
-def _write_wide_windows(state: Tensor, indices: StateIndices, history: Tensor, start: Tensor, reach: int) -> None:
-    """Writes to every row's first dst all its windows at once: `reach` rows from row j on are the one after token j."""
-    width = reach - 1 + indices.tokens_per_decode
-    windows = state.new_zeros(len(start), *state.shape[1:])
-    windows[:, :width] = history[start[:, None] + 1 + torch.arange(width, device=start.device)]
-    write_states(state, indices.decode_dst[:, 0], windows)

@@ -24,6 +24,7 @@ def gated_delta_rule(
     state: Tensor,
     indices: StateIndices,
     beta_scale: float = 1.0,
+    out: Tensor | None = None,
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -34,7 +35,7 @@ def gated_delta_rule(
     dtype = inner_dtype(q.dtype, state.dtype)
     g = -torch.exp(A_log.to(dtype)) * softplus(a.to(dtype) + dt_bias.to(dtype))
     beta = sigmoid(b.to(dtype)) * beta_scale
-    out = v.new_zeros(v.shape)
+    out = v.new_zeros(v.shape) if out is None else out.zero_()
     if indices.num_decodes:
         decode(q, k, v, g[..., None], beta, state, indices, out)
     if indices.num_prefills:

@@ -17,6 +17,7 @@ def gated_rms_norm(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     round_normed: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.gated_rms_norm`."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -29,4 +30,4 @@ def gated_rms_norm(
     normed = weight * normed.to(x.dtype) if round_normed else weight.to(dtype) * normed
     if norm_before_gate:
         normed = normed * factor
-    return normed.to(x.dtype)
+    return normed.to(x.dtype) if out is None else out.copy_(normed)

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from ..indices import StateIndices
 from .chunks import CHUNK, Chunks
-from .decays import MIN_PAIRWISE_LOG_DECAY
 from .delta_rule import decode, inverse_norm
 from .elementwise import sigmoid, softplus
 from .states import inner_dtype
 
 BLOCK = 16  # tokens whose pairs have one reference
-MAX_FACTORED_DECAY = 160.0  # of a block: half of it, in either direction, is within the range of fp32
 
 
 def kda(
@@ -26,6 +24,7 @@ def kda(
     dt_bias: Tensor,
     state: Tensor,
     indices: StateIndices,
+    out: Tensor | None = None,
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -37,7 +36,7 @@ def kda(
     rate = torch.exp(A_log.to(dtype))[:, None]
     log_decay = -rate * softplus(g.to(dtype) + dt_bias.to(dtype).view(g.shape[1:]))
     beta = sigmoid(b.to(dtype))
-    out = v.new_zeros(v.shape)
+    out = v.new_zeros(v.shape) if out is None else out.zero_()
     if indices.num_decodes:
         decode(q, k, v, log_decay, beta, state, indices, out)
     if indices.num_prefills:
@@ -99,34 +98,18 @@ def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | 
         from_start = _round(its_rows * torch.exp(its_g.cumsum(-2)), operand_dtype)
         to_start = _round(keys[..., :start, :] * _decay_to_end(g[..., :start, :]), operand_dtype)
         scores[..., block, :start] = from_start @ to_start.mT
-        scores[..., block, block] = _block_scores(its_rows, its_keys, its_g, operand_dtype)
+        scores[..., block, block] = _block_scores(its_rows, its_keys, its_g)
     return scores
 
 
-def _block_scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | None) -> Tensor:
-    """`_scores` within blocks [..., 16, K].
-
-    Two factors, of decay and of growth, meet in the middle of a block's decay. Where they could overflow, the block is
-    computed pair by pair; its own decay decides, so that the result does not depend on the batch.
-    """
-    gates = g.clamp(min=MIN_PAIRWISE_LOG_DECAY).cumsum(-2)
-    first, last = gates[..., :1, :], gates[..., -1:, :]
-    middle = (first + last) / 2
-    grown = _round(keys * torch.exp(middle - gates), operand_dtype)
-    scores = _round(rows * torch.exp(gates - middle), operand_dtype) @ grown.mT
-    strong = (first - last >= MAX_FACTORED_DECAY).any(-1).squeeze(-1)
-    if strong.any():
-        scores[:, strong] = _pairwise_scores(rows[:, strong], keys[strong], gates[strong])
-    return scores.tril()
-
-
-def _pairwise_scores(rows: Tensor, keys: Tensor, gates: Tensor) -> Tensor:
-    """rows [2, n, 16, K], keys and sums of gates [n, 16, K] -> [2, n, 16, 16]; means nothing for j > i."""
+def _block_scores(rows: Tensor, keys: Tensor, g: Tensor) -> Tensor:
+    """`_scores` within blocks [..., 16, K], pair by pair: keys decay from row to row, as they do in the recurrence."""
+    decays, keys = torch.exp(g), keys.clone()
     of_rows = []
     for i in range(BLOCK):
-        decayed = keys * torch.exp(gates[:, i : i + 1] - gates)
-        of_rows.append((rows[:, :, i : i + 1] * decayed).sum(-1))
-    return torch.stack(of_rows, dim=-2)
+        keys[..., :i, :] *= decays[..., i : i + 1, :]
+        of_rows.append((rows[..., i : i + 1, :] * keys).sum(-1))
+    return torch.stack(of_rows, dim=-2).tril()
 
 
 def _decay_to_end(g: Tensor) -> Tensor:
@@ -137,7 +120,7 @@ def _decay_to_end(g: Tensor) -> Tensor:
 
 
 def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x to the precision of `dtype` and the range of its own: a factor may be as large as e^80."""
+    """x to the precision of `dtype` and the range of its own: what has decayed may be too small for fp16."""
     if dtype is None:
         return x
     mantissa, exponent = torch.frexp(x)

@@ -21,6 +21,7 @@ def paged_attention(
     value_pages: Tensor,
     indices: StateIndices,
     scale: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.paged_attention`. One row at a time: no row's result depends on another's length."""
     written = indices.kv_slot >= 0
@@ -28,18 +29,17 @@ def paged_attention(
     key_pages[slot // block_size, slot % block_size] = k[written].to(key_pages.dtype)
     value_pages[slot // block_size, slot % block_size] = v[written].to(value_pages.dtype)
 
-    out = q.new_zeros(*q.shape[:2], v.shape[2])
-    positions, lengths = indices.positions.tolist(), indices.kv_len.tolist()
-    for row, (first, end) in enumerate(_row_spans(indices)):
-        if first == end or lengths[row] == 0:
+    out = q.new_zeros(*q.shape[:2], v.shape[2]) if out is None else out.zero_()
+    lengths, table_starts = indices.kv_len.tolist(), indices.block_table_start.tolist()
+    for (first, end), length, table_start in zip(_row_spans(indices), lengths, table_starts, strict=False):
+        if first == end:
             continue
-        end = min(end, first + lengths[row] - positions[first])  # decode tokens beyond it are padding
-        pages = indices.block_table[row, : -(-lengths[row] // block_size)]
+        pages = indices.block_table[table_start:][: -(-length // block_size)]
         keys = key_pages[pages].flatten(0, 1).transpose(0, 1).to(q.dtype)
         values = value_pages[pages].flatten(0, 1).transpose(0, 1).to(q.dtype)
         for start in range(first, end, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, end)
-            visible = positions[stop - 1] + 1
+            visible = length - (end - stop)
             mask = torch.arange(visible, device=q.device) <= indices.positions[start:stop, None]
             attended = scaled_dot_product_attention(
                 q[start:stop].transpose(0, 1)[None],
@@ -54,9 +54,7 @@ def paged_attention(
 
 
 def _row_spans(indices: StateIndices) -> list[tuple[int, int]]:
-    """Begin and end of every row in the flat batch."""
+    """Begin and end of every row in the flat batch, the padding of decode rows left out."""
     width = indices.tokens_per_decode
-    bounds = [row * width for row in range(indices.num_decodes + 1)]
-    if indices.num_prefills:
-        bounds += indices.query_start_loc[1:].tolist()  # the first prefill row begins where the last decode row ends
-    return list(pairwise(bounds))
+    decodes = [(row * width, row * width + length) for row, length in enumerate(indices.decode_len.tolist())]
+    return decodes + list(pairwise(indices.query_start_loc.tolist()))

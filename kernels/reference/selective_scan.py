@@ -22,6 +22,7 @@ def selective_scan(
     dt_bias: Tensor | None,
     state: Tensor,
     indices: StateIndices,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.selective_scan`."""
     dtype = inner_dtype(x.dtype, state.dtype)
@@ -36,7 +37,8 @@ def selective_scan(
     y += D.to(dtype) * x.to(dtype)
     if z is not None:
         y *= silu(z.to(dtype))
-    return torch.where(computed_tokens(indices)[:, None], y, 0).to(x.dtype)
+    y = torch.where(computed_tokens(indices)[:, None], y, 0).to(x.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _advance(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:

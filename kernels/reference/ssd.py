@@ -26,6 +26,7 @@ def ssd(
     state: Tensor,
     indices: StateIndices,
     dt_limit: tuple[float, float] = (0.0, inf),
+    out: Tensor | None = None,
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -45,7 +46,8 @@ def ssd(
         y += D.to(dtype)[:, None] * x.to(dtype)
     if z is not None:
         y *= silu(z.to(dtype))
-    return torch.where(computed_tokens(indices)[:, None, None], y, 0).to(x.dtype)
+    y = torch.where(computed_tokens(indices)[:, None, None], y, 0).to(x.dtype)
+    return y if out is None else out.copy_(y)
 
 
 def _decode(

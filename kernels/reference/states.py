@@ -1,4 +1,4 @@
-"""Reading and writing the rows of a state pool, and which decode tokens count."""
+"""Reading and writing the rows of a state pool, and which tokens are real."""
 
 from __future__ import annotations
 
@@ -26,23 +26,27 @@ def write_states(state: Tensor, blocks: Tensor, values: Tensor) -> None:
 def walk_decodes(
     state: Tensor, indices: StateIndices, dtype: torch.dtype, step: Callable[[Tensor, int], Tensor]
 ) -> None:
-    """Carries every decode row's state from its src through its tokens, and stores it where `decode_dst` says.
+    """Carries every decode row's state from its src through its tokens, and stores it where `decode_targets` say.
 
     `step(states [N, ...], t)` returns the states after token t of every row. A state is rounded to the pool's dtype
     after every token, as if each had its own step.
     """
     states = read_states(state, indices.decode_src, dtype)
+    targets = decode_targets(indices)
     for t in range(indices.tokens_per_decode):
         states = step(states, t).to(state.dtype)
-        write_states(state, indices.decode_dst[:, t], states)
+        write_states(state, targets[:, t], states)
         states = states.to(dtype)
 
 
 def computed_decode_tokens(indices: StateIndices) -> Tensor:
-    """bool [N, T]: tokens with a dst, and the first token of every row with a src; the others are padding."""
-    computed = indices.decode_dst != 0
-    computed[:, 0] |= indices.decode_src != 0
-    return computed
+    """bool [N, T]: the tokens before their row's padding."""
+    return torch.arange(indices.tokens_per_decode, device=indices.device) < indices.decode_len[:, None]
+
+
+def decode_targets(indices: StateIndices) -> Tensor:
+    """[N, T]: the block for the state after each token, or 0: nothing is stored for padding."""
+    return torch.where(computed_decode_tokens(indices), indices.decode_dst, 0)
 
 
 def computed_tokens(indices: StateIndices) -> Tensor:

@@ -19,11 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from mambacache.kernels import StateIndices
+from mambacache.kernels import StateIndices, StateTensor
 from mambacache.models import gated_delta_net, mamba1, mamba2
 from mambacache.models.attention import ATTENTION, kv_layer
 from mambacache.models.kimi_delta_attention import KimiDeltaAttention
-from mambacache.models.layer import ForwardContext, KVLayer, Mixer, StateTensor, forward_context
+from mambacache.models.layer import ForwardContext, KVLayer, Mixer, forward_context
 from mambacache.models.short_conv import ShortConv
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacache.kernels import conv1d, gated_rms_norm, kda
-from mambacache.models.layer import StateTensor, current_context
+from mambacache.kernels import StateTensor, conv1d, gated_rms_norm, kda
+from mambacache.models.layer import current_context
 from mambacache.models.projection import fuse
 
 

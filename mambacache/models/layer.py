@@ -6,25 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
 
-from mambacache.kernels import StateIndices
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """One tensor of a recurrent layer's state, without the dimension of blocks."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one state's share, without alignment."""
-        return prod(self.shape) * self.dtype.itemsize
+from mambacache.kernels import StateIndices, StateTensor
 
 
 @dataclass(frozen=True)

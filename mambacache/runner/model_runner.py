@@ -8,11 +8,12 @@ from itertools import islice
 
 import torch
 
+from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model
 from mambacache.plan import StepPlan
 from mambacache.runner.device_batch import DeviceBatch
+from mambacache.runner.kv_pages import KVPages
 from mambacache.runner.sampler import RowSampling, sample, score
-from mambacache.runner.state_pool import KVPages, StatePool
 
 Logprobs = dict[int, float]
 """Log probabilities of one position: of the token that stands or was sampled there, then of the most likely ones."""
@@ -60,17 +61,18 @@ class ModelRunner:
         Returns:
             For each row what it gives.
         """
-        for source, target in plan.kv_copies:
-            for page in (page for layer in self.pages for page in layer):
-                page[target] = page[source]
-        batch = DeviceBatch.build(plan, sampling, self.states.buffer.device)
-        logits = self.model.logits(batch.indices, self.states.layers, self.pages)
-        tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters)
-        scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
-        scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples]])
-        columns = (scored, *score(logits[scored_at], scored, batch.num_top))
-        scores = list(zip(*(column.tolist() for column in columns), strict=True))
-        return _by_rows(tokens.tolist(), scores, batch, sampling)
+        with torch.cuda.device_of(self.states.buffer):  # where Triton launches, whatever its arguments lie on
+            for source, target in plan.kv_copies:
+                for page in (page for layer in self.pages for page in layer):
+                    page[target] = page[source]
+            batch = DeviceBatch.build(plan, sampling, self.states.buffer.device)
+            logits = self.model.logits(batch.indices, self.states.layers, self.pages)
+            tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters)
+            scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
+            scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples]])
+            columns = (scored, *score(logits[scored_at], scored, batch.num_top))
+            scores = list(zip(*(column.tolist() for column in columns), strict=True))
+            return _by_rows(tokens.tolist(), scores, batch, sampling)
 
 
 def _by_rows(

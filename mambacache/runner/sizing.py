@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mambacache.config import EngineConfig
+from mambacache.kernels import state_bytes
+from mambacache.kernels.device import check_hopper
 from mambacache.models.adapt import Model
-from mambacache.runner.state_pool import kv_block_bytes, state_bytes
+from mambacache.runner.kv_pages import kv_block_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +145,8 @@ def resolve_device(device: str) -> str:
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if device != "cpu" and device.split(":")[0] != "cuda":
-        raise ValueError(f"device is {device!r}: set it to auto, cpu or cuda")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device is {device!r}: set it to auto, cpu or cuda, or to one of several such as cuda:1")
     return device
 
 
@@ -151,11 +154,19 @@ def present_device(device: str) -> str:
     """`resolve_device`, of a device that is here.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: there is no such device, or the kernels are not made for it.
     """
     resolved = resolve_device(device)
-    if resolved != "cpu" and not torch.cuda.is_available():
+    if resolved == "cpu":
+        return resolved
+    if not torch.cuda.is_available():
         raise ValueError(f"device is {device!r} and there is no CUDA device here: set it to auto or cpu")
+    index, count = torch.device(resolved).index, torch.cuda.device_count()
+    if index is None:
+        index = torch.cuda.current_device()
+    if index >= count:
+        raise ValueError(f"device is {device!r}, but the last of the {count} CUDA devices here is cuda:{count - 1}")
+    check_hopper(index)
     return resolved
 
 

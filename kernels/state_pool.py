@@ -1,19 +1,32 @@
-"""Device memory of states and of attention's keys and values."""
+"""Device memory of states: what one layer's share of a state is made of, and the pool of all states."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from math import prod
 
 import torch
-
-from mambacache.models.layer import KVLayer, StateTensor
 
 ALIGNMENT = 256
 """Bytes at whose multiples every tensor of a slab begins."""
 
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a recurrent layer's state, without the dimension of blocks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one state's share, without alignment."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
 StateLayers = Sequence[Sequence[StateTensor]]
-KVPages = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def state_bytes(layers: StateLayers) -> int:
@@ -67,22 +80,6 @@ class StatePool:
         slabs = buffer[: slots * self.block_bytes].view(slots, self.block_bytes)
         offsets = accumulate((_padded(tensor) for layer in layers for tensor in layer), initial=0)
         self.layers = [tuple(_view(slabs, tensor, next(offsets)) for tensor in layer) for layer in layers]
-
-
-def kv_block_bytes(layers: Sequence[KVLayer], block_size: int) -> int:
-    """Bytes of one KV block: `block_size` tokens' keys and values of all attention layers."""
-    return sum(block_size * x.heads * (x.key_dim + x.value_dim) * x.dtype.itemsize for x in layers)
-
-
-def allocate_kv_pages(
-    layers: Sequence[KVLayer], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-) -> KVPages:
-    """For each attention layer its key pages [num_blocks + 1, block_size, heads, key_dim] and value pages."""
-
-    def pages(layer: KVLayer, dim: int) -> torch.Tensor:
-        return torch.empty(num_blocks + 1, block_size, layer.heads, dim, dtype=layer.dtype, device=device)
-
-    return [(pages(layer, layer.key_dim), pages(layer, layer.value_dim)) for layer in layers]
 
 
 def _padded(tensor: StateTensor) -> int:

@@ -1,0 +1,98 @@
+"""Decode rows at addresses that never move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernel_cases import Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
+from kernel_ops import OPS
+from mambacache.kernels import DecodeBuffers, StateIndices
+
+DECODE = ("decode_src", "decode_len", "decode_dst", "decode_conv_src", "decode_conv_offset", "decode_boundary_index")
+WIDTH, MAX_ROWS = 3, 9
+
+
+def rows_of(count: int) -> list[Row]:
+    """Rows of 3, 1, 2, 3, ... tokens, each with four blocks of its own."""
+    lengths = [(3, 1, 2)[i % 3] for i in range(count)]
+    return [
+        Row(n, 4 * i + 1, tuple(range(4 * i + 2, 4 * i + 2 + n)), conv_offset=i % 2, boundary_index=1 if n > 1 else -1)
+        for i, n in enumerate(lengths)
+    ]
+
+
+def test_rows_beyond_the_plan_are_null() -> None:
+    buffers = StateIndices.decode_buffers(MAX_ROWS, WIDTH, "cpu")
+    assert isinstance(buffers, DecodeBuffers)
+    for count, padded in ((5, 8), (2, 4), (0, 8), (9, 9), (3, 3), (0, 0)):
+        arrays = plan_arrays(rows_of(count), [])
+        indices = buffers.fill(arrays, padded)
+        counts = indices.num_decodes, indices.tokens_per_decode, indices.num_prefills, indices.num_tokens
+        assert counts == (padded, WIDTH, 0, padded * WIDTH)
+        for name in DECODE:
+            values = getattr(indices, name).numpy()
+            null = -1 if name == "decode_boundary_index" else 0
+            assert len(values) == padded and (values[count:] == null).all()
+            assert count == 0 or np.array_equal(values[:count], arrays[name])
+        assert indices.query_start_loc.tolist() == [padded * WIDTH] and indices.seq_chunk_start.tolist() == [0]
+
+
+def test_addresses_never_move() -> None:
+    buffers = StateIndices.decode_buffers(MAX_ROWS, WIDTH, "cpu")
+    seen: dict[int, StateIndices] = {}
+    addresses = set()
+    for padded in (4, 8, 4, 9, 8):
+        indices = buffers.fill(plan_arrays(rows_of(3), []), padded)
+        assert seen.setdefault(padded, indices) is indices
+        addresses.add(tuple(getattr(indices, name).data_ptr() for name in (*DECODE, "query_start_loc")))
+    assert len(addresses) == 1
+    assert buffers.fill({}, 4) is seen[4] and not seen[4].decode_len.any()
+
+
+@pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
+def test_padded_rows_change_nothing(make: Callable[[], Op]) -> None:
+    op, rows = make(), rows_of(4)
+    arrays = plan_arrays(rows, [])
+    states = random(19, *op.state_shape, seed=3, dtype=torch.float32)
+    results = []
+    for indices in (
+        StateIndices.from_arrays(arrays, "cpu"),
+        StateIndices.decode_buffers(MAX_ROWS, WIDTH, "cpu").fill(arrays, 6),
+    ):
+        pool = Pool(op.state_shape, torch.float32)
+        pool.state[1:20] = states
+        inputs = op.inputs(indices.num_tokens, torch.float32)
+        for name, x in inputs.items():
+            inputs[name] = torch.full_like(x, torch.nan)
+            for start, row in zip(row_starts(rows, []), rows, strict=True):
+                inputs[name][start : start + row.length] = op.inputs(row.length, torch.float32, seed=start)[name]
+        results.append((op.run(inputs, pool.state, indices), pool.slab))
+    (plain, slab), (padded, padded_slab) = results
+    assert_bitwise(padded[: len(plain)], plain)
+    assert_bitwise(padded_slab, slab)
+    assert not padded[len(plain) :].any()
+
+
+@pytest.mark.parametrize(
+    ("decodes", "prefills", "padded", "change", "message"),
+    [
+        (rows_of(5), (), 4, {}, "5 decode rows do not fit into 4 padded rows of buffers that hold 9"),
+        (rows_of(2), (), 10, {}, "2 decode rows do not fit into 10 padded rows of buffers that hold 9"),
+        ([Row(1, 1, (2, 3))], (), 4, {}, "The decode rows have 2 tokens, but the buffers were made for 3"),
+        (rows_of(1), [Row(5, 0, (2,))], 4, {}, "The step has 1 prefill rows, which decode buffers do not hold"),
+        (rows_of(1), (), 4, {"decode_len": int32([4])}, "decode_len goes from 4 to 4, but decode_dst has 3 tokens"),
+        (rows_of(2), (), 4, {"decode_conv_src": int32([1])}, "decode_conv_src has 1 entries where the other arrays"),
+        (rows_of(1), (), 4, {"decode_src": np.zeros(1)}, "decode_src is float64, but index arrays must be int32"),
+    ],
+)
+def test_other_rows_are_refused(
+    decodes: Sequence[Row], prefills: Sequence[Row], padded: int, change: dict[str, Any], message: str
+) -> None:
+    buffers = StateIndices.decode_buffers(MAX_ROWS, WIDTH, "cpu")
+    with pytest.raises(ValueError, match=message):
+        buffers.fill(plan_arrays(decodes, prefills) | change, padded)

@@ -1,0 +1,73 @@
+"""Which devices the ops and the engine take, as far as a machine without one can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mambacache import LLM
+from mambacache.kernels import backend, device, reference
+from mambacache.runner.sizing import present_device
+
+
+class FakeGpuTensor:
+    """As much of a tensor on a GPU as decides who serves it."""
+
+    is_cuda = True
+
+    def __init__(self, index: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.index, self.dtype = index, dtype
+
+    def get_device(self) -> int:
+        return self.index
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two H200 and an A100; the first one is the current device."""
+    names = {"is_available": lambda: True, "device_count": lambda: 3, "current_device": lambda: 0}
+    names["get_device_capability"] = lambda index: (8, 0) if index == 2 else (9, 0)
+    names["get_device_name"] = lambda index: "NVIDIA A100" if index == 2 else "NVIDIA H200"
+    for name, function in names.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    device.check_hopper.cache_clear()
+    yield
+    device.check_hopper.cache_clear()
+
+
+NOT_HOPPER = "^cuda:2 is an NVIDIA A100 of compute capability 8.0, and the kernels are made for 9.x, which is Hopper: "
+
+
+def test_ops_refuse_a_gpu_that_is_not_hopper(gpus: None) -> None:
+    with pytest.raises(ValueError, match=NOT_HOPPER):
+        backend.backend(FakeGpuTensor(2))
+    assert backend.backend(FakeGpuTensor(2, torch.float64)) is reference  # plain torch
+
+
+def test_ops_refuse_a_gpu_that_is_not_the_current_one(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match=r"on cuda:1, but the current device is cuda:0: .* under torch.cuda.device\(1\)"
+    ):
+        backend.backend(FakeGpuTensor(1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert backend.backend(FakeGpuTensor(1)).__name__ == "mambacache.kernels.gpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("cuda:2", NOT_HOPPER),
+        ("cuda:3", "device is 'cuda:3', but the last of the 3 CUDA devices here is cuda:2"),
+        ("cuda:one", "device is 'cuda:one': set it to auto, cpu or cuda, or to one of several such as cuda:1"),
+    ],
+)
+def test_the_engine_refuses_devices_at_its_start(gpus: None, text_model: Path, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(text_model, device=name)
+
+
+def test_devices_that_serve(gpus: None) -> None:
+    assert [present_device(name) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda", "cuda", "cuda:1", "cpu"]
