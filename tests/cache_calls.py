@@ -5,6 +5,7 @@ from __future__ import annotations
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan
+from mambacache.report import Hit, Wait
 
 
 def make(**options: int | bool | None) -> PrefixCache:
@@ -19,8 +20,8 @@ def allocate(cache: PrefixCache, request_id: str, num_tokens: int, drafts: tuple
 
 def run_step(cache: PrefixCache, request_id: str, num_tokens: int, sampled: int | None = None) -> StepPlan:
     plan = cache.plan([allocate(cache, request_id, num_tokens)])
-    cache.issued(plan)
-    cache.accept(plan, {} if sampled is None else {request_id: [sampled]})
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {} if sampled is None else {request_id: [sampled]})
     return plan
 
 
@@ -33,4 +34,11 @@ def hit(cache: PrefixCache, tokens: list[int]) -> int:
 
 def started(cache: PrefixCache, request_id: str, tokens: list[int], **options: bool | str) -> None:
     cache.add(request_id, tokens, **options)  # type: ignore[arg-type]
-    assert cache.admit(request_id) is not None
+    assert isinstance(cache.admit(request_id), Hit)
+
+
+def waits_for(cache: PrefixCache, request_id: str) -> str | None:
+    """Whose prefix keeps a request waiting."""
+    found = cache.admit(request_id)
+    assert isinstance(found, Wait) and found.reason == "prefix" and cache.waits(request_id)
+    return found.on

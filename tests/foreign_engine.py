@@ -74,9 +74,9 @@ class ForeignEngine:
         covered = 0
         while tuple(job.tokens[: covered + BLOCK]) in self.kv_store and covered + BLOCK <= len(job.tokens):
             covered += BLOCK
-        job.hit = self.cache.admit(name, kv_tokens=covered)
-        if job.hit is not None:
-            ends = range(BLOCK, job.hit.num_tokens + 1, BLOCK)
+        if isinstance(found := self.cache.admit(name, kv_tokens=covered), Hit):
+            job.hit = found
+            ends = range(BLOCK, found.num_tokens + 1, BLOCK)
             blocks = [self.kv_store[tuple(job.tokens[:end])] for end in ends]
             empty = torch.empty(2, self.model.config.num_key_value_heads, 0, self.model.config.head_dim)
             job.kv = [torch.cat([empty, *(kv[i] for kv in blocks)], 2) for i in range(len(self.attention_layers))]
@@ -96,10 +96,10 @@ class ForeignEngine:
         logits = self.model(
             ids, position_ids=positions, logits_to_keep=self.indices.logits_index, use_cache=False
         ).logits
-        self.cache.issued(self.plan)
+        self.cache.issued(self.plan.steps)
         sampled = iter(logits[0].argmax(-1).tolist())
         tokens = {row.request_id: [next(sampled)] for row in self.plan.steps if row.samples}
-        self.cache.accept(self.plan, tokens)
+        self.cache.accept(self.plan.steps, tokens)
         for row in self.plan.steps:
             job = self.jobs[row.request_id]
             job.answer += tokens.get(row.request_id, [])

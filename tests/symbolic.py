@@ -103,6 +103,12 @@ class StepFailed(Exception):
     """What a failing step raises."""
 
 
+def pages_of(arrays: dict[str, np.ndarray], row: int) -> np.ndarray:
+    """The row's part of the block table."""
+    starts = arrays["block_table_start"]
+    return arrays["block_table"][starts[row] : starts[row + 1]]
+
+
 @dataclass
 class _Row:
     """One sequence's part of a step, as the arrays tell it."""
@@ -162,12 +168,12 @@ class SymbolicRunner:
     def poison_page(self, block: int) -> None:
         self.kv_written[block * self._size : (block + 1) * self._size] = False
 
-    def execute(self, plan: StepPlan, answers: Sequence[int], fail: bool = False) -> list[list[int]]:
+    def execute(self, plan: StepPlan, answers: Sequence[int | range], fail: bool = False) -> list[list[int]]:
         """Runs a step.
 
         Args:
             answers: for each row how many tokens are sampled after its last token: 0 for none, 1 for one after each of
-                a decode row's tokens.
+                a decode row's tokens; or which branches of its answer, where a prompt ends.
             fail: tear all that the step writes, and raise StepFailed.
         """
         arrays = plan.arrays
@@ -193,20 +199,21 @@ class SymbolicRunner:
         if attention:
             self._write_kv(rows, arrays, tokens)
         outputs = []
-        for index, (row, wanted) in enumerate(zip(rows, answers, strict=True)):
+        branches = [each if isinstance(each, range) else range(each) for each in answers]
+        for index, (row, wanted) in enumerate(zip(rows, branches, strict=True)):
             exact_until = row.start + row.num_tokens
             sums = np.zeros(row.num_tokens, dtype=np.uint64)
             if attention:
                 own = arrays["kv_slot"][row.flat]
-                sums, exact_until = self._read_kv(row, arrays["block_table"][index], int(arrays["kv_len"][index]), own)
-            exact = self._exact(row, exact_until, finishes=wanted > 0)
+                sums, exact_until = self._read_kv(row, self._pages(arrays, index), int(arrays["kv_len"][index]), own)
+            exact = self._exact(row, exact_until, finishes=len(wanted) > 0)
             self._write_states(row, tokens, exact)
             if attention:
                 self.kv_exact[own[own >= 0]] = exact[own >= 0]
             outputs.append(self._sample(row, sums, wanted))
             if outputs[-1]:
                 self._sampled[ids[index]] = outputs[-1][0]
-        self._check_logits(arrays["logits_index"], plan, rows, answers)
+        self._check_logits(arrays["logits_index"], plan, rows, branches)
         return outputs
 
     # --- the rows ---
@@ -217,7 +224,8 @@ class SymbolicRunner:
         positions = arrays["positions"]
         for i in range(count):
             dst = arrays["decode_dst"][i].tolist()
-            used = width - dst[::-1].index(next(b for b in reversed(dst) if b))
+            used = int(arrays["decode_len"][i])
+            assert not any(dst[used:])
             flat = slice(i * width, i * width + used)
             assert all(dst[:used]), "a decode token without dst"
             start = int(positions[flat.start])
@@ -327,7 +335,7 @@ class SymbolicRunner:
     def _write_kv(self, rows: Sequence[_Row], arrays: dict[str, np.ndarray], tokens: np.ndarray) -> None:
         readers: dict[int, int] = {}
         for index, length in enumerate(arrays["kv_len"].tolist()):
-            for page in arrays["block_table"][index][: -(-length // self._size)].tolist():
+            for page in self._pages(arrays, index)[: -(-length // self._size)].tolist():
                 readers[page] = index if readers.get(page, index) == index else -1
         for index, row in enumerate(rows):
             slots = arrays["kv_slot"][row.flat]
@@ -339,6 +347,11 @@ class SymbolicRunner:
             self.kv_written[slots] = True
             self.kv_tokens[slots] = tokens[row.flat][mine]
             self.kv_digests[slots] = row.digests[mine]
+
+    def _pages(self, arrays: dict[str, np.ndarray], index: int) -> np.ndarray:
+        """A row's part of the block table."""
+        start, end = arrays["block_table_start"][index : index + 2]
+        return arrays["block_table"][start:end]
 
     def _read_kv(self, row: _Row, table: np.ndarray, length: int, own: np.ndarray) -> tuple[np.ndarray, int]:
         """Sums of the KV digests that each token of a row reads, and the position up to which that KV is exact."""
@@ -358,16 +371,18 @@ class SymbolicRunner:
 
     # --- tokens ---
 
-    def _sample(self, row: _Row, sums: np.ndarray, wanted: int) -> list[int]:
+    def _sample(self, row: _Row, sums: np.ndarray, wanted: range) -> list[int]:
         if not wanted:
             return []
         if row.wide:
             return [_next_token(int(d), int(s)) for d, s in zip(row.digests, sums, strict=True)]
-        return [_next_token(int(row.digests[-1]), int(sums[-1]), branch) for branch in range(wanted)]
+        return [_next_token(int(row.digests[-1]), int(sums[-1]), branch) for branch in wanted]
 
-    def _check_logits(self, offsets: np.ndarray, plan: StepPlan, rows: Sequence[_Row], answers: Sequence[int]) -> None:
+    def _check_logits(
+        self, offsets: np.ndarray, plan: StepPlan, rows: Sequence[_Row], answers: Sequence[range]
+    ) -> None:
         expected: list[int] = []
         for step, row, wanted in zip(plan.steps, rows, answers, strict=True):
-            first = row.flat.start if row.wide or step.prompt_logits else row.flat.stop - (wanted > 0)
+            first = row.flat.start if row.wide or step.prompt_logits else row.flat.stop - bool(wanted)
             expected += range(first, row.flat.stop)
         assert offsets.tolist() == expected

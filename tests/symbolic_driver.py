@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from cache_model import CacheModel, Prefix, common_prefix
-from mambacache.cache.prefix_cache import Hit, PrefixCache
-from mambacache.cache.sequence import CachedSequence
+from mambacache.cache.pool import BlockPool
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.request import CachedRequest, Life
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import SequenceStep, StepPlan
+from mambacache.report import Hit, Wait
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 from symbolic import WINDOW, StepFailed, SymbolicRunner, answer, true_page, true_state
@@ -31,48 +34,79 @@ class CheckedCache(PrefixCache):
             config.num_kv_blocks,
             block_size=config.block_size,
             max_draft_tokens=config.max_draft_tokens,
-            may_write_state=lambda block: self._states.hashes[block] is None and self._states.references[block] == 1,
-            may_write_page=lambda block: self._kv is not None and self._kv.hashes[block] is None,
+            may_write_state=lambda block: self.states.hashes[block] is None and self.states.references[block] == 1,
+            may_write_page=lambda block: self.kv is not None and self.kv.hashes[block] is None,
         )
         self.hits: list[tuple[str, Hit]] = []
-        self._owners: dict[str, CachedSequence] = {}
+        self.rebuilt = 0
+        self._events_seen = 1  # the number of the last one
+        self._owners: dict[str, CachedRequest] = {}
         self._names: dict[tuple[str, bytes], Prefix] = {}
-        self._consumed: dict[str, int] = {}
+        self._consumed: dict[int, int] = {}
+
+    @property
+    def states(self) -> BlockPool:
+        return self._books.pool
+
+    @property
+    def kv(self) -> BlockPool | None:
+        return self._books.pages.pool if self.config.num_kv_blocks else None
+
+    def quietly(self, call: Callable[[], Any]) -> Any:
+        """Calls for the checks' own sake, in which no fault is planted."""
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return call()
+        finally:
+            sys.settrace(trace)
+
+    def _ready(self) -> None:
+        """The books are whole, and what happened to them is known."""
+        self.quietly(self._books.mend)
+        self.sync()
 
     def add(self, request_id: str, token_ids: Sequence[int], **options: Any) -> None:
         super().add(request_id, token_ids, **options)
-        self._owners[request_id] = self._sequences[request_id]
+        self._owners[request_id] = self._requests[request_id]
 
-    def admit(self, request_id: str, *, kv_tokens: int | None = None) -> Hit | None:
-        s = self._sequences[request_id]
+    def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
+        if (known := self._requests.get(request_id)) is None or known.life is not None:
+            return super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
+        self._ready()
+        s = self._requests[request_id]
         prompt = s.salt, s.tokens.tobytes()
         hit, coverage, junction = self.model.match(prompt, kv_tokens) if s.read else (0, 0, 0)
         ceiling = self.model.ceiling(prompt, hit)
-        exact = self.model.exact(prompt, hit)
-        looked = self.match(request_id, kv_tokens=kv_tokens)
+        exact = None if self._books.explainer._host_kv and hit else self.model.exact(prompt, hit)
+        looked = self.quietly(lambda: self.match(request_id, kv_tokens=kv_tokens))
         writer, waits = self._writer(s, hit), s.waits
         found = super().admit(request_id, kv_tokens=kv_tokens)
         self.sync()
         assert (looked.num_tokens, looked.junction, looked.exact) == (hit, junction, exact)
         assert sum(looked.losses.values()) == ceiling - hit, f"{looked}, but the ceiling is {ceiling}"
         assert min(looked.losses.values(), default=1) > 0
-        if found is None:
-            assert not s.running
+        if isinstance(found, Wait):
+            assert s.life is None
             if s.waits is not None and s.waits is not waits:
+                assert found == Wait("prefix", s.waits.writer.request.request_id, s.waits.boundary)
                 self._check_wait(s, s.waits.writer, hit)
-            return None
+            return found
         assert writer is None, f"{request_id} runs though {writer} computes its prefix"
         assert (found.num_tokens, found.junction, found.exact) == (hit, junction, exact)
         assert found.losses == looked.losses
-        if self._kv is not None:
-            assert s.kv_shared * self.config.block_size == coverage
-        report = self.report(request_id)
-        assert report is not None and sum(report.losses.values()) == report.ceiling - report.hit
+        assert s.life is not None and s.life.reported is not None
+        if self.kv is not None:
+            assert s.life.shared_pages * self.config.block_size == coverage
+        report = s.life.reported
+        assert sum(report.losses.values()) == report.ceiling - report.hit
         self.hits.append((request_id, found))
         return found
 
-    def allocate(self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = ()) -> SequenceStep | None:
-        step = super().allocate(request_id, num_tokens, drafts=drafts)
+    def allocate(
+        self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), decode: bool = False
+    ) -> SequenceStep | None:
+        step = super().allocate(request_id, num_tokens, drafts=drafts, decode=decode)
         self.sync()
         return step
 
@@ -81,33 +115,41 @@ class CheckedCache(PrefixCache):
         self.sync()
         return plan
 
-    def issued(self, plan: StepPlan) -> None:
-        super().issued(plan)
-        for step in plan.steps:
-            self._computes(self._sequences[step.request_id], step, 0 if step.drafts else step.num_tokens)
+    def issued(self, steps: Sequence[SequenceStep]) -> None:
+        lives = {step.row: row.life for step in steps if (row := self._rows.get(step.row)) is not None}
+        super().issued(steps)
+        for step in steps:
+            if step.row in lives and not lives[step.row].ended:
+                self._computes(lives[step.row], step, 0 if step.drafts else step.num_tokens)
         self.sync()
+        self.quietly(self.check)
 
-    def accept(self, plan: StepPlan, token_ids: Mapping[str, Sequence[int]]) -> None:
-        super().accept(plan, token_ids)
-        for step in plan.steps:
-            if (s := self._sequences.get(step.request_id)) is not None:
+    def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
+        lives = {step.row: row.life for step in steps if (row := self._rows.get(step.row)) is not None}
+        super().accept(steps, token_ids)
+        for step in steps:
+            if (life := lives.get(step.row)) is not None and not life.ended:
                 fed = zip(step.drafts, token_ids.get(step.request_id, ()), strict=False)
                 agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], fed))
-                self._computes(s, step, agreed + 1 if step.drafts else step.num_tokens)
+                self._computes(life, step, agreed + 1 if step.drafts else step.num_tokens)
         self.sync()
+        self.quietly(self.check)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
         running = super().fork(request_id, children, max_running=max_running)
         for child in children:
-            self._owners[child] = self._sequences[child]
+            self._owners[child] = self._requests[child]
         self.sync()
         return running
 
-    def cancel(self, plan: StepPlan) -> None:
+    def cancel(self, steps: Sequence[SequenceStep]) -> None:
+        self._ready()
         held = self.committed()
-        super().cancel(plan)
-        assert held <= self.committed(), "a failed step loses what was cached"
+        issued = any(row.issue for step in steps if (row := self._rows.get(step.row)) is not None)
+        super().cancel(steps)
+        assert issued or held <= self.committed(), "a failed step loses what was cached"
         self.sync()
+        self.quietly(self.check)
 
     def preempt(self, request_id: str) -> None:
         super().preempt(request_id)
@@ -127,12 +169,27 @@ class CheckedCache(PrefixCache):
 
     def committed(self) -> set[bytes]:
         """Hashes of the cached states and KV blocks."""
-        hashes = [*self._states.hashes, *(self._kv.hashes if self._kv is not None else ())]
+        hashes = [*self.states.hashes, *(self.kv.hashes if self.kv is not None else ())]
         return {block_hash for block_hash in hashes if block_hash is not None}
 
     def sync(self) -> None:
+        self.quietly(self._sync)
+
+    def _sync(self) -> None:
         """Feeds the model with what happened, and poisons what is free."""
-        for event in self.take_events():
+        self._owners |= self._requests
+        events = self.take_events()
+        lost = self._books.ledger._num_events - len(events) - self._events_seen
+        if lost:  # the books were rebuilt
+            first = self._events_seen + lost + 1
+            events = [event for i, event in enumerate(events) if event.number == first + i]
+            self.model.states.clear()
+            self.model.kv.clear()
+            self.model.clear()
+            self._names.clear()
+            self._consumed.clear()
+            self.rebuilt += 1
+        for event in events:
             held = self.model.states if event.kind == "state" else self.model.kv
             if event.action == "removed":
                 del held[self._names.pop((event.kind, event.block_hash))]
@@ -145,9 +202,10 @@ class CheckedCache(PrefixCache):
             assert prefix not in held
             self._names[event.kind, event.block_hash] = prefix
             held[prefix] = self._check_stored(event.kind, event.block_hash, prefix[1])
-        self.runner.written[self._states._free] = False
-        if self._kv is not None:
-            self.runner.kv_written.reshape(-1, self.config.block_size)[self._kv._free] = False
+        self._events_seen = self._books.ledger._num_events
+        self.runner.written[self.states._free] = False
+        if self.kv is not None:
+            self.runner.kv_written.reshape(-1, self.config.block_size)[self.kv._free] = False
 
     def check_contents(self) -> None:
         """Every committed block still holds what its hash stands for."""
@@ -156,29 +214,27 @@ class CheckedCache(PrefixCache):
 
     def check_no_leak(self) -> None:
         """Once no request is left, every block is free or may be evicted."""
-        assert not self._sequences and not self._running
-        for pool in filter(None, (self._states, self._kv)):
+        assert not self._requests and not self._rows
+        self.check()
+        for pool in filter(None, (self.states, self.kv)):
             assert not any(pool.references)
             assert pool.num_free + pool.num_evictable == pool.num_blocks
             assert pool.num_evictable == pool.num_committed
-        assert self._planner._unwritten == 0
-        if self._planner.table is not None:
-            assert len(self._planner.table._free_rows) == len(self._planner.table.blocks)
 
     def _check_stored(self, kind: str, block_hash: bytes, tokens: bytes) -> bool:
         runner, count = self.runner, len(tokens) // 4
         if kind == "state":
-            block = self._states.lookup(block_hash)
+            block = self.states.lookup(block_hash)
             if block is None:
                 return False  # it was removed again, as the next events tell
             digest, window = true_state(tokens, count)
             assert runner.written[block] and int(runner.states[block]) == digest, "a state of other tokens is committed"
             assert runner.windows[block, :WINDOW].tolist() == window, "a conv window of other tokens is committed"
             exact = bool(runner.exact[block])
-            assert self._states.exact[block] == exact
+            assert self.states.exact[block] == exact
             return exact
-        assert self._kv is not None
-        block = self._kv.lookup(block_hash)
+        assert self.kv is not None
+        block = self.kv.lookup(block_hash)
         if block is None:
             return False
         size = self.config.block_size
@@ -187,41 +243,44 @@ class CheckedCache(PrefixCache):
         assert runner.kv_written[page].all()
         assert (held == true_page(tokens, count - size, count)).all(), "KV of other tokens is committed"
         exact = bool(runner.kv_exact[page].all())
-        assert self._kv.exact[block] == exact
+        assert self.kv.exact[block] == exact
         return exact
 
-    def _computes(self, s: CachedSequence, step: SequenceStep, count: int) -> None:
+    def _computes(self, life: Life, step: SequenceStep, count: int) -> None:
         """A step has consumed `count` of its tokens, of which the last may become known later."""
-        if s.stale or s.epoch != step.epoch:
+        s = life.request
+        if s.stale:
             return
-        life = f"{s.request_id} {s.epoch}"
-        self._consumed[life] = end = max(self._consumed.get(life, 0), step.start + count)
+        self._consumed[life.number] = end = max(self._consumed.get(life.number, 0), step.start + count)
         tokens = s.tokens.tobytes()[: end * 4]
-        self.model.computes(life, (s.salt, tokens))
+        self.model.computes(f"{s.request_id} {life.number}", (s.salt, tokens))
         size = self.config.block_size
         for end in range(len(tokens) // 4 // size * size, 0, -size) if s.store else ():
             if (prefix := (s.salt, tokens[: end * 4])) in self.model.seen:
                 break
             self.model.seen.add(prefix)
 
-    def _writer(self, s: CachedSequence, hit: int) -> str | None:
+    def _writer(self, s: CachedRequest, hit: int) -> str | None:
         """Who is about to compute a longer prefix of this request than it hits."""
         if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
             return None
-        for other in self._running.values():
+        for other in self._requests.values():
+            if (life := other.life) is None:
+                continue
             writes = other.store and not other.stale and other.salt == s.salt
-            if writes and self._shared(s, other) > max(hit, other.computed):
+            if writes and self._shared(s, other) > max(hit, life.computed):
                 return other.request_id
         return None
 
-    def _shared(self, s: CachedSequence, other: CachedSequence) -> int:
+    def _shared(self, s: CachedRequest, other: CachedRequest) -> int:
         common = min(common_prefix(s.tokens.tobytes(), other.tokens.tobytes()), len(s.tokens) - 1)
         return common // self.config.block_size * self.config.block_size
 
-    def _check_wait(self, s: CachedSequence, other: CachedSequence, hit: int) -> None:
-        assert self.waits_for(s.request_id) == other.request_id and self._running[other.request_id] is other
+    def _check_wait(self, s: CachedRequest, life: Life, hit: int) -> None:
+        other = life.request
+        assert other.life is life
         assert s.read and other.store and not other.stale and self.config.max_checkpoints != 0
-        assert self._shared(s, other) > max(hit, other.computed)
+        assert self._shared(s, other) > max(hit, life.computed)
 
 
 @dataclass
@@ -285,7 +344,7 @@ class Driver:
                 self.submit(arrivals.pop(0))
             for index, job in enumerate(mix.jobs):
                 for k in range(job.n if job.aborts is not None and job.aborts <= self.steps else 0):
-                    self.scheduler.abort(f"{index}.{k}")
+                    self.abort(f"{index}.{k}")
             if self.steps in mix.resets:
                 self.cache.reset()
             self.step()
@@ -306,6 +365,9 @@ class Driver:
             self._expected[request.request_id] = self.expected(job, k)
         self.scheduler.add(answers[0])
 
+    def abort(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+
     def expected(self, job: Job, k: int = 0) -> list[int]:
         return answer(job.prompt, job.max_tokens, attention=self.config.num_kv_blocks > 0, stop=job.stop, branch=k)
 
@@ -325,7 +387,8 @@ class Driver:
             outputs = self.cache.runner.execute(plan, wanted, fail=bad or self.steps in self.mix.fails)
         except StepFailed as error:
             alone = [step.request_id for step in plan.steps] if len(plan.steps) == 1 else []
-            assert [request.request_id for request in self.scheduler.failed(plan, error)] == alone
+            ended = [r.request_id for r in self.scheduler.failed(plan, error) if r.finish_reason is FinishReason.ERROR]
+            assert set(ended) == set(alone)
             return
         self.tokens_computed += sum(step.num_tokens for step in plan.steps)
         self.scheduler.issued(plan)
@@ -337,7 +400,7 @@ class Driver:
         plan, outputs = self.plans.popleft()
         self.scheduler.update(plan, outputs)
         for request in self.scheduler._running:
-            assert request.in_flight or request.computed == self.cache._running[request.request_id].computed
+            assert self.cache.runs(request.request_id)
 
     def check(self) -> None:
         """After the end: the tokens of every request, no leak, and no committed block that changed."""
@@ -360,10 +423,12 @@ class Driver:
         assert report is not None
         return report.hit
 
-    def _answers(self, step: SequenceStep) -> int:
+    def _answers(self, step: SequenceStep) -> range:
         if not step.samples:
-            return 0
-        return 1 + len(self.scheduler.requests[step.request_id].siblings)
+            return range(0)
+        request = self.scheduler.requests[step.request_id]
+        k = int(step.request_id.split(".")[1]) if not request.output else 0  # one that was not forked begins on its own
+        return range(k, k + 1 + len(request.siblings))
 
     def _draft(self, request: Request, limit: int) -> list[int]:
         done = len(request.output)

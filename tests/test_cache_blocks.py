@@ -5,9 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from cache_calls import allocate, make, run_step, started
-from mambacache.cache.batch_arrays import BlockTable
-from mambacache.cache.sequence import CachedSequence
+from mambacache.plan import StepPlan
+from mambacache.report import Hit
 from symbolic import text
+
+
+def table_of(plan: StepPlan) -> np.ndarray:
+    """The block table of rows that have equally many pages."""
+    starts = plan.arrays["block_table_start"]
+    assert len(set(np.diff(starts))) == 1
+    return plan.arrays["block_table"].reshape(len(starts) - 1, -1)
 
 
 def test_block_row_shows_states_like_a_sparse_block_table() -> None:
@@ -30,7 +37,7 @@ def test_block_row_of_a_request_whose_tokens_are_in_flight() -> None:
     started(cache, "a", text(62))
     for num_tokens in (62, 1, 1, 1):
         step = allocate(cache, "a", num_tokens)
-        cache.issued(cache.plan([step]))
+        cache.issued(cache.plan([step]).steps)
     assert cache.block_row("a") == [0, step.dst[0]]
 
 
@@ -64,27 +71,27 @@ def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() ->
     assert len({step.src for step in steps}) == 1
     assert len({step.dst[0] for step in steps} | {steps[0].src}) == 4
     plan = cache.plan(steps)
-    table = plan.arrays["block_table"]
+    table = table_of(plan)
     assert plan.kv_copies == ((table[0, 1], table[1, 1]), (table[0, 1], table[2, 1]))
     assert len(set(table[:, 0])) == 1 and len(set(table[:, 1])) == 3
     assert plan.arrays["tokens"].tolist() == [1, 2, 3]
-    cache.issued(plan)
-    cache.accept(plan, {"a": [1], "b": [1], "c": [1]})
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {"a": [1], "b": [1], "c": [1]})
     assert cache.plan([allocate(cache, name, 1) for name in "abc"]).kv_copies == ()
     found = cache.admit("d")
-    assert found is not None and found.num_tokens == 64
+    assert isinstance(found, Hit) and found.num_tokens == 64
 
 
 def test_a_page_is_kept_until_it_was_copied() -> None:
     cache = make(num_kv_blocks=3)
     started(cache, "a", text(100))
-    page = run_step(cache, "a", 100, 1).arrays["block_table"][0, 1]
+    page = table_of(run_step(cache, "a", 100, 1))[0, 1]
     cache.fork("a", {"b": 2})
     cache.free("a", finished=True)
     assert cache.stats.kv_blocks["free"] == 0
     plan = cache.plan([allocate(cache, "b", 1)])
     assert [source for source, _ in plan.kv_copies] == [page]
-    cache.issued(plan)
+    cache.issued(plan.steps)
     assert cache.stats.kv_blocks["free"] == 1
 
 
@@ -95,18 +102,20 @@ def test_fork_without_room_for_a_page() -> None:
     assert cache.fork("a", {"b": 2}) == []
     cache.free("a", finished=True)
     found = cache.admit("b")
-    assert found is not None and found.num_tokens == 64
+    assert isinstance(found, Hit) and found.num_tokens == 64
     assert allocate(cache, "b", 37).samples
 
 
 def test_allocate_gives_none_and_changes_nothing_without_room() -> None:
-    cache = make(num_kv_blocks=3, num_state_blocks=2)
+    cache = make(num_kv_blocks=3, num_state_blocks=6, max_draft_tokens=3)
     started(cache, "a", text(60))
     run_step(cache, "a", 60, 1)
     started(cache, "b", text(60, 1))
     run_step(cache, "b", 60, 1)
     before = cache.stats.kv_blocks, cache.stats.state_blocks
-    assert cache.allocate("b", 1, drafts=[1] * 3) is None  # no state blocks for the drafts
+    allocated = allocate(cache, "a", 1, (1, 1, 1))
+    assert cache.allocate("b", 1, drafts=[1]) is None  # no state blocks for the drafts
+    cache.drop(allocated)
     assert (cache.stats.kv_blocks, cache.stats.state_blocks) == before
     for i in range(4):
         run_step(cache, "a", 1, i)
@@ -127,26 +136,27 @@ def test_the_arrays_of_a_mixed_batch() -> None:
     steps = [allocate(cache, "c", 150), allocate(cache, "b", 1), allocate(cache, "a", 1, (7, 8))]
     plan = cache.plan(steps)
     arrays = plan.arrays
+    steps = [next(step for step in plan.steps if step.request_id == name) for name in "cba"]
     assert [step.request_id for step in plan.steps] == ["b", "a", "c"]
     assert (plan.num_decodes, plan.tokens_per_decode) == (2, 3)
     c, b, a = steps
     expected = {
         "decode_src": [b.src, a.src], "decode_dst": [[b.dst[0], 0, 0], [*a.dst]], "decode_boundary_index": [-1, -1],
-        "decode_conv_src": [b.src, a.src], "decode_conv_offset": [0, 0],
+        "decode_conv_src": [b.src, a.src], "decode_conv_offset": [0, 0], "decode_len": [1, 3],
         "query_start_loc": [6, 156], "context_len": [100], "src": [c.src], "conv_src": [c.src], "conv_offset": [0],
         "chunk_seq": [0, 0, 0], "chunk_start": [6, 34, 98], "seq_chunk_start": [0, 3],
         "chunk_dst": [0, c.checkpoints[192], c.dst[0]],
         "tokens": [1, 0, 0, 1, 7, 8, *text(250, 3)[100:]], "positions": [30, 0, 0, 20, 21, 22, *range(100, 250)],
-        "kv_len": [31, 23, 250], "logits_index": [0, 3, 4, 5, 155],
+        "kv_len": [31, 23, 250], "block_table_start": [0, 1, 2, 6], "logits_index": [0, 3, 4, 5, 155],
     }  # fmt: skip
     assert {name: arrays[name].tolist() for name in expected} == expected
     table = arrays["block_table"]
-    assert table.shape == (3, 4)
-    slots = [table[0, 0] * 64 + 30, -1, -1, *(table[1, 0] * 64 + np.arange(20, 23))]
-    slots += [table[2, p // 64] * 64 + p % 64 for p in range(100, 250)]
+    assert arrays["block_table_start"].tolist() == [0, 1, 2, 6] and len(table) == 6
+    slots = [table[0] * 64 + 30, -1, -1, *(table[1] * 64 + np.arange(20, 23))]
+    slots += [table[2 + p // 64] * 64 + p % 64 for p in range(100, 250)]
     assert arrays["kv_slot"].tolist() == slots
     assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
-    assert set(arrays) == {*expected, "block_table", "kv_slot"}
+    assert set(arrays) == {*expected, "block_table", "block_table_start", "kv_slot"}
 
 
 def test_pages_that_others_wrote_are_not_written_again() -> None:
@@ -165,22 +175,5 @@ def test_pages_that_others_wrote_are_not_written_again() -> None:
 def test_all_logits_of_a_prompt_on_request() -> None:
     cache = make()
     started(cache, "a", text(100), read=False)
-    step = allocate(cache, "a", 60)
-    step.prompt_logits = True
+    step = allocate(cache, "a", 60)._replace(prompt_logits=True)
     assert cache.plan([step]).arrays["logits_index"].tolist() == [*range(60)]
-
-
-def test_the_block_table_grows_and_reuses_rows() -> None:
-    table = BlockTable()
-    sequences = []
-    for i in range(5):
-        s = CachedSequence(str(i), np.array([]), 0, "", (), True, True, [])  # type: ignore[arg-type]
-        s.row = table.take_row()
-        for block in range(i + 1):
-            table.append(s, 10 * i + block)
-        sequences.append(s)
-    assert len({s.row for s in sequences}) == 5
-    for i, s in enumerate(sequences):
-        assert table.blocks[s.row, : i + 1].tolist() == s.kv == [10 * i + block for block in range(i + 1)]
-    table.give_row(sequences[2].row)
-    assert table.take_row() == sequences[2].row

@@ -41,9 +41,9 @@ def test_cache_config_takes_the_least_that_works(drafts: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1}, "temperature is -1: set it to 0"),
-        ({"top_k": -1}, "top_k is -1: set it to 0"),
-        ({"top_p": 0}, "top_p is 0: set it above 0"),
+        ({"temperature": -1}, "temperature is -1.0: set it to 0"),
+        ({"top_k": -2}, "top_k is -2: set it to 1 or more, or to 0 or -1 for all"),
+        ({"top_p": 0}, "top_p is 0.0: set it above 0"),
         ({"top_p": 1.5}, "top_p is 1.5: set it above 0 and at most 1"),
         ({"min_p": -0.1}, "min_p is -0.1: set it between 0 and 1"),
         ({"min_p": 1.1}, "min_p is 1.1: set it between 0 and 1"),
@@ -51,7 +51,6 @@ def test_cache_config_takes_the_least_that_works(drafts: int) -> None:
         ({"n": 0}, "n is 0: set it to 1 or more"),
         ({"logprobs": -1}, "logprobs is -1: set it to 0 or more, or to None"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1: set it to 0 or more, or to None"),
-        ({"stop": "word"}, "stop is a string: give a list of strings"),
         ({"stop": ["word", ""]}, "stop holds an empty string: remove it"),
         ({"checkpoint_at": [64, -1]}, "checkpoint_at holds a negative position: remove it"),
     ],

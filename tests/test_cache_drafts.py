@@ -6,6 +6,7 @@ import pytest
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
+from mambacache.report import Hit
 from symbolic import answer, text
 from symbolic_driver import Driver, Job, Mix, run
 
@@ -55,18 +56,18 @@ def test_a_boundary_after_a_rejected_draft_is_not_committed(tokens: int) -> None
 def test_the_next_step_reads_the_last_accepted_state_and_the_window_of_the_first_block(accepted: int) -> None:
     cache = PrefixCache(CacheConfig(num_state_blocks=20, num_kv_blocks=4, max_draft_tokens=7))
     cache.add("a", text(20))
-    assert cache.admit("a") is not None
+    assert isinstance(cache.admit("a"), Hit)
     drafts = list(range(7))
     first = cache.allocate("a", 20)
     assert first is not None
     plan = cache.plan([first])
-    cache.issued(plan)
-    cache.accept(plan, {"a": [30]})
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {"a": [30]})
     verify = cache.allocate("a", 1, drafts=drafts)
     assert verify is not None
     plan = cache.plan([verify])
-    cache.issued(plan)
-    cache.accept(plan, {"a": [*drafts[:accepted], 31]})
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {"a": [*drafts[:accepted], 31]})
     after = cache.allocate("a", 1)
     assert after is not None and after.start == 21 + accepted
     assert (after.src, after.conv_src, after.conv_offset) == (verify.dst[accepted], verify.dst[0], accepted)

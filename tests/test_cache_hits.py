@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mambacache.cache.report import Loss
+from mambacache.report import Loss
 from symbolic import answer, text
 from symbolic_driver import Driver, Job, Mix, run
 
@@ -55,7 +55,7 @@ def test_near_kv_between_hit_and_coverage_makes_near() -> None:
     # The decoded half of block 1 is near; the third prompt leaves after block 1, where there is KV but no state.
     first = text(100)
     said = answer(first, 100, attention=True)
-    followers = [Job(first + said[:60] + text(40, seed)) for seed in (8, 9)]
+    followers = [Job(first + said[:60] + text(40, seed), arrives=arrives) for seed, arrives in ((8, 150), (9, 200))]
     d = run([Job(first, 100), *followers], max_num_seqs=1)
     assert [(hit.num_tokens, hit.junction, hit.exact) for _, hit in d.cache.hits] == [
         (0, 0, True), (64, 128, True), (128, 0, False),
@@ -66,7 +66,8 @@ def test_near_kv_between_hit_and_coverage_makes_near() -> None:
 @pytest.mark.parametrize("length", [256, 300])
 def test_the_third_prompt_with_a_shared_beginning_hits_all_whole_blocks_of_it(length: int, kind: dict) -> None:
     shared = text(length)
-    d = run([Job(shared + text(90, seed)) for seed in (1, 2, 3)], max_num_seqs=1, budget=8192, **kind)
+    jobs = [Job(shared + text(90, seed), arrives=20 * seed) for seed in (1, 2, 3)]
+    d = run(jobs, budget=8192, **kind)
     assert [d.hit(i) for i in range(3)] == [0, 0, 256]
     assert d.cache.hits[1][1].junction == 256
     report = d.requests[1, 0].report
@@ -96,8 +97,12 @@ def test_salts_separate() -> None:
 
 def test_marked_positions_are_stored_rounded_down() -> None:
     prompt = text(400)
-    jobs = [Job(prompt, marks=(0, 63, 150, 400)), Job(prompt[:140] + text(9, 1)), Job(prompt[:200])]
-    d = run(jobs, max_num_seqs=1, budget=8192)
+    jobs = [
+        Job(prompt, marks=(0, 63, 150, 400)),
+        Job(prompt[:140] + text(9, 1), arrives=20),
+        Job(prompt[:200], arrives=40),
+    ]
+    d = run(jobs, budget=8192)
     assert [d.hit(i) for i in range(3)] == [0, 128, 128]
 
 

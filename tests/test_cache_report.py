@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import Sequence
-from itertools import takewhile
 
 import pytest
 
-from cache_calls import make, run_step
+from cache_calls import allocate, make, run_step, started
+from mambacache.cache.ledger import MAX_EVENTS, Ledger, partition_loss
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.prefix_index import extend_chain, root_hash
-from mambacache.cache.report import ComputedRecord, Loss, RequestReport, common_tokens, partition_loss
 from mambacache.config import CacheConfig
+from mambacache.report import Hit, Loss, RequestReport
 from symbolic import answer, text
 from symbolic_driver import Job, run
 
@@ -56,7 +53,7 @@ def test_granularity() -> None:
 
 def test_no_state_there() -> None:
     # The first prompt's tail is beyond what the second shares with it.
-    assert losses({}, Job(text(300)), Job([*text(200), text(201)[-1] ^ 1]))[1] == {N: 192, G: 8}
+    assert losses({}, Job(text(300)), Job([*text(200), text(201)[-1] ^ 1], arrives=20))[1] == {N: 192, G: 8}
 
 
 def test_evicted_state() -> None:
@@ -80,7 +77,7 @@ def test_evicted_kv_of_a_host() -> None:
 def test_an_eviction_is_forgotten_when_the_state_was_stored_again() -> None:
     prompt = text(30)
     d = run([Job(prompt, 50)], max_num_seqs=1)
-    while d.cache.committed() and d.cache._states.evict():
+    while d.cache.committed() and d.cache.states.evict():
         pass
     later = [Job(prompt, 110), Job(prompt + answer(prompt, 40, attention=True) + [1])]  # gives the state up for 128
     for job in later:
@@ -125,62 +122,6 @@ def test_a_ceiling_counts_what_runs_now_and_what_was_aborted() -> None:
     assert [report.ceiling for report in reports if report is not None] == [0, 128, 192]
 
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def test_common_tokens() -> None:
-    rng = random.Random(0)
-    for _ in range(500):
-        a, b = (array("i", (rng.randrange(2) << 20 for _ in range(rng.randrange(40)))) for _ in range(2))
-        cut = rng.randrange(20)
-        b[:cut] = a[:cut]
-        assert common_tokens(a.tobytes(), b.tobytes()) == shared(a, b)
-
-
-def recorded(record: ComputedRecord, tokens: list[int]) -> None:
-    values = array("i", tokens)
-    chain = [root_hash()]
-    extend_chain(chain, values, 4)
-    for i, block_hash in enumerate(chain[1:]):
-        record.add(chain[i], values[4 * i : 4 * i + 4].tobytes(), block_hash)
-    record.add(chain[-1], values[len(values) // 4 * 4 :].tobytes())
-    record.touch(chain)
-
-
-def longest(record: ComputedRecord, tokens: list[int]) -> int:
-    values = array("i", tokens)
-    chain = [root_hash()]
-    extend_chain(chain, values, 4)
-    return record.longest(chain, values.tobytes())
-
-
-def test_the_record_finds_the_longest_prefix() -> None:
-    rng = random.Random(0)
-    record, done = ComputedRecord(4, 1 << 20), []
-    for _ in range(300):
-        tokens = [rng.choice([1, 256, 1 << 24]) for _ in range(rng.randrange(1, 14))]
-        assert longest(record, tokens) == max((shared(other, tokens) for other in done), default=0)
-        recorded(record, tokens)
-        done.append(tokens)
-
-
-def test_the_record_is_bounded_and_forgets_the_ends_of_old_chains_first() -> None:
-    record = ComputedRecord(4, 20)
-    recorded(record, [1] * 12)
-    recorded(record, [2] * 12)
-    assert longest(record, [2] * 12) == 12
-    assert longest(record, [1] * 12) < 12
-    assert record._num_tokens <= 20
-    record.set_fate(b"a", E)
-    assert record.fate(b"a") is E
-    for i in range(10):
-        record.set_fate(bytes([i]), C)
-    assert record.fate(b"a") is None and len(record._fates) <= 5
-    record.clear_fate(bytes([9]))
-    assert record.fate(bytes([9])) is None
-
-
 def test_losses_add_up_with_a_record_of_few_tokens() -> None:
     rng = random.Random(0)
     cache = PrefixCache(CacheConfig(num_state_blocks=6, num_kv_blocks=9, record_tokens=300, max_seen_blocks=2))
@@ -188,35 +129,35 @@ def test_losses_add_up_with_a_record_of_few_tokens() -> None:
         name, prompt = str(i), text(rng.choice([64, 130, 200])) + text(rng.randrange(100), rng.randrange(4))
         cache.add(name, prompt)
         hit = cache.admit(name)
-        assert hit is not None
+        assert isinstance(hit, Hit)
         step = cache.allocate(name, len(prompt) - hit.num_tokens)
         assert step is not None
         plan = cache.plan([step])
-        cache.issued(plan)
-        cache.accept(plan, {name: [1]})
+        cache.issued(plan.steps)
+        cache.accept(plan.steps, {name: [1]})
         cache.free(name, finished=True)
     stats = cache.stats
     assert sum(stats.losses.values()) == stats.ceiling_tokens - stats.hit_tokens
     assert 0 < stats.hit_tokens < stats.ceiling_tokens
-    assert cache._record._num_tokens <= 300 and len(cache._record._fates) <= 300 // 64 + 1
+    assert cache._books.ledger._record.num_tokens <= 300 and len(cache._books.ledger._fates) <= 300 // 64 + 1
 
 
 def test_events_tell_where_a_prefix_is_cached() -> None:
     cache = PrefixCache(CacheConfig(num_state_blocks=4, num_kv_blocks=4))
     cache.add("a", text(130))
-    assert cache.admit("a") is not None
+    assert isinstance(cache.admit("a"), Hit)
     step = cache.allocate("a", 130)
     assert step is not None
     plan = cache.plan([step])
     assert cache.take_events() == []  # nothing is readable before the step is issued
-    cache.issued(plan)
+    cache.issued(plan.steps)
     events = cache.take_events()
     assert [(e.action, e.kind, e.num_tokens, e.request_id) for e in events] == [
         ("stored", "state", 128, "a"), ("stored", "kv", 64, "a"), ("stored", "kv", 128, "a"),
     ]  # fmt: skip
     assert events[0].block_hash == events[2].block_hash != events[1].block_hash
     assert cache.take_events() == []
-    cache.accept(plan, {"a": [1]})
+    cache.accept(plan.steps, {"a": [1]})
     cache.free("a", finished=True)
     cache.reset()
     assert sorted((e.action, e.kind, e.num_tokens) for e in cache.take_events()) == [
@@ -227,13 +168,72 @@ def test_events_tell_where_a_prefix_is_cached() -> None:
 def test_the_stats_count_blocks_by_status() -> None:
     cache = PrefixCache(CacheConfig(num_state_blocks=4, num_kv_blocks=5))
     cache.add("a", text(130))
-    assert cache.admit("a") is not None
+    assert isinstance(cache.admit("a"), Hit)
     step = cache.allocate("a", 130)
     assert step is not None
     plan = cache.plan([step])
     assert cache.stats.state_blocks == {"free": 2, "writing": 2, "committed": 0, "evictable": 0}
-    cache.issued(plan)
+    cache.issued(plan.steps)
     assert cache.stats.state_blocks == {"free": 2, "writing": 1, "committed": 1, "evictable": 1}
     assert cache.stats.kv_blocks == {"free": 2, "writing": 1, "committed": 2, "evictable": 0}
     host = PrefixCache(CacheConfig(num_state_blocks=4))
     assert host.stats.kv_blocks == {}
+
+
+def test_the_stats_are_a_snapshot() -> None:
+    cache = make()
+    before = cache.stats
+    started(cache, "a", text(130))
+    run_step(cache, "a", 130, 1)
+    assert (before.requests, before.prompt_tokens, sum(before.state_blocks.values())) == (0, 0, 16)
+    before.losses[Loss.EVICTED] = 7
+    assert cache.stats.requests == 1 and cache.stats.losses[Loss.EVICTED] == 0
+
+
+def test_event_numbers_show_a_gap_where_events_were_lost() -> None:
+    ledger = Ledger(64, 1000, on=True)
+    for i in range(MAX_EVENTS + 5):
+        ledger.stored("kv", i.to_bytes(16, "big"), 64, "a")
+    events = ledger.take_events()
+    assert len(events) == MAX_EVENTS and events[0].number == 7  # the first is 2: a reader begins with nothing
+    ledger.removed("kv", bytes(16), evicted=False)
+    assert ledger.take_events()[0].number == events[-1].number + 1
+
+
+def test_the_fates_of_states_are_bounded() -> None:
+    ledger = Ledger(4, 20, on=True)
+    ledger.removed("state", b"a", evicted=True)
+    assert ledger.fate(b"a") is Loss.EVICTED
+    for i in range(10):
+        ledger.refused(bytes([i]))
+    assert ledger.fate(b"a") is None and len(ledger._fates) <= 5
+    ledger.stored("state", bytes([9]), 4, "a")
+    assert ledger.fate(bytes([9])) is None
+
+
+def test_without_accounting_the_same_is_cached_and_nothing_is_told() -> None:
+    caches = [make(accounting=on) for on in (True, False)]
+    for cache in caches:
+        for name in "ab":
+            started(cache, name, text(200))
+            run_step(cache, name, cache.progress(name).prefill_end - cache.progress(name).computed, 1)
+    told, silent = caches
+    assert told.stats.requests == 2 and told.take_events()
+    assert silent.stats.requests == 0 and silent.take_events() == []
+    assert silent.report("b") == RequestReport(200, 192, 192, {})
+    assert [cache.stats.state_blocks for cache in caches] == [told.stats.state_blocks] * 2
+
+
+def test_a_withdrawn_admission_leaves_no_report() -> None:
+    cache = make()
+    started(cache, "a", text(200))
+    allocate(cache, "a", 200)
+    cache.withdraw("a")
+    cache.check()
+    assert cache.report("a") is None and cache.stats.requests == cache.stats.preemptions == 0
+    assert cache.stats.state_blocks["free"] == 16
+    assert isinstance(cache.admit("a"), Hit)
+    run_step(cache, "a", 200, 1)
+    with pytest.raises(RuntimeError, match="request 'a' has run since its admission: preempt it instead"):
+        cache.withdraw("a")
+    assert cache.stats.requests == 1

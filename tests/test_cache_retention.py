@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 
+from mambacache.cache.policy import Policy, Wish
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import Retention, Wish
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import Request
@@ -40,7 +40,7 @@ def resume(d: Driver, *jobs: Job) -> None:
 
 
 def test_wishes_between_two_positions() -> None:
-    retention = Retention(64, 128)
+    retention = Policy(64, 128, 10)
     wishes = {64: Wish.TAIL, 256: Wish.MARKED, 320: Wish.JUNCTION}
     assert retention.tail(1) == retention.tail(64) == 0
     assert retention.tail(65) == retention.tail(128) == 64
@@ -49,7 +49,7 @@ def test_wishes_between_two_positions() -> None:
     assert retention.wish(wishes, 256) is Wish.MARKED
     assert retention.wish(wishes, 128) is Wish.INTERVAL
     assert retention.wish(wishes, 192) is None
-    assert [Retention.hot(wish) for wish in (*Wish, None)] == [True, True, True, True, False, False]
+    assert [Policy.hot(wish) for wish in (*Wish, None)] == [True, True, True, True, False, False]
 
 
 def test_of_several_answers_boundaries_the_last_is_kept() -> None:
@@ -175,9 +175,9 @@ def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
 def test_the_states_of_one_prompt_are_evicted_from_its_end() -> None:
     d = run([Job(text(300), 1, marks=(64, 128, 192))], max_num_seqs=1, num_state_blocks=5, budget=8192)
     assert cached(d) == [64, 128, 192, 256]
-    d.cache._states.evict()
+    d.cache.states.evict()
     assert finds(d, text(300)) == 192
-    d.cache._states.evict()
+    d.cache.states.evict()
     assert finds(d, text(300)) == 128
 
 
@@ -193,8 +193,8 @@ def test_kv_is_evicted_from_its_end_and_takes_the_states_with_it() -> None:
 def test_the_last_state_of_an_answer_is_kept_for_the_next_turn_once_it_finished(finished: bool) -> None:
     d = run([Job(text(30), 50, aborts=None if finished else 45)], max_num_seqs=1)
     assert cached(d) == [64]
-    block = next(block for block, block_hash in enumerate(d.cache._states.hashes) if block_hash is not None)
-    assert d.cache._states.hot[block] is finished
+    block = next(block for block, block_hash in enumerate(d.cache.states.hashes) if block_hash is not None)
+    assert d.cache.states.hot[block] is finished
 
 
 def test_a_chat_outlives_the_cold_states_of_others() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cache_calls import allocate, hit, make, run_step, started
+from cache_calls import allocate, hit, make, run_step, started, waits_for
 from mambacache.plan import PLACEHOLDER
+from mambacache.report import Hit, Wait
 from symbolic import text
 
 # --- requests ---
@@ -51,13 +52,13 @@ def test_admit_takes_all_or_nothing() -> None:
     cache = make(num_kv_blocks=3, num_state_blocks=4)
     started(cache, "a", text(100))
     cache.add("b", text(100, 1))
-    assert cache.admit("b") is None  # the first lacks two of the three pages
-    assert cache.waits_for("b") is None
+    assert cache.admit("b") == Wait("no room")  # the first lacks two of the three pages
     assert cache.stats.kv_blocks == {"free": 3, "writing": 0, "committed": 0, "evictable": 0}
     assert cache.stats.state_blocks["free"] == 3
     cache.free("a", finished=False)
-    assert cache.admit("b") is not None
-    assert cache.admit("b") is None  # it runs already
+    assert isinstance(cache.admit("b"), Hit)
+    with pytest.raises(RuntimeError, match="request 'b' runs already: preempt it before it is admitted again"):
+        cache.admit("b")
 
 
 def test_admit_needs_a_state_block_beside_the_hit() -> None:
@@ -68,7 +69,7 @@ def test_admit_needs_a_state_block_beside_the_hit() -> None:
     started(cache, "b", text(10, 1))
     cache.add("c", text(70))
     assert cache.match("c").num_tokens == 64
-    assert cache.admit("c") is None
+    assert isinstance(cache.admit("c"), Wait)
     assert hit(cache, text(70)) == 64
 
 
@@ -103,7 +104,7 @@ def test_nothing_is_readable_before_its_step_is_issued() -> None:
     started(cache, "a", text(200))
     plan = cache.plan([allocate(cache, "a", 200)])
     assert hit(cache, text(200)) == 0
-    cache.issued(plan)
+    cache.issued(plan.steps)
     assert hit(cache, text(200)) == 192
 
 
@@ -112,17 +113,17 @@ def test_a_state_of_tokens_that_are_not_known_waits_for_them() -> None:
     said = [*range(2, 10)]
     started(cache, "a", text(62))
     first = cache.plan([allocate(cache, "a", 62)])
-    cache.issued(first)
+    cache.issued(first.steps)
     second = cache.plan([allocate(cache, "a", 1)])  # its token is still being sampled
     assert second.arrays["tokens"].tolist() == [PLACEHOLDER]
-    cache.issued(second)
-    cache.accept(first, {"a": said[:1]})
+    cache.issued(second.steps)
+    cache.accept(first.steps, {"a": said[:1]})
     third = cache.plan([allocate(cache, "a", 1)])
-    cache.issued(third)  # the state after 64 tokens, the last of which is unknown
+    cache.issued(third.steps)  # the state after 64 tokens, the last of which is unknown
     assert hit(cache, text(62) + said) == 0
     rotated = cache.plan([allocate(cache, "a", 1)])
     assert rotated.steps[0].src == third.steps[0].dst[0] != rotated.steps[0].dst[0]
-    cache.accept(second, {"a": said[1:2]})
+    cache.accept(second.steps, {"a": said[1:2]})
     assert hit(cache, text(62) + said) == 64
 
 
@@ -136,14 +137,14 @@ def test_a_state_that_waits_for_its_tokens_gives_way_to_a_tail() -> None:
     plans = []
     for num_tokens in (62, 1, 1):
         plans.append(cache.plan([allocate(cache, "a", num_tokens)]))
-        cache.issued(plans[-1])
+        cache.issued(plans[-1].steps)
     started(cache, "c", text(5, 2))  # takes the last block but the tail
     step = allocate(cache, "a", 1)
     assert step.src == step.dst[0] == plans[-1].steps[0].dst[0]
     plans.append(cache.plan([step]))
-    cache.issued(plans[-1])
+    cache.issued(plans[-1].steps)
     for plan, token in zip(plans, said, strict=False):
-        cache.accept(plan, {"a": [token]})
+        cache.accept(plan.steps, {"a": [token]})
     assert hit(cache, text(62) + said) == 0  # the block has gone on
     assert hit(cache, text(70, 1)) == 64
     for request_id in "ac":
@@ -155,11 +156,11 @@ def test_a_cancelled_step_commits_nothing_and_takes_the_running_block() -> None:
     cache = make()
     started(cache, "a", text(200))
     run_step(cache, "a", 64)
-    cache.cancel(cache.plan([allocate(cache, "a", 136)]))
+    cache.cancel(cache.plan([allocate(cache, "a", 136)]).steps)
     assert hit(cache, text(200)) == 64
     assert cache.stats.state_blocks == {"free": 15, "writing": 0, "committed": 1, "evictable": 1}
     found = cache.admit("a")
-    assert found is not None and found.num_tokens == 64
+    assert isinstance(found, Hit) and found.num_tokens == 64
 
 
 def test_a_row_with_drafts_is_accepted_before_the_next() -> None:
@@ -167,10 +168,10 @@ def test_a_row_with_drafts_is_accepted_before_the_next() -> None:
     started(cache, "a", text(62))
     run_step(cache, "a", 62, 5)
     plan = cache.plan([allocate(cache, "a", 1, (6,))])
-    cache.issued(plan)
+    cache.issued(plan.steps)
     with pytest.raises(RuntimeError, match="request 'a' has drafts in flight: accept that step before the next one"):
         cache.allocate("a", 1)
-    cache.accept(plan, {"a": [9]})
+    cache.accept(plan.steps, {"a": [9]})
     allocate(cache, "a", 1)
 
 
@@ -179,12 +180,12 @@ def test_tokens_of_a_request_that_was_preempted_meanwhile_are_kept() -> None:
     started(cache, "a", text(62))
     run_step(cache, "a", 62, 5)
     plan = cache.plan([allocate(cache, "a", 1, (6, 7, 8))])
-    cache.issued(plan)
+    cache.issued(plan.steps)
     cache.preempt("a")
-    assert cache.admit("a") is None  # until what the step gives is known
-    cache.accept(plan, {"a": [6, 7, 9]})
+    assert isinstance(cache.admit("a"), Wait)  # until what the step gives is known
+    cache.accept(plan.steps, {"a": [6, 7, 9]})
     assert cache.stats.state_blocks["free"] == cache.stats.kv_blocks["free"] == 16
-    assert cache.admit("a") is not None
+    assert isinstance(cache.admit("a"), Hit)
     assert cache.plan([allocate(cache, "a", 66)]).arrays["tokens"].tolist() == [*text(62), 5, 6, 7, 9]
 
 
@@ -194,8 +195,8 @@ def test_a_reset_between_planning_and_issuing_commits_nothing() -> None:
     plan = cache.plan([allocate(cache, "a", 200)])
     assert plan.steps[0].checkpoints
     cache.reset()
-    cache.issued(plan)
-    cache.accept(plan, {"a": [1]})
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {"a": [1]})
     assert cache.take_events() == []
     cache.free("a", finished=True)
     assert cache.stats.state_blocks["free"] == cache.stats.kv_blocks["free"] == 16
@@ -206,18 +207,18 @@ def test_after_a_reset_running_requests_finish_and_waiting_ones_start_anew() -> 
     started(cache, "a", text(200))
     run_step(cache, "a", 128)
     cache.add("b", text(200))
-    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    assert waits_for(cache, "b") == "a"
     cache.reset()
-    assert cache.waits_for("b") is None
+    assert not cache.waits("b")
     found = cache.admit("b")
-    assert found is not None and (found.num_tokens, found.losses) == (0, {})
+    assert isinstance(found, Hit) and (found.num_tokens, found.losses) == (0, {})
     assert run_step(cache, "a", 72, 1).steps[0].start == 128
     assert hit(cache, text(200)) == 0
     run_step(cache, "b", 200, 1)
     assert hit(cache, text(200)) == 192
     cache.preempt("a")
     again = cache.admit("a")
-    assert again is not None and again.num_tokens == 192  # of the new generation
+    assert isinstance(again, Hit) and again.num_tokens == 192  # of the new generation
 
 
 # --- checkpoints ---
@@ -238,7 +239,7 @@ def test_an_exact_state_is_stored_beside_a_near_one_of_the_same_step() -> None:
     run_step(cache, "a", 10)
     plan = cache.plan([allocate(cache, "a", 190), allocate(cache, "b", 200)])
     assert [sorted(step.checkpoints) for step in plan.steps] == [[192], [192]]
-    cache.issued(plan)
+    cache.issued(plan.steps)
     cache.add("c", text(200))
     assert cache.match("c").exact
 
@@ -261,9 +262,9 @@ def test_a_resumed_request_stores_the_tail_of_its_prompt_and_its_own() -> None:
     for i in range(40):
         run_step(cache, "a", 1, i)
     cache.preempt("a")
-    while cache._states.evict():
+    while cache._books.pool.evict():
         pass
-    assert cache.admit("a") is not None
+    assert isinstance(cache.admit("a"), Hit)
     assert sorted(run_step(cache, "a", 141, 1).steps[0].checkpoints) == [64, 128]
 
 
@@ -276,11 +277,11 @@ def test_a_promised_boundary_is_stored_and_hit() -> None:
     started(cache, "a", shared + text(100, 1))
     cache.add("b", shared + text(100, 2))
     assert cache.match("b").waits_for == "a"
-    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    assert waits_for(cache, "b") == "a"
     step = run_step(cache, "a", 250, 1).steps[0]
     assert sorted(step.checkpoints) == [128, 192]
     found = cache.admit("b")
-    assert found is not None and found.num_tokens == 128
+    assert isinstance(found, Hit) and found.num_tokens == 128
 
 
 @pytest.mark.parametrize("options", [{"read": False}, {"salt": "x"}])
@@ -313,10 +314,10 @@ def test_a_promise_does_not_outlive_the_life_that_gave_it() -> None:
     shared = text(150)
     started(cache, "a", shared + text(100, 1))
     cache.add("b", shared + text(100, 2))
-    assert cache.admit("b") is None
+    assert isinstance(cache.admit("b"), Wait)
     cache.preempt("a")
-    assert cache.admit("a") is not None
-    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    assert isinstance(cache.admit("a"), Hit)
+    assert waits_for(cache, "b") == "a"
     assert sorted(run_step(cache, "a", 250, 1).steps[0].checkpoints) == [128, 192]
 
 
@@ -325,11 +326,11 @@ def test_waiting_ends_when_the_writer_got_no_block() -> None:
     shared = text(150)
     started(cache, "a", shared + text(100, 1))
     cache.add("b", shared + text(100, 2))
-    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    assert waits_for(cache, "b") == "a"
     started(cache, "c", text(5, 3))
     assert run_step(cache, "a", 250, 1).steps[0].checkpoints == {}
     cache.free("c", finished=True)
-    assert cache.admit("b") is not None
+    assert isinstance(cache.admit("b"), Hit)
 
 
 def test_waiting_ends_when_the_state_is_there() -> None:
@@ -337,11 +338,11 @@ def test_waiting_ends_when_the_state_is_there() -> None:
     shared = text(150)
     started(cache, "a", shared + text(100, 1))
     cache.add("b", shared + text(100, 2))
-    assert cache.admit("b") is None
+    assert isinstance(cache.admit("b"), Wait)
     started(cache, "c", shared + text(10, 3), read=False, checkpoint_at=(128,))  # type: ignore[arg-type]
     run_step(cache, "c", 160, 1)
     found = cache.admit("b")
-    assert found is not None and found.num_tokens == 128
+    assert isinstance(found, Hit) and found.num_tokens == 128
 
 
 def test_waiting_for_the_next_token_of_an_answer() -> None:
@@ -349,10 +350,10 @@ def test_waiting_for_the_next_token_of_an_answer() -> None:
     started(cache, "a", text(63))
     run_step(cache, "a", 63, 7)
     cache.add("b", [*text(63), 7, 8])
-    assert cache.admit("b") is None and cache.waits_for("b") == "a"
+    assert waits_for(cache, "b") == "a"
     run_step(cache, "a", 1, 9)
     found = cache.admit("b")
-    assert found is not None and found.num_tokens == 64
+    assert isinstance(found, Hit) and found.num_tokens == 64
 
 
 def test_waiting_ends_with_the_writer() -> None:
@@ -360,6 +361,6 @@ def test_waiting_ends_with_the_writer() -> None:
         cache = make()
         started(cache, "a", text(200))
         cache.add("b", text(200))
-        assert cache.admit("b") is None
+        assert isinstance(cache.admit("b"), Wait)
         end(cache)
-        assert cache.admit("b") is not None
+        assert isinstance(cache.admit("b"), Hit)

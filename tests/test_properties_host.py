@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan
+from mambacache.report import Hit
 from symbolic import VOCAB, answer, text
 from symbolic_driver import CheckedCache
 from test_properties import mixes
@@ -64,12 +65,12 @@ class Host:
             return
         plan = self.cache.plan(steps)
         if self.rng.random() < 0.02:
-            self.cache.cancel(plan)
+            self.cache.cancel(plan.steps)
             for step in steps:
                 self.running.remove(step.request_id)
             return
         outputs = self.cache.runner.execute(plan, [int(step.samples) for step in plan.steps])
-        self.cache.issued(plan)
+        self.cache.issued(plan.steps)
         for step in steps:
             self.in_flight[step.request_id] = self.in_flight.get(step.request_id, 0) + step.samples
         self.plans.append((plan, outputs))
@@ -78,12 +79,12 @@ class Host:
 
     def admit(self, request_id: str) -> None:
         covered = self.rng.randint(0, 300) if self.keeps_kv else None
-        if self.cache.admit(request_id, kv_tokens=covered) is not None:
+        if isinstance(self.cache.admit(request_id, kv_tokens=covered), Hit):
             self.running.append(request_id)
 
     def row(self, request_id: str) -> SequenceStep | None:
-        s = self.cache._sequences[request_id]
-        left = s.prefill_end - s.computed
+        progress = self.cache.progress(request_id)
+        left = progress.prefill_end - progress.computed
         if left > 0:
             return self.cache.allocate(request_id, self.rng.choice([left, self.rng.randint(1, left), min(left, 64)]))
         room = ANSWER - len(self.answers[request_id]) - self.in_flight.get(request_id, 0)
@@ -110,7 +111,7 @@ class Host:
                         break
                     taken.append(token)
                 accepted[step.request_id] = taken
-        self.cache.accept(plan, accepted)
+        self.cache.accept(plan.steps, accepted)
         for request_id, taken in accepted.items():
             self.in_flight[request_id] -= 1
             self.answers[request_id] += taken

@@ -67,7 +67,8 @@ def test_a_preempted_request_resumes_from_its_deepest_state() -> None:
     for _ in range(58):
         d.step()
     d.cache.preempt("0.0")
-    d.scheduler._queue_again(d.scheduler.requests["0.0"])
+    d.scheduler._running.clear()
+    d.scheduler._line.push(d.scheduler.requests["0.0"])
     while not d.scheduler.idle:
         d.step()
     d.check()

@@ -137,7 +137,8 @@ def test_further_answers_of_a_request_that_was_preempted_meanwhile() -> None:
     s.scheduler.issued(plan)
     assert s.scheduler.schedule() is None  # b begins where the prompt ends, so a does not go on yet
     s.cache.preempt("a")
-    s.scheduler._queue_again(request)
+    s.scheduler._running.remove(request)
+    s.scheduler._line.push(request)
     s.scheduler.update(plan, [[5, 6]])
     plan = s.plan()
     assert rows(plan) == [("a", 64, 37), ("b", 64, 37)]
@@ -180,14 +181,14 @@ def test_all_logits_of_the_prompt_skip_the_hit() -> None:
 
 def test_stops() -> None:
     prompt = text(10)
-    request = Request("a", prompt, SamplingParams(max_tokens=4), frozenset([7]), lambda token: token == 9)
-    assert request.take([1, 2]) == [1, 2] and request.finish_reason is None
-    assert request.take([7, 3]) == [7] and request.finish_reason is FinishReason.STOP
-    request = Request("a", prompt, SamplingParams(max_tokens=4), completes_stop=lambda token: token == 9)
-    assert request.take([1, 9, 3]) == [1, 9] and request.finish_reason is FinishReason.STOP
+    request = Request("a", prompt, SamplingParams(max_tokens=4), frozenset([7]), lambda _, token: token == 9)
+    assert request.until_stop([1, 2]) == ([1, 2], None)
+    assert request.until_stop([7, 3]) == ([7], FinishReason.STOP)
+    request = Request("a", prompt, SamplingParams(max_tokens=4), completes_stop=lambda _, token: token == 9)
+    assert request.until_stop([1, 9, 3]) == ([1, 9], FinishReason.STOP)
     request = Request("a", prompt, SamplingParams(max_tokens=2))
-    assert request.take([1, 2, 3]) == [1, 2] and request.finish_reason is FinishReason.LENGTH
-    assert request.num_tokens == 12
+    assert request.until_stop([1, 2, 3]) == ([1, 2], FinishReason.LENGTH)
+    assert request.output == []
 
 
 # --- scheduling ahead ---
@@ -235,7 +236,7 @@ def test_the_one_that_fails_alone_ends_with_the_error() -> None:
     assert [r.finish_reason for r in d.requests.values()] == [FinishReason.LENGTH] * 2 + [
         FinishReason.ERROR, FinishReason.LENGTH,
     ]  # fmt: skip
-    assert d.requests[2, 0].error == "the step fails"
+    assert d.requests[2, 0].error == "StepFailed: the step fails"
 
 
 def test_what_was_cached_survives_a_failed_step() -> None:

@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import count
 
-from mambacache.cache.batch_arrays import build_plan
-from mambacache.cache.block_pool import BlockPool
-from mambacache.cache.matcher import Hit, Matcher
-from mambacache.cache.prefix_index import PrefixIndex, extend_chain, root_hash
-from mambacache.cache.report import CacheEvent, CacheStats, ComputedRecord, Loss, RequestReport
-from mambacache.cache.retention import Retention, Wish
-from mambacache.cache.sequence import CachedSequence
-from mambacache.cache.state_planner import StatePlanner
+from mambacache.cache.arrays import build_plan
+from mambacache.cache.books import Books
+from mambacache.cache.request import CachedRequest, Life, Row
+from mambacache.cache.rows import Rows, check_fork, check_next_row
+from mambacache.checks import accepted_tokens, block_keys, boundaries, check_bounds, check_integer, prompt_array
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan
-
-__all__ = ["Hit", "PrefixCache"]
-
-MAX_EVENTS = 1 << 16
+from mambacache.report import CacheEvent, CacheStats, Hit, Progress, RequestReport, Wait
 
 
 class PrefixCache:
     """Which prefixes are cached where, and which blocks every row of every step reads and writes.
 
-    Host integers only. A request's life: `add`, then `admit` until it returns a hit, then for each step `chunk`,
-    `allocate`, and for all rows together `plan`, the forward pass, `issued`, `accept`; at last `free`. Between
-    `allocate` and `issued` (or `cancel`) a row's request is neither preempted nor freed. Blocks beside the running
-    state are taken only if there are any: without room fewer states are cached, and `None` says that a row or a
-    request has to wait, or another one to be preempted.
+    Host integers only; for one thread. A request's way: `add`, then `admit` until it returns a hit, then for each step
+    `chunk`, `allocate`, and for all rows together `plan`, the forward pass, `issued`, `accept`; at last `free`. A row
+    belongs to one life of its request, from an admission to the next `preempt` or `free`, which may come at any moment:
+    what comes later for such a row changes nothing but that its blocks are given back, and its tokens noted.
+
+    A call that is out of order or out of range raises, in one sentence, before anything changed: ValueError for
+    arguments, RuntimeError for the order. If an exception breaks off a call half-way (Ctrl-C), the next one finds the
+    requests and their tokens as they were, all of them preempted, and an empty cache.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self._stats = CacheStats()
-        self._events: deque[CacheEvent] = deque(maxlen=MAX_EVENTS)
-        self._record = ComputedRecord(config.block_size, config.record_tokens)
-        self._states = BlockPool(config.num_state_blocks, self._state_removed)
-        self._kv = BlockPool(config.num_kv_blocks, self._kv_removed) if config.num_kv_blocks else None
-        self._index = PrefixIndex(self._states, self._kv, config.max_seen_blocks, config.strict_reuse)
-        self._retention = Retention(config.block_size, config.checkpoint_interval)
-        self._planner = StatePlanner(
-            config, self._states, self._kv, self._index, self._retention, self._record, self._stats, self._events
-        )
-        self._sequences: dict[str, CachedSequence] = {}
-        self._running: dict[str, CachedSequence] = {}
-        self._matcher = Matcher(config, self._states, self._kv, self._index, self._record, self._running)
-        self._generation = 0
+        self._requests: dict[str, CachedRequest] = {}
+        self._rows = Rows(self._requests)
+        self._life_numbers = count(1)
+        self._books = Books(config, self._requests, self._rows)
 
     # --- requests ---
 
@@ -57,6 +44,7 @@ class PrefixCache:
         token_ids: Sequence[int],
         *,
         salt: str = "",
+        extra_keys: Iterable[tuple[int, object]] = (),
         checkpoint_at: Iterable[int] = (),
         read: bool = True,
         store: bool = True,
@@ -64,76 +52,83 @@ class PrefixCache:
         """Hashes a prompt; takes no block.
 
         Args:
+            token_ids: integers from 0 on, in a sequence, a numpy array or a tensor.
             salt: requests with different salts share nothing.
+            extra_keys: (position, key) pairs; a key enters the hash of its position's block, by its repr (an image).
             checkpoint_at: token positions, rounded down to blocks, whose state is worth a block.
             read: whether the request may use what is cached.
             store: whether what it computes is cached.
 
         Raises:
-            ValueError: the prompt is empty, or the id is taken.
+            ValueError: the prompt is empty, or too long for the KV pool; the id is taken; an argument is of no use.
         """
-        if not len(token_ids):
-            raise ValueError(f"request {request_id!r} has an empty prompt: give it at least one token")
-        if request_id in self._sequences:
-            raise ValueError(f"request id {request_id!r} is in use: choose another, or free that request first")
+        self._books.mend()
         size = self.config.block_size
-        marks = tuple(position // size * size for position in checkpoint_at)
-        tokens = array("i", token_ids)
-        s = CachedSequence(request_id, tokens, len(tokens), salt, marks, read, store, self._chain(tokens, salt))
-        self._sequences[request_id] = s
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is in use: choose another, or free that request first")
+        tokens = prompt_array(request_id, token_ids, self.config.num_kv_blocks * size)
+        keys, marks = block_keys(extra_keys, len(tokens), size), boundaries(checkpoint_at, size)
+        chain = self._books.chain(tokens, salt, keys)
+        request = CachedRequest(
+            request_id, size, tokens, len(tokens), salt, keys, marks, bool(read), bool(store), chain
+        )
+        with self._books:
+            self._requests[request_id] = request
+            self._books.lookup.wait(request)
 
-    def match(self, request_id: str, *, kv_tokens: int | None = None) -> Hit:
+    def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
         """Looks up what a request would hit now; changes nothing.
 
         Args:
             kv_tokens: tokens that the host's own KV covers; required if the model has attention and the host keeps KV.
+            max_tokens: the host's own bound on the hit.
         """
-        s = self._sequences[request_id]
-        match = self._matcher.match(s, kv_tokens)
-        promise = self._matcher.find_writer(s, match)
-        return self._matcher.hit(s, match, None if promise is None else promise.writer.request_id)
+        request = self._known(request_id)
+        check_bounds(self.config, kv_tokens, max_tokens)
+        with self._books as books:  # the ledger notes first what it has not yet
+            return books.explainer.hit(request, books.find(request, kv_tokens, max_tokens))
 
-    def admit(self, request_id: str, *, kv_tokens: int | None = None) -> Hit | None:
-        """Takes references to all that is hit, and a block for the running state, in one act.
+    def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
+        """Takes references to all that is hit, and a block for the running state, in one act. Arguments as of `match`.
 
-        Returns:
-            None, and nothing is taken: there is no room, or another request computes the prefix (`waits_for` tells).
+        Raises:
+            RuntimeError: the request runs.
         """
-        s = self._sequences[request_id]
-        if s.running or s.in_flight or self._matcher.still_waits(s):
-            return None
-        s.waits = None
-        if not self._states.num_available:
-            return None
-        match = self._matcher.match(s, kv_tokens)
-        s.waits = self._matcher.find_writer(s, match)
-        if s.waits is not None:
-            s.waits.writer.wishes[s.waits.boundary] = Wish.PROMISED
-            self._stats.waits += 1
-            return None
-        hit_block = self._states.lookup(s.chain[match.hit]) or 0 if match.hit else 0
-        shared = self._matcher.shared_kv(s, match)
-        if not self._has_room(s, hit_block, shared):
-            return None
-        hit = self._matcher.hit(s, match)
-        if s.report is None:
-            ceiling = hit.num_tokens + sum(hit.losses.values())
-            s.report = RequestReport(len(s.tokens), hit.num_tokens, ceiling, hit.losses)
-            self._stats.add(s.report)
-        s.near_from = self._matcher.near_from(s, match)
-        self._planner.admit(s, hit_block, hit.num_tokens, shared)
-        s.wishes = self._wishes(s, hit.junction)
-        self._running[request_id] = s
-        return hit
+        request = self._known(request_id)
+        check_bounds(self.config, kv_tokens, max_tokens)
+        if request.life is not None:
+            raise RuntimeError(f"request {request_id!r} runs already: preempt it before it is admitted again")
+        if request.issued or request.leaving is not None:
+            return Wait("in flight")
+        with self._books as books:
+            if (wait := books.still_waits(request)) is not None:
+                return wait
+            if not books.pool.num_available:
+                return Wait("no room")
+            found = books.find(request, kv_tokens, max_tokens)
+            if found.writer is not None:
+                return books.wait_for(request, found)
+            if not books.has_room(request, found):
+                return Wait("no room")
+            hit = books.explainer.hit(request, found)
+            books.admit(request, found, hit, next(self._life_numbers))
+            return hit
 
-    def waits_for(self, request_id: str) -> str | None:
-        """The request whose progress made the last `admit` of this one return None; None if it was lack of room."""
-        waits = self._sequences[request_id].waits
-        return None if waits is None else waits.writer.request_id
+    def waits(self, request_id: str) -> bool:
+        """Whether the prefix that the last `admit` said to wait for is still to come. Costs next to nothing."""
+        return self._books.still_waits(self._known(request_id)) is not None
 
-    def report(self, request_id: str) -> RequestReport | None:
-        """What the cache did for the request at its first admission; None before it."""
-        return self._sequences[request_id].report
+    def withdraw(self, request_id: str) -> None:
+        """Undoes an admission of which nothing ran: no preemption is counted, no report kept.
+
+        Raises:
+            RuntimeError: the request does not run, or a row of this life was issued.
+        """
+        life = self._running(request_id)
+        if life.ran:
+            raise RuntimeError(f"request {request_id!r} has run since its admission: preempt it instead")
+        with self._books as books:
+            books.end_life(life, finished=False)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
         """More answers to a prompt that was just computed: they share its last state and its full KV blocks.
@@ -146,175 +141,229 @@ class PrefixCache:
 
         Returns:
             The ids that run now. The others, for which there is no room, are known, and wait for `admit`.
+
+        Raises:
+            ValueError: an id is in use, or a token is none.
+            RuntimeError: the request has run on, or has no first token yet.
         """
-        parent = self._sequences[request_id]
-        running: list[str] = []
-        for child_id, token in children.items():
-            tokens = parent.tokens[: parent.prompt_len] + array("i", [token])
-            chain = parent.chain[: parent.prompt_len // self.config.block_size + 1]
-            extend_chain(chain, tokens, self.config.block_size)
-            child = CachedSequence(
-                child_id, tokens, parent.prompt_len, parent.salt, (), parent.read, parent.store, chain,
-                report=parent.report, stale=parent.stale,
-            )  # fmt: skip
-            self._sequences[child_id] = child
-            if parent.running and len(running) != max_running and self._planner.fork(parent, child):
-                self._running[child_id] = child
-                running.append(child_id)
-            else:
-                self._rehash_if_stale(child)
-        return running
+        parent = self._known(request_id)
+        check_fork(parent, children, max_running, self._requests)
+        with self._books as books:
+            return books.fork(parent, children, max_running, self._life_numbers)
 
     def preempt(self, request_id: str) -> None:
         """Takes a running request's blocks; it stays known with its tokens and waits for `admit` again."""
-        s = self._running.pop(request_id)
-        self._planner.release(s, finished=False)
-        self._rehash_if_stale(s)
-        self._stats.preemptions += 1
+        life = self._running(request_id)
+        with self._books as books:
+            books.end_life(life, finished=False)
+            books.ledger.preempted()
 
     def free(self, request_id: str, *, finished: bool) -> None:
         """Forgets a request; what it committed stays. `finished` is False for an aborted one."""
-        s = self._sequences.pop(request_id)
-        if self._running.pop(request_id, None) is not None:
-            self._planner.release(s, finished=finished)
+        request = self._known(request_id)
+        with self._books as books:
+            books.forget(request, finished)
+
+    def abandon(self) -> None:
+        """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
+        self._books.mend()
+        with self._books as books:
+            books.abandon()
 
     # --- steps ---
+
+    def progress(self, request_id: str) -> Progress:
+        """How far a running request came."""
+        life = self._running(request_id)
+        return Progress(life.computed, life.prefill_end, life.request.in_flight)
 
     def chunk(self, request_id: str, budget: int) -> int:
         """How many tokens to run now, 1 to `budget`: all that is left of the prompt, else up to the last boundary in
         reach, else the whole budget; 1 for a decoding request."""
-        s = self._running[request_id]
-        left = s.prefill_end - s.computed
+        life = self._running(request_id)
+        check_integer("budget", budget, 1)
+        budget = int(budget)
+        left = life.prefill_end - life.computed
         if left <= 1 or left <= budget:
             return max(left, 1)
         size = self.config.block_size
-        aligned = (s.computed + budget) // size * size - s.computed
+        aligned = (life.computed + budget) // size * size - life.computed
         return aligned if aligned > 0 else budget
 
-    def allocate(self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = ()) -> SequenceStep | None:
+    def allocate(
+        self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), decode: bool = False
+    ) -> SequenceStep | None:
         """The row that runs the next `num_tokens` tokens and then `drafts`, with a block for each state it writes.
 
         After a row with drafts, the next one can be allocated once `accept` was told which of them agreed.
 
+        Args:
+            num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
+            drafts: guesses of the tokens after a decoding request's last one.
+            decode: a prompt's last single token runs in the decode kernels (its state is then near).
+
         Returns:
             None, and nothing has changed: there is no room.
         """
-        return self._planner.allocate(self._running[request_id], num_tokens, tuple(drafts))
+        life = self._running(request_id)
+        guesses = check_next_row(life, num_tokens, drafts, decode, self.config.max_draft_tokens)
+        with self._books as books:
+            row = books.states.allocate(life, int(num_tokens), guesses, decode)
+            if row is None:
+                return None
+            self._rows[row.step.row] = row
+            return row.step
+
+    def drop(self, step: SequenceStep) -> None:
+        """An allocated row is not run: its blocks go back, the request stays admitted."""
+        self._books.mend()
+        row = self._rows.find(step, ending=True)
+        if row is None:
+            return
+        if row.issue:
+            raise RuntimeError(f"the row of request {step.request_id!r} was issued: accept or cancel it")
+        with self._books as books:
+            books.drop(row)
+
+    def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
+        """The rows of a step with their checkpoints, for hosts whose workers order the batch (`plan.layout`)."""
+        self._books.mend()
+        rows = self._rows.to_plan(steps)
+        with self._books as books:
+            books.states.plan_checkpoints(rows)
+            return tuple([
+                row.step._replace(prompt_logits=True) if step.prompt_logits else row.step
+                for row, step in zip(rows, steps, strict=True)
+            ])  # fmt: skip
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
         """The step of all these rows: adds checkpoints inside them and lays out the arrays."""
-        rows = [(self._running[step.request_id], step) for step in steps]
-        self._planner.add_checkpoints(rows)
-        plan = build_plan(rows, self._planner.table, self.config.block_size)
-        plan.kv_copies = tuple((s.kv_source, s.kv[s.kv_shared]) for s, _ in rows if s.kv_source)
-        return plan
+        planned = self.plan_rows(steps)
+        rows = [(step, self._rows[step.row].life) for step in planned]
+        return build_plan(rows, self.config.block_size, with_kv=self.config.num_kv_blocks > 0)
 
-    def issued(self, plan: StepPlan) -> None:
+    def issued(self, steps: Sequence[SequenceStep]) -> None:
         """The forward pass is on the stream: what consists of known tokens becomes readable for later steps."""
-        for step in plan.steps:
-            s = self._running.get(step.request_id)
-            if s is not None:
-                self._planner.issued(s, step)
+        self._books.mend()
+        rows = self._rows.to_issue(steps)
+        with self._books as books:
+            for row in rows:
+                books.issued(row)
 
-    def accept(self, plan: StepPlan, token_ids: Mapping[str, Sequence[int]]) -> None:
-        """The step's tokens have been read.
+    def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
+        """The step's tokens have been read. Rows of one request are accepted in the order in which they were issued.
 
         Args:
             token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
                 request that stopped runs no further step.
         """
-        for step in plan.steps:
-            s = self._sequences.get(step.request_id)
-            if s is not None:
-                self._planner.accept(s, step, token_ids.get(step.request_id, ()))
+        self._books.mend()
+        taken: list[tuple[Row, array[int]]] = []
+        for row in self._rows.to_accept(steps):
+            tokens = accepted_tokens(row.step, token_ids.get(row.step.request_id, ()))
+            if tokens and row.first_new != len(row.life.request.tokens):
+                raise ValueError(f"request {row.step.request_id!r} lacks the tokens before these: accept them first")
+            taken.append((row, tokens))
+        with self._books as books:
+            books.accept(taken)
 
-    def cancel(self, plan: StepPlan) -> None:
-        """Issuing the step failed: nothing of it is committed, and all its requests are preempted."""
-        for step in plan.steps:
-            s = self._running.pop(step.request_id, None)
-            if s is not None:
-                self._planner.cancel(s, step)
-                self._rehash_if_stale(s)
-                self._stats.preemptions += 1
+    def under_way(self, step: SequenceStep) -> bool:
+        """Whether a row was allocated, and neither accepted, cancelled nor dropped, nor lost with its request."""
+        row = self._rows.get(step.row)
+        return row is not None and row.step.life == step.life
+
+    def counts(self, step: SequenceStep) -> bool:
+        """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
+        return self.under_way(step) and not self._rows[step.row].life.void
+
+    def cancel(self, steps: Sequence[SequenceStep]) -> None:
+        """The step failed, before it was issued or on the device: its requests are preempted, and nothing of it stays.
+
+        After `issued`, all that was committed since is dropped, and who resumed from it is preempted too.
+        """
+        self._books.mend()
+        rows = self._rows.find_all(steps, ending=True)
+        with self._books as books:
+            books.cancel(rows)
 
     # --- the cache as a whole ---
 
     @property
     def stats(self) -> CacheStats:
-        """Totals, and how many blocks are in use at this moment."""
-        self._stats.state_blocks = self._states.counts()
-        self._stats.kv_blocks = self._kv.counts() if self._kv is not None else {}
-        return self._stats
+        """A snapshot: totals, and how many blocks are in use at this moment."""
+        self._books.mend()
+        stats = self._books.ledger.stats()
+        stats.state_blocks = self._books.pool.counts()
+        if self.config.num_kv_blocks:
+            stats.kv_blocks = self._books.pages.pool.counts()
+        return stats
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The requests that are known."""
+        return list(self._requests)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request of this id was added, and not freed."""
+        return request_id in self._requests
+
+    def tokens(self, request_id: str) -> Sequence[int]:
+        """The known tokens of a request: its prompt, and the answer as far as it was accepted."""
+        return self._known(request_id).tokens
+
+    def runs(self, request_id: str) -> bool:
+        """Whether a request is admitted."""
+        return self._known(request_id).life is not None
+
+    def report(self, request_id: str) -> RequestReport | None:
+        """What the cache did for the request at the admission after which it first ran; None before it ran."""
+        return self._known(request_id).report
 
     def block_row(self, request_id: str) -> list[int]:
         """The request's states as a row of a sparse block table: column i is the state after block i, 0 is null."""
-        s = self._running[request_id]
-        if not s.computed:
+        life = self._running(request_id)
+        if not life.computed:
             return []
-        column = (s.computed - 1) // self.config.block_size
-        row = [self._states.lookup(block_hash) or 0 for block_hash in s.chain[1 : column + 1]]
-        return [*row, *[0] * (column - len(row)), s.state]  # hashes of tokens in flight are not known
+        column = (life.computed - 1) // self.config.block_size
+        row = [self._books.pool.lookup(block_hash) or 0 for block_hash in life.request.chain[1 : column + 1]]
+        running = life.state.block if life.state is not None else 0
+        return [*row, *[0] * (column - len(row)), running]  # hashes of tokens in flight are not known
+
+    def kv_evicted(self, hashes: Iterable[bytes]) -> None:
+        """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first."""
+        self._books.mend()
+        gone = list(hashes)
+        with self._books as books:
+            for block in filter(None, map(books.pool.lookup, gone)):
+                books.pool.chill(block)
 
     def reset(self) -> None:
         """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""
-        self._generation += 1
-        self._states.clear()
-        if self._kv is not None:
-            self._kv.clear()
-        self._index.clear()
-        for s in self._sequences.values():
-            s.stale = True
-            if not s.running:
-                self._rehash_if_stale(s)
+        self._books.mend()
+        with self._books as books:
+            books.reset()
 
     def take_events(self) -> list[CacheEvent]:
-        """Events since the last call, oldest first; the latest 65,536 are kept."""
-        events = list(self._events)
-        self._events.clear()
-        return events
+        """Events since the last call, oldest first; the latest 65,536 are kept, and numbers tell of a gap."""
+        self._books.mend()
+        return self._books.ledger.take_events()
 
-    # --- inside ---
+    def check(self) -> None:
+        """Raises AssertionError unless the books balance: every block is free, held or evictable, and counted once."""
+        self._books.mend()
+        self._books.check()
 
-    def _chain(self, tokens: array[int], salt: str) -> list[bytes]:
-        config = self.config
-        chain = [root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._generation, salt)]
-        extend_chain(chain, tokens, config.block_size)
-        return chain
+    # --- the caller ---
 
-    def _rehash_if_stale(self, s: CachedSequence) -> None:
-        if s.stale:
-            s.stale, s.waits = False, None
-            s.chain = self._chain(s.tokens, s.salt)
+    def _known(self, request_id: str) -> CachedRequest:
+        self._books.mend()
+        request = self._requests.get(request_id)
+        if request is None:
+            raise ValueError(f"request {request_id!r} is not known: add it first")
+        return request
 
-    def _has_room(self, s: CachedSequence, hit_block: int, shared: Sequence[int]) -> bool:
-        """Whether the state pool has a block and the KV pool all blocks that the known tokens need, beside what will
-        be shared and what admitted prompts still lack."""
-        if self._states.num_available - (hit_block > 0 and not self._states.references[hit_block]) < 1:
-            return False
-        if self._kv is None:
-            return True
-        size, kv = self.config.block_size, self._kv
-        lacking = sum(max(0, -(-r.prefill_end // size) - len(r.kv)) for r in self._running.values())
-        idle = sum(not kv.references[block] for block in shared)
-        return -(-len(s.tokens) // size) - len(shared) <= kv.num_available - idle - lacking
-
-    def _wishes(self, s: CachedSequence, junction: int) -> dict[int, Wish]:
-        wishes = dict.fromkeys(s.marks, Wish.MARKED)
-        if junction:
-            wishes[junction] = Wish.JUNCTION
-        for length in (s.prompt_len, s.prefill_end):
-            wishes[self._retention.tail(length)] = Wish.TAIL
-        return wishes
-
-    def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
-        self._events.append(CacheEvent("removed", "state", block_hash, 0, ""))
-        if evicted:
-            self._record.set_fate(block_hash, Loss.EVICTED)
-            self._stats.states_evicted += 1
-
-    def _kv_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
-        self._events.append(CacheEvent("removed", "kv", block_hash, 0, ""))
-        if evicted:
-            self._record.set_fate(block_hash, Loss.EVICTED)
-            self._stats.kv_evicted += 1
-            self._states.drop(block_hash, evicted=True)
+    def _running(self, request_id: str) -> Life:
+        life = self._known(request_id).life
+        if life is None:
+            raise RuntimeError(f"request {request_id!r} does not run: admit it first")
+        return life

@@ -6,60 +6,50 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from mambacache.cache.report import RequestReport
 from mambacache.config import SamplingParams
+from mambacache.report import RequestReport
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"
-    ERROR = "error"  # its step failed when it ran alone
+    ERROR = "error"  # its step failed when it ran alone, or its tokens could not be taken
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt, how it is to be answered, and the answer so far.
+    """A prompt, how it is to be answered, and the answer so far. How far it is computed, the cache knows.
 
-    `completes_stop` is told each answer token but an end token, and says whether the text now holds a stop string.
+    `completes_stop(position, token)` is told each answer token but an end token, and says whether the text now holds a
+    stop string. After a failed step it may be told the same positions again.
     """
 
     request_id: str
     prompt: Sequence[int]
     params: SamplingParams
     end_tokens: frozenset[int] = frozenset()
-    completes_stop: Callable[[int], bool] | None = None
+    completes_stop: Callable[[int, int], bool] | None = None
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
     report: RequestReport | None = None
     arrival: int = 0  # its place in line
     siblings: list[Request] = field(default_factory=list)  # further answers, to be forked when the prompt is computed
+    waiting: bool = False  # in line, or set aside
+    passed_at: int | None = None  # how many admissions there had been when another one was first let ahead of it
 
-    running: bool = False
-    computed: int = 0
-    prefill_end: int = 0
-    in_flight: int = 0  # tokens that issued steps will give
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and answer tokens known so far."""
-        return len(self.prompt) + len(self.output)
-
-    @property
-    def prefilling(self) -> bool:
-        return self.computed < self.prefill_end
-
-    def take(self, tokens: Sequence[int]) -> list[int]:
-        """Appends sampled tokens up to a stop, which is included; gives those that were appended."""
-        taken = []
-        for token in tokens:
+    def until_stop(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """Sampled tokens up to a stop, which is included, and why the answer ends there, if it does; takes nothing."""
+        taken: list[int] = []
+        for position, token in enumerate(tokens, len(self.output)):
             taken.append(token)
-            self.output.append(token)
-            if token in self.end_tokens or (self.completes_stop is not None and self.completes_stop(token)):
-                self.finish_reason = FinishReason.STOP
-            elif len(self.output) >= self.params.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
-            if self.finish_reason is not None:
-                break
-        return taken
+            if token in self.end_tokens or (self.completes_stop is not None and self.completes_stop(position, token)):
+                return taken, FinishReason.STOP
+            if position + 1 >= self.params.max_tokens:
+                return taken, FinishReason.LENGTH
+        return taken, None
+
+    def fail(self, error: BaseException) -> None:
+        """The answer ends with an error."""
+        self.finish_reason, self.error = FinishReason.ERROR, f"{type(error).__name__}: {error}"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import SequenceStep, StepPlan
+from mambacache.report import Progress, Wait
+from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -20,14 +23,18 @@ class Scheduler:
     """Decides which rows run in a step: decode first, then prefill in order of arrival, under a budget of tokens.
 
     Alignment decides what is cached, never whether a request runs: any budget of one token or more makes progress.
-    `schedule` may be called again before the tokens of the step before are known (`update`).
+    `schedule` may be called again before the tokens of the step before are known (`update`). If an exception breaks off
+    a call half-way, the next one finds every request in line with the tokens that it had.
 
     Args:
-        cache: chooses blocks and says what is cached.
+        cache: chooses blocks and says what is cached, and how far each request came.
         max_num_batched_tokens: tokens of a step, at most.
         max_num_seqs: requests that run at a time, at most.
         long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
         draft: where draft tokens come from; None for none.
+
+    Raises:
+        ValueError: a limit under which nothing could run.
     """
 
     def __init__(
@@ -39,23 +46,64 @@ class Scheduler:
         long_prefill_token_threshold: int = 0,
         draft: DraftSource | None = None,
     ) -> None:
+        for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}: set it to 1 or more")
+        if long_prefill_token_threshold < 0:
+            raise ValueError(f"long_prefill_token_threshold is {long_prefill_token_threshold}: set it to 0 or more")
         self.cache = cache
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._long_prefill = long_prefill_token_threshold
         self._draft = draft
         self._arrivals = 0
-        self.requests: dict[str, Request] = {}
-        self._waiting: list[Request] = []  # both in order of arrival
-        self._running: list[Request] = []
-        self._suspects: set[str] = set()  # requests of a failed step that have not been issued since
-        self._steps: dict[str, SequenceStep] = {}  # of the step being planned
+        self._admissions = 0
+        self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
+        self._line = Line()
+        self._running: list[Request] = []  # in order of arrival
+        self._suspects: set[Request] = set()  # of a failed step, and not issued since
+        self._rows: dict[int, Request] = {}  # whose each row of a plan is, until its tokens are read or it failed
+        self._steps: dict[Request, SequenceStep] = {}  # of the step being planned
         self._budget = 0
+        self._touched: dict[Request, None] = {}  # who got tokens or ended since that was last told
+        self._planned: StepPlan | None = None  # neither issued nor failed
+        self._torn = False  # a call was broken off
 
     # --- requests ---
 
     def add(self, request: Request) -> None:
-        """Puts a request in line."""
+        """Puts a request in line, with its siblings.
+
+        Raises:
+            ValueError: an id is in use, or the prompt and its longest answer exceed the KV pool.
+        """
+        self._mend()
+        params, config = request.params, self.cache.config
+        answers = [request, *request.siblings]
+        ids = [each.request_id for each in answers]
+        for request_id in ids:
+            if request_id in self.requests or ids.count(request_id) > 1:
+                raise ValueError(f"request id {request_id!r} is in use: choose another")
+        longest, pool = len(request.prompt) + params.max_tokens - 1, config.num_kv_blocks * config.block_size
+        if 0 < pool < longest:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}, and the KV pool "
+                f"holds {pool}: shorten it, or raise num_kv_blocks"
+            )
+        self._torn = True
+        try:
+            self._add_to_cache(request)
+        except ValueError:
+            self._torn = False  # refused, and nothing changed
+            raise
+        for each in answers:
+            self._arrivals += 1
+            each.arrival = self._arrivals
+        self.requests.update({each.request_id: each for each in answers})  # all or none
+        self._line.push(request)
+        self._torn = False
+
+    def _add_to_cache(self, request: Request) -> None:
         params = request.params
         self.cache.add(
             request.request_id,
@@ -65,76 +113,102 @@ class Scheduler:
             read=params.read_cache and params.prompt_logprobs is None,
             store=params.store_cache,
         )
-        self._enlist(request)
-        self._waiting.append(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; what it committed stays cached. An unknown id is ignored: it may have ended."""
         request = self.requests.get(request_id)
         if request is not None:
-            request.finish_reason = FinishReason.ABORT
-            self._finish(request)
+            request.finish_reason = FinishReason.ABORT  # whatever breaks the rest off, it has ended
+            self._mend()
+            self._torn = True
+            self._end([request])
+            self._touched.pop(request, None)  # who aborts it knows
+            self._torn = False
 
-    def _enlist(self, request: Request) -> None:
-        self._arrivals += 1
-        request.arrival = self._arrivals
-        self.requests[request.request_id] = request
+    @property
+    def idle(self) -> bool:
+        """Whether no request is there, and nothing is left to be put in order by the next call."""
+        return not self.requests and not self._torn
 
     # --- a step ---
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if no request can run (none is there, or all wait for tokens that are not read)."""
+        self._torn = self._torn or self._planned is not None  # an exception kept the last plan from its reader
+        self._mend()
+        self._torn = True
         self._steps = {}
         self._budget = self._max_num_batched_tokens
-        if self._suspects and self._schedule_alone():
-            return self.cache.plan(list(self._steps.values()))
-        running = len(self._running)
-        for prefilling in (False, True):
-            for request in list(self._running):
-                if self._budget > 0 and request.running and request.prefilling == prefilling:
-                    self._schedule_row(request)
-        if len(self._running) == running and not self._suspects:  # else something was preempted for lack of blocks
-            self._admit()
-        return self.cache.plan(list(self._steps.values())) if self._steps else None
+        if not (self._suspects and self._schedule_alone()):
+            self._schedule_all()
+        plan = self.cache.plan(list(self._steps.values())) if self._steps else None
+        self._rows.update({step.row: request for request, step in self._steps.items()})
+        self._planned, self._torn = plan, False
+        return plan
 
     def _schedule_alone(self) -> bool:
         """After a failed step its requests run one to a step, so that only the one that fails alone ends."""
-        suspect = next(r for r in (*self._running, *self._waiting) if r.request_id in self._suspects)
-        if not suspect.running and (len(self._running) >= self._max_num_seqs or not self._try_admit(suspect)):
-            return False
-        return self._schedule_row(suspect)
+        suspect = min(self._suspects, key=lambda request: request.arrival)
+        if suspect not in self._running:
+            if len(self._running) >= self._max_num_seqs or isinstance(self.cache.admit(suspect.request_id), Wait):
+                return False
+            self._run(suspect)
+        return self._schedule_row(suspect, self.cache.progress(suspect.request_id))
+
+    def _schedule_all(self) -> None:
+        decoding: list[tuple[Request, Progress]] = []
+        prefilling: list[tuple[Request, Progress]] = []
+        for request in self._running:
+            progress = self.cache.progress(request.request_id)
+            (prefilling if progress.computed < progress.prefill_end else decoding).append((request, progress))
+        for request, progress in (*decoding, *prefilling):
+            if self._budget > 0 and not request.waiting:
+                self._schedule_row(request, progress)
+        preempted = len(self._running) < len(decoding) + len(prefilling)  # for lack of blocks
+        if not preempted and not self._suspects:
+            self._admit()
 
     def _admit(self) -> None:
-        for request in list(self._waiting):
-            if self._budget <= 0 or len(self._running) >= self._max_num_seqs:
-                return
-            if self._try_admit(request):
-                if not self._schedule_row(request):
-                    return
-            elif self.cache.waits_for(request.request_id) is None:
-                return  # it does not fit, and holds back all behind it
+        line, in_flight = self._line, []
+        line.wake(lambda request: self.cache.waits(request.request_id))
+        while self._budget > 0 and len(self._running) < self._max_num_seqs:
+            request, passed = line.first(), line.longest_passed()
+            if request is None:
+                break
+            if passed is not None and self._enough_passed(passed, request):
+                break
+            found = self.cache.admit(request.request_id)
+            if not isinstance(found, Wait):
+                self._run(request)
+                if not self._schedule_row(request, self.cache.progress(request.request_id)):
+                    break
+            elif found.reason == "prefix":
+                line.set_aside(found.on, found.until, self._admissions)
+            elif found.reason == "in flight":
+                line.pop()
+                in_flight.append(request)
+            else:
+                break  # it does not fit, and holds back all behind it
+        for request in in_flight:
+            line.push(request)
 
-    def _try_admit(self, request: Request) -> bool:
-        hit = self.cache.admit(request.request_id)
-        if hit is None:
-            return False
-        request.report = request.report or self.cache.report(request.request_id)
-        request.computed, request.prefill_end = hit.num_tokens, request.num_tokens
-        self._waiting.remove(request)
-        self._run(request)
-        return True
+    def _enough_passed(self, passed: Request, request: Request) -> bool:
+        """Whether `request` came later than one whom enough others were let ahead of."""
+        assert passed.passed_at is not None
+        return request.arrival > passed.arrival and self._admissions - passed.passed_at >= self._max_num_seqs
 
     def _run(self, request: Request) -> None:
-        request.running = True
+        self._admissions += 1
+        request.waiting, request.passed_at = False, None
         insort(self._running, request, key=lambda r: r.arrival)
 
-    def _schedule_row(self, request: Request) -> bool:
+    def _schedule_row(self, request: Request, progress: Progress) -> bool:
         """Adds a row for a running request, if it has something to run and there is room."""
         drafts: tuple[int, ...] = ()
-        if request.prefilling:
-            num_tokens = self._prefill_tokens(request)
+        if progress.computed < progress.prefill_end:
+            num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
-            num_tokens = int(self._may_decode(request))
+            num_tokens = int(self._may_decode(request, progress.in_flight))
             drafts = self._propose(request) if num_tokens and self._draft is not None else ()
         if not num_tokens:
             return False
@@ -145,25 +219,24 @@ class Scheduler:
             elif not self._preempt_younger(request):
                 return False
             step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
-        step.prompt_logits = step.prefill and request.params.prompt_logprobs is not None
-        request.computed += num_tokens
-        request.in_flight += step.samples
+        if step.prefill and request.params.prompt_logprobs is not None:
+            step = step._replace(prompt_logits=True)
         self._budget -= step.num_tokens
-        self._steps[request.request_id] = step
+        self._steps[request] = step
         return True
 
-    def _may_decode(self, request: Request) -> bool:
-        if request.in_flight and (request.siblings or self._draft is not None):
+    def _may_decode(self, request: Request, in_flight: int) -> bool:
+        if in_flight and (request.siblings or self._draft is not None):
             return False  # what it goes on from is known when its tokens are: a fork, or the last accepted draft
-        return request.in_flight + len(request.output) < request.params.max_tokens
+        return in_flight + len(request.output) < request.params.max_tokens
 
-    def _prefill_tokens(self, request: Request) -> int:
+    def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:
         budget = min(self._budget, self._long_prefill or self._budget)
         num_tokens = self.cache.chunk(request.request_id, budget)
-        end = request.computed + num_tokens
-        useful = end == request.prefill_end or end % self.cache.config.block_size == 0
-        first = not any(step.prefill for step in self._steps.values())
-        return num_tokens if useful or first else 0
+        end = computed + num_tokens
+        if end == prefill_end or end % self.cache.config.block_size == 0:
+            return num_tokens
+        return 0 if any(step.prefill for step in self._steps.values()) else num_tokens
 
     def _propose(self, request: Request) -> tuple[int, ...]:
         assert self._draft is not None
@@ -172,8 +245,11 @@ class Scheduler:
         if limit <= 0:
             return ()
         try:
-            return tuple(self._draft(request, limit)[:limit])
-        except Exception:  # others have taken blocks for this step, and a draft is only a guess
+            drafts = tuple(self._draft(request, limit)[:limit])
+            if not all(isinstance(token, Integral) and 0 <= token < 1 << 31 for token in drafts):
+                raise ValueError(f"{drafts} are no token ids")
+            return drafts
+        except Exception:  # a draft is only a guess
             logger.exception("the draft source failed: %s goes on without drafts", request.request_id)
             return ()
 
@@ -182,40 +258,55 @@ class Scheduler:
         for victim in reversed(self._running):
             if victim.arrival <= request.arrival:
                 return False
-            if victim.request_id not in self._steps:
+            if victim not in self._steps:
                 self.cache.preempt(victim.request_id)
-                self._queue_again(victim)
+                self._running.remove(victim)
+                self._line.push(victim)
                 return True
         return False
-
-    def _queue_again(self, request: Request) -> None:
-        request.running, request.computed, request.prefill_end = False, 0, 0
-        self._running.remove(request)
-        insort(self._waiting, request, key=lambda r: r.arrival)
 
     # --- after it ---
 
     def issued(self, plan: StepPlan) -> None:
         """The forward pass is on the stream."""
-        self.cache.issued(plan)
-        self._suspects.difference_update(step.request_id for step in plan.steps)
+        self._mend()
+        self.cache.issued(plan.steps)
+        self._planned = None
+        for step in plan.steps:
+            request = self._rows.get(step.row)
+            if request is not None and self.cache.counts(step):
+                self._suspects.discard(request)
+                if request.report is None and request.finish_reason is None:
+                    request.report = self.cache.report(request.request_id)
 
     def failed(self, plan: StepPlan, error: BaseException) -> list[Request]:
-        """Issuing the step raised: nothing of it counts. Gives the request that failed alone, if it did."""
-        self.cache.cancel(plan)
-        requests = [self.requests[step.request_id] for step in plan.steps if step.request_id in self.requests]
-        for step in plan.steps:
-            if step.request_id in self.requests:
-                self.requests[step.request_id].in_flight -= step.samples
-        for request in requests:
-            self._queue_again(request)
-        if len(plan.steps) > 1:
-            self._suspects.update(request.request_id for request in requests)
-            return []
-        for request in requests:
-            request.finish_reason, request.error = FinishReason.ERROR, str(error)
-            self._finish(request)
-        return requests
+        """The step raised, before it was issued or after: nothing of it counts. Its requests run alone then, one to a
+        step; who failed alone has ended. What is no `Exception` (Ctrl-C) is nobody's fault.
+
+        Returns:
+            The requests that got tokens, or ended, since that was last told.
+        """
+        alone = len(plan.steps) == 1 and self.cache.counts(plan.steps[0])  # else a step before it had failed
+        self._mend()
+        self._torn = True
+        self.cache.cancel([step for step in plan.steps if self.cache.under_way(step)])
+        self._planned = None
+        rows = [self._rows.pop(step.row, None) for step in plan.steps]
+        requests = [request for request in rows if request is not None and request.finish_reason is None]
+        running = self._running
+        self._running = [request for request in running if self.cache.runs(request.request_id)]
+        for request in running:
+            if not self.cache.runs(request.request_id):
+                self._line.push(request)
+        if isinstance(error, Exception):
+            if alone:
+                for request in requests:
+                    request.fail(error)
+                self._end(requests)
+            else:
+                self._suspects.update(requests)
+        self._torn = False
+        return self.take_touched()
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """The step's tokens were read.
@@ -225,59 +316,120 @@ class Scheduler:
                 tokens for a decode row; one for each answer wanted where a prompt ends.
 
         Returns:
-            The requests that got tokens, finished ones among them.
+            The requests that got tokens, or ended, since that was last told.
         """
+        self._mend()
+        self._torn = True
         accepted: dict[str, list[int]] = {}
-        touched = []
+        ends: dict[Request, tuple[list[int], FinishReason | None]] = {}
         for step, tokens in zip(plan.steps, sampled, strict=True):
-            request = self.requests.get(step.request_id)
-            if request is None or not step.samples:
+            request = self._rows.get(step.row)
+            if request is None or request.finish_reason is not None or not step.samples:
                 continue
-            request.in_flight -= 1
-            taken = request.take(_agreed(step.drafts, tokens) if not step.prefill else tokens[:1])
-            if not step.prefill:
-                request.computed += len(taken) - 1
-            accepted[step.request_id] = taken
-            touched.append(request)
-        self.cache.accept(plan, accepted)
+            if not self.cache.counts(step):
+                continue  # a step before it failed
+            ends[request] = self._until_stop(request, tokens[:1] if step.prefill else _agreed(step.drafts, tokens))
+            accepted[step.request_id] = ends[request][0]
+        self.cache.accept(plan.steps, accepted)
+        for request, (taken, reason) in ends.items():
+            self._take(request, taken, reason)
         for step, tokens in zip(plan.steps, sampled, strict=True):
-            request = self.requests.get(step.request_id)
-            if request is not None and step.samples and request.siblings:
-                touched += self._fork(request, tokens[1:])
-        for request in touched:
-            if request.finish_reason is not None:
-                self._finish(request)
+            request = self._rows.pop(step.row, None)
+            if request in ends and request.siblings and request.output:
+                self._fork(request, tokens[1:])
+        self._end([request for request in self._touched if request.finish_reason is not None])
+        self._torn = False
+        return self.take_touched()
+
+    def _until_stop(self, request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        try:
+            return request.until_stop(tokens)
+        except Exception as error:  # of a tokenizer, that costs its own request alone
+            logger.exception("the tokens of %s could not be taken", request.request_id)
+            request.fail(error)
+            return [], request.finish_reason
+
+    def _take(self, request: Request, tokens: Sequence[int], reason: FinishReason | None) -> None:
+        request.finish_reason = reason  # first: `_mend` knows which tokens are missing, but not that they were the last
+        request.output += tokens
+        self._touched[request] = None
+
+    def _fork(self, request: Request, tokens: Sequence[int]) -> None:
+        """The prompt is computed: its further answers begin, each with its own first token."""
+        begun = {sibling: token for sibling, token in zip(request.siblings, tokens, strict=True)}
+        begun = {sibling: token for sibling, token in begun.items() if sibling.finish_reason is None}
+        ends = {sibling: self._until_stop(sibling, [token]) for sibling, token in begun.items()}
+        room = max(self._max_num_seqs - len(self._running), 0)
+        children = {sibling.request_id: token for sibling, token in begun.items()}
+        running = self.cache.fork(request.request_id, children, max_running=room)
+        request.siblings = []
+        for sibling, (taken, reason) in ends.items():
+            sibling.report = request.report
+            self._take(sibling, taken, reason)
+            if sibling.request_id in running:
+                insort(self._running, sibling, key=lambda r: r.arrival)
+            else:
+                self._line.push(sibling)
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        """Forgets requests that have a finish_reason, and answers that their prompts' end would have begun."""
+        for request in requests:
+            for sibling in request.siblings:
+                if sibling.finish_reason is None:
+                    sibling.finish_reason, sibling.error = request.finish_reason, request.error
+        for request in [*requests, *(sibling for each in requests for sibling in each.siblings)]:
+            if self.requests.pop(request.request_id, None) is None:
+                continue
+            request.waiting = False
+            if self.cache.knows(request.request_id):  # a further answer that did not begin is not there
+                finished = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+                self.cache.free(request.request_id, finished=finished)
+            self._suspects.discard(request)
+            self._touched[request] = None
+        if requests:
+            self._running = [request for request in self._running if request.finish_reason is None]
+        if not self.requests:
+            self._rows.clear()
+
+    def take_touched(self) -> list[Request]:
+        """The requests that got tokens, or ended, since that was last told."""
+        touched, self._touched = list(self._touched), {}
         return touched
 
-    def _fork(self, request: Request, tokens: Sequence[int]) -> list[Request]:
-        """The prompt is computed: its further answers begin, each with its own first token."""
-        siblings, request.siblings = request.siblings, []
-        children = dict(zip((s.request_id for s in siblings), tokens, strict=True))
-        room = self._max_num_seqs - len(self._running)
-        running = self.cache.fork(request.request_id, children, max_running=room)
-        for sibling, token in zip(siblings, tokens, strict=True):
-            self._enlist(sibling)
-            sibling.report = request.report
-            sibling.take([token])
-            if sibling.request_id in running:
-                sibling.computed = sibling.prefill_end = len(sibling.prompt)
-                self._run(sibling)
-            else:
-                self._waiting.append(sibling)
-        return siblings
-
-    def _finish(self, request: Request) -> None:
-        self.requests.pop(request.request_id)
-        self.cache.free(request.request_id, finished=request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH))
-        (self._running if request.running else self._waiting).remove(request)
-        self._suspects.discard(request.request_id)
-        for sibling in request.siblings:  # never begun: the prompt was not computed
-            sibling.finish_reason, sibling.error = request.finish_reason, request.error
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is there."""
-        return not self.requests
+    def _mend(self) -> None:
+        """After a call that was broken off: all requests go back in line, with all tokens that the cache took."""
+        if not self._torn:
+            return
+        cache = self.cache
+        cache.abandon()
+        for request_id in set(cache.request_ids) - set(self.requests):
+            cache.free(request_id, finished=False)
+        self._line, self._running, self._steps, self._planned = Line(), [], {}, None
+        unborn: set[Request] = set()
+        ended: list[Request] = []
+        for request in sorted(self.requests.values(), key=lambda r: r.arrival):  # siblings come after their first
+            if cache.knows(request.request_id) and request.finish_reason not in (
+                FinishReason.ABORT,
+                FinishReason.ERROR,
+            ):
+                accepted = list(cache.tokens(request.request_id)[len(request.prompt) + len(request.output) :])
+                if request.finish_reason is not None:
+                    self._take(request, accepted, request.finish_reason)
+                elif accepted:
+                    self._take(request, *self._until_stop(request, accepted))
+            if request.finish_reason is not None:
+                ended.append(request)
+            elif not request.output:
+                unborn.update(request.siblings)
+            if request.output:
+                request.siblings = []  # each begins on its own
+            if request.finish_reason is None and request not in unborn:
+                if not cache.knows(request.request_id):
+                    self._add_to_cache(request)
+                request.passed_at = None
+                self._line.push(request)
+        self._end(ended)
+        self._torn = False
 
 
 def _agreed(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:

@@ -1,33 +1,49 @@
-"""Blocks of one pool: ids, reference counts, their life FREE -> WRITING -> COMMITTED, and the order of eviction."""
+"""Blocks of one pool: ids, reference counts, leases, and their life FREE -> WRITING -> COMMITTED."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+from mambacache.cache.policy import EvictionOrder
 
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a hash stops naming a block; `evicted` if room was needed."""
+
+
+class Lease:
+    """A block held by someone. However often it is ended, the block is given back once."""
+
+    __slots__ = ("block", "pool")
+
+    def __init__(self, pool: BlockPool, block: int) -> None:
+        self.pool = pool
+        self.block = block
+
+    def end(self) -> None:
+        block, self.block = self.block, 0
+        if block:
+            self.pool.release(block)
 
 
 class BlockPool:
     """Ids 1 to `num_blocks`; id 0 is the null block and never handed out.
 
     FREE blocks have no reference and no hash. WRITING blocks are private: referenced, no hash, and may be a dst.
-    COMMITTED blocks carry a hash, are immutable and shared by reference; without references they may be evicted: first
-    the cold ones (nobody asked for them), then the hot ones, each least recently used first. Every call is O(1).
+    COMMITTED blocks carry a hash, are immutable and shared by reference; without references they may be evicted, in the
+    order of `EvictionOrder`. Every call is O(1) a block.
     """
 
     def __init__(self, num_blocks: int, on_removed: RemovedCallback) -> None:
         self.num_blocks = num_blocks
         self._on_removed = on_removed
         self._free = list(range(num_blocks, 0, -1))
-        self._cold: OrderedDict[int, None] = OrderedDict()
-        self._hot: OrderedDict[int, None] = OrderedDict()
+        self._idle = EvictionOrder()  # COMMITTED blocks without references
         self._blocks: dict[bytes, int] = {}
         self.references = [0] * (num_blocks + 1)
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self.exact = [False] * (num_blocks + 1)
         self.hot = [False] * (num_blocks + 1)
+        self.born = [0] * (num_blocks + 1)  # number of the issue that wrote a COMMITTED block
 
     @property
     def num_free(self) -> int:
@@ -35,12 +51,12 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        return len(self._cold) + len(self._hot)
+        return len(self._idle)
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` can give: free ones and those it may evict."""
-        return len(self._free) + len(self._cold) + len(self._hot)
+        return len(self._free) + len(self._idle)
 
     @property
     def num_committed(self) -> int:
@@ -60,6 +76,8 @@ class BlockPool:
         """The COMMITTED block that a hash names, or None."""
         return self._blocks.get(block_hash)
 
+    # --- references ---
+
     def allocate(self, cold_only: bool = False) -> int | None:
         """A WRITING block with one reference, evicting a COMMITTED one if it must; None if there is none to take."""
         if not self._free and not self.evict(cold_only):
@@ -68,34 +86,46 @@ class BlockPool:
         self.references[block] = 1
         return block
 
-    def evict(self, cold_only: bool = False) -> bool:
-        """Frees the COMMITTED block without references that is to go first; False if there is none."""
-        if self._cold:
-            block = next(iter(self._cold))
-        elif self._hot and not cold_only:
-            block = next(iter(self._hot))
-        else:
-            return False
-        self._forget(block, evicted=True)
-        return True
+    def take(self, count: int) -> list[int]:
+        """So many WRITING blocks at once, each with one reference; the caller checked that they are available."""
+        while len(self._free) < count:
+            self.evict()
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
 
-    def share(self, block: int) -> None:
+    def lease(self, cold_only: bool = False) -> Lease | None:
+        """`allocate`, as a lease."""
+        block = self.allocate(cold_only)
+        return None if block is None else Lease(self, block)
+
+    def share(self, block: int) -> Lease:
         """One more reference to a block that is referenced or COMMITTED."""
+        self.hold(block)
+        return Lease(self, block)
+
+    def hold(self, block: int) -> None:
+        """`share` without a lease, for who gives back many blocks together."""
         if not self.references[block]:
-            del (self._hot if self.hot[block] else self._cold)[block]
+            self._idle.remove(block, self.hot[block])
         self.references[block] += 1
 
     def release(self, block: int) -> None:
         """One reference less; the last one frees a private block and makes a COMMITTED one evictable."""
-        self.references[block] -= 1
-        if self.references[block]:
+        references = self.references[block] - 1
+        self.references[block] = references
+        if references:
             return
         if self.hashes[block] is None:
             self._free.append(block)
         else:
-            (self._hot if self.hot[block] else self._cold)[block] = None
+            self._idle.add(block, self.hot[block])
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, hot: bool) -> bool:
+    # --- hashes ---
+
+    def commit(self, block: int, block_hash: bytes, *, exact: bool, hot: bool, born: int = 0) -> bool:
         """Names a WRITING block by its hash; False, and it stays private, if a block at least as exact has it."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
@@ -107,14 +137,30 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.exact[block] = exact
         self.hot[block] = hot
+        self.born[block] = born
         return True
 
     def heat(self, block: int) -> None:
         """Moves a COMMITTED block from the cold blocks to the most recently used end of the hot ones."""
         if not self.references[block]:
-            (self._hot if self.hot[block] else self._cold).pop(block)
-            self._hot[block] = None
+            self._idle.remove(block, self.hot[block])
+            self._idle.add(block, hot=True)
         self.hot[block] = True
+
+    def chill(self, block: int) -> None:
+        """Makes a COMMITTED block the first to be evicted."""
+        if not self.references[block]:
+            self._idle.remove(block, self.hot[block])
+            self._idle.put_first(block)
+        self.hot[block] = False
+
+    def evict(self, cold_only: bool = False) -> bool:
+        """Frees the COMMITTED block without references that is to go first; False if there is none."""
+        block = self._idle.first(cold_only)
+        if block is None:
+            return False
+        self._forget(block, evicted=True)
+        return True
 
     def withdraw(self, block: int) -> None:
         """COMMITTED back to private, for the block's sole holder."""
@@ -128,6 +174,11 @@ class BlockPool:
         if block is not None:
             self._forget(block, evicted)
 
+    def drop_born(self, since: int) -> None:
+        """Forgets the hashes of all blocks that were written by this issue or a later one."""
+        for block in [b for b in self._blocks.values() if self.born[b] >= since]:
+            self._forget(block)
+
     def clear(self) -> None:
         """Forgets every hash."""
         for block in list(self._blocks.values()):
@@ -139,6 +190,20 @@ class BlockPool:
         del self._blocks[block_hash]
         self.hashes[block] = None
         if not self.references[block]:
-            del (self._hot if self.hot[block] else self._cold)[block]
+            self._idle.remove(block, self.hot[block])
             self._free.append(block)
         self._on_removed(block_hash, block, evicted)
+
+    def check(self, held: Iterable[int]) -> None:
+        """Raises AssertionError unless the references are those of `held` (a block as often as it is held), and every
+        block is free, referenced or evictable."""
+        counted = [0] * (self.num_blocks + 1)
+        for block in held:
+            counted[block] += 1
+        assert counted == self.references, f"references {self.references}, held {counted}"
+        assert {h: b for b, h in enumerate(self.hashes) if h is not None} == self._blocks, "hashes and blocks differ"
+        free = set(self._free)
+        assert len(free) == len(self._free) and not any(counted[b] or self.hashes[b] for b in free), "a free block"
+        idle = {b for b in self._blocks.values() if not counted[b]}
+        assert idle == self._idle.blocks(), "the evictable blocks"
+        assert len(free) + len(idle) + sum(map(bool, counted)) == self.num_blocks, "a block is lost"

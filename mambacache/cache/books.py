@@ -1,0 +1,351 @@
+"""What stands behind `PrefixCache`: pools, look-up, policy and ledger, and the changes that concern several of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from types import TracebackType
+
+from mambacache.cache.explain import Explainer
+from mambacache.cache.ledger import Ledger
+from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
+from mambacache.cache.pages import Pages
+from mambacache.cache.policy import Policy
+from mambacache.cache.pool import BlockPool
+from mambacache.cache.request import CachedRequest, Life, Promise, Row
+from mambacache.cache.rows import Rows
+from mambacache.cache.states import States
+from mambacache.config import CacheConfig
+from mambacache.report import Hit, RequestReport, Wait
+
+
+class Books:
+    """As a context manager it marks a change of the books. One that an exception breaks off leaves them torn; the next
+    call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
+    """
+
+    def __init__(self, config: CacheConfig, requests: dict[str, CachedRequest], rows: Rows) -> None:
+        self._config = config
+        self._requests = requests
+        self._rows = rows
+        self._row_numbers = count(1)
+        self._generation = 0
+        self.torn = False
+        self._accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
+        self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
+        most = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
+        self._policy = Policy(config.block_size, config.checkpoint_interval, most)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Empty pools, and nothing known of any block."""
+        config = self._config
+        self.pool = BlockPool(config.num_state_blocks, self._state_removed)
+        self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed)
+        self.lookup = Lookup(self.pool, self.pages, config.max_seen_blocks, config.strict_reuse)
+        self.states = States(self.pool, self.pages, self.lookup, self._policy, self.ledger, self._row_numbers)
+        host_kv = config.has_attention and not config.num_kv_blocks
+        self.explainer = Explainer(self.pool, self.pages, self.ledger, host_kv)
+
+    def __enter__(self) -> Books:
+        self.torn = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.torn = kind is not None
+
+    def mend(self) -> None:
+        """Rebuilds the books if a change of them was broken off: what was cached is given up, nothing else."""
+        if not self.torn:
+            return
+        for row, known, tokens in self._accepting:
+            row.life.request.tokens[known:] = tokens
+        accepted = [row for row, _, _ in self._accepting]
+        num_issued = self.states.num_issued
+        self._set_up()
+        self.states.num_issued = num_issued
+        self.ledger.start_over()
+        for request in self._requests.values():
+            request.life = request.leaving = None
+            request.issued, request.in_flight = [], 0
+            self._rehash(request)
+            self.lookup.wait(request)
+        for row in sorted(self._rows.values(), key=lambda row: row.issue):
+            request = row.life.request
+            row.life.ended = True
+            if row.issue and row not in accepted and self._requests.get(request.request_id) is request:
+                request.issued.append(row)
+                request.in_flight += row.step.samples
+            elif not row.issue:
+                self._rows.lost.add(row.step.row)
+        rows = [row for request in self._requests.values() for row in request.issued]
+        self._rows.clear()
+        self._rows.update((row.step.row, row) for row in rows)
+        self._accepting = []
+        self.torn = False
+
+    # --- chains ---
+
+    def chain(self, tokens: array[int], salt: str, keys: Mapping[int, bytes]) -> list[bytes]:
+        config = self._config
+        chain = [root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._generation, salt)]
+        extend_chain(chain, tokens, config.block_size, keys)
+        return chain
+
+    def _rehash(self, request: CachedRequest) -> None:
+        request.chain = self.chain(request.tokens, request.salt, request.keys)
+        request.stale, request.waits = False, None
+
+    # --- admission ---
+
+    def find(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Found:
+        """One look along the request's chain; the arguments are those of `PrefixCache.match`."""
+        if not request.read:
+            return Found()
+        size, config = self._config.block_size, self._config
+        last = (len(request.tokens) - 1) // size
+        limit = last if max_tokens is None else min(last, int(max_tokens) // size)
+        host_coverage = None
+        if config.has_attention and not config.num_kv_blocks and kv_tokens is not None:
+            host_coverage = int(kv_tokens) // size
+        return self.lookup.find(request.chain, limit, last, host_coverage, waits=self._policy.max_checkpoints > 0)
+
+    def still_waits(self, request: CachedRequest) -> Wait | None:
+        """The wait that a request was told, unless the state is there or given up by now."""
+        promise = request.waits
+        if promise is None:
+            return None
+        life = promise.writer
+        gone = life.ended or life.request.stale or life.computed >= promise.boundary
+        if gone or self.lookup.usable(request.chain[promise.boundary // self._config.block_size]):
+            request.waits = None
+            return None
+        return Wait("prefix", life.request.request_id, promise.boundary)
+
+    def wait_for(self, request: CachedRequest, found: Found) -> Wait:
+        assert found.writer is not None
+        boundary = found.promised * self._config.block_size
+        request.waits = Promise(found.writer, boundary)
+        self._policy.promise(found.writer.wishes, boundary)
+        self.ledger.waited()
+        return Wait("prefix", found.writer.request.request_id, boundary)
+
+    def has_room(self, request: CachedRequest, found: Found) -> bool:
+        """Whether there is a state block beside the one that is hit, and a page for every token."""
+        hit = self.pool.lookup(request.chain[found.hit]) if found.hit else None
+        idle = hit is not None and not self.pool.references[hit]
+        if self.pool.num_available - idle < 1:
+            return False
+        return self.pages.has_room(request.chain, found.coverage, len(request.tokens))
+
+    def admit(self, request: CachedRequest, found: Found, hit: Hit, number: int) -> None:
+        near_from = self.explainer.near_from(request, found)
+        life = self._begin(request, number, hit.num_tokens, len(request.tokens))
+        life.near_from = near_from
+        self.pages.begin(life, request.chain, found.coverage)
+        self.states.begin(life, self.pool.lookup(request.chain[found.hit]) or 0 if found.hit else 0)
+        lengths = (request.prompt_len, life.prefill_end)
+        life.wishes = self._policy.wishes(request.marks, hit.junction, lengths)
+        ceiling = hit.num_tokens + sum(hit.losses.values())
+        life.reported = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
+
+    def _begin(self, request: CachedRequest, number: int, computed: int, prefill_end: int) -> Life:
+        self.lookup.wait_no_more(request)
+        blocks = computed // self._config.block_size
+        life = Life(number, request, self.states.num_issued, computed, computed, prefill_end)
+        life.advanced = life.written = life.announced = blocks
+        request.life, request.waits = life, None
+        if request.store:
+            self.lookup.writes(life, request.chain)
+        return life
+
+    def fork(
+        self, parent: CachedRequest, children: Mapping[str, int], max_running: int | None, numbers: Iterator[int]
+    ) -> list[str]:
+        size, length = self._config.block_size, parent.prompt_len
+        made: dict[str, CachedRequest] = {}
+        for child_id, token in children.items():
+            tokens = parent.tokens[:length] + array("i", [token])
+            chain = parent.chain[: length // size + 1]
+            extend_chain(chain, tokens, size, parent.keys)
+            made[child_id] = CachedRequest(
+                child_id, size, tokens, length, parent.salt, parent.keys, (), parent.read, parent.store, chain,
+                report=parent.report, stale=parent.stale,
+            )  # fmt: skip
+        self._requests.update(made)
+        running: list[str] = []
+        for child in made.values():
+            life = parent.life
+            if life is not None and life.computed == length and len(running) != max_running:
+                child.life = Life(next(numbers), child, self.states.num_issued, length, length, length)
+                if self.states.fork(life, child.life):
+                    child.life.written = child.life.announced = life.advanced
+                    if child.store and not child.stale:
+                        self.lookup.writes(child.life, child.chain)
+                    running.append(child.request_id)
+                    continue
+                child.life = None
+            if child.stale:
+                self._rehash(child)
+            self.lookup.wait(child)
+        return running
+
+    # --- the end of a life ---
+
+    def end_life(self, life: Life, finished: bool) -> None:
+        """A request runs no more; it waits for its next admission unless it is forgotten."""
+        request, row = life.request, life.row
+        request.life = None
+        if row is not None and row.planned:
+            request.leaving = row
+        elif row is not None:
+            self._rows.pop(row.step.row, None)
+        self.states.end(life, finished)
+        if request.stale:
+            self._rehash(request)
+        self.lookup.wait(request)
+
+    def forget(self, request: CachedRequest, finished: bool) -> None:
+        del self._requests[request.request_id]
+        if request.life is not None:
+            self.end_life(request.life, finished)
+        self.lookup.wait_no_more(request)
+        for row in request.issued:
+            del self._rows[row.step.row]
+
+    def abandon(self) -> None:
+        for row in [row for row in self._rows.values() if not row.issue]:
+            self._end_row(row)
+        for request in self._requests.values():
+            if request.life is not None:
+                self.end_life(request.life, finished=False)
+                self.ledger.preempted()
+
+    def reset(self) -> None:
+        self._generation += 1
+        self.pool.clear()
+        self.pages.pool.clear()
+        self.lookup.forget_seen()
+        for request in self._requests.values():
+            if request.life is not None:
+                self.lookup.wrote(request.life, request.chain, request.life.announced)
+                request.stale = True
+            else:
+                self.lookup.wait_no_more(request)
+                self._rehash(request)
+                self.lookup.wait(request)
+
+    # --- rows ---
+
+    def drop(self, row: Row) -> None:
+        if row.life.ended:
+            self._end_row(row)
+        else:
+            del self._rows[row.step.row]
+            self.states.drop(row)
+
+    def issued(self, row: Row) -> None:
+        life, request = row.life, row.life.request
+        if life.ended:  # its tokens will be noted, if the request is still there
+            self._end_row(row)
+            if life.void or self._requests.get(request.request_id) is not request:
+                return
+            self._rows[row.step.row] = row
+            row.issue = self.states.count_issue()
+        else:
+            self.states.issued(row)
+            life.ran = True
+            if request.report is None and life.reported is not None:
+                request.report = life.reported
+                self.ledger.ran(life.reported)
+        request.issued.append(row)
+        request.in_flight += row.step.samples
+
+    def accept(self, taken: Sequence[tuple[Row, array[int]]]) -> None:
+        self._accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
+        for row, known, tokens in self._accepting:
+            life, request = row.life, row.life.request
+            del self._rows[row.step.row]
+            request.issued.remove(row)
+            request.tokens[known:] = tokens
+            request.in_flight -= row.step.samples
+            if len(request.tokens) >= len(request.chain) * self._config.block_size:
+                extend_chain(request.chain, request.tokens, self._config.block_size, request.keys)
+                if life.ended:
+                    self.lookup.wait_no_more(request)
+                    self.lookup.wait(request)
+                elif request.store and not request.stale:
+                    self.lookup.writes(life, request.chain)
+            if not life.ended:
+                self.states.accept(row)
+        self._accepting = []
+
+    def cancel(self, rows: Sequence[Row]) -> None:
+        since = min((row.issue for row in rows if row.issue), default=0)
+        for row in rows:
+            issued = row.life.request.issued
+            if row in issued:
+                self._void(row.life, issued.index(row))  # what comes after it as well
+            if not row.life.ended:
+                self.end_life(row.life, finished=False)
+                self.ledger.preempted()
+            if not row.issue:
+                self._end_row(row)
+        if since:
+            self._drop_since(since)
+
+    def _void(self, life: Life, first: int) -> None:
+        """What a life's issued rows give from the `first` on does not count, nor does one that is yet to be issued."""
+        request, life.void = life.request, True
+        for row in request.issued[first:]:
+            request.in_flight -= row.step.samples
+            del self._rows[row.step.row]
+        del request.issued[first:]
+
+    def _end_row(self, row: Row) -> None:
+        """A row that will not be issued, or whose life ended before it was: what was held for it is given back."""
+        self._rows.pop(row.step.row, None)
+        life = row.life
+        if not life.ended:
+            self.end_life(life, finished=False)
+            self.ledger.preempted()
+        life.request.leaving = None
+        self.states.release(life)
+
+    def _drop_since(self, issue: int) -> None:
+        """A row failed on the device after it was issued: what was committed since, and who resumed there, is void."""
+        self.pool.drop_born(issue)
+        self.pages.pool.drop_born(issue)
+        for request in self._requests.values():
+            life = request.life
+            if life is not None and (life.hit or life.shared_pages) and life.admitted_at >= issue:
+                self._void(life, 0)
+                self.end_life(life, finished=False)
+                self.ledger.preempted()
+
+    # --- what is removed ---
+
+    def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
+        self.ledger.removed("state", block_hash, evicted)
+
+    def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
+        self.ledger.removed("kv", block_hash, evicted)
+        if evicted:
+            self.pool.drop(block_hash, evicted=True)
+
+    def check(self) -> None:
+        """See `PrefixCache.check`."""
+        running = [request.life for request in self._requests.values() if request.life is not None]
+        leaving = [row.life for row in self._rows.values() if row.life.ended and not row.issue]
+        lives = [*running, *leaving]
+        self.pool.check(lease.block for life in lives for lease in self.states.held(life, life.row))
+        self.pages.check(lives, running)
+        self.lookup.check(list(self._requests.values()))
+        unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
+        assert self.states.unwritten == unwritten, "checkpoints that are not written yet"
+        rows = [row for request in self._requests.values() for row in request.issued]
+        rows += [life.row for life in lives if life.row is not None]
+        assert {row.step.row: row for row in rows} == self._rows, "rows under way"

@@ -1,0 +1,149 @@
+"""What became of prompts: the ceiling, the hit, the loss between them by reason; counters; events for routers.
+
+It only watches: with `accounting` off, nothing that is cached changes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mambacache.cache.record import TokenRecord
+from mambacache.cache.request import Life
+from mambacache.report import CacheEvent, CacheStats, Loss, RequestReport
+
+MAX_EVENTS = 1 << 16
+
+
+class Ledger:
+    """Observes commits, evictions and hits.
+
+    Args:
+        block_size: tokens in a block.
+        record_tokens: tokens remembered for ceilings.
+        on: False to note nothing but how much was hit.
+    """
+
+    def __init__(self, block_size: int, record_tokens: int, on: bool) -> None:
+        self._block_size = block_size
+        self._record_tokens = record_tokens
+        self.on = on
+        self._stats = CacheStats()
+        self._events: deque[CacheEvent] = deque(maxlen=MAX_EVENTS)
+        self._num_events = 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The books were rebuilt: what is known of blocks is gone, and readers of events see a gap."""
+        self._record = TokenRecord(self._record_tokens)
+        self._unrecorded: dict[Life, None] = {}
+        self._fates: OrderedDict[bytes, Loss] = OrderedDict()
+        self._num_events += 1
+
+    # --- what happens ---
+
+    def stored(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
+        if not self.on:
+            return
+        self._event("stored", kind, block_hash, position, request_id)
+        if kind == "state":
+            self._fates.pop(block_hash, None)
+            self._stats.states_stored += 1
+
+    def removed(self, kind: str, block_hash: bytes, evicted: bool) -> None:
+        if not self.on:
+            return
+        self._event("removed", kind, block_hash, 0, "")
+        if evicted:
+            self._set_fate(block_hash, Loss.EVICTED)
+            if kind == "state":
+                self._stats.states_evicted += 1
+            else:
+                self._stats.kv_evicted += 1
+
+    def refused(self, block_hash: bytes) -> None:
+        """A state was wanted there and there was no block for it."""
+        if self.on:
+            self._set_fate(block_hash, Loss.NO_CAPACITY)
+
+    def computed(self, life: Life) -> None:
+        """A life computed more tokens. They are recorded when somebody asks, or when it ends."""
+        if self.on:
+            self._unrecorded[life] = None
+
+    def ended(self, life: Life) -> None:
+        if self._unrecorded.pop(life, 0) is None:
+            self._record_tokens_of(life)
+
+    def waited(self) -> None:
+        self._stats.waits += self.on
+
+    def preempted(self) -> None:
+        self._stats.preemptions += self.on
+
+    def ran(self, report: RequestReport) -> None:
+        """A request ran for the first time."""
+        if self.on:
+            self._stats.add(report)
+
+    # --- what is asked ---
+
+    def longest_computed(self, root: bytes, tokens: bytes) -> int:
+        """Tokens at the beginning of `tokens` (int32) that were ever computed under this root, just now ones too."""
+        for life in self._unrecorded:
+            self._record_tokens_of(life)
+        self._unrecorded.clear()
+        return self._record.longest(root, tokens) if self.on else 0
+
+    def fate(self, block_hash: bytes) -> Loss | None:
+        """Why there is no state at this prefix; None if none was ever put there."""
+        return self._fates.get(block_hash)
+
+    def stats(self) -> CacheStats:
+        """A snapshot of the totals."""
+        return replace(self._stats, losses=dict(self._stats.losses))
+
+    def take_events(self) -> list[CacheEvent]:
+        """Events since the last call, oldest first; the latest 65,536 are kept."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def _record_tokens_of(self, life: Life) -> None:
+        known = life.branch if life.branch is not None and life.branch.end == life.recorded else None
+        tokens = life.request.token_bytes(life.recorded if known is not None else 0, life.computed)
+        if tokens:
+            life.branch = self._record.add(life.request.chain[0], tokens, known)
+            life.recorded = life.branch.end
+
+    def _event(self, action: str, kind: str, block_hash: bytes, num_tokens: int, request_id: str) -> None:
+        self._num_events += 1
+        self._events.append(CacheEvent(self._num_events, action, kind, block_hash, num_tokens, request_id))
+
+    def _set_fate(self, block_hash: bytes, fate: Loss) -> None:
+        self._fates[block_hash] = fate
+        self._fates.move_to_end(block_hash)
+        if len(self._fates) * self._block_size > self._record_tokens:
+            self._fates.popitem(last=False)
+
+
+def partition_loss(
+    hit: int, ceiling: int, block_size: int, causes: Sequence[Loss | None], not_asked: bool
+) -> dict[Loss, int]:
+    """Splits ceiling - hit by reason.
+
+    Args:
+        causes: for each boundary after the hit, in order, why no state was found there; None if none was put there.
+            A block's loss goes to the cause at the nearest boundary at or above it.
+    """
+    losses: dict[Loss, int] = {}
+    if not_asked:
+        return {Loss.NOT_ASKED: ceiling} if ceiling else losses
+    if ceiling % block_size:
+        losses[Loss.GRANULARITY] = ceiling % block_size
+    cause = Loss.NO_STATE
+    for own in reversed(causes[: (ceiling - hit) // block_size]):
+        cause = own or cause
+        losses[cause] = losses.get(cause, 0) + block_size
+    return losses

@@ -1,0 +1,181 @@
+"""Hash chains of token blocks, and what is found along one: coverage, hit, junction, who writes and who waits."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mambacache.cache.pages import Pages
+from mambacache.cache.pool import BlockPool
+from mambacache.cache.request import CachedRequest, Life
+
+Chain = Sequence[bytes]
+"""`[root, hash of block 0, hash of block 1, ...]`: entry i stands for the prefix of i blocks."""
+
+
+def root_hash(*keys: object) -> bytes:
+    """Where a chain begins: equal for requests that may share, and for no others."""
+    return hashlib.blake2b(repr(keys).encode(), digest_size=16).digest()
+
+
+def extend_chain(
+    chain: list[bytes], tokens: array[int], block_size: int, keys: Mapping[int, bytes] | None = None
+) -> None:
+    """Appends the hashes of the whole blocks of `tokens` that `chain` (its root first) lacks.
+
+    The hash of a block is blake2b-128 over the hash before it, the block's token ids, and its key if it has one.
+    """
+    digest, parent, data = hashlib.blake2b, chain[-1], memoryview(tokens)
+    for end in range(len(chain) * block_size, len(tokens) + 1, block_size):
+        block = digest(parent, digest_size=16)
+        block.update(data[end - block_size : end])
+        if keys and (end // block_size - 1) in keys:
+            block.update(keys[end // block_size - 1])
+        parent = block.digest()
+        chain.append(parent)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a request meets in the cache, in blocks from its beginning."""
+
+    coverage: int = 0  # leading blocks whose KV is cached
+    hit: int = 0  # the deepest reusable state
+    junction: int = 0  # where the prompt leaves what others computed; 0 if that is no deeper than the hit
+    writer: Life | None = None  # who is about to compute a longer prefix of it
+    promised: int = 0  # and up to where
+
+
+class Lookup:
+    """Finds the deepest reusable state along a chain, and who else is at work on it.
+
+    Hashes of computed blocks are remembered in a bounded LRU after their KV is gone (or where there is none). Blocks
+    that running requests have yet to compute, and those that waiting ones could resume after, are known by hash too, so
+    that no admission goes through the other requests.
+    """
+
+    def __init__(self, states: BlockPool, pages: Pages, max_seen: int, strict: bool) -> None:
+        self._states = states
+        self._pages = pages
+        self._strict = strict
+        self._max_seen = max_seen
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+        self._writers: dict[bytes, list[Life]] = {}
+        self._waiting: dict[bytes, int] = {}  # how many requests wait that could resume after this block
+
+    # --- what was computed ---
+
+    def saw(self, block_hash: bytes) -> None:
+        """A block was computed."""
+        self._seen[block_hash] = None
+        self._seen.move_to_end(block_hash)
+        if len(self._seen) > self._max_seen:
+            self._seen.popitem(last=False)
+
+    def forget_seen(self) -> None:
+        self._seen.clear()
+
+    def usable(self, block_hash: bytes) -> bool:
+        """Whether the state pool holds this block, under `strict_reuse` exactly computed."""
+        block = self._states.lookup(block_hash)
+        return block is not None and (self._states.exact[block] or not self._strict)
+
+    def find(self, chain: Chain, limit: int, junction_limit: int, host_coverage: int | None, waits: bool) -> Found:
+        """Looks along a chain.
+
+        Args:
+            limit: blocks at most to resume after.
+            junction_limit: blocks at most to learn a junction after: one token at least must be computed.
+            host_coverage: leading blocks that the host's KV covers; None where the pages know, or nothing needs KV.
+            waits: whether the request may wait for another one to compute its prefix.
+        """
+        needs_kv = self._pages.present or host_coverage is not None
+        coverage = len(chain) - 1
+        if host_coverage is not None:
+            coverage = min(coverage, host_coverage)
+        elif self._pages.present:
+            coverage = self._pages.coverage(chain, self._strict)
+        hit = min(limit, coverage)
+        while hit and not self.usable(chain[hit]):
+            hit -= 1
+        junction, met = junction_limit, min(junction_limit, coverage) if needs_kv else hit
+        while junction > met and chain[junction] not in self._seen:
+            junction -= 1
+        junction = junction if junction > hit else 0
+        for depth in range(limit, hit, -1) if waits and self._writers else ():
+            for life in self._writers.get(chain[depth], ()):
+                if self.worth_a_wait(life, depth):
+                    return Found(coverage, hit, junction, life, depth)
+        return Found(coverage, hit, junction)
+
+    # --- who writes ---
+
+    def worth_a_wait(self, life: Life, depth: int) -> bool:
+        """Whether the state that a life will reach after so many blocks is one that others may reuse."""
+        return not self._strict or self._pages.block_size * depth <= life.near_from
+
+    def writes(self, life: Life, chain: Chain) -> None:
+        """A running request that stores will compute the blocks of its chain that are known by now."""
+        for depth in range(life.announced + 1, len(chain)):
+            self._writers.setdefault(chain[depth], []).append(life)
+        life.announced = len(chain) - 1
+
+    def wrote(self, life: Life, chain: Chain, depth: int) -> None:
+        """It has computed so many blocks, or will compute no more up to there."""
+        for block_hash in chain[life.written + 1 : min(depth, life.announced) + 1]:
+            lives = self._writers[block_hash]
+            if len(lives) == 1:
+                del self._writers[block_hash]
+            else:
+                lives.remove(life)
+        life.written = max(depth, life.written)
+        life.announced = max(life.announced, life.written)
+
+    # --- who waits ---
+
+    def wait(self, request: CachedRequest) -> None:
+        """A request waits for its admission."""
+        request.lined = (len(request.tokens) - 1) // self._pages.block_size if request.read else 0
+        counts = self._waiting
+        for block_hash in request.chain[1 : request.lined + 1]:
+            counts[block_hash] = counts.get(block_hash, 0) + 1
+
+    def wait_no_more(self, request: CachedRequest) -> None:
+        counts = self._waiting
+        for block_hash in request.chain[1 : request.lined + 1]:
+            left = counts[block_hash] - 1
+            if left:
+                counts[block_hash] = left
+            else:
+                del counts[block_hash]
+        request.lined = 0
+
+    def awaited(self, chain: Chain, first: int, last: int) -> list[int]:
+        """The blocks from `first` to `last` after which a waiting request leaves this chain, or must stop to hit."""
+        found, counts = [], self._waiting
+        here = counts.get(chain[first], 0) if counts and first <= last else 0
+        for depth in range(first, last + 1):
+            if not here:
+                break
+            beyond = counts.get(chain[depth + 1], 0) if depth + 1 < len(chain) else 0
+            if beyond < here:
+                found.append(depth)
+            here = beyond
+        return found
+
+    def check(self, requests: Sequence[CachedRequest]) -> None:
+        """Raises AssertionError unless writers and waiting requests are those of `requests`."""
+        writers: dict[bytes, int] = {}
+        waiting: dict[bytes, int] = {}
+        for request in requests:
+            life = request.life
+            entries = request.chain[life.written + 1 : life.announced + 1] if life is not None else ()
+            for block_hash in entries:
+                writers[block_hash] = writers.get(block_hash, 0) + 1
+            for block_hash in request.chain[1 : request.lined + 1]:
+                waiting[block_hash] = waiting.get(block_hash, 0) + 1
+        assert writers == {block_hash: len(lives) for block_hash, lives in self._writers.items()}, "who writes"
+        assert waiting == self._waiting, "who waits"

@@ -1,0 +1,128 @@
+"""KV pages of running requests; none where the host keeps the KV, or nothing needs it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from mambacache.cache.pool import BlockPool, RemovedCallback
+from mambacache.cache.request import ALWAYS_EXACT, Life
+
+
+class Pages:
+    """A pool of KV pages. Where it has none, the host keeps the KV, or nothing needs it: every call succeeds then."""
+
+    def __init__(self, block_size: int, num_pages: int, on_removed: RemovedCallback) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_pages, on_removed)
+        self.present = num_pages > 0
+        self._lacking = 0  # pages that admitted prompts will still take
+
+    def coverage(self, chain: Sequence[bytes], strict: bool) -> int:
+        """Leading blocks of a chain whose KV is cached."""
+        lookup, exact = self.pool.lookup, self.pool.exact
+        for depth in range(1, len(chain)):
+            page = lookup(chain[depth])
+            if page is None or (strict and not exact[page]):
+                return depth - 1
+        return len(chain) - 1
+
+    def holds(self, block_hash: bytes) -> bool:
+        """Whether the KV of a block is cached."""
+        return self.pool.lookup(block_hash) is not None
+
+    def exact_until(self, chain: Sequence[bytes], coverage: int) -> int:
+        """The position up to which covering pages are exact; `ALWAYS_EXACT` if all are."""
+        exact, pages = self.pool.exact, self._covering(chain, coverage)
+        return next((i * self.block_size for i, page in enumerate(pages) if not exact[page]), ALWAYS_EXACT)
+
+    def has_room(self, chain: Sequence[bytes], coverage: int, num_tokens: int) -> bool:
+        """Whether there are pages for all known tokens beside what is shared and what admitted prompts still lack."""
+        if not self.present:
+            return True
+        references = self.pool.references
+        idle = sum(not references[page] for page in self._covering(chain, coverage))
+        return self._blocks(num_tokens) - coverage <= self.pool.num_available - idle - self._lacking
+
+    def begin(self, life: Life, chain: Sequence[bytes], coverage: int) -> None:
+        """Takes references to the pages that cover a life's beginning."""
+        life.shared_pages = coverage if self.present else 0
+        for page in self._covering(chain, coverage):
+            self.pool.hold(page)
+            life.pages.append(page)
+        self._lacking += self._lack(life)
+
+    def fork(self, parent: Life, child: Life) -> bool:
+        """Shares a parent's full pages; a partial last one is to be copied. False: no room, and nothing changed."""
+        if not self.present:
+            return True
+        full, partial = divmod(parent.computed, self.block_size)
+        if partial and not self.pool.num_available:
+            return False
+        child.shared_pages = full
+        for page in parent.pages[:full]:
+            self.pool.hold(page)
+            child.pages.append(page)
+        self._lacking += self._lack(child)
+        if partial:
+            child.copy_page = self.pool.share(parent.pages[full])
+            self.grow(child, parent.computed)
+        return True
+
+    def grow(self, life: Life, end: int) -> bool:
+        """Pages up to position `end`, in one go; False, and nothing changed, without room."""
+        missing = self._blocks(end) - len(life.pages)
+        if missing <= 0 or not self.present:
+            return True
+        if self.pool.num_available < missing:
+            return False
+        lacked = self._lack(life)
+        life.pages.extend(self.pool.take(missing))
+        self._lacking += self._lack(life) - lacked
+        return True
+
+    def shrink(self, life: Life, count: int) -> None:
+        """Gives back the pages after the first `count`."""
+        lacked = self._lack(life)
+        while len(life.pages) > count:
+            self.pool.release(life.pages.pop())
+        self._lacking += self._lack(life) - lacked
+
+    def commit(self, life: Life, depth: int, block_hash: bytes, born: int) -> bool:
+        """Names the page of block `depth` - 1; whether it is new."""
+        if depth <= life.shared_pages or not self.present:
+            return False
+        exact = depth * self.block_size <= life.near_from
+        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, hot=True, born=born)
+
+    def copied(self, life: Life) -> None:
+        """The page that the life's first row copies from is needed no more."""
+        if life.copy_page is not None:
+            life.copy_page.end()
+            life.copy_page = None
+
+    def end(self, life: Life) -> None:
+        """Gives back all that a life holds."""
+        self.copied(life)
+        pages, life.pages = life.pages, array("i")
+        for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
+            self.pool.release(page)
+
+    def unused(self, life: Life) -> None:
+        """A life that ended needs no more pages than it has."""
+        self._lacking -= self._lack(life)
+
+    def check(self, lives: Sequence[Life], running: Sequence[Life]) -> None:
+        """Raises AssertionError unless the books balance."""
+        copies = [life.copy_page.block for life in lives if life.copy_page is not None]
+        self.pool.check([*(page for life in lives for page in life.pages), *copies])
+        assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"
+
+    def _covering(self, chain: Sequence[bytes], coverage: int) -> list[int]:
+        return [page for h in chain[1 : coverage + 1] if (page := self.pool.lookup(h)) is not None]
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _lack(self, life: Life) -> int:
+        return max(0, self._blocks(life.prefill_end) - len(life.pages)) if self.present else 0

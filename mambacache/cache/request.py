@@ -1,0 +1,113 @@
+"""What the cache knows of one request, of its life while it runs, and of its rows under way: pure data."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mambacache.cache.policy import Wish
+from mambacache.cache.pool import Lease
+from mambacache.cache.record import Branch
+from mambacache.plan import SequenceStep
+from mambacache.report import RequestReport
+
+ALWAYS_EXACT = 1 << 62
+
+
+@dataclass(slots=True, eq=False)
+class CachedRequest:
+    """One request: its tokens and their hash chain."""
+
+    request_id: str
+    block_size: int
+    tokens: array[int]  # all that the host knows: prompt and answer
+    prompt_len: int
+    salt: str
+    keys: dict[int, bytes]  # block -> a digest of what else enters its hash
+    marks: tuple[int, ...]
+    read: bool
+    store: bool
+    chain: list[bytes]  # the root, then the hash of each whole block of known tokens
+    report: RequestReport | None = None  # made when it first ran
+    life: Life | None = None  # None while it waits
+    waits: Promise | None = None
+    lined: int = 0  # leading blocks of the chain that `Lookup` counts as waited for
+    issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
+    in_flight: int = 0  # how many of them will give a token
+    leaving: Row | None = None  # planned in a life that ended, and neither issued nor given up
+    stale: bool = False  # holds blocks from before a reset: commits nothing more
+
+    def token_bytes(self, start: int, end: int) -> bytes:
+        """int32, the known tokens from `start` to `end`; those of a block with a key are changed by it, so that equal
+        bytes mean equal prefixes."""
+        if not self.keys:
+            return self.tokens[start:end].tobytes()
+        tokens = np.array(self.tokens[:end], dtype=np.int32)
+        for block, key in self.keys.items():
+            tokens[block * self.block_size : (block + 1) * self.block_size] ^= int.from_bytes(key[:3], "big")
+        return tokens[start:].tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """From one admission to the next preemption, or to the end: what the request holds and how far it came."""
+
+    number: int
+    request: CachedRequest
+    admitted_at: int  # how many rows had been issued
+    hit: int  # tokens that it did not compute
+    computed: int  # tokens consumed by issued steps
+    prefill_end: int  # tokens known at admission: these run in the prefill kernels
+    near_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
+    state: Lease | None = None  # None: a fresh state, or drafts in flight
+    window: Lease | None = None  # the block of the conv window, if that is another one (after drafts)
+    window_offset: int = 0
+    reserve: Lease | None = None  # taken at admission: the first row's dst
+    drafted: list[Lease] = field(default_factory=list)  # dst of a row with drafts whose acceptance is not known yet
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    shared_pages: int = 0  # leading pages that others wrote
+    copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then
+    advanced: int = 0  # leading blocks whose pages were committed and whose hashes were seen
+    written: int = 0  # blocks up to here are computed; those up to `announced` are known to `Lookup`
+    announced: int = 0
+    wishes: dict[int, Wish] = field(default_factory=dict)
+    pending: list[tuple[int, Lease]] = field(default_factory=list)  # (position, block): commits that wait for tokens
+    checkpoint: tuple[int, bytes] | None = None  # the last state committed where a step ended, and its hash
+    row: Row | None = None  # allocated and not issued
+    reported: RequestReport | None = None  # of this admission
+    recorded: int = 0  # tokens that the ledger's record has of it, and where they end there
+    branch: Branch | None = None
+    ran: bool = False  # a row of it was issued
+    ended: bool = False
+    void: bool = False  # it failed on the device, or began from what did: what its rows give does not count
+
+    @property
+    def conv_block(self) -> int:
+        lease = self.window or self.state
+        return lease.block if lease is not None else 0
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One row under way: allocated, then planned, then issued."""
+
+    step: SequenceStep
+    life: Life
+    dst: list[Lease]  # empty where a decode row writes its running state in place
+    first_new: int  # the position of the first token that it will give
+    near_before: int  # the life's `near_from` and its number of pages before the row
+    pages_before: int
+    had_reserve: bool
+    checkpoints: dict[int, Lease] = field(default_factory=dict)
+    planned: bool = False
+    issue: int = 0  # its number among all issued rows; 0 before
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """A life is about to compute a prefix that others wait for."""
+
+    writer: Life
+    boundary: int

@@ -1,0 +1,116 @@
+"""The rows under way, which of them a caller may mean, and what may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mambacache.cache.request import CachedRequest, Life, Row
+from mambacache.checks import MAX_TOKEN, check_integer, token_array
+from mambacache.plan import SequenceStep
+
+
+class Rows(dict[int, Row]):
+    """Rows by their number, from `allocate` until they are accepted, cancelled, dropped, or lost with their request."""
+
+    def __init__(self, requests: Mapping[str, CachedRequest]) -> None:
+        super().__init__()
+        self._requests = requests
+        self.lost: set[int] = set()  # not issued when the books were rebuilt: never to be issued
+
+    def find(self, step: SequenceStep, ending: bool = False) -> Row | None:
+        """The row of a step; None if its life is over, and nothing is left to do for it.
+
+        Args:
+            ending: it is cancelled or dropped, which is all that may be done with a lost row.
+
+        Raises:
+            RuntimeError: it has ended, and its request runs on.
+        """
+        row = self.get(step.row)
+        if row is not None and row.step.life == step.life and row.step.request_id == step.request_id:
+            return row
+        if step.row in self.lost and not ending:
+            raise RuntimeError("an exception broke off a call since this row was allocated: cancel its step")
+        request = self._requests.get(step.request_id)
+        if row is not None or (request is not None and request.life is not None and request.life.number == step.life):
+            raise RuntimeError(f"the row of request {step.request_id!r} has ended: accept, cancel or drop a row once")
+        return None
+
+    def find_all(self, steps: Sequence[SequenceStep], ending: bool = False) -> list[Row]:
+        """The rows of those given that are under way, none of them twice; raises as `find` does."""
+        if len({step.row for step in steps}) < len(steps):
+            raise ValueError("a row is given twice: give each row of a step once")
+        return [row for step in steps if (row := self.find(step, ending)) is not None]
+
+    def to_plan(self, steps: Sequence[SequenceStep]) -> list[Row]:
+        """Rows that may be planned together."""
+        rows = self.find_all(steps)
+        if len(rows) < len(steps) or any(row.life.ended for row in rows):
+            raise RuntimeError("a request was preempted or freed after its row was allocated: plan the step without it")
+        for row in rows:
+            if row.planned:
+                raise RuntimeError(f"the row of request {row.step.request_id!r} was planned already: plan a row once")
+        return rows
+
+    def to_issue(self, steps: Sequence[SequenceStep]) -> list[Row]:
+        """Rows that may be issued."""
+        rows = self.find_all(steps)
+        for row in rows:
+            if not row.planned:
+                raise RuntimeError(f"the row of request {row.step.request_id!r} was not planned: plan it first")
+            if row.issue:
+                raise RuntimeError(f"the row of request {row.step.request_id!r} was issued already: issue a row once")
+        return rows
+
+    def to_accept(self, steps: Sequence[SequenceStep]) -> list[Row]:
+        """Rows whose tokens may be taken."""
+        rows = self.find_all(steps)
+        for row in rows:
+            if not row.issue:
+                raise RuntimeError(f"the row of request {row.step.request_id!r} was not issued: issue it first")
+            if row.life.request.issued[0] is not row:
+                raise RuntimeError(
+                    f"an earlier row of request {row.step.request_id!r} was not accepted: accept it first"
+                )
+        return rows
+
+
+def check_next_row(
+    life: Life, num_tokens: int, drafts: Sequence[int], decode: bool, max_drafts: int
+) -> tuple[int, ...]:
+    """The drafts of a row that may come next in a life; raises as `PrefixCache.allocate` does."""
+    name, left = f"request {life.request.request_id!r}", life.prefill_end - life.computed
+    if life.row is not None:
+        raise RuntimeError(f"{name} has a row that is not issued: issue, drop or cancel it first")
+    if life.drafted:
+        raise RuntimeError(f"{name} has drafts in flight: accept that step before the next one")
+    check_integer("num_tokens", num_tokens, 1, max(left, 1))
+    if decode and left > 1:
+        raise ValueError(f"{name} has {left} prompt tokens left: decode takes the last one alone")
+    if left <= 0 and life.computed >= len(life.request.tokens) + life.request.in_flight:
+        raise RuntimeError(f"{name} has no next token: accept what its last row gave first")
+    if not len(drafts):
+        return ()
+    guesses = tuple(token_array(f"the drafts of {name}", drafts))
+    if len(guesses) > max_drafts:
+        raise ValueError(f"{name} has {len(guesses)} drafts: give {max_drafts} at most, or raise max_draft_tokens")
+    if left > 0 or life.request.in_flight:
+        raise RuntimeError(f"{name} does not know its last token yet: drafts come after it")
+    return guesses
+
+
+def check_fork(
+    parent: CachedRequest, children: Mapping[str, int], max_running: int | None, known: Mapping[str, CachedRequest]
+) -> None:
+    """Raises, as `PrefixCache.fork` does, unless a request has just ended its prompt and the children are new."""
+    if max_running is not None:
+        check_integer("max_running", max_running, 0)
+    for child_id, token in children.items():
+        check_integer(f"the first token of request {child_id!r}", token, 0, MAX_TOKEN)
+        if child_id in known:
+            raise ValueError(f"request id {child_id!r} is in use: choose another, or free that request first")
+    name, life = f"request {parent.request_id!r}", parent.life
+    if len(parent.tokens) != parent.prompt_len + 1 or (life is not None and life.computed > parent.prompt_len):
+        raise RuntimeError(f"{name} has not just ended its prompt: fork it after its first token, before it runs on")
+    if parent.issued or (life is not None and life.row is not None):
+        raise RuntimeError(f"{name} has a row under way: fork it before it runs on")

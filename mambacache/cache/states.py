@@ -1,0 +1,356 @@
+"""State blocks of running requests: src, dst and checkpoints of every row, and when what it writes becomes readable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from mambacache.cache.ledger import Ledger
+from mambacache.cache.lookup import Lookup
+from mambacache.cache.pages import Pages
+from mambacache.cache.policy import Policy, Wish
+from mambacache.cache.pool import BlockPool, Lease
+from mambacache.cache.request import Life, Row
+from mambacache.plan import CHUNK, NO_CHECKPOINTS, PLACEHOLDER, SequenceStep
+
+
+class States:
+    """The only place where state blocks are chosen; see `BlockPool` for theirs, and `Life` for what a request holds.
+
+    A life without drafts holds at most two blocks: its running state, and the dst of a row that is not issued yet.
+    """
+
+    def __init__(
+        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, ledger: Ledger, numbers: count[int]
+    ) -> None:
+        self._size = pages.block_size
+        self._pool = pool
+        self._pages = pages
+        self._lookup = lookup
+        self._policy = policy
+        self._ledger = ledger
+        self._numbers = numbers  # of rows
+        self.unwritten = 0  # checkpoint blocks of rows that are not issued yet
+        self.num_issued = 0
+
+    # --- a life begins ---
+
+    def begin(self, life: Life, hit_block: int) -> None:
+        """Takes a reference to the state that was hit, and a block for the first row's dst."""
+        if hit_block:
+            life.state = self._pool.share(hit_block)
+            self._pool.heat(hit_block)
+        life.reserve = self._pool.lease()
+
+    def fork(self, parent: Life, child: Life) -> bool:
+        """The child goes on from the parent's state; False, and nothing has changed, without room for a page."""
+        if parent.state is None or not self._pages.fork(parent, child):
+            return False
+        child.near_from, child.advanced = parent.near_from, parent.advanced
+        child.state, child.window_offset = self._pool.share(parent.state.block), parent.window_offset
+        if parent.window is not None:
+            child.window = self._pool.share(parent.window.block)
+        return True
+
+    # --- before a step ---
+
+    def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
+        """A row of `num_tokens` (and drafts) tokens with its dst blocks; None, and nothing changed, without room."""
+        size, request, start = self._size, life.request, life.computed
+        prefill = start < life.prefill_end and not decode
+        end = start + num_tokens + len(drafts)
+        pages_before, had_reserve = len(life.pages), life.reserve is not None
+        if (prefill or drafts) and not self._has(life, 1 if prefill else end - start):
+            return None
+        if not self._pages.grow(life, end):
+            return None
+        in_place = not prefill and not drafts and self._may_write_in_place(life)
+        dst = [] if in_place else self._fresh(life, 1 if prefill else end - start)
+        if dst is None:
+            self._pages.shrink(life, pages_before)
+            return None
+        src = life.state.block if life.state is not None else 0
+        boundary = start // size * size + size
+        step = SequenceStep(
+            request.request_id,
+            life.number,
+            next(self._numbers),
+            start,
+            end - start,
+            prefill,
+            end >= life.prefill_end,
+            src,
+            life.conv_block,
+            life.window_offset,
+            tuple([lease.block for lease in dst]) if dst else (src,),
+            drafts,
+            NO_CHECKPOINTS,
+            boundary - start - 1 if not prefill and start + 1 < boundary <= end else -1,
+        )
+        row = Row(step, life, dst, start + 1 if drafts else end, life.near_from, pages_before, had_reserve)
+        if not prefill or start % CHUNK:  # a step that is cut inside a chunk makes the next one start there
+            life.near_from = min(life.near_from, start)
+        life.row = row
+        return row
+
+    def _has(self, life: Life, count: int) -> bool:
+        return self._pool.num_available >= count or (count == 1 and life.reserve is not None)
+
+    def _fresh(self, life: Life, count: int) -> list[Lease] | None:
+        if not self._has(life, count):
+            return None
+        if count == 1 and life.reserve is not None:
+            reserve, life.reserve = life.reserve, None
+            return [reserve]
+        return [Lease(self._pool, block) for block in self._pool.take(count)]
+
+    def _may_write_in_place(self, life: Life) -> bool:
+        """Whether a decode row may write the block that it reads: nobody else holds it, and it is not committed or soon
+        to be; or it is, and there is no block to go on in (then that commit is taken back)."""
+        pool, state = self._pool, life.state
+        if state is None:
+            return False
+        block = state.block
+        pending = bool(life.pending) and any(lease.block == block for _, lease in life.pending)
+        if pool.references[block] > 1 + pending:
+            return False
+        if pool.hashes[block] is None and not pending:
+            return True
+        if life.reserve is not None:
+            return False
+        wish = self._policy.wish(life.wishes, life.computed)
+        lease = pool.lease(cold_only=not self._policy.hot(wish))
+        if lease is not None:
+            life.reserve = lease
+            return False
+        if pending:
+            for _, held in [commit for commit in life.pending if commit[1].block == block]:
+                held.end()
+            life.pending = [commit for commit in life.pending if commit[1].block]
+        else:
+            pool.withdraw(block)
+        if life.computed <= len(life.request.tokens):
+            self._ledger.refused(life.request.chain[life.computed // self._size])
+        return True
+
+    def drop(self, row: Row) -> None:
+        """An allocated row is not run: the life is as before, but for what the row's blocks have evicted."""
+        life = row.life
+        self._end_checkpoints(row)
+        if row.had_reserve and life.reserve is None:
+            life.reserve = row.dst.pop()
+        for lease in row.dst:
+            lease.end()
+        self._pages.shrink(life, row.pages_before)
+        life.near_from = row.near_before
+        life.row = None
+
+    def plan_checkpoints(self, rows: Sequence[Row]) -> None:
+        """When every row has its dst: blocks for wished-for boundaries inside the prefill rows."""
+        wanted: list[tuple[Wish, int, int]] = []
+        for order, row in enumerate(rows):
+            step, life = row.step, row.life
+            end = step.start + step.num_tokens
+            if end // self._size == step.start // self._size or not life.request.store or life.request.stale:
+                continue
+            self._promise(life, step.start, end)
+            if step.prefill:
+                wanted += [(wish, order, p) for wish, p in self._policy.between(life.wishes, step.start, end)]
+        planned: dict[bytes, bool] = {}
+        for wish, order, position in sorted(wanted):
+            life = rows[order].life
+            block_hash = life.request.chain[position // self._size]
+            exact = position <= life.near_from
+            held = self._pool.lookup(block_hash)
+            if held is not None and (self._pool.exact[held] or not exact):
+                continue
+            if planned.get(block_hash, -1) >= exact:
+                continue
+            hot = self._policy.hot(wish)
+            lease = self._pool.lease(cold_only=not hot) if self._has_checkpoint_room(hot) else None
+            if lease is None:
+                self._ledger.refused(block_hash)
+                continue
+            planned[block_hash] = exact
+            rows[order].checkpoints[position] = lease
+            self.unwritten += 1
+        for row in rows:
+            row.planned = True
+            if row.checkpoints:
+                checkpoints = {position: lease.block for position, lease in row.checkpoints.items()}
+                row.step = row.step._replace(checkpoints=checkpoints)
+
+    def _promise(self, life: Life, start: int, end: int) -> None:
+        """Wishes for the boundaries where waiting requests will resume, whether or not this step could admit them."""
+        if not self._policy.max_checkpoints:
+            return
+        chain, size = life.request.chain, self._size
+        for depth in self._lookup.awaited(chain, start // size + 1, min(end // size, len(chain) - 1)):
+            if self._lookup.worth_a_wait(life, depth):
+                self._policy.promise(life.wishes, depth * size)
+
+    def _has_checkpoint_room(self, hot: bool) -> bool:
+        """Whether the budget holds one more checkpoint, if need be by evicting one."""
+        most = self._policy.max_checkpoints
+        full = self._pool.num_committed + self.unwritten >= most
+        return not full or (most > 0 and self._pool.evict(cold_only=not hot))
+
+    # --- after it ---
+
+    def count_issue(self) -> int:
+        """The number of one more row that is issued."""
+        self.num_issued += 1
+        return self.num_issued
+
+    def issued(self, row: Row) -> None:
+        """The row is on the stream: whatever is issued later finds its dst written and its src read."""
+        life, step = row.life, row.step
+        end = step.start + step.num_tokens
+        row.issue = self.count_issue()
+        life.row = None
+        self._pages.copied(life)
+        if step.drafts:
+            self._end_running(life)
+            life.drafted, row.dst = row.dst, []
+            return
+        if row.dst:
+            self._end_running(life)
+            life.state, row.dst = row.dst[0], []
+        elif life.window is not None:
+            life.window.end()
+            life.window = None
+        life.window_offset = 0
+        life.computed = end
+        for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
+            if not life.request.stale:
+                self._name(life, position, lease.block)
+        self._end_checkpoints(row)
+        on_boundary = end % self._size == 0
+        if on_boundary and life.state is not None:
+            self._commit(life, end, life.state)
+        self._advance(life)
+
+    def accept(self, row: Row) -> None:
+        """The row's tokens that remain after stops are known by now."""
+        life = row.life
+        if row.step.drafts:
+            self._resolve_drafts(row)
+        known = len(life.request.tokens)
+        while life.pending and life.pending[0][0] <= known:
+            position, lease = life.pending.pop(0)
+            self._commit(life, position, lease)
+            lease.end()
+        self._advance(life)
+
+    def _resolve_drafts(self, row: Row) -> None:
+        """Keeps the states that consumed accepted tokens only: the last one to go on from, and one on a boundary."""
+        life, step, size = row.life, row.step, self._size
+        known = life.request.tokens[step.start : step.start + step.num_tokens]
+        fed = (PLACEHOLDER, *step.drafts)
+        last = 0  # the last state that consumed known tokens only; where a stop was drafted, it has consumed that too
+        while last + 1 < len(known) and fed[last + 1] == known[last + 1]:
+            last += 1
+        boundary = size - 1 - step.start % size
+        drafted, life.drafted = life.drafted, []
+        life.computed = step.start + last + 1
+        life.state, life.window_offset = drafted[last], 0
+        if last not in (0, boundary):
+            life.window, life.window_offset = drafted[0], last
+        if boundary <= last:
+            self._commit(life, step.start + boundary + 1, drafted[boundary])
+        for lease in drafted:
+            if lease is not life.state and lease is not life.window:
+                lease.end()
+
+    # --- the end of a life ---
+
+    def end(self, life: Life, finished: bool) -> None:
+        """A life ends. What it holds is given back at once, or with its row if that is planned: that may be issued."""
+        life.ended = True
+        if finished and life.checkpoint is not None:
+            last = self._pool.lookup(life.checkpoint[1])
+            if last is not None:
+                self._pool.heat(last)
+        self._ledger.ended(life)
+        self._lookup.wrote(life, life.request.chain, life.announced)
+        self._pages.unused(life)
+        row = life.row
+        if row is None or not row.planned:
+            self.release(life)
+
+    def release(self, life: Life) -> None:
+        """Gives back all that an ended life holds; what is committed stays."""
+        row, life.row = life.row, None
+        if row is not None:
+            self._end_checkpoints(row)
+        for lease in self.held(life, row):
+            lease.end()
+        life.pending, life.drafted, life.state, life.window, life.reserve = [], [], None, None, None
+        self._pages.end(life)
+
+    def held(self, life: Life, row: Row | None) -> list[Lease]:
+        """The leases of a life and of its row that is not issued."""
+        single = [lease for lease in (life.state, life.window, life.reserve) if lease is not None]
+        leases = [lease for _, lease in life.pending] + single + life.drafted
+        return leases if row is None else [*leases, *row.dst, *row.checkpoints.values()]
+
+    def _end_running(self, life: Life) -> None:
+        for lease in (life.state, life.window):
+            if lease is not None:
+                lease.end()
+        life.state = life.window = None
+
+    def _end_checkpoints(self, row: Row) -> None:
+        self.unwritten -= len(row.checkpoints)
+        for position in sorted(row.checkpoints, reverse=True):
+            row.checkpoints[position].end()
+        row.checkpoints = {}
+
+    # --- commits ---
+
+    def _commit(self, life: Life, position: int, lease: Lease) -> None:
+        """Commits a state that stands on a boundary where a step ended, now or when its tokens are known."""
+        request = life.request
+        if not request.store or request.stale:
+            return
+        if position > len(request.tokens):
+            life.pending.append((position, self._pool.share(lease.block)))
+            return
+        block_hash = request.chain[position // self._size]
+        hot = self._policy.hot(self._policy.wish(life.wishes, position))
+        if self._pool.lookup(block_hash) is None and not self._has_checkpoint_room(hot):
+            self._ledger.refused(block_hash)
+            return
+        self._name(life, position, lease.block)
+        previous, life.checkpoint = life.checkpoint, (position, block_hash)
+        if previous is not None and self._policy.gives_up(life.wishes, previous[0], life.prefill_end):
+            self._give_up(previous[1])
+
+    def _name(self, life: Life, position: int, block: int) -> None:
+        block_hash = life.request.chain[position // self._size]
+        hot = self._policy.hot(self._policy.wish(life.wishes, position))
+        exact = position <= life.near_from
+        if self._pool.commit(block, block_hash, exact=exact, hot=hot, born=self.num_issued):
+            self._ledger.stored("state", block_hash, position, life.request.request_id)
+
+    def _give_up(self, block_hash: bytes) -> None:
+        """A decode state that a later one of the same request has made useless, unless somebody uses it."""
+        block = self._pool.lookup(block_hash)
+        if block is not None and not self._pool.references[block] and not self._pool.hot[block]:
+            self._pool.drop(block_hash)
+
+    def _advance(self, life: Life) -> None:
+        """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
+        request, size = life.request, self._size
+        self._ledger.computed(life)
+        if life.computed < (life.advanced + 1) * size:
+            return
+        self._lookup.wrote(life, request.chain, life.computed // size)
+        for depth in range(life.advanced + 1, min(life.computed, len(request.tokens)) // size + 1):
+            life.advanced = depth
+            if not request.store or request.stale:
+                continue
+            block_hash = request.chain[depth]
+            self._lookup.saw(block_hash)
+            if self._pages.commit(life, depth, block_hash, self.num_issued):
+                self._ledger.stored("kv", block_hash, depth * size, request.request_id)

@@ -1,0 +1,126 @@
+"""What `PrefixCache` asks of its caller's arguments: one sentence that says what is wrong and what is needed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from numbers import Integral
+from typing import Any
+
+from mambacache.config import CacheConfig
+from mambacache.plan import SequenceStep
+
+MAX_TOKEN = (1 << 31) - 1
+
+
+def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless `value` is an integer in these bounds."""
+    if type(value) is int and value >= least and (most is None or value <= most):
+        return
+    integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not integer or int(value) < least or (most is not None and int(value) > most):  # type: ignore[call-overload]
+        bounds = f"{least} or more" if most is None else f"{least} to {most}" if most > least else f"{least}"
+        raise ValueError(f"{name} is {value!r}: give an integer, {bounds}")
+
+
+def token_array(name: str, token_ids: Any) -> array[int]:
+    """Token ids as int32.
+
+    Raises:
+        ValueError: they are no sequence of integers from 0 to 2^31 - 1.
+    """
+    if isinstance(token_ids, (str, bytes, bytearray, memoryview)):
+        raise ValueError(
+            f"{name} is of type {type(token_ids).__name__}: give a sequence of token ids, which are integers"
+        )
+    if not isinstance(token_ids, list) and hasattr(token_ids, "tolist"):  # numpy and torch
+        token_ids = token_ids.tolist()
+    try:
+        tokens = array("i", token_ids)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{name} holds what is no token id ({error}): give integers from 0 to {MAX_TOKEN}") from None
+    if tokens and min(tokens) < 0:
+        raise ValueError(f"{name} holds the token {min(tokens)}: give integers from 0 to {MAX_TOKEN}")
+    return tokens
+
+
+def _as_tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ValueError(f"{name} is {values!r}: give a sequence") from None
+
+
+def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
+    """A prompt as int32.
+
+    Raises:
+        ValueError: it is empty, longer than the `most` tokens of a KV pool (0: there is none), or no token ids.
+    """
+    tokens = token_array(f"the prompt of request {request_id!r}", token_ids)
+    if not tokens:
+        raise ValueError(f"request {request_id!r} has an empty prompt: give it at least one token")
+    if 0 < most < len(tokens):
+        raise ValueError(
+            f"the prompt of request {request_id!r} has {len(tokens)} tokens and the KV pool holds {most}: shorten it, "
+            "or raise num_kv_blocks"
+        )
+    return tokens
+
+
+def check_bounds(config: CacheConfig, kv_tokens: int | None, max_tokens: int | None) -> None:
+    """Raises ValueError unless these may bound a hit, as `PrefixCache.match` takes them."""
+    if config.has_attention and not config.num_kv_blocks and kv_tokens is None:
+        raise ValueError("kv_tokens is missing: say how many tokens the host's KV covers, or set num_kv_blocks")
+    for name, value in (("kv_tokens", kv_tokens), ("max_tokens", max_tokens)):
+        if value is not None:
+            check_integer(name, value, 0)
+
+
+def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_size: int) -> dict[int, bytes]:
+    """What enters the hash of each block beside its tokens.
+
+    Raises:
+        ValueError: `extra_keys` are no pairs of a position in the prompt and a key.
+    """
+    keys: dict[int, bytes] = {}
+    for pair in _as_tuple("extra_keys", extra_keys):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"extra_keys holds {pair!r}: give pairs (position, key)")
+        check_integer("a position in extra_keys", pair[0], 0, num_tokens - 1)
+        block = pair[0] // block_size
+        keys[block] = keys.get(block, b"") + repr((int(pair[0]) % block_size, pair[1])).encode()
+    return {block: blake2b(key, digest_size=16).digest() for block, key in keys.items()}
+
+
+def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]:
+    """Positions rounded down to blocks.
+
+    Raises:
+        ValueError: one is no integer, or negative.
+    """
+    positions = _as_tuple("checkpoint_at", checkpoint_at)
+    for position in positions:
+        check_integer("a position in checkpoint_at", position, 0)
+    return tuple(int(position) // block_size * block_size for position in positions)
+
+
+def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
+    """The tokens that a row gave.
+
+    Raises:
+        ValueError: it cannot have given these.
+    """
+    if not len(token_ids):
+        return array("i")
+    tokens = token_array(f"the answer of request {step.request_id!r}", token_ids)
+    most = 1 + len(step.drafts) if step.samples else 0
+    if len(tokens) > most:
+        raise ValueError(f"request {step.request_id!r} comes with {len(tokens)} tokens: its row gives {most}")
+    if tuple(tokens[:-1]) != step.drafts[: len(tokens) - 1]:
+        raise ValueError(
+            f"request {step.request_id!r} comes with tokens {list(tokens)} for the drafts {list(step.drafts)}: give "
+            "those that agree and the one after them"
+        )
+    return tokens

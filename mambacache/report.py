@@ -1,0 +1,115 @@
+"""What the cache tells: hits and waits, the report on a prompt, totals, events. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Loss(StrEnum):
+    """Why tokens that had been computed before were computed again."""
+
+    GRANULARITY = "granularity"  # beyond the last whole block that is shared
+    NO_STATE = "no state there"
+    EVICTED = "evicted"
+    NO_CAPACITY = "no capacity"  # a checkpoint was wanted there and there was no block for it
+    ONLY_NEAR = "only near"  # strict_reuse, and what is there was not computed as a cold prompt is
+    NOT_ASKED = "not asked for"  # the cache is off, or the request does not read it
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReport:
+    """What the cache did for one prompt, in tokens. `losses` add up to `ceiling - hit`.
+
+    `ceiling` is the longest prefix that the prompt shares with anything computed so far, at most its length - 1.
+    """
+
+    prompt: int
+    hit: int
+    ceiling: int
+    losses: dict[Loss, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """A block's hash came to name a block, or ceased to: what a router needs to know where a prefix is cached.
+
+    `number` counts events; after a gap some were lost, and what the router believes is to be dropped.
+    """
+
+    number: int
+    action: str  # "stored" or "removed"
+    kind: str  # "state" or "kv"
+    block_hash: bytes
+    num_tokens: int  # the prefix that the hash stands for; 0 where it was removed
+    request_id: str  # who stored it; "" where it was removed
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Totals since the cache was made."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    ceiling_tokens: int = 0
+    losses: dict[Loss, int] = field(default_factory=lambda: dict.fromkeys(Loss, 0))
+    preemptions: int = 0
+    waits: int = 0
+    states_stored: int = 0
+    states_evicted: int = 0
+    kv_evicted: int = 0
+    state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
+    kv_blocks: dict[str, int] = field(default_factory=dict)  # empty where the host keeps the KV, and without attention
+
+    def add(self, report: RequestReport) -> None:
+        self.requests += 1
+        self.prompt_tokens += report.prompt
+        self.hit_tokens += report.hit
+        self.ceiling_tokens += report.ceiling
+        for reason, tokens in report.losses.items():
+            self.losses[reason] += tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a prompt finds in the cache.
+
+    Attributes:
+        num_tokens: prompt tokens that need not be computed, a multiple of the block size.
+        junction: where the prompt leaves what others computed, in tokens; 0 if that is no deeper than the hit.
+        exact: whether the state, and the KV before it, were computed as a cold prefill computes them; None where the
+            host keeps the KV, of which the cache knows nothing.
+        waits_for: a running request that is about to compute a longer common prefix, or None.
+        losses: tokens that others computed and that are computed again, by reason.
+    """
+
+    num_tokens: int
+    junction: int
+    exact: bool | None
+    waits_for: str | None
+    losses: dict[Loss, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a request cannot run now; nothing was taken.
+
+    Attributes:
+        reason: "no room" (of states or KV), "prefix" (another request computes it) or "in flight" (tokens of a step
+            that was issued for it have not been read).
+        on: for "prefix" the request that computes it, and `until` the position after which it is there.
+    """
+
+    reason: str
+    on: str | None = None
+    until: int = 0
+
+
+class Progress(NamedTuple):
+    """How far a running request came, in tokens."""
+
+    computed: int  # by issued steps
+    prefill_end: int  # known at its admission: up to there it prefills
+    in_flight: int  # that issued steps will give

@@ -1,0 +1,123 @@
+"""Hash chains, and what is found along them."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
+from mambacache.cache.pages import Pages
+from mambacache.cache.pool import BlockPool
+
+SIZE = 4
+
+
+def chain_of(tokens: list[int], *keys: object) -> list[bytes]:
+    chain = [root_hash(*keys)]
+    extend_chain(chain, array("i", tokens), SIZE)
+    return chain
+
+
+def ignore(block_hash: bytes, block: int, evicted: bool) -> None:
+    pass
+
+
+class Cached:
+    """Pools in which chosen entries of a chain are committed."""
+
+    def __init__(
+        self, chain: list[bytes], *, strict: bool = False, attention: bool = True, max_seen: int = 100
+    ) -> None:
+        self.chain = chain
+        self.states = BlockPool(50, ignore)
+        pages = Pages(SIZE, 50 if attention else 0, ignore)
+        self.kv = pages.pool
+        self.index = Lookup(self.states, pages, max_seen, strict)
+
+    def put(self, states: list[int], kv: list[int], seen: list[int], near: tuple[int, ...] = ()) -> Cached:
+        for pool, entries in ((self.states, states), (self.kv, kv)):
+            for entry in entries:
+                block = pool.allocate()
+                assert block is not None
+                pool.commit(block, self.chain[entry], exact=entry not in near, hot=True)
+        for entry in seen:
+            self.index.saw(self.chain[entry])
+        return self
+
+    def match(self, limit: int, host: int | None = None) -> Found:
+        return self.index.find(self.chain, limit, limit, host, waits=True)
+
+
+def test_a_hash_stands_for_all_tokens_before_it() -> None:
+    a, b = chain_of([*range(12)]), chain_of([9, *range(1, 12)])
+    assert len(a) == 4 and not set(a[1:]) & set(b[1:])
+    assert chain_of([*range(15)]) == a
+    assert chain_of([*range(16)])[:4] == a
+
+
+def test_roots_separate_tenants_models_and_generations() -> None:
+    keys = [("model", 64, 0, 0, ""), ("other", 64, 0, 0, ""), ("model", 128, 0, 0, ""), ("model", 64, 7, 0, ""),
+            ("model", 64, 0, 1, ""), ("model", 64, 0, 0, "salt"), ("model", 64, 0, 0, "('',)")]  # fmt: skip
+    chains = [chain_of([1, 2, 3, 4], *key) for key in keys]
+    assert len({entry for chain in chains for entry in chain}) == 2 * len(keys)
+
+
+def test_chains_grow_by_whole_blocks() -> None:
+    tokens = array("i", range(7))
+    chain = [root_hash("")]
+    extend_chain(chain, tokens, SIZE)
+    assert len(chain) == 2
+    tokens.append(7)
+    extend_chain(chain, tokens, SIZE)
+    assert chain == chain_of([*range(8)], "")
+
+
+@pytest.mark.parametrize(
+    ("states", "kv", "seen", "limit", "expected"),
+    [
+        ([], [], [], 5, Found(0, 0, 0)),
+        ([2, 4], [1, 2, 3, 4, 5], [], 5, Found(5, 4, 5)),
+        ([2, 4], [1, 2, 3], [], 5, Found(3, 2, 3)),
+        ([2, 4], [1, 3, 4, 5], [], 5, Found(1, 0, 1)),
+        ([5], [1, 2, 3, 4, 5], [], 4, Found(5, 0, 4)),  # one token at least must be computed
+        ([2], [1, 2], [1, 2, 3, 4], 5, Found(2, 2, 4)),
+        ([2], [1, 2], [1, 2], 5, Found(2, 2, 0)),
+        ([], [], [3], 5, Found(0, 0, 3)),  # the LRU has dropped the beginning
+    ],
+)
+def test_coverage_hit_and_junction(
+    states: list[int], kv: list[int], seen: list[int], limit: int, expected: Found
+) -> None:
+    assert Cached(chain_of([*range(5 * SIZE)])).put(states, kv, seen).match(limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("near", "expected"), [((), Found(4, 4, 5)), ((4,), Found(3, 2, 5)), ((2,), Found(1, 0, 5)), ((1,), Found(0, 0, 5))]
+)
+def test_strict_reuse_counts_exact_blocks_alone(near: tuple[int, ...], expected: Found) -> None:
+    cached = Cached(chain_of([*range(5 * SIZE)]), strict=True)
+    assert cached.put([2, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5], near).match(5) == expected
+
+
+def test_the_host_says_how_far_its_kv_reaches() -> None:
+    cached = Cached(chain_of([*range(5 * SIZE)]), attention=False).put([2, 4], [], [1, 2, 3])
+    assert cached.match(5, host=3) == Found(3, 2, 3)
+    assert cached.match(5, host=9) == Found(5, 4, 5)
+    assert cached.match(5, host=0) == Found(0, 0, 3)
+
+
+def test_without_attention_a_state_is_enough() -> None:
+    cached = Cached(chain_of([*range(5 * SIZE)]), attention=False).put([4], [], [1, 2, 3, 4, 5])
+    assert cached.match(5) == Found(5, 4, 5)
+    assert cached.match(4) == Found(5, 4, 0)
+
+
+def test_seen_hashes_are_bounded_and_cleared() -> None:
+    cached = Cached(chain_of([*range(5 * SIZE)]), attention=False, max_seen=2).put([], [], [1, 2, 3])
+    assert cached.match(5).junction == 3
+    cached.index.saw(cached.chain[1])
+    cached.index.saw(cached.chain[2])
+    assert cached.match(5).junction == 2
+    cached.index.forget_seen()
+    assert cached.match(5).junction == 0

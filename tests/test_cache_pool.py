@@ -1,0 +1,229 @@
+"""Ids, references and the order of eviction."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from mambacache.cache.pool import BlockPool
+
+
+class Removed(list[tuple[bytes, int, bool]]):
+    def __call__(self, block_hash: bytes, block: int, evicted: bool) -> None:
+        self.append((block_hash, block, evicted))
+
+
+def name(i: int) -> bytes:
+    return i.to_bytes(16, "big")
+
+
+def commit(pool: BlockPool, i: int, *, exact: bool = True, hot: bool = True) -> int:
+    """A committed block without references."""
+    block = pool.allocate()
+    assert block is not None and pool.commit(block, name(i), exact=exact, hot=hot)
+    pool.release(block)
+    return block
+
+
+@pytest.fixture
+def removed() -> Removed:
+    return Removed()
+
+
+def test_every_id_is_given_once_and_the_null_block_never(removed: Removed) -> None:
+    pool = BlockPool(4, removed)
+    assert sorted(pool.allocate() or 0 for _ in range(4)) == [1, 2, 3, 4]
+    assert pool.allocate() is None
+    pool.release(3)
+    assert pool.allocate() == 3
+    assert removed == []
+
+
+def test_a_private_block_is_free_when_its_last_holder_leaves(removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    block = pool.allocate()
+    assert block is not None
+    pool.share(block)
+    pool.release(block)
+    assert (pool.num_free, pool.references[block]) == (1, 1)
+    pool.release(block)
+    assert (pool.num_free, pool.num_evictable, pool.num_available) == (2, 0, 2)
+
+
+def test_a_committed_block_is_found_until_it_is_evicted(removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    block = commit(pool, 7)
+    assert pool.lookup(name(7)) == block
+    assert (pool.num_free, pool.num_evictable, pool.num_committed) == (1, 1, 1)
+    assert pool.allocate() != block  # free ones go first
+    assert removed == []
+    assert pool.allocate() == block
+    assert removed == [(name(7), block, True)]
+    assert pool.lookup(name(7)) is None and pool.hashes[block] is None
+
+
+def test_a_referenced_block_is_never_evicted(removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    block = commit(pool, 1)
+    pool.share(block)
+    assert pool.allocate() is not None
+    assert pool.allocate() is None and not pool.evict()
+    pool.release(block)
+    assert pool.allocate() == block
+
+
+def test_cold_blocks_go_first_then_the_least_recently_used(removed: Removed) -> None:
+    pool = BlockPool(6, removed)
+    for i, hot in enumerate([True, False, True, False, True, True]):
+        commit(pool, i, hot=hot)
+    block = pool.lookup(name(0))
+    assert block is not None
+    pool.share(block)
+    pool.release(block)  # used: now the last of the hot ones
+    assert [pool.allocate(cold_only=True) is not None for _ in range(3)] == [True, True, False]
+    while pool.allocate() is not None:
+        pass
+    assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 3, 2, 4, 5, 0]
+
+
+@pytest.mark.parametrize("referenced", [False, True])
+def test_heat_moves_a_block_to_the_hot_end(referenced: bool, removed: Removed) -> None:
+    pool = BlockPool(3, removed)
+    cold = commit(pool, 0, hot=False)
+    commit(pool, 1)
+    commit(pool, 2)
+    if referenced:
+        pool.share(cold)
+        pool.heat(cold)
+        pool.release(cold)
+    else:
+        pool.heat(cold)
+    assert pool.allocate(cold_only=True) is None
+    while pool.allocate() is not None:
+        pass
+    assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 2, 0]
+
+
+def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    holder, late = commit(pool, 5), pool.allocate()
+    assert late is not None
+    assert not pool.commit(late, name(5), exact=True, hot=True)
+    assert pool.lookup(name(5)) == holder and pool.hashes[late] is None
+    pool.release(late)
+    assert pool.num_free == 1 and removed == []
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    near = commit(pool, 5, exact=False)
+    if shared:
+        pool.share(near)
+    exact = pool.allocate()
+    assert exact is not None and pool.commit(exact, name(5), exact=True, hot=False)
+    assert pool.lookup(name(5)) == exact and pool.exact[exact]
+    assert removed == [(name(5), near, False)]
+    assert pool.hashes[near] is None and pool.hot[exact]  # who asked for the near one asks for this one
+    assert pool.num_free == (0 if shared else 1)
+    if shared:
+        pool.release(near)
+        assert pool.num_free == 1
+    late = pool.allocate()
+    assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
+
+
+def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
+    pool = BlockPool(2, removed)
+    near, late = commit(pool, 5, exact=False), pool.allocate()
+    assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
+    assert pool.lookup(name(5)) == near and removed == []
+
+
+def test_withdraw_makes_private_for_the_sole_holder_only(removed: Removed) -> None:
+    pool = BlockPool(1, removed)
+    block = commit(pool, 5)
+    pool.share(block)
+    pool.share(block)
+    with pytest.raises(RuntimeError, match="block 1 has 2 holders"):
+        pool.withdraw(block)
+    pool.release(block)
+    pool.withdraw(block)
+    assert pool.lookup(name(5)) is None and pool.references[block] == 1
+    assert removed == [(name(5), block, False)]
+
+
+def test_removing_a_hash_leaves_other_blocks_alone(removed: Removed) -> None:
+    pool = BlockPool(3, removed)
+    near = commit(pool, 5, exact=False)
+    pool.share(near)
+    exact = pool.allocate()
+    assert exact is not None and pool.commit(exact, name(5), exact=True, hot=True)
+    pool.release(near)  # it lost its hash before: that hash is not removed again
+    assert pool.lookup(name(5)) == exact
+    assert len(removed) == 1
+
+
+def test_drop_and_clear(removed: Removed) -> None:
+    pool = BlockPool(4, removed)
+    idle, held = commit(pool, 1), commit(pool, 2)
+    pool.share(held)
+    pool.drop(name(9))
+    pool.drop(name(1), evicted=True)
+    pool.clear()
+    assert removed == [(name(1), idle, True), (name(2), held, False)]
+    assert pool.counts() == {"free": 3, "writing": 1, "committed": 0, "evictable": 0}
+    pool.release(held)
+    assert pool.num_free == 4
+
+
+def test_counts(removed: Removed) -> None:
+    pool = BlockPool(5, removed)
+    held = commit(pool, 1)
+    commit(pool, 2)
+    pool.share(held)
+    pool.allocate()
+    assert pool.counts() == {"free": 2, "writing": 1, "committed": 2, "evictable": 1}
+
+
+def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
+    rng = random.Random(0)
+    pool = BlockPool(12, removed)
+    held: list[int] = []
+    for i in range(5000):
+        move = rng.randrange(6)
+        if move < 2 and (block := pool.allocate(cold_only=rng.random() < 0.3)) is not None:
+            held.append(block)
+        elif move == 2 and held:
+            pool.release(held.pop(rng.randrange(len(held))))
+        elif move == 3 and held and pool.hashes[block := rng.choice(held)] is None:
+            pool.commit(block, name(rng.randrange(30)), exact=rng.random() < 0.5, hot=rng.random() < 0.5)
+        elif move == 4 and (found := pool.lookup(name(rng.randrange(30)))) is not None:
+            pool.share(found)
+            held.append(found)
+            if rng.random() < 0.5:
+                pool.heat(found)
+        elif move == 5 and rng.random() < 0.1:
+            pool.drop(name(rng.randrange(30)))
+        assert [pool.references[b] for b in range(13)] == [held.count(b) for b in range(13)]
+        assert pool.num_available + len(set(held)) == 12, i
+        assert all(pool.lookup(h) == b for b, h in enumerate(pool.hashes) if h is not None)
+        assert sum(pool.counts()[status] for status in ("free", "writing", "committed")) == 12
+
+
+def test_a_call_costs_the_same_in_a_large_pool(removed: Removed) -> None:
+    def turnover(blocks: int) -> float:
+        pool = BlockPool(blocks, removed)
+        for i in range(blocks):
+            commit(pool, i)
+        best = float("inf")
+        for round_ in range(1, 6):
+            start = time.perf_counter()
+            for i in range(1000):
+                commit(pool, blocks * 10 * round_ + i)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    assert turnover(100_000) < 20 * turnover(100)

@@ -1,0 +1,257 @@
+"""A host that makes illegal moves: any call at any time with any id, old rows included.
+
+Either one sentence is raised and nothing has changed, or the books balance; and all tokens stay the right ones.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mambacache.config import CacheConfig
+from mambacache.plan import SequenceStep, StepPlan
+from mambacache.report import Hit
+from symbolic import VOCAB, answer, text
+from symbolic_driver import CheckedCache
+from test_properties import mixes
+
+ANSWER = 20
+NAMES = "abcd"
+
+
+class IllegalHost:
+    """Keeps no order. What it plans it may run, once, if the cache takes all of it; names come back, prompts do not."""
+
+    def __init__(self, seed: int, config: CacheConfig) -> None:
+        self.rng = random.Random(seed)
+        self.cache = CheckedCache(config)
+        self.attention = config.num_kv_blocks > 0
+        self.keeps_kv = config.has_attention and not config.num_kv_blocks
+        self.allocated: list[SequenceStep] = []
+        self.plans: list[StepPlan] = []
+        self.sampled: dict[int, list[int]] = {}  # by row
+        self.steps: list[SequenceStep] = []  # every row that there ever was
+        self.prompts: dict[str, list[int]] = {}
+        self.refused = self.taken = 0
+        self.done: set[str] = set()
+
+    def run(self, moves: int) -> None:
+        kinds = [self.add, self.admit, self.admit, self.allocate, self.allocate, self.plan, self.issue, self.accept]
+        kinds += [self.cancel, self.drop, self.preempt, self.free, self.fork, self.withdraw, self.old, self.reset]
+        weights = [3, 6, 6, 10, 10, 9, 14, 14, 1, 1, 1, 1, 4, 1, 3, 0.2]
+        for move in [self.add] * 3 + self.rng.choices(kinds, weights, k=moves):
+            self.attempt(move)
+        self.finish()
+
+    def attempt(self, move: Callable[[], Any]) -> None:
+        before = self.snapshot()
+        try:
+            move()
+            self.taken += 1
+            self.done.add(move.__name__)
+        except (ValueError, RuntimeError) as refusal:
+            assert "\n" not in str(refusal) and len(str(refusal)) > 20
+            assert self.snapshot() == before, f"{refusal}: and yet something changed"
+            self.refused += 1
+        self.cache.check()
+
+    def snapshot(self) -> tuple[Any, ...]:
+        cache = self.cache
+        running = [name for name in cache.request_ids if cache.runs(name)]
+        progress = [(name, cache.progress(name), tuple(cache.block_row(name))) for name in running]
+        stats = cache.stats
+        return cache.request_ids, progress, stats.state_blocks, stats.kv_blocks, sorted(cache._rows)
+
+    # --- moves ---
+
+    def name(self, fits: Callable[[str], bool] = lambda name: True) -> str:
+        """Mostly one that fits, if there is any."""
+        fitting = [name for name in NAMES if fits(name)]
+        return self.rng.choice(fitting if fitting and self.rng.random() < 0.9 else NAMES)
+
+    def waits(self, name: str) -> bool:
+        return self.cache.knows(name) and not self.cache.runs(name)
+
+    def can_run(self, name: str) -> bool:
+        return self.cache.knows(name) and self.cache.runs(name) and all(s.request_id != name for s in self.allocated)
+
+    def add(self) -> None:
+        name, length = self.name(lambda name: not self.cache.knows(name)), self.rng.choice([1, 63, 64, 65, 130, 200])
+        prompt = text(self.rng.choice([0, 64, 128, 150]))[:length] + text(
+            self.rng.randint(1, 60), self.rng.randrange(3)
+        )
+        self.cache.add(name, prompt, store=self.rng.random() < 0.9, read=self.rng.random() < 0.9)
+        self.prompts[name] = prompt
+
+    def admit(self) -> None:
+        self.cache.admit(
+            self.name(self.waits), kv_tokens=self.rng.choice([-10, 0, 64, 128, 200]) if self.keeps_kv else None
+        )
+
+    def allocate(self) -> None:
+        rng, name = self.rng, self.name(self.can_run)
+        decode, drafts = rng.random() < 0.1, []
+        progress = self.cache.progress(name)
+        left = progress.prefill_end - progress.computed
+        count = rng.choice([left, left, left, left, min(left, 64), rng.randint(-1, 200)])
+        if left <= 0 and rng.random() < 0.9:
+            count = 1
+            if rng.random() < 0.5:
+                right = self.right(name)[len(self.cache.tokens(name)) - len(self.prompts[name]) :]
+                drafts = [t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right[: rng.randint(0, 3)]]
+        step = self.cache.allocate(name, count, drafts=drafts, decode=decode)
+        if step is not None:
+            self.allocated.append(step)
+            self.steps.append(step)
+
+    def plan(self) -> None:
+        if self.rng.random() < 0.9:
+            self.allocated = [step for step in self.allocated if step.row in self.cache._rows]
+        rows = [step for step in self.allocated if self.rng.random() < 0.9]
+        if self.steps and self.rng.random() < 0.05:
+            rows.append(self.rng.choice(self.steps))
+        if rows:
+            self.plans.append(self.cache.plan(rows))
+        self.allocated = [step for step in self.allocated if step not in rows]
+
+    def issue(self) -> None:
+        plan = self.some_plan(lambda plan: not any(step.row in self.sampled for step in plan.steps))
+        rows = [row for step in plan.steps if (row := self.cache._rows.get(step.row)) is not None]
+        again = any(row.issue for row in rows)
+        whole = len(rows) == len(plan.steps) and not again
+        if rows and not whole and not again:
+            return  # a row was dropped or cancelled, so that the plan does not run
+        outputs = self.cache.runner.execute(plan, [int(step.samples) for step in plan.steps]) if whole else None
+        self.cache.issued(plan.steps)
+        if outputs is not None:
+            self.sampled |= {step.row: output for step, output in zip(plan.steps, outputs, strict=True)}
+
+    def accept(self) -> None:
+        plan = self.some_plan(lambda plan: any(step.row in self.cache._rows for step in plan.steps))
+        accepted: dict[str, list[int]] = {}
+        for step in plan.steps:
+            sampled = self.sampled.get(step.row, [])
+            agreed = sampled[:1]
+            for draft, token in zip(step.drafts, sampled[1:], strict=False):
+                if draft != agreed[-1]:
+                    break
+                agreed.append(token)
+            accepted[step.request_id] = agreed
+        if self.rng.random() < 0.05:
+            accepted[self.name()] = [self.rng.randrange(VOCAB)] * self.rng.randrange(4)
+            if all(accepted.get(step.request_id) == self.sampled.get(step.row) for step in plan.steps):
+                return
+            accepted = {name: tokens * 9 for name, tokens in accepted.items()}  # what no row gives
+        self.cache.accept(plan.steps, accepted)
+
+    def cancel(self) -> None:
+        self.cache.cancel(self.some_plan().steps)
+
+    def drop(self) -> None:
+        self.cache.drop(self.rng.choice(self.steps or [self.nothing()]))
+
+    def preempt(self) -> None:
+        self.cache.preempt(self.name())
+
+    def free(self) -> None:
+        self.cache.free(self.name(), finished=self.rng.random() < 0.5)
+
+    def fork(self) -> None:
+        name = self.name(lambda n: self.cache.knows(n) and len(self.cache.tokens(n)) == len(self.prompts[n]) + 1)
+        unused = [each for each in NAMES if not self.cache.knows(each)]
+        children = unused[:1] if self.rng.random() < 0.8 else self.rng.sample(NAMES, self.rng.randint(0, 2))
+        known = self.cache.tokens(name)
+        first = answer(self.prompts[name], 1, attention=self.attention)[0]  # the child answers as its parent does
+        self.cache.fork(name, dict.fromkeys(children, first), max_running=self.rng.choice([None, 0, 1]))
+        assert len(known) == len(self.prompts[name]) + 1
+        self.prompts |= dict.fromkeys(children, self.prompts[name])
+
+    def withdraw(self) -> None:
+        self.cache.withdraw(self.name())
+
+    def reset(self) -> None:
+        self.cache.reset()
+
+    def old(self) -> None:
+        """A row that ended, or is in any other state, given to any call."""
+        step = self.rng.choice(self.steps or [self.nothing()])
+        call = self.rng.choice([self.cache.issued, self.cache.plan_rows, lambda steps: self.cache.accept(steps, {})])
+        if call == self.cache.issued and (row := self.cache._rows.get(step.row)) is not None and not row.issue:
+            return  # it would not have run
+        if call == self.cache.plan_rows and step in self.allocated:
+            return
+        call([step] * self.rng.choice([1, 1, 2]))
+
+    def some_plan(self, fits: Callable[[StepPlan], bool] = lambda plan: True) -> StepPlan:
+        if not self.plans:
+            raise ValueError("the host has no plan: nothing was asked of the cache")
+        fitting = [plan for plan in self.plans[-6:] if fits(plan)]
+        return self.rng.choice(fitting if fitting and self.rng.random() < 0.9 else self.plans[-6:])
+
+    def nothing(self) -> SequenceStep:
+        return SequenceStep("a", 99, 10**9, 0, 1, True, False, 0, 0, 0, (1,))
+
+    def right(self, name: str) -> list[int]:
+        return answer(self.prompts[name], ANSWER, attention=self.attention)
+
+    # --- the end ---
+
+    def finish(self) -> None:
+        """Whatever happened: each request that is left gets the rest of the right answer, and no block is lost."""
+        cache = self.cache
+        cache.cancel([row.step for row in list(cache._rows.values())])
+        cache.check()
+        for name in [each for each in cache.request_ids if cache.runs(each)]:
+            cache.preempt(name)
+        for name in cache.request_ids:
+            prompt, right = self.prompts[name], self.right(name)
+            while (done := len(cache.tokens(name)) - len(prompt)) < ANSWER:
+                assert list(cache.tokens(name)[len(prompt) :]) == right[:done]
+                if not cache.runs(name):
+                    found = cache.admit(name, kv_tokens=0 if self.keeps_kv else None)
+                    assert isinstance(found, Hit), found
+                progress = cache.progress(name)
+                step = cache.allocate(name, max(progress.prefill_end - progress.computed, 1))
+                assert step is not None
+                plan = cache.plan([step])
+                sampled = cache.runner.execute(plan, [int(step.samples)])
+                cache.issued(plan.steps)
+                cache.accept(plan.steps, {name: sampled[0]})
+            cache.free(name, finished=True)
+        cache.check_no_leak()
+        cache.check_contents()
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> tuple[int, CacheConfig]:
+    kind: dict[str, Any] = draw(
+        st.sampled_from([{"num_kv_blocks": 0}, {"num_kv_blocks": 6}, {"num_kv_blocks": 20}, {"has_attention": False}])
+    )
+    config = CacheConfig(
+        num_state_blocks=draw(st.sampled_from([6, 8, 30])),
+        max_draft_tokens=draw(st.sampled_from([0, 3])),
+        checkpoint_interval=draw(st.sampled_from([0, 64])),
+        max_checkpoints=draw(st.sampled_from([None, None, 0, 2])),
+        **kind,
+    )
+    return draw(st.integers(0, 1 << 30)), config
+
+
+@mixes(300)
+@given(hosts())
+def test_any_illegal_host(host: tuple[int, CacheConfig]) -> None:
+    IllegalHost(*host).run(200)
+
+
+def test_an_illegal_host_makes_moves_of_both_kinds() -> None:
+    hosts = [
+        IllegalHost(seed, CacheConfig(num_state_blocks=8, num_kv_blocks=20, max_draft_tokens=3)) for seed in range(30)
+    ]
+    for host in hosts:
+        host.run(200)
+    assert sum(host.refused for host in hosts) > 500 and sum(host.taken for host in hosts) > 1000
+    assert sum(len(host.sampled) for host in hosts) > 300 and any("fork" in host.done for host in hosts)

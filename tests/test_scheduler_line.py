@@ -1,0 +1,112 @@
+"""The line of waiting requests: its order, and the groups that wait for the same prefix."""
+
+from __future__ import annotations
+
+from mambacache.config import SamplingParams
+from mambacache.scheduler.line import Line
+from mambacache.scheduler.request import Request
+
+PARAMS = SamplingParams()
+
+
+def arrived(*arrivals: int) -> list[Request]:
+    return [Request(str(arrival), [1], PARAMS, arrival=arrival) for arrival in arrivals]
+
+
+def lined_up(*arrivals: int) -> tuple[Line, list[Request]]:
+    """A line, and its requests in the order in which they were pushed."""
+    line, requests = Line(), arrived(*arrivals)
+    for request in requests:
+        line.push(request)
+    return line, requests
+
+
+def leave(line: Line) -> list[int]:
+    """Who comes first, one after the other, until nobody is left."""
+    left = []
+    while (request := line.first()) is not None:
+        line.pop()
+        request.waiting = False
+        left.append(request.arrival)
+    return left
+
+
+def test_who_came_first_is_first_whenever_he_was_pushed() -> None:
+    line, _ = lined_up(3, 1, 2)
+    assert leave(line) == [1, 2, 3]
+    line, (third, first, _) = lined_up(3, 1, 2)
+    assert line.first() is first
+    line.pop()
+    assert leave(line) == [2, 3]
+    for request in (third, first):
+        line.push(request)
+    assert leave(line) == [1, 3] and line.first() is None
+
+
+def test_who_does_not_wait_any_more_is_passed_over() -> None:
+    line, requests = lined_up(1, 2, 3, 4)
+    for request in requests[::2]:
+        request.waiting = False
+    assert leave(line) == [2, 4]
+
+
+def test_a_request_that_is_pushed_twice_leaves_once() -> None:
+    line, (first, _) = lined_up(1, 2)
+    line.push(first)
+    assert leave(line) == [1, 2]
+
+
+def test_groups_return_to_their_places_when_their_wait_is_over() -> None:
+    line, requests = lined_up(*range(6))
+    for on, until in (("a", 64), ("a", 128), ("b", 64), ("a", 64)):
+        line.set_aside(on, until, 0)
+    assert [request.passed_at for request in requests] == [0, 0, 0, 0, None, None]
+    asked: list[int] = []
+
+    def waits(request: Request) -> bool:
+        asked.append(request.arrival)
+        return request.arrival == 1
+
+    line.wake(waits)
+    assert sorted(asked) == [1, 2, 3]  # one of each group
+    assert leave(line) == [0, 2, 3, 4, 5]
+    line.wake(lambda request: False)
+    assert leave(line) == [1]
+    line.wake(waits)
+    assert line.first() is None and len(asked) == 3
+
+
+def test_one_of_a_group_who_left_is_not_asked_and_does_not_return() -> None:
+    line, requests = lined_up(*range(4))
+    for until in (64, 64, 64, 128):
+        line.set_aside("a", until, 0)
+    for i in (0, 2, 3):
+        requests[i].waiting = False
+    asked: list[int] = []
+    line.wake(lambda request: bool(asked.append(request.arrival)))
+    assert asked == [1] and leave(line) == [1]
+
+
+def test_whom_others_were_let_ahead_of_first() -> None:
+    line, requests = lined_up(*range(4))
+    assert line.longest_passed() is None
+    for i in range(3):
+        line.set_aside("a", 64, i)
+    assert line.longest_passed() is requests[0]
+    line.wake(lambda request: False)
+    assert line.longest_passed() is requests[0]  # woken, it is not served yet
+    line.set_aside("b", 64, 9)
+    assert requests[0].passed_at == 0  # its wait goes on
+    requests[0].waiting, requests[0].passed_at = False, None
+    assert line.longest_passed() is requests[1]
+    requests[1].waiting = requests[2].waiting = False
+    assert line.longest_passed() is None
+
+
+def test_requests_that_left_are_not_kept() -> None:
+    line, _ = lined_up(0)
+    for i in range(1, 20_000):
+        (request,) = arrived(i)
+        line.push(request)
+        request.waiting = False  # nobody asks for the first one meanwhile
+    assert len(line._heap) < 2100 and leave(line) == [0]

@@ -1,0 +1,84 @@
+"""A `PrefixCache` that balances its books after every call, and all that a host can see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from cache_calls import allocate
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.config import CacheConfig
+from mambacache.plan import SequenceStep
+
+Steps = Sequence[SequenceStep]
+MOMENTS = ("allocated", "planned", "issued", "accepted")  # of a row
+CALLS = (
+    "add", "match", "admit", "withdraw", "fork", "preempt", "free", "abandon", "allocate", "drop", "plan_rows", "plan",
+    "issued", "accept", "cancel", "kv_evicted", "reset",
+)  # fmt: skip
+
+
+def checked(name: str) -> Callable[..., Any]:
+    def call(cache: PrefixCache, *args: Any, **options: Any) -> Any:
+        try:
+            return getattr(PrefixCache, name)(cache, *args, **options)
+        finally:
+            cache.check()
+
+    return call
+
+
+Watched = type("Watched", (PrefixCache,), {name: checked(name) for name in CALLS})
+
+
+def watched(**options: Any) -> PrefixCache:
+    return Watched(CacheConfig(**{"num_state_blocks": 16, "num_kv_blocks": 16, **options}))
+
+
+def view(cache: PrefixCache) -> list[Any]:
+    """What a host sees: totals, blocks, requests with their tokens, and how far the running ones came."""
+    seen: list[Any] = [cache.stats]
+    for name in cache.request_ids:
+        row = (cache.progress(name), cache.block_row(name)) if cache.runs(name) else None
+        seen.append((name, list(cache.tokens(name)), cache.report(name), cache.waits(name), row))
+    return seen
+
+
+@contextmanager
+def refused(cache: PrefixCache, error: type[Exception], message: str) -> Iterator[None]:
+    """What is called raises one sentence, and nothing has changed."""
+    cache.take_events()
+    before = view(cache)
+    with pytest.raises(error, match=message) as raised:
+        yield
+    assert "\n" not in str(raised.value)
+    assert view(cache) == before and cache.take_events() == []
+
+
+def all_free(cache: PrefixCache) -> None:
+    """Once all requests are gone and nothing is cached, every block is free."""
+    for name in cache.request_ids:
+        cache.free(name, finished=False)
+    cache.reset()
+    stats, config = cache.stats, cache.config
+    assert stats.state_blocks["free"] == config.num_state_blocks
+    assert stats.kv_blocks.get("free", 0) == config.num_kv_blocks
+
+
+def under_way(cache: PrefixCache, moment: str, num_tokens: int = 200, token: int = 1) -> Steps:
+    """The next row of `a`, at a moment of its way."""
+    steps: Steps = [allocate(cache, "a", num_tokens)]
+    if moment != "allocated":
+        steps = cache.plan(steps).steps
+    if moment in ("issued", "accepted"):
+        cache.issued(steps)
+    if moment == "accepted":
+        cache.accept(steps, {"a": [token]})
+    return steps
+
+
+def num_free(cache: PrefixCache) -> tuple[int, int]:
+    return cache.stats.state_blocks["free"], cache.stats.kv_blocks["free"]
