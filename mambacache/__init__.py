@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mambacache.cache.prefix_cache import Hit, PrefixCache
-    from mambacache.cache.report import CacheEvent
+    from mambacache.cache.prefix_cache import PrefixCache
     from mambacache.config import CacheConfig, EngineConfig, SamplingParams
-    from mambacache.engine import LLM
+    from mambacache.engine.llm import LLM
+    from mambacache.kernels import StatePool
     from mambacache.plan import SequenceStep, StepPlan
-    from mambacache.runner.state_pool import StatePool
+    from mambacache.report import CacheEvent, Hit
 
 __version__ = "0.1.0"
 
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "mambacache.engine",
+    "LLM": "mambacache.engine.llm",
     "CacheConfig": "mambacache.config",
-    "CacheEvent": "mambacache.cache.report",
+    "CacheEvent": "mambacache.report",
     "EngineConfig": "mambacache.config",
-    "Hit": "mambacache.cache.prefix_cache",
+    "Hit": "mambacache.report",
     "PrefixCache": "mambacache.cache.prefix_cache",
     "SamplingParams": "mambacache.config",
     "SequenceStep": "mambacache.plan",
-    "StatePool": "mambacache.runner.state_pool",
+    "StatePool": "mambacache.kernels",
     "StepPlan": "mambacache.plan",
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mambacache.config import EngineConfig, SamplingParams
-from mambacache.outputs import RequestOutput
+from mambacache.engine.outputs import RequestOutput
 
 ENGINE_OPTIONS: dict[str, type] = {
     "device": str,
@@ -66,7 +66,7 @@ def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from mambacache.engine import LLM  # loads torch and transformers
+    from mambacache.engine.llm import LLM  # loads torch and transformers
 
     prompts = args.prompt + (args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else [])
     if not prompts:

@@ -2,19 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 from mambacache.plan import CHUNK
 
 MAX_DRAFT_TOKENS = 7
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+
+NO_LIMIT = sys.maxsize
+"""What `SamplingParams.max_tokens` holds where None was given."""
+
+LARGEST_TOP_K = (1 << 31) - 1
+"""It goes to the device as an int32; no vocabulary is as large, so that more than this means the same."""
+
+# What fields are annotated with: the types taken, what they become, and their name in an error.
+KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
+    "bool": ((bool,), bool, "True or False"),
+    "int": ((Integral,), int, "an integer"),
+    "float": ((Real,), float, "a number"),
+    "str": ((str,), str, "a string"),
+    "str | Path": ((str, Path), lambda value: value, "a string or a path"),
+}
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, of Python or of numpy; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _hold_to_annotations(config: Any) -> None:
+    """Refuses fields of another type than their annotation's. What numpy calls a number becomes Python's own, a list a
+    tuple, and None the default."""
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if value is None and option.default is not MISSING:
+            value = option.default
+        else:
+            value = _typed(option.name, str(option.type).removesuffix(" | None"), value)
+        object.__setattr__(config, option.name, value)
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    if kind.startswith("Sequence["):
+        _require(
+            isinstance(value, Iterable) and not isinstance(value, str | bytes), f"{name} is {value!r}: set it to a list"
+        )
+        return tuple(_typed(f"an item of {name}", kind[len("Sequence[") : -1], item) for item in value)
+    types, convert, what = KINDS[kind]
+    _require(
+        isinstance(value, types) and isinstance(value, bool) == (kind == "bool"),
+        f"{name} is {value!r}: set it to {what}",
+    )
+    return convert(value)
 
 
 @dataclass(frozen=True)
@@ -32,7 +83,8 @@ class CacheConfig:
         checkpoint_interval: also store a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only blocks computed exactly as a cold prefill computes them.
         max_seen_blocks: hashes of computed blocks remembered, to find junctions after their KV is gone.
-        record_tokens: tokens remembered for the report's ceiling, at about 4 bytes each.
+        record_tokens: tokens remembered for the report's ceiling, at 4 to 5 bytes each and some 400 a branch.
+        accounting: False leaves out ceilings, losses, counters and events.
     """
 
     num_state_blocks: int
@@ -46,6 +98,7 @@ class CacheConfig:
     strict_reuse: bool = False
     max_seen_blocks: int = 1 << 18
     record_tokens: int = 1 << 24
+    accounting: bool = True
 
     def __post_init__(self) -> None:
         _require(
@@ -79,16 +132,16 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it stops.
+    """How one request is sampled and when it stops. None stands for a default.
 
     Args:
         temperature: 0 is greedy.
-        top_k: keep the k most likely tokens, 0 for all.
+        top_k: keep the k most likely tokens; 0, -1 or more than there are for all.
         top_p: keep the smallest set of tokens whose probability reaches top_p.
         min_p: drop tokens less likely than min_p times the most likely one.
-        seed: makes draws repeatable whatever else runs; None draws a fresh seed for the request.
-        max_tokens: answer tokens at most.
-        stop: strings that end the answer; they are cut off from the text.
+        seed: any integer; makes draws repeatable whatever else runs. None draws a fresh seed for the request.
+        max_tokens: answer tokens at most; None for as many as the model and its KV pool take.
+        stop: a string or strings that end the answer; they are cut off from the text.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
         ignore_eos: go on after the model's own end tokens.
         n: answers for the prompt; they share its state and its KV.
@@ -98,6 +151,9 @@ class SamplingParams:
         read_cache: whether the request may use what is cached.
         store_cache: whether what it computes is cached.
         salt: requests with different salts share nothing.
+
+    Raises:
+        ValueError: a value is of another type, or out of its range; the message says what to set.
     """
 
     temperature: float = 1.0
@@ -106,8 +162,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int = 16
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
@@ -118,8 +174,17 @@ class SamplingParams:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, f"temperature is {self.temperature}: set it to 0 (greedy) or more")
-        _require(self.top_k >= 0, f"top_k is {self.top_k}: set it to 0 (all tokens) or more")
+        if self.max_tokens is None:
+            object.__setattr__(self, "max_tokens", NO_LIMIT)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        _hold_to_annotations(self)
+        _require(
+            0 <= self.temperature < math.inf,
+            f"temperature is {self.temperature}: set it to 0 (greedy) or a number above",
+        )
+        _require(self.top_k >= -1, f"top_k is {self.top_k}: set it to 1 or more, or to 0 or -1 for all tokens")
+        object.__setattr__(self, "top_k", min(max(self.top_k, 0), LARGEST_TOP_K))
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}: set it above 0 and at most 1")
         _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}: set it between 0 and 1")
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: set it to 1 or more")
@@ -127,21 +192,20 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None")
-        _require(not isinstance(self.stop, str), "stop is a string: give a list of strings")
-        _require(all(self.stop), "stop holds an empty string: remove it")
+        _require(all(self.stop or ()), "stop holds an empty string: remove it")
         _require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an `LLM` runs.
+    """How an `LLM` runs. None stands for a default.
 
     Args:
         model: directory of a checkpoint, or a Hub id.
         device: "cpu", "cuda", or "auto" for cuda where there is one.
-        dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32", "bfloat16",
-            "float16".
-        state_dtype: of the recurrent states: "float32", "bfloat16", "float16".
+        dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32" or "float",
+            "bfloat16", "float16" or "half", or torch's dtypes.
+        state_dtype: of the recurrent states, the same but for "auto".
         block_size: tokens in a block, a multiple of 64.
         max_num_batched_tokens: tokens that one step computes at most.
         max_num_seqs: requests that run at a time.
@@ -155,6 +219,9 @@ class EngineConfig:
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
         seed: of the requests that bring none of their own; None for a fresh one.
+
+    Raises:
+        ValueError: a value is of another type, or out of its range; the message says what to set.
     """
 
     model: str | Path
@@ -175,6 +242,12 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "state_dtype"):
+            given = getattr(self, name)
+            if given is not None:
+                dtype = str(given).removeprefix("torch.")  # what torch calls its own: it is not imported here
+                object.__setattr__(self, name, DTYPE_NAMES.get(dtype, dtype))
+        _hold_to_annotations(self)
         _require(
             self.max_num_batched_tokens >= 1,
             f"max_num_batched_tokens is {self.max_num_batched_tokens}: set it to 1 or more",

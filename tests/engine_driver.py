@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mambacache import LLM, EngineConfig, SamplingParams
-from mambacache.cache.report import CacheStats, RequestReport
+from mambacache.engine.outputs import RequestOutput
 from mambacache.models.adapt import model_skeleton
-from mambacache.outputs import RequestOutput
 from mambacache.plan import StepPlan
+from mambacache.report import CacheStats, RequestReport
 from mambacache.runner.model_runner import RowOutput
 from mambacache.runner.sampler import RowSampling
 from mambacache.runner.sizing import plan_memory

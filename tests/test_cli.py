@@ -93,7 +93,7 @@ def test_request_that_fails(
 
     monkeypatch.setattr(ModelRunner, "execute", fail)
     assert main(generate(text_model, "--prompt", "one")) == 1
-    assert capfd.readouterr().err.splitlines()[-1] == "error: planted"
+    assert capfd.readouterr().err.splitlines()[-1] == "error: RuntimeError: planted"
 
 
 def table(out: str) -> dict[str, str]:
@@ -176,7 +176,7 @@ def test_plan_agrees_with_the_engine(text_model: Path, capsys: pytest.CaptureFix
         (["generate", "--model", "{empty}", "--prompt", "x"], "holds no readable config.json"),
         (["generate", "--model", "{model}"], "there is no prompt: give --prompt TEXT or --prompts FILE"),
         (["generate", "--model", "{model}", "--prompts", "{empty}/absent.txt"], "No such file"),
-        (["generate", "--model", "{model}", "--prompt", ""], "the prompt is empty: give"),
+        (["generate", "--model", "{model}", "--prompt", ""], "prompt 0 is empty: give"),
         (["generate", "--model", "{model}", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0: set it to 1"),
         (["generate", "--model", "{model}", "--prompt", "x", "--temperature", "-1"], "temperature is -1.0: set it to"),
         (["generate", "--model", "{model}", "--prompt", "x", "--kv-cache-bytes", "10"], "raise kv_cache_bytes"),

@@ -11,7 +11,7 @@ import torch
 
 from engine_driver import Engines, Original, answer, ask, greedy, hits, speak, tokens_of
 from mambacache import SamplingParams
-from mambacache.outputs import Logprobs
+from mambacache.engine.outputs import Logprobs
 from mambacache.scheduler.request import Request
 
 Originals = Callable[[str], Original]

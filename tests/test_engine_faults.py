@@ -102,7 +102,7 @@ def test_request_whose_steps_always_fail(engine: Engines, original: Originals, w
         outputs = run_until_idle(llm)
     assert failed[-1] == 1
     first, *others = outputs[ids[1]].outputs
-    assert (first.finish_reason, first.error) == ("error", "planted")
+    assert (first.finish_reason, first.error) == ("error", "RuntimeError: planted")
     assert len(others) == answers - 1
     for completion in others:
         assert completion.finish_reason == ("error" if when == "prefilling" else "length")
@@ -150,6 +150,84 @@ def test_interrupt(engine: Engines, original: Originals) -> None:
     still_serves(llm, original("qwen3_next"))
 
 
+def test_second_interrupt(engine: Engines, original: Originals) -> None:
+    """One that falls where the first is handled leaves nothing behind either."""
+    llm = engine()
+    ask(llm, [CACHED], greedy(1))
+    scheduler = llm._stepper._scheduler
+    failed, interrupts = scheduler.failed, iter([KeyboardInterrupt()])
+
+    def interrupted(plan: StepPlan, error: BaseException) -> Any:
+        for interrupt in interrupts:
+            raise interrupt
+        return failed(plan, error)
+
+    by_hand = llm.submit(CACHED, greedy(5))
+    scheduler.failed = interrupted  # type: ignore[method-assign]
+    with failing(llm, lambda plan: not plan.steps[0].prefill, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        ask(llm, [tokens_of(11, 80), tokens_of(12, 80)], greedy(5))
+    outputs = run_until_idle(llm)
+    assert set(outputs) == {by_hand} and scheduler.idle
+    original("qwen3_next").check_all([CACHED], [outputs[by_hand]])
+    still_serves(llm, original("qwen3_next"))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupt_of_a_lone_request(engine: Engines, original: Originals, kind: type[BaseException]) -> None:
+    """It is no fault of the request: stepped by hand it goes on."""
+    llm = engine()
+    ask(llm, [CACHED], greedy(1))
+    request_id = llm.submit(CACHED, greedy(5))
+    with failing(llm, lambda plan: True, kind), pytest.raises(kind):
+        llm.step()
+    output = run_until_idle(llm)[request_id]
+    assert output.outputs[0].finish_reason == "length"
+    original("qwen3_next").check_all([CACHED], [output])
+    still_serves(llm, original("qwen3_next"))
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_nothing_can_be_planned(engine: Engines, original: Originals, stuck: bool) -> None:
+    """The call says so, and leaves nothing in line."""
+    llm = engine()
+    ask(llm, [CACHED], greedy(1))
+    calls = []
+
+    def schedule() -> None:
+        calls.append(stuck)
+        if not stuck:
+            raise LookupError("planted")
+
+    error: tuple[type[Exception], str] = (LookupError, "planted")
+    if stuck:
+        error = RuntimeError, "nothing can run and 2 requests are left"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error[0], match=error[1]):
+        patch.setattr(llm._stepper._scheduler, "schedule", schedule)
+        ask(llm, [tokens_of(11, 80), tokens_of(12, 80)], greedy(5))
+    assert llm.idle and len(calls) == (1 if stuck else 3)
+    still_serves(llm, original("qwen3_next"))
+
+
+def test_device_that_fails_for_good(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nand much more")
+
+    llm = LLM(tiny_model("qwen3_next"), device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
+    stream = llm.stream(CACHED, greedy(50))
+    next(stream)
+    monkeypatch.setattr(llm._stepper, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(llm.runner, "execute", fail)
+    sentence = "the CUDA device failed (RuntimeError: CUDA error: unspecified launch failure): start a new process"
+    for output in (*ask(llm, [CACHED] * 3, greedy(5)), next(stream)):
+        assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", sentence)
+    assert next(stream, None) is None and llm.idle
+    for call in (llm.step, lambda: llm.submit(CACHED), lambda: llm.generate(CACHED), lambda: next(llm.stream(CACHED))):
+        with pytest.raises(RuntimeError) as error:
+            call()
+        assert str(error.value) == sentence
+
+
 def test_planted_copy_is_seen(engine: Engines) -> None:
     """The watch over every test of the engine sees a state that is copied."""
     llm = engine()
@@ -171,12 +249,12 @@ def test_planted_copy_is_seen(engine: Engines) -> None:
 # --- what is refused ---
 
 REFUSED: dict[str, tuple[list[list[int]], dict[str, Any], str]] = {
-    "empty": ([[]], {}, "prompt is empty: give"),
-    "empty among others": ([CACHED, []], {}, "prompt is empty: give"),
-    "above the vocabulary": ([[5, 160, 6]], {}, "token 160 .* give ids from 0 to 159"),
-    "negative token": ([[5, -1]], {}, "token -1 .* give ids"),
-    "longer than the model": ([tokens_of(20, 400)], {"max_tokens": 101}, "takes 500 in all: shorten .* or lower max_"),
-    "longer than the pool": ([tokens_of(20, 300)], {"max_tokens": 85}, "KV pool holds 384: .* raise kv_cache_bytes"),
+    "empty": ([[]], {}, "^prompt 0 is empty: give"),
+    "empty among others": ([CACHED, []], {}, "^prompt 1 is empty: give"),
+    "above the vocabulary": ([[5, 160, 6]], {}, "^prompt 0 holds token 160, .* give ids from 0 to 159"),
+    "negative token": ([CACHED, CACHED, [5, -1]], {}, "^prompt 2 holds token -1, .* give ids"),
+    "longer than the model": ([tokens_of(20, 400)], {"max_tokens": 101}, "^prompt 0 .* 500 in all: .* or lower max_"),
+    "longer than the pool": ([tokens_of(20, 300)], {"max_tokens": 85}, "^prompt 0 .* holds 384: .* raise kv_"),
     "too many parameters": ([CACHED], {"params": 2}, "1 prompts came with 2 sampling_params: give one"),
 }
 
@@ -229,7 +307,7 @@ def test_without_a_tokenizer(engine: Engines, no_tokenizer: Path) -> None:
 
 def test_empty_text(engine: Engines, text_model: Path) -> None:
     llm = engine(text_model)
-    with pytest.raises(ValueError, match="prompt is empty"):
+    with pytest.raises(ValueError, match="prompt 1 is empty"):
         llm.generate(["hello", ""], use_tqdm=False)
     speak(llm, "well")
     with warnings.catch_warnings():

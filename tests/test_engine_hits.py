@@ -20,7 +20,7 @@ from engine_driver import (
     tokens_of,
 )
 from mambacache import LLM
-from mambacache.cache.report import Loss
+from mambacache.report import Loss
 
 Originals = Callable[[str], Original]
 

@@ -32,6 +32,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"dtype": "float64"}, "dtype is 'float64': choose auto, float32"),
     "state dtype": ({"state_dtype": "auto"}, "state_dtype is 'auto': choose float32"),
     "device": ({"device": "tpu"}, "device is 'tpu': set it to auto, cpu or cuda"),
+    "type": ({"max_num_seqs": "8"}, "max_num_seqs is '8': set it to an integer"),
+    "draft source": ({"draft": 5}, "draft is 5: give a function"),
 }
 
 
@@ -121,7 +123,7 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
 
 
 def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mambacache.engine.free_memory", lambda device: 100_000)
+    monkeypatch.setattr("mambacache.engine.llm.free_memory", lambda device: 100_000)
     refused(tiny_model("qwen3_next"), "one request takes .* free memory")
 
 

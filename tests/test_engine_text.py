@@ -10,7 +10,7 @@ import pytest
 
 from engine_driver import Engines, answer, floor, greedy, hits, run_until_idle, speak
 from mambacache import LLM, SamplingParams
-from mambacache.outputs import RequestOutput
+from mambacache.engine.outputs import RequestOutput
 
 SPOKEN = "naïve café — 東京へ行く 👩‍🚀🚀 ok"
 

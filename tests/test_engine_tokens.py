@@ -9,7 +9,7 @@ import pytest
 
 from engine_driver import MODELS, Engines, Original, answer, ask, floor, greedy, hits, report_of, tokens_of
 from mambacache import LLM, SamplingParams
-from mambacache.cache.report import Loss
+from mambacache.report import Loss
 from mambacache.scheduler.request import Request
 
 Originals = Callable[[str], Original]

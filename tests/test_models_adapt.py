@@ -15,12 +15,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from mambacache.cli import main
+from mambacache.kernels import StateTensor, state_bytes
 from mambacache.models.adapt import MODEL_TYPES, adapt, load_model, model_skeleton, read_config
 from mambacache.models.attention import ATTENTION
-from mambacache.models.layer import KVLayer, StateTensor
+from mambacache.models.layer import KVLayer
 from mambacache.models.projection import JoinedLinears, fuse
+from mambacache.runner.kv_pages import kv_block_bytes
 from mambacache.runner.sizing import weight_bytes
-from mambacache.runner.state_pool import kv_block_bytes, state_bytes
 from runner_driver import Driver, Row
 from tiny_models import TINY_MODELS, VOCABULARY, save_tiny_model
 

@@ -16,11 +16,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_FILES = ("pyproject.toml", "Makefile", "README.md", "LICENSE", "mambacache", "kernels")
 MAKE_VARIABLES = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-MISTAKE = '''
+MISTAKE = """
 from mambacache.kernels import conv1d
 
 conv1d("not a tensor")
-'''
+"""
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

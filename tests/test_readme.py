@@ -15,11 +15,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mambacache.cache.report import Loss
+from mambacache.kernels import state_bytes
 from mambacache.models.adapt import MODEL_TYPES, adapt
 from mambacache.models.attention import ATTENTION
+from mambacache.report import Loss
+from mambacache.runner.kv_pages import kv_block_bytes
 from mambacache.runner.sizing import weight_bytes
-from mambacache.runner.state_pool import kv_block_bytes, state_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

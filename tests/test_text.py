@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from engine_driver import byte_tokenizer
-from mambacache.text import Detokenizer, render_chat, rewritten_turns
+from mambacache.engine.text import Detokenizer, render_chat, rewritten_turns
 
 BYTES = byte_tokenizer()
 WORDS = PreTrainedTokenizerFast(
@@ -27,12 +28,12 @@ def feed(tokenizer: Any, tokens: Sequence[int], stop: Sequence[str] = ()) -> tup
     """The text that is certain after each token and at the end; and whether it was stopped."""
     detokenizer = Detokenizer(tokenizer, stop)
     texts, stopped = [], False
-    for token in tokens:
-        stopped = detokenizer.push(token)
+    for position, token in enumerate(tokens):
+        stopped = detokenizer.completes_stop(position, token)
         texts.append(detokenizer.text)
         if stopped:
             break
-    detokenizer.finish()
+    detokenizer.finish(len(texts))
     return [*texts, detokenizer.text], stopped
 
 
@@ -79,6 +80,67 @@ def test_stop_strings(text: str, stop: list[str]) -> None:
     for count, certain in enumerate(texts[: -2 if stopped else -1], start=1):
         held_back = text.encode()[:count].decode(errors="ignore").removeprefix(certain)
         assert not held_back or any(each.startswith(held_back) for each in stop)
+
+
+# --- tokens that are taken again ---
+
+TEXTS = st.text("ab€", max_size=10).map(BYTES.encode)
+STOPS = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.dictionaries(st.integers(0, 20), TEXTS, max_size=4), STOPS)
+def test_steps_that_fail_after_their_tokens_were_taken(
+    tokens: list[int], detours: dict[int, list[int]], stop: list[str]
+) -> None:
+    """Others came at these positions, and are replaced: they leave no trace."""
+    expected, expected_stop = feed(BYTES, tokens, stop)
+    detokenizer, texts, stopped = Detokenizer(BYTES, stop), [], False
+    for position, token in enumerate(tokens[: len(expected) - 1]):
+        for ahead, other in enumerate(detours.get(position, ())):
+            detokenizer.completes_stop(position + ahead, other)
+        stopped = detokenizer.completes_stop(position, token)
+        texts.append(detokenizer.text)
+    for ahead, other in enumerate(detours.get(len(texts), ())):
+        detokenizer.completes_stop(len(texts) + ahead, other)
+    detokenizer.finish(len(texts))
+    assert ([*texts, detokenizer.text], stopped) == (expected, expected_stop)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXTS, st.sets(st.integers(0, 60), max_size=8), STOPS)
+def test_tokenizer_that_fails_now_and_then(tokens: list[int], bad_calls: set[int], stop: list[str]) -> None:
+    """What it raises changes nothing: the same token is taken again."""
+    calls = iter(range(10_000))
+
+    class Failing:
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+            if next(calls) in bad_calls:
+                raise KeyboardInterrupt
+            return BYTES.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def ask(act: Callable[[], Any]) -> Any:
+        while True:
+            before = detokenizer.text, detokenizer.count
+            try:
+                return act()
+            except KeyboardInterrupt:
+                assert (detokenizer.text, detokenizer.count) == before
+
+    expected, expected_stop = feed(BYTES, tokens, stop)
+    detokenizer, texts, stopped = Detokenizer(Failing(), stop), [], False  # type: ignore[arg-type]
+    for position, token in enumerate(tokens[: len(expected) - 1]):
+        stopped = ask(partial(detokenizer.completes_stop, position, token))
+        texts.append(detokenizer.text)
+    ask(partial(detokenizer.finish, len(texts)))
+    assert ([*texts, detokenizer.text], stopped) == (expected, expected_stop)
+
+
+@pytest.mark.parametrize("given", [None, b"text", 7])
+def test_tokenizer_that_gives_no_text(given: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BYTES, "decode", lambda *_, **__: given)
+    with pytest.raises(TypeError, match=f"decodes to {type(given).__name__}: it must give a str"):
+        Detokenizer(BYTES).completes_stop(0, 5)
 
 
 # --- templates ---

@@ -17,7 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mambacache import LLM, SamplingParams
-from mambacache.cache.report import RequestReport
+from mambacache.report import RequestReport
 from task import ANSWER_TOKENS, BLOCK_TOKENS, DEMO_SEED, demo_document, demo_questions, question_text
 
 MODEL = Path(__file__).parent / "model"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from mambacache.config import SamplingParams
-from mambacache.outputs import Completion, RequestOutput
+from mambacache.engine.outputs import Completion, RequestOutput
+from mambacache.engine.text import Detokenizer, Tokenizer
 from mambacache.plan import SequenceStep
 from mambacache.runner.model_runner import RowOutput
 from mambacache.runner.sampler import RowSampling
-from mambacache.scheduler.request import Request
-from mambacache.text import Detokenizer, Tokenizer
+from mambacache.scheduler.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
 
 
 class Answers:
@@ -35,14 +38,17 @@ class Answers:
         self._submitted = time.perf_counter()
         self._seeds = tuple(seed + i for i in range(params.n))
         self._given = [0] * params.n  # characters of each text that were handed out
-        self._texts = [Detokenizer(tokenizer, params.stop) for _ in range(params.n)] if tokenizer is not None else []
+        self._handed_out: list[tuple[int, str | None]] = [(0, None)] * params.n
+        self._texts = (
+            [Detokenizer(tokenizer, params.stop or ()) for _ in range(params.n)] if tokenizer is not None else []
+        )
         self.requests = [
             Request(
                 f"{request_id}/{i}" if i else request_id,
                 prompt,
                 params,
                 end_tokens,
-                self._texts[i].push if self._texts else None,
+                self._texts[i].completes_stop if self._texts else None,
             )
             for i in range(params.n)
         ]
@@ -59,6 +65,10 @@ class Answers:
         index = self._index(step)
         seeds = self._seeds if self.requests[0].siblings else self._seeds[index : index + 1]
         return RowSampling(self.params, seeds, targets)
+
+    @property
+    def request_id(self) -> str:
+        return self.output.request_id
 
     def keep_logprobs(self, step: SequenceStep, row: RowOutput) -> None:
         """Notes a row's log probabilities; those of tokens that turn out not to be taken are dropped by `refresh`."""
@@ -78,25 +88,52 @@ class Answers:
     def refresh(self) -> None:
         """Brings the output up to date with the requests."""
         output = self.output
-        for i, (request, completion) in enumerate(zip(self.requests, output.outputs, strict=True)):
-            completion.token_ids = request.output
-            if completion.logprobs is not None:
-                del completion.logprobs[len(request.output) :]
-            if self._texts:
-                if request.finish_reason is not None:
-                    self._texts[i].finish()
-                completion.text = self._texts[i].text
-            completion.finish_reason, completion.error = request.finish_reason, request.error
+        for i, completion in enumerate(output.outputs):
+            if completion.finish_reason is None:
+                self._refresh(i, completion)
         output.cache = self.requests[0].report
         if output.time_to_first_token is None and self.requests[0].output:
             output.time_to_first_token = time.perf_counter() - self._submitted
+
+    def _refresh(self, i: int, completion: Completion) -> None:
+        request = self.requests[i]
+        reason, error = request.finish_reason, request.error
+        completion.token_ids = request.output
+        if completion.logprobs is not None:
+            del completion.logprobs[len(request.output) :]
+        if self._texts:
+            text = self._texts[i]
+            try:
+                if reason is not None:
+                    text.finish(len(request.output))
+            except Exception as failure:
+                logger.exception("the tokenizer failed: %s ends", request.request_id)
+                reason, error = FinishReason.ERROR, error or f"{type(failure).__name__}: {failure}"
+            if text.count <= len(request.output):
+                completion.text = text.text
+        completion.finish_reason, completion.error = reason, error
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends the answers that go on, whatever becomes of their requests."""
+        for completion in self.output.outputs:
+            if completion.finish_reason is None:
+                completion.finish_reason, completion.error = reason, error
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is more than was handed out."""
+        return self._progress() != self._handed_out
 
     def hand_out(self) -> RequestOutput:
         """The output, its deltas from the last call on."""
         for i, completion in enumerate(self.output.outputs):
             completion.delta = completion.text[self._given[i] :]
             self._given[i] = len(completion.text)
+        self._handed_out = self._progress()
         return self.output
+
+    def _progress(self) -> list[tuple[int, str | None]]:
+        return [(len(completion.token_ids), completion.finish_reason) for completion in self.output.outputs]
 
     def _index(self, step: SequenceStep) -> int:
         return next(i for i, request in enumerate(self.requests) if request.request_id == step.request_id)

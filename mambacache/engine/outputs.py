@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mambacache.cache.report import RequestReport
+from mambacache.report import RequestReport
 
 Logprobs = dict[int, float]
 """Log probabilities after one position, by token id: the token that stands or was sampled there comes first."""

@@ -1,0 +1,114 @@
+"""What users write as prompts, and the token ids that they stand for."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+
+from mambacache.config import NO_LIMIT, SamplingParams, is_integer
+from mambacache.engine.text import Tokenizer
+
+TokenIds = Sequence[int] | np.ndarray | torch.Tensor
+Prompt = str | TokenIds | Mapping[str, Any]
+"""A text; token ids, in one dimension; {"prompt": text}; or {"prompt_token_ids": token ids}."""
+
+FORMS = "a text, token ids, {'prompt': text} or {'prompt_token_ids': token ids}"
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequence[str]]:
+    """One prompt or a list of them as a list, and how errors call each. A list that begins with a number is one."""
+    if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Number)):
+        return prompts, [f"prompt {i}" for i in range(len(prompts))]
+    return [prompts], ["the prompt"]  # type: ignore[list-item]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine can take.
+
+    Args:
+        model: its name in errors.
+        vocab_size: token ids are below it.
+        max_model_len: tokens of prompt and answer that the model takes together.
+        kv_tokens: that the KV pool holds; 0 where there is none.
+    """
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    kv_tokens: int
+
+    def tokens_of(self, prompt: Prompt, name: str, tokenizer: Tokenizer | None) -> list[int]:
+        """The token ids of a prompt.
+
+        Args:
+            name: of the prompt in errors.
+            tokenizer: None where prompts are token ids.
+
+        Raises:
+            ValueError: it has none of the forms, is empty, or holds what is no token.
+        """
+        given = _of_mapping(prompt, name) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            if tokenizer is None:
+                raise ValueError(f"{name} is a text and {self.model} has no tokenizer: give the prompt as token ids")
+            given = tokenizer.encode(given)
+        tokens = _integers(given, name)
+        if not tokens:
+            raise ValueError(f"{name} is empty: give at least one token")
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            outside = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise ValueError(
+                f"{name} holds token {outside}, out of the vocabulary: give ids from 0 to {self.vocab_size - 1}"
+            )
+        return tokens
+
+    def fit(self, params: SamplingParams, num_tokens: int, name: str) -> SamplingParams:
+        """The parameters for a prompt of so many tokens: where the answer had no limit, it has one.
+
+        Raises:
+            ValueError: they are none, or prompt and answer are too long together.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"the parameters of {name} are of type {type(params).__name__}: give SamplingParams")
+        if params.max_tokens == NO_LIMIT:
+            room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - num_tokens
+            params = replace(params, max_tokens=max(room, 1))
+        length, asked = num_tokens + params.max_tokens, f"{num_tokens} tokens and max_tokens is {params.max_tokens}"
+        if length > self.max_model_len:
+            raise ValueError(
+                f"{name} has {asked}, and the model takes {self.max_model_len} in all: shorten the prompt, or lower "
+                "max_tokens"
+            )
+        if self.kv_tokens and length > self.kv_tokens:
+            raise ValueError(
+                f"{name} has {asked}, and the KV pool holds {self.kv_tokens}: shorten it, or raise kv_cache_bytes"
+            )
+        return params
+
+
+def _of_mapping(prompt: Mapping[str, Any], name: str) -> Any:
+    """What stands in {"prompt": ...} or {"prompt_token_ids": ...}; the ids, if both are given."""
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if unknown or not prompt:
+        raise ValueError(f"{name} has the keys {sorted(map(str, prompt))}: give 'prompt' or 'prompt_token_ids'")
+    return prompt.get("prompt_token_ids", prompt.get("prompt"))
+
+
+def _integers(given: Any, name: str) -> list[int]:
+    """Token ids as Python's integers."""
+    values = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
+        raise ValueError(f"{name} is of type {type(given).__name__}: give {FORMS}")
+    wrong = [value for value in values if type(value) is not int and not is_integer(value)]
+    if wrong:
+        raise ValueError(
+            f"{name} holds {reprlib.repr(wrong[0])} of type {type(wrong[0]).__name__}: give token ids as integers"
+        )
+    return [int(value) for value in values]

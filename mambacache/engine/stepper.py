@@ -1,0 +1,251 @@
+"""Steps as transactions: the tokens of each are taken, or it is failed, whatever is raised on the way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from mambacache.engine.answers import Answers
+from mambacache.engine.outputs import RequestOutput
+from mambacache.plan import StepPlan
+from mambacache.runner.model_runner import ModelRunner
+from mambacache.scheduler.request import FinishReason, Request
+from mambacache.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+PLANNING_ATTEMPTS = 3
+
+
+class Stepper:
+    """Runs the requests of an engine step by step, and keeps their outputs up to date.
+
+    Its methods are for one caller at a time, and `settle` puts in order what they leave behind if they raise: see
+    `alone`.
+
+    Args:
+        scheduler: plans steps, and is told what became of them.
+        runner: executes them.
+        device: where it does so.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, device: torch.device) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._device = device
+        self.lock = threading.Lock()
+        self.answers: dict[str, Answers] = {}  # by the id of each of their requests
+        self.fresh: dict[str, Answers] = {}  # whose output has news that were not given yet
+        self.left: deque[Answers] = deque()  # that nobody waits for once the call under way is over
+        self._stale: dict[str, Answers] = {}  # that a step ran since their output was brought up to date
+        self._under_way: StepPlan | None = None
+        self._failure: str | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended and its output was given."""
+        return not self.answers and not self.fresh
+
+    def add(self, answers: Answers) -> None:
+        """Puts requests in line.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        self._check_device_works()
+        self.answers.update((request.request_id, answers) for request in answers.requests)
+        self._scheduler.add(answers.requests[0])
+
+    def advance(self) -> None:
+        """Runs one step, and brings up to date the outputs of the requests that it brought on.
+
+        What is raised ends the step and not its requests: they are run again, one to a step, and the one whose step
+        fails alone ends with the error. What is no `Exception`, as Ctrl-C, goes on to the caller.
+
+        Raises:
+            RuntimeError: the device has failed; or nothing can run although requests are left.
+            Exception: from planning a step, which failed several times in a row.
+        """
+        if self._failure is not None and self.fresh:
+            return  # not all know yet that their requests ended
+        self._check_device_works()
+        plan = self._under_way = self._plan()
+        if plan is None:
+            self._check_all_ended()
+            return
+        ran = (self.answers.get(step.request_id) for step in plan.steps)
+        self._stale.update((answers.request_id, answers) for answers in ran if answers is not None)
+        try:
+            rows = self._runner.execute(plan, [self.answers[step.request_id].sampling(step) for step in plan.steps])
+            self._scheduler.issued(plan)
+            for step, row in zip(plan.steps, rows, strict=True):
+                self.answers[step.request_id].keep_logprobs(step, row)
+            self._note(self._scheduler.update(plan, [row.tokens for row in rows]))
+            self._under_way = None
+        except Exception as error:
+            self._contain(plan, error)
+        self._refresh()
+
+    def settle(self) -> None:
+        """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs."""
+        if self._under_way is not None:
+            self._fail(self._under_way, KeyboardInterrupt("the step was interrupted"))
+        while self.left:
+            self._abort(self.left[0])
+            self.left.popleft()
+        if self._failure is not None:
+            self._end_all(self._failure)
+        self._refresh()
+
+    def hand_out(self, answers: Answers) -> RequestOutput:
+        """The output of requests with news; it is given for the last time when they have ended."""
+        output = answers.hand_out()
+        if output.finished:
+            self._forget(answers)
+        else:
+            self.fresh.pop(answers.request_id, None)
+        return output
+
+    def next_output(self, answers: Answers) -> RequestOutput | None:
+        """Runs steps until requests have news; None if they have ended and all was given."""
+        while self.answers.get(answers.request_id) is answers:
+            if answers.request_id in self.fresh:
+                return self.hand_out(answers)
+            self.advance()
+        return None
+
+    # --- inside ---
+
+    def _plan(self) -> StepPlan | None:
+        for _ in range(PLANNING_ATTEMPTS - 1):
+            try:
+                return self._scheduler.schedule()
+            except Exception:
+                logger.exception("planning a step failed: it is tried again")
+        return self._scheduler.schedule()
+
+    def _check_all_ended(self) -> None:
+        """Nothing can run: with requests left, whoever waits for them would wait for ever."""
+        self._stale.update((answers.request_id, answers) for answers in self.answers.values())
+        self._refresh()
+        left = {answers.request_id for answers in self.answers.values() if not answers.output.finished}
+        if left:
+            raise RuntimeError(f"nothing can run and {len(left)} requests are left: abort them, or make a new LLM")
+
+    def _contain(self, plan: StepPlan, error: Exception) -> None:
+        failure = self._device_failure()
+        if failure is None:
+            logger.exception("a step of %d requests failed", len(plan.steps))
+            self._fail(plan, error)
+        else:
+            self._end_all(failure)
+
+    def _fail(self, plan: StepPlan, error: BaseException) -> None:
+        try:
+            self._note(self._scheduler.failed(plan, error))
+        except Exception:  # it keeps its books in order whatever it raises, and a second call would tell it no more
+            logger.exception("a failed step was not taken back in order")
+        self._under_way = None
+
+    def _note(self, touched: Sequence[Request]) -> None:
+        """Requests that got tokens or ended, not all of them in this step: their outputs are out of date."""
+        of_them = (self.answers.get(request.request_id) for request in touched)
+        self._stale.update({answers.request_id: answers for answers in of_them if answers is not None})
+
+    def _device_failure(self) -> str | None:
+        """What to say if the device fails from now on whatever it is asked, as CUDA does after an error in a kernel."""
+        if self._device.type != "cuda":
+            return None
+        try:
+            torch.cuda.synchronize(self._device)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            return f"the CUDA device failed ({type(error).__name__}: {reason}): start a new process"
+        return None
+
+    def _check_device_works(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _end_all(self, failure: str) -> None:
+        if self._failure is None:
+            logger.error(failure)
+        self._failure = failure
+        self._under_way = None
+        for answers in self.answers.values():
+            answers.refresh()
+            answers.end(FinishReason.ERROR, failure)
+            self.fresh[answers.request_id] = answers
+
+    def _refresh(self) -> None:
+        while self._stale:
+            request_id, answers = next(iter(self._stale.items()))
+            answers.refresh()
+            if answers.has_news:
+                self.fresh[request_id] = answers
+            del self._stale[request_id]
+
+    def _abort(self, answers: Answers) -> None:
+        if answers not in (self.answers.get(answers.request_id), self.fresh.get(answers.request_id)):
+            return  # forgotten, and the id may be another's by now
+        try:
+            for request in answers.requests:
+                self._scheduler.abort(request.request_id)
+        except Exception:
+            logger.exception("aborting %s failed: it is forgotten", answers.request_id)
+        try:
+            answers.refresh()
+        finally:
+            answers.end(FinishReason.ABORT)
+            self._forget(answers)
+
+    def _forget(self, answers: Answers) -> None:
+        self._stale.pop(answers.request_id, None)
+        for request in answers.requests:
+            self.answers.pop(request.request_id, None)
+        self.fresh.pop(answers.request_id, None)  # at last: cut short, they are given or ended once more
+
+
+class HasStepper(Protocol):
+    _stepper: Stepper
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+H = TypeVar("H", bound=HasStepper)
+
+
+def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
+    """A method that only one caller at a time may be inside of, be it this one or another that is so marked.
+
+    What a call leaves behind is settled when it ends, and once more before the next: the first may be cut short, as by
+    a second Ctrl-C.
+
+    Raises:
+        RuntimeError: another call is under way.
+    """
+
+    @wraps(method)
+    def guarded(self: H, *args: P.args, **options: P.kwargs) -> T:
+        stepper = self._stepper
+        if stepper.lock.locked():
+            raise RuntimeError(
+                "another call is inside this LLM: call it from one thread at a time, and not out of its own tokenizer "
+                "or draft source"
+            )
+        # Not an acquire that gives up: an interrupt right after it would leave the lock taken for good. Of two threads
+        # that both found it open the second one waits.
+        with stepper.lock:
+            try:
+                stepper.settle()
+                return method(self, *args, **options)
+            finally:
+                stepper.settle()
+
+    return guarded

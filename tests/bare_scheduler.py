@@ -1,0 +1,81 @@
+"""Scheduler and runner in one, of the barest kind: what an engine asks of them, without a cache or a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+from mambacache.runner.model_runner import RowOutput
+from mambacache.scheduler.request import FinishReason, Request
+
+LENGTH = 4
+"""Tokens of the answers that the tests ask for."""
+
+
+class Line:
+    """A row for each request in each step. The tokens of an answer are 10, 11, 12 and so on, and the log probability of
+    each is the negative number of its step.
+
+    Attributes:
+        told: what became of steps, in order, each with its plan; "because of" an error comes after "failed".
+        stuck: whether nothing can run.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[str, Request] = {}
+        self.told: list[tuple[str, Any]] = []
+        self.stuck = False
+        self.numbers = count()
+        self.under_way: Any = None
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            request.finish_reason = FinishReason.ABORT
+
+    def schedule(self) -> Any:
+        assert self.under_way is None, "the step before was neither taken nor failed"
+        row = {"start": 0, "num_tokens": 1, "prefill": False, "prompt_logits": False}
+        steps = tuple(SimpleNamespace(request_id=request_id, **row) for request_id in self.requests)
+        if steps and not self.stuck:
+            self.under_way = SimpleNamespace(steps=steps, number=next(self.numbers))
+        return self.under_way
+
+    def execute(self, plan: Any, sampling: list[Any]) -> list[RowOutput]:
+        assert len(sampling) == len(plan.steps)
+        tokens = [10 + len(self.requests[step.request_id].output) for step in plan.steps]
+        return [RowOutput([token], [{token: -plan.number}]) for token in tokens]
+
+    def issued(self, plan: Any) -> None:
+        self.told.append(("issued", plan))
+
+    def update(self, plan: Any, sampled: Iterable[list[int]]) -> list[Request]:
+        """All of the step's tokens are taken, or, if a callback is interrupted, none."""
+        ran = [self.requests[step.request_id] for step in plan.steps]
+        known = [len(request.output) for request in ran]
+        try:
+            for request, tokens in zip(ran, sampled, strict=True):
+                taken, request.finish_reason = request.until_stop(tokens)
+                request.output += taken
+        except BaseException:
+            for request, length in zip(ran, known, strict=True):
+                del request.output[length:]
+                request.finish_reason = None
+            raise
+        self.told.append(("updated", plan))
+        self.under_way = None
+        for request in ran:
+            if request.finish_reason is not None:
+                del self.requests[request.request_id]
+        return ran
+
+    def failed(self, plan: Any, error: BaseException) -> list[Request]:
+        """Of a step whose tokens were taken nothing is taken back."""
+        self.under_way = None
+        self.told += [("failed", plan), ("because of", error)]
+        return []

@@ -1,0 +1,350 @@
+"""A step is taken or failed, whatever is raised where; and nobody waits for ever. On a scheduler of the barest kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bare_scheduler import LENGTH, Line
+from mambacache import SamplingParams
+from mambacache.engine.answers import Answers
+from mambacache.engine.outputs import RequestOutput
+from mambacache.engine.stepper import Stepper
+from mambacache.scheduler.request import FinishReason
+
+
+class Bench:
+    """A stepper, and requests that were put in line: `ids`."""
+
+    def __init__(self, device: str = "cpu", requests: int = 2) -> None:
+        self.line = Line()
+        self.stepper = Stepper(self.line, self.line, torch.device(device))  # type: ignore[arg-type]
+        self.ids = [f"request {i}" for i in range(requests)]
+        self.outputs: dict[str, RequestOutput] = {}
+        for request_id in self.ids:
+            self.add(request_id)
+
+    def add(self, request_id: str) -> Answers:
+        params = SamplingParams(max_tokens=LENGTH, temperature=0, logprobs=0)
+        answers = Answers(request_id, [1, 2, 3], params, frozenset(), None, 0)
+        self.stepper.add(answers)
+        return answers
+
+    def plant(self, method: str, *errors: BaseException | None, after: bool = False) -> None:
+        """Has the next calls of a method of `Line` raise these, when it did its work or before."""
+        real, coming = getattr(self.line, method), iter(errors)
+
+        def planted(*args: Any) -> Any:
+            error = next(coming, None)
+            if error is None:
+                return real(*args)
+            if after:
+                real(*args)
+            raise error
+
+        setattr(self.line, method, planted)
+
+    def step(self) -> list[str]:
+        """As each call of the engine does: what was left behind is settled before and after. Gives ids with news."""
+        try:
+            self.stepper.settle()
+            self.stepper.advance()
+        finally:
+            self.stepper.settle()
+        fresh = list(self.stepper.fresh.values())
+        self.outputs |= {answers.request_id: self.stepper.hand_out(answers) for answers in fresh}
+        return [answers.request_id for answers in fresh]
+
+    def run(self) -> list[BaseException]:
+        """Steps until all have ended; gives what came out of the steps."""
+        raised: list[BaseException] = []
+        for _ in range(50):
+            if not self.stepper.answers:
+                return raised
+            try:
+                self.step()
+            except BaseException as error:
+                raised.append(error)
+        raise AssertionError(f"requests are left after 50 steps; {raised[-3:]}")
+
+    def check_answers(self) -> None:
+        """All are whole, and their log probabilities are those of the steps whose tokens were taken."""
+        assert set(self.outputs) == set(self.ids)
+        taken = [-plan.number for what, plan in self.line.told if what == "updated"][-LENGTH:]
+        for output in self.outputs.values():
+            completion = output.outputs[0]
+            assert completion.token_ids == list(range(10, 10 + LENGTH))
+            assert completion.logprobs == [{token: step} for token, step in enumerate(taken, start=10)]
+            assert (completion.finish_reason, completion.error) == ("length", None)
+
+
+# Where a step can break: the planted method, and whether it has done its work by then.
+PLACES = [("execute", False), ("execute", True), ("issued", False), ("issued", True), ("update", False)]
+KINDS = [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "after"), PLACES)
+def test_step_that_breaks(method: str, after: bool, kind: type[BaseException]) -> None:
+    """Its plan is failed once, before anything else is planned; only what is no Exception goes on to the caller."""
+    bench = Bench()
+    error = kind("planted")
+    bench.plant(method, None, error, after=after)
+    raised = bench.run()
+    bench.check_answers()
+    assert raised == ([] if isinstance(error, Exception) else [error])
+    failures = [i for i, (what, _) in enumerate(bench.line.told) if what == "failed"]
+    assert len(failures) == 1
+    (_, plan), (_, reason) = bench.line.told[failures[0] : failures[0] + 2]
+    assert reason is error if isinstance(error, Exception) else not isinstance(reason, Exception)
+    assert ("updated", plan) not in bench.line.told
+    assert len([what for what, _ in bench.line.told if what == "updated"]) == LENGTH
+
+
+def test_step_that_brings_nothing_on() -> None:
+    """There is nothing to give of the requests that it ran."""
+    bench = Bench()
+    bench.plant("execute", None, RuntimeError("planted"))
+    assert [bench.step() for _ in range(3)] == [bench.ids, [], bench.ids]
+    assert bench.run() == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_interrupts_while_a_failure_is_handled(times: int) -> None:
+    """The plan that is still there is failed before the next step."""
+    bench = Bench()
+    bench.plant("execute", RuntimeError("planted"))
+    bench.plant("failed", *[KeyboardInterrupt()] * times)
+    raised = bench.run()
+    bench.check_answers()
+    assert {type(error) for error in raised} == {KeyboardInterrupt}
+    assert [what for what, _ in bench.line.told][:4] == ["failed", "because of", "issued", "updated"]
+
+
+def test_failure_that_cannot_be_handled(caplog: pytest.LogCaptureFixture) -> None:
+    """The scheduler keeps its books in order whatever it raises: it is told once, and steps go on."""
+    bench = Bench()
+    bench.plant("execute", RuntimeError("planted"))
+    bench.plant("failed", ValueError("planted too"), ValueError("never reached"), after=True)
+    assert bench.run() == []
+    bench.check_answers()
+    assert [what for what, _ in bench.line.told].count("failed") == 1
+    assert "a failed step was not taken back in order" in caplog.text
+
+
+def test_interrupt_when_tokens_were_taken() -> None:
+    """The outputs of the requests that it brought on are given all the same, those that ended with it too."""
+    bench = Bench()
+    bench.plant("update", None, None, None, KeyboardInterrupt(), after=True)
+    assert len(bench.run()) == 1
+    bench.check_answers()
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_planning_that_fails_is_tried_again(failures: int, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    bench.plant("schedule", None, *[RuntimeError("planted")] * failures, None, *[RuntimeError("planted")] * failures)
+    assert bench.run() == []
+    bench.check_answers()
+    assert caplog.text.count("planning a step failed: it is tried again") == 2 * failures
+
+
+def test_planning_that_fails_again_and_again() -> None:
+    """The third time in a row it is the caller's affair; later calls may find it well again."""
+    bench = Bench()
+    errors = [RuntimeError(f"planted {i}") for i in range(3)]
+    bench.plant("schedule", None, *errors)
+    assert bench.run() == [errors[-1]]
+    bench.check_answers()
+
+
+def test_interrupt_while_a_step_is_planned() -> None:
+    bench = Bench()
+    bench.plant("schedule", KeyboardInterrupt())
+    assert len(bench.run()) == 1
+    bench.check_answers()
+    assert "failed" not in [what for what, _ in bench.line.told]
+
+
+def test_nothing_can_run_and_requests_are_left() -> None:
+    bench = Bench()
+    bench.step()
+    bench.line.stuck = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="nothing can run and 2 requests are left: abort them"):
+            bench.step()
+    bench.line.stuck = False
+    assert bench.run() == []
+    bench.check_answers()
+
+
+def test_request_that_ended_outside_of_a_step() -> None:
+    """It is no request that is left: its end is told."""
+    bench = Bench(requests=1)
+    bench.step()
+    request = bench.line.requests.pop(bench.ids[0])
+    request.finish_reason, request.error = FinishReason.ERROR, "ValueError: planted"
+    assert bench.run() == []
+    completion = bench.outputs[bench.ids[0]].outputs[0]
+    assert (completion.finish_reason, completion.error) == ("error", "ValueError: planted")
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_abort_that_fails(kind: type[BaseException]) -> None:
+    """The request is forgotten in any case, if need be by the next call; the others finish."""
+    bench = Bench()
+    bench.step()
+    answers = bench.stepper.answers[bench.ids[0]]
+    bench.plant("abort", kind("planted"))
+    bench.stepper.left.append(answers)
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            bench.stepper.settle()
+    bench.stepper.settle()
+    assert answers.output.outputs[0].finish_reason == "abort" and set(bench.stepper.answers) == set(bench.ids[1:])
+    del bench.ids[0], bench.outputs["request 0"]
+    bench.line.requests.pop("request 0", None)
+    assert bench.run() == []
+    bench.check_answers()
+
+
+def test_abort_whose_last_words_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer that ends the call whenever it is asked keeps no request in line."""
+
+    def fail(answers: Answers) -> None:
+        raise SystemExit
+
+    bench = Bench()
+    answers = bench.stepper.answers[bench.ids[0]]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Answers, "refresh", fail)
+        bench.stepper.left.append(answers)
+        bench.stepper.settle()
+    assert bench.ids.pop(0) not in bench.stepper.answers
+    assert answers.output.outputs[0].finish_reason == "abort" and bench.run() == []
+    bench.check_answers()
+
+
+def test_what_was_handed_out_halfway_is_given_once_more() -> None:
+    """As after an interrupt between two lines of its end."""
+    bench = Bench(requests=1)
+    for _ in range(LENGTH):
+        bench.stepper.advance()
+    answers = bench.stepper.answers.pop(bench.ids[0])
+    answers.hand_out()
+    assert not bench.stepper.idle and bench.step() == bench.ids and bench.stepper.idle
+
+
+def test_row_of_a_request_that_was_forgotten() -> None:
+    """The step fails: whoever planned it is told, and cannot make the engine stand still."""
+    bench = Bench()
+    bench.stepper._forget(bench.stepper.answers[bench.ids[0]])
+    bench.step()
+    assert [what for what, _ in bench.line.told] == ["failed", "because of"]
+    assert isinstance(bench.line.told[1][1], KeyError)
+
+
+def test_forgotten_answers_are_not_ended_twice() -> None:
+    """Nor is another request that has their id now."""
+    bench = Bench(requests=1)
+    first = bench.stepper.answers[bench.ids[0]]
+    bench.stepper.left.append(first)
+    bench.stepper.settle()
+    bench.add(bench.ids[0])
+    bench.stepper.left.append(first)
+    assert bench.run() == []
+    bench.check_answers()
+
+
+# --- a device that fails for good ---
+
+CUDA_ERROR = "CUDA error: device-side assert triggered\nCompile with `TORCH_USE_CUDA_DSA` to enable it.\n"
+ENDED = "the CUDA device failed (RuntimeError: CUDA error: device-side assert triggered): start a new process"
+
+
+@pytest.fixture
+def broken_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has the CUDA device that there is not fail whatever it is asked."""
+
+    def fail(device: object = None) -> None:
+        raise RuntimeError(CUDA_ERROR)
+
+    return lambda: monkeypatch.setattr(torch.cuda, "synchronize", fail)
+
+
+def test_device_that_fails_for_good(broken_device: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
+    """All requests end with one sentence, which the log holds once; no step is tried again; later calls raise it."""
+    bench = Bench("cuda", requests=5)
+    bench.plant("execute", None, RuntimeError(CUDA_ERROR))
+    bench.step()
+    broken_device()
+    with caplog.at_level(logging.DEBUG):
+        bench.step()
+    assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(ENDED, None)]
+    assert set(bench.outputs) == set(bench.ids) and not bench.stepper.answers
+    for output in bench.outputs.values():
+        completion = output.outputs[0]
+        assert (completion.token_ids, completion.finish_reason, completion.error) == ([10], "error", ENDED)
+    for call in (bench.stepper.advance, lambda: bench.add("later")):
+        for _ in range(2):
+            with pytest.raises(RuntimeError) as error:
+                call()
+            assert str(error.value) == ENDED
+    bench.stepper.settle()
+    assert not bench.stepper.answers
+
+
+def test_news_of_a_failed_device_are_given_before_it_is_raised(broken_device: Callable[[], None]) -> None:
+    """To a stream that has its turn later, too."""
+    bench = Bench("cuda")
+    broken_device()
+    bench.plant("execute", RuntimeError(CUDA_ERROR))
+    streams = [bench.stepper.answers[each] for each in bench.ids]
+    bench.stepper.advance()
+    for answers in streams:
+        bench.stepper.advance()
+        output = bench.stepper.next_output(answers)
+        assert output is not None and output.outputs[0].error == ENDED
+        assert bench.stepper.next_output(answers) is None
+
+
+def test_interrupt_while_a_failed_device_is_told_of(
+    broken_device: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench("cuda")
+    broken_device()
+    bench.plant("execute", RuntimeError(CUDA_ERROR))
+    end, interrupts = Answers.end, iter([KeyboardInterrupt()])
+
+    def interrupted(answers: Answers, *told: Any) -> None:
+        for interrupt in interrupts:
+            raise interrupt
+        end(answers, *told)
+
+    monkeypatch.setattr(Answers, "end", interrupted)
+    assert len(bench.run()) == 1
+    assert [bench.outputs[each].outputs[0].error for each in bench.ids] == [ENDED] * 2
+
+
+def test_device_that_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that does not stick, as lack of memory, is one step's affair. A CPU is not asked."""
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    for device in ("cuda", "cpu"):
+        bench = Bench(device)
+        bench.plant("execute", None, torch.OutOfMemoryError("planted"))
+        assert bench.run() == []
+        bench.check_answers()
+    assert asked == [torch.device("cuda")]
+
+
+def test_interrupt_is_no_failure_of_the_device(broken_device: Callable[[], None]) -> None:
+    bench = Bench("cuda")
+    broken_device()
+    bench.plant("execute", KeyboardInterrupt())
+    assert len(bench.run()) == 1
+    bench.check_answers()
