@@ -154,14 +154,15 @@ def test_text_of_a_step_that_failed() -> None:
     request = answers.requests[0]
     tokens = tokenizer.encode(BAD)
     for upcoming in (tokens[2], tokens[0]):
-        request.take(tokens[:2])
+        request.output += request.until_stop(tokens[:2])[0]
         answers.refresh()
         assert request.completes_stop is not None
         request.completes_stop(2, upcoming)
         answers.refresh()
         assert answers.output.outputs[0].text == "it"
         request.output.clear()
-    request.take(tokens)
+    request.output += request.until_stop(tokens)[0]
+    assert request.completes_stop is not None
     request.completes_stop(len(tokens), tokens[0])
     request.finish_reason = FinishReason.ABORT
     answers.refresh()
