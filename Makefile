@@ -32,7 +32,7 @@ pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
 	$(PY) -P -m pytest --numprocesses 2
 
-# On a machine with a CUDA device, in the environment that has its torch: under six minutes, and the whole grid.
+# On a machine with a CUDA device, in the environment that has its torch: under eight minutes, and the whole grid.
 pytest-gpu: MARK := gpu
 pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
