@@ -1,4 +1,4 @@
-"""What a scheduler hands to a runner: pure data, host integers and numpy int32 arrays.
+"""What a scheduler hands to a runner: pure data, host integers and numpy int32 arrays, and how the arrays are laid out.
 
 A `SequenceStep` is one row of a step, a `StepPlan` the whole mixed batch: decode rows first, then prefill rows. Every
 src, dst and checkpoint block in it was chosen by the cache; whoever reads a plan only follows it.
@@ -6,6 +6,7 @@ src, dst and checkpoint block in it was chosen by the cache; whoever reads a pla
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,6 +49,14 @@ class SequenceStep(NamedTuple):
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside what stands in dst
     boundary_index: int = -1  # the token, past the first, whose dst also receives its own conv window
     prompt_logits: bool = False  # a prefill row whose every token's logits are wanted
+
+
+class PageTables(NamedTuple):
+    """The KV pages of each row's sequence."""
+
+    pages: Sequence[array[int]]
+    num_shared: Sequence[int]  # leading pages that others wrote
+    copied: Sequence[int]  # the page whose contents the first one after those begins with; 0 for none
 
 
 @dataclass(slots=True)
@@ -100,7 +109,10 @@ def _int32(values: Sequence[int]) -> np.ndarray:
 
 
 def _decode_arrays(rows: Sequence[SequenceStep], width: int) -> dict[str, np.ndarray]:
-    dst = _int32([block for row in rows for block in row.dst + (0,) * (width - row.num_tokens)])
+    if width == 1:
+        dst = _int32([row.dst[0] for row in rows])
+    else:
+        dst = _int32([block for row in rows for block in row.dst + (0,) * (width - row.num_tokens)])
     return {
         "decode_src": _int32([row.src for row in rows]),
         "decode_dst": dst.reshape(len(rows), width),
@@ -139,4 +151,78 @@ def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.nd
         "chunk_start": _int32(chunk_start),
         "chunk_dst": _int32(chunk_dst),
         "seq_chunk_start": chunks,
+    }
+
+
+def build_plan(
+    steps: Sequence[SequenceStep], tokens: Sequence[array[int]], tables: PageTables | None, block_size: int
+) -> StepPlan:
+    """The plan of rows that are in order, decode first.
+
+    Args:
+        tokens: of each row's sequence, as far as they are known.
+        tables: None where the KV pages are the host's, or there are none.
+    """
+    num_decodes = sum([not step.prefill for step in steps])
+    decode, prefill = steps[:num_decodes], steps[num_decodes:]
+    arrays = layout(steps, num_decodes)
+    width = arrays["decode_dst"].shape[1]
+    real = np.arange(width) < arrays["decode_len"][:, None]  # the tokens of decode rows that are not padding
+    starts = _int32([step.start for step in decode])
+    positions = np.where(real, starts[:, None] + np.arange(width), 0)
+    ids = np.zeros((num_decodes, width), np.int32)
+    ids[:, 0] = [
+        known[step.start] if step.start < len(known) else PLACEHOLDER
+        for step, known in zip(decode, tokens, strict=False)
+    ]
+    for i, step in enumerate(decode if width > 1 else ()):
+        ids[i, 1 : step.num_tokens] = step.drafts
+    prompts, spans = array("i"), [positions.ravel()]
+    for step, known in zip(prefill, tokens[num_decodes:], strict=True):
+        end = step.start + step.num_tokens
+        prompts += known[step.start : end]
+        spans.append(np.arange(step.start, end))
+    arrays |= {"tokens": _join([ids.ravel(), _int32(prompts)]), "positions": _join(spans)}
+    copies: list[tuple[int, int]] = []
+    if tables is not None:
+        arrays |= _kv_arrays(steps, tables, block_size, np.where(real, positions, -1))
+        copies = [(page, own[shared]) for own, shared, page in zip(*tables, strict=True) if page]
+    ends = arrays["query_start_loc"].tolist()[1:]
+    wanted = [i for step, end in zip(prefill, ends, strict=True) for i in _wanted(step, end)]
+    arrays["logits_index"] = _join([np.flatnonzero(real), _int32(wanted)])
+    return StepPlan(tuple(steps), num_decodes, width, arrays, tuple(copies))
+
+
+def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts, dtype=np.int32)
+
+
+def _wanted(row: SequenceStep, end: int) -> range:
+    """Offsets whose logits a prefill row that ends at `end` of the flat batch wants."""
+    return range(end - row.num_tokens if row.prompt_logits else end - row.samples, end)
+
+
+def _kv_arrays(
+    steps: Sequence[SequenceStep], tables: PageTables, size: int, positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """`positions` are those of the decode rows' tokens, -1 for padding."""
+    flat, num_decodes = array("i"), len(positions)
+    for own in tables.pages:
+        flat += own
+    pages = np.frombuffer(flat, np.int32) if flat else np.zeros(0, np.int32)
+    starts = np.cumsum([0, *map(len, tables.pages)], dtype=np.int32)
+    block, offset = np.divmod(positions, size)
+    slots = [np.where(positions < 0, -1, pages[starts[:num_decodes, None] + block] * size + offset).ravel()]
+    offsets = np.arange(size, dtype=np.int32)
+    for i, step in enumerate(steps[num_decodes:], num_decodes):
+        start, end = step.start, step.start + step.num_tokens
+        written = pages[starts[i] + start // size : starts[i] - (-end // size)]
+        slot = (written[:, None] * size + offsets).ravel()[start % size : start % size + step.num_tokens]
+        slot[: max(tables.num_shared[i] * size - start, 0)] = -1  # the page holds it already
+        slots.append(slot)
+    return {
+        "kv_slot": _join(slots),
+        "block_table": pages,
+        "block_table_start": starts,
+        "kv_len": _int32([step.start + step.num_tokens for step in steps]),
     }

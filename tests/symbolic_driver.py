@@ -89,16 +89,17 @@ class CheckedCache(PrefixCache):
         if isinstance(found, Wait):
             assert s.life is None
             if s.waits is not None and s.waits is not waits:
-                assert found == Wait("prefix", s.waits.writer.request.request_id, s.waits.boundary)
-                self._check_wait(s, s.waits.writer, hit)
+                writing, boundary = s.waits
+                assert found == Wait("prefix", writing.request.request_id, boundary)
+                self._check_wait(s, writing, hit)
             return found
         assert writer is None, f"{request_id} runs though {writer} computes its prefix"
         assert (found.num_tokens, found.junction, found.exact) == (hit, junction, exact)
         assert found.losses == looked.losses
-        assert s.life is not None and s.life.reported is not None
+        assert s.life is not None and s.life.report is not None
         if self.kv is not None:
             assert s.life.shared_pages * self.config.block_size == coverage
-        report = s.life.reported
+        report = s.life.report
         assert sum(report.losses.values()) == report.ceiling - report.hit
         self.hits.append((request_id, found))
         return found

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cache_calls import allocate, make, run_step, started
-from mambacache.cache.ledger import MAX_EVENTS, Ledger, partition_loss
+from mambacache.accounting.ledger import MAX_EVENTS, Ledger, partition_loss
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.report import Hit, Loss, RequestReport

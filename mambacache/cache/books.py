@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from types import TracebackType
 
+from mambacache.accounting.ledger import Ledger, Trace
 from mambacache.cache.explain import Explainer
-from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.request import CachedRequest, Life, Promise, Row
+from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
@@ -115,20 +115,19 @@ class Books:
 
     def still_waits(self, request: CachedRequest) -> Wait | None:
         """The wait that a request was told, unless the state is there or given up by now."""
-        promise = request.waits
-        if promise is None:
+        if request.waits is None:
             return None
-        life = promise.writer
-        gone = life.ended or life.request.stale or life.computed >= promise.boundary
-        if gone or self.lookup.usable(request.chain[promise.boundary // self._config.block_size]):
+        writer, boundary = request.waits
+        gone = writer.ended or writer.request.stale or writer.computed >= boundary
+        if gone or self.lookup.usable(request.chain[boundary // self._config.block_size]):
             request.waits = None
             return None
-        return Wait("prefix", life.request.request_id, promise.boundary)
+        return Wait("prefix", writer.request.request_id, boundary)
 
     def wait_for(self, request: CachedRequest, found: Found) -> Wait:
         assert found.writer is not None
         boundary = found.promised * self._config.block_size
-        request.waits = Promise(found.writer, boundary)
+        request.waits = found.writer, boundary
         self._policy.promise(found.writer.wishes, boundary)
         self.ledger.waited()
         return Wait("prefix", found.writer.request.request_id, boundary)
@@ -150,12 +149,13 @@ class Books:
         lengths = (request.prompt_len, life.prefill_end)
         life.wishes = self._policy.wishes(request.marks, hit.junction, lengths)
         ceiling = hit.num_tokens + sum(hit.losses.values())
-        life.reported = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
+        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
 
     def _begin(self, request: CachedRequest, number: int, computed: int, prefill_end: int) -> Life:
         self.lookup.wait_no_more(request)
         blocks = computed // self._config.block_size
-        life = Life(number, request, self.states.num_issued, computed, computed, prefill_end)
+        trace = Trace(request.chain[0], request.token_bytes)
+        life = Life(number, request, self.states.num_issued, computed, computed, prefill_end, trace)
         life.advanced = life.written = life.announced = blocks
         request.life, request.waits = life, None
         if request.store:
@@ -180,7 +180,8 @@ class Books:
         for child in made.values():
             life = parent.life
             if life is not None and life.computed == length and len(running) != max_running:
-                child.life = Life(next(numbers), child, self.states.num_issued, length, length, length)
+                trace = Trace(child.chain[0], child.token_bytes)
+                child.life = Life(next(numbers), child, self.states.num_issued, length, length, length, trace)
                 if self.states.fork(life, child.life):
                     child.life.written = child.life.announced = life.advanced
                     if child.store and not child.stale:
@@ -258,9 +259,9 @@ class Books:
         else:
             self.states.issued(row)
             life.ran = True
-            if request.report is None and life.reported is not None:
-                request.report = life.reported
-                self.ledger.ran(life.reported)
+            if request.report is None and life.report is not None:
+                request.report = life.report
+                self.ledger.ran(life.report)
         request.issued.append(row)
         request.in_flight += row.step.samples
 

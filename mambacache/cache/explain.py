@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mambacache.cache.ledger import Ledger, partition_loss
+from mambacache.accounting.ledger import Ledger, partition_loss
 from mambacache.cache.lookup import Found
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mambacache.cache.pool import BlockPool, RemovedCallback
 from mambacache.cache.request import ALWAYS_EXACT, Life
+from mambacache.plan import PageTables
 
 
 class Pages:
@@ -94,6 +95,13 @@ class Pages:
             return False
         exact = depth * self.block_size <= life.near_from
         return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, hot=True, born=born)
+
+    def tables(self, lives: Sequence[Life]) -> PageTables | None:
+        """What a plan needs of the pages of these lives."""
+        if not self.present:
+            return None
+        copied = [0 if life.copy_page is None else life.copy_page.block for life in lives]
+        return PageTables([life.pages for life in lives], [life.shared_pages for life in lives], copied)
 
     def copied(self, life: Life) -> None:
         """The page that the life's first row copies from is needed no more."""

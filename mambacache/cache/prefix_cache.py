@@ -6,13 +6,12 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
-from mambacache.cache.arrays import build_plan
 from mambacache.cache.books import Books
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows, check_fork, check_next_row
 from mambacache.checks import accepted_tokens, block_keys, boundaries, check_bounds, check_integer, prompt_array
 from mambacache.config import CacheConfig
-from mambacache.plan import SequenceStep, StepPlan
+from mambacache.plan import SequenceStep, StepPlan, build_plan
 from mambacache.report import CacheEvent, CacheStats, Hit, Progress, RequestReport, Wait
 
 
@@ -217,13 +216,11 @@ class PrefixCache:
     def drop(self, step: SequenceStep) -> None:
         """An allocated row is not run: its blocks go back, the request stays admitted."""
         self._books.mend()
-        row = self._rows.find(step, ending=True)
-        if row is None:
-            return
-        if row.issue:
-            raise RuntimeError(f"the row of request {step.request_id!r} was issued: accept or cancel it")
-        with self._books as books:
-            books.drop(row)
+        for row in self._rows.find([step], ending=True):
+            if row.issue:
+                raise RuntimeError(f"the row of request {step.request_id!r} was issued: accept or cancel it")
+            with self._books as books:
+                books.drop(row)
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
         """The rows of a step with their checkpoints, for hosts whose workers order the batch (`plan.layout`)."""
@@ -238,9 +235,10 @@ class PrefixCache:
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
         """The step of all these rows: adds checkpoints inside them and lays out the arrays."""
-        planned = self.plan_rows(steps)
-        rows = [(step, self._rows[step.row].life) for step in planned]
-        return build_plan(rows, self.config.block_size, with_kv=self.config.num_kv_blocks > 0)
+        planned = sorted(self.plan_rows(steps), key=lambda step: step.prefill)  # stable: as given within each kind
+        lives = [self._rows[step.row].life for step in planned]
+        tokens = [life.request.tokens for life in lives]
+        return build_plan(planned, tokens, self._books.pages.tables(lives), self.config.block_size)
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
         """The forward pass is on the stream: what consists of known tokens becomes readable for later steps."""
@@ -282,7 +280,7 @@ class PrefixCache:
         After `issued`, all that was committed since is dropped, and who resumed from it is preempted too.
         """
         self._books.mend()
-        rows = self._rows.find_all(steps, ending=True)
+        rows = self._rows.find(steps, ending=True)
         with self._books as books:
             books.cancel(rows)
 
@@ -363,7 +361,8 @@ class PrefixCache:
         return request
 
     def _running(self, request_id: str) -> Life:
-        life = self._known(request_id).life
+        request = None if self._books.torn else self._requests.get(request_id)
+        life = (request or self._known(request_id)).life  # asked for each row of a step: the usual case at once
         if life is None:
             raise RuntimeError(f"request {request_id!r} does not run: admit it first")
         return life

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mambacache.accounting.ledger import Trace
 from mambacache.cache.policy import Wish
 from mambacache.cache.pool import Lease
-from mambacache.cache.record import Branch
 from mambacache.plan import SequenceStep
 from mambacache.report import RequestReport
 
@@ -32,7 +32,7 @@ class CachedRequest:
     chain: list[bytes]  # the root, then the hash of each whole block of known tokens
     report: RequestReport | None = None  # made when it first ran
     life: Life | None = None  # None while it waits
-    waits: Promise | None = None
+    waits: tuple[Life, int] | None = None  # who is about to compute a prefix of it, and up to where
     lined: int = 0  # leading blocks of the chain that `Lookup` counts as waited for
     issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
     in_flight: int = 0  # how many of them will give a token
@@ -60,6 +60,7 @@ class Life:
     hit: int  # tokens that it did not compute
     computed: int  # tokens consumed by issued steps
     prefill_end: int  # tokens known at admission: these run in the prefill kernels
+    trace: Trace  # for the ledger
     near_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
     state: Lease | None = None  # None: a fresh state, or drafts in flight
     window: Lease | None = None  # the block of the conv window, if that is another one (after drafts)
@@ -76,17 +77,10 @@ class Life:
     pending: list[tuple[int, Lease]] = field(default_factory=list)  # (position, block): commits that wait for tokens
     checkpoint: tuple[int, bytes] | None = None  # the last state committed where a step ended, and its hash
     row: Row | None = None  # allocated and not issued
-    reported: RequestReport | None = None  # of this admission
-    recorded: int = 0  # tokens that the ledger's record has of it, and where they end there
-    branch: Branch | None = None
+    report: RequestReport | None = None  # of this admission
     ran: bool = False  # a row of it was issued
     ended: bool = False
     void: bool = False  # it failed on the device, or began from what did: what its rows give does not count
-
-    @property
-    def conv_block(self) -> int:
-        lease = self.window or self.state
-        return lease.block if lease is not None else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +90,6 @@ class Row:
     step: SequenceStep
     life: Life
     dst: list[Lease]  # empty where a decode row writes its running state in place
-    first_new: int  # the position of the first token that it will give
     near_before: int  # the life's `near_from` and its number of pages before the row
     pages_before: int
     had_reserve: bool
@@ -104,10 +97,7 @@ class Row:
     planned: bool = False
     issue: int = 0  # its number among all issued rows; 0 before
 
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A life is about to compute a prefix that others wait for."""
-
-    writer: Life
-    boundary: int
+    @property
+    def first_new(self) -> int:
+        """The position of the first token that it will give."""
+        return self.step.start + (1 if self.step.drafts else self.step.num_tokens)

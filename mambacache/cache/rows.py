@@ -17,85 +17,94 @@ class Rows(dict[int, Row]):
         self._requests = requests
         self.lost: set[int] = set()  # not issued when the books were rebuilt: never to be issued
 
-    def find(self, step: SequenceStep, ending: bool = False) -> Row | None:
-        """The row of a step; None if its life is over, and nothing is left to do for it.
+    def find(self, steps: Sequence[SequenceStep], ending: bool = False) -> list[Row]:
+        """The rows of these steps, without those whose life is over and for which nothing is left to do.
 
         Args:
-            ending: it is cancelled or dropped, which is all that may be done with a lost row.
+            ending: they are cancelled or dropped, which is all that may be done with a lost row.
 
         Raises:
-            RuntimeError: it has ended, and its request runs on.
+            ValueError: a row is given twice.
+            RuntimeError: one has ended, and its request runs on; or it is lost.
         """
-        row = self.get(step.row)
-        if row is not None and row.step.life == step.life and row.step.request_id == step.request_id:
-            return row
-        if step.row in self.lost and not ending:
-            raise RuntimeError("an exception broke off a call since this row was allocated: cancel its step")
-        request = self._requests.get(step.request_id)
-        if row is not None or (request is not None and request.life is not None and request.life.number == step.life):
-            raise RuntimeError(f"the row of request {step.request_id!r} has ended: accept, cancel or drop a row once")
-        return None
-
-    def find_all(self, steps: Sequence[SequenceStep], ending: bool = False) -> list[Row]:
-        """The rows of those given that are under way, none of them twice; raises as `find` does."""
+        found: list[Row] = []
+        for step in steps:
+            row = self.get(step.row)
+            if row is not None and row.step.life == step.life and row.step.request_id == step.request_id:
+                found.append(row)
+                continue
+            if step.row in self.lost and not ending:
+                raise RuntimeError("an exception broke off a call since this row was allocated: cancel its step")
+            request = self._requests.get(step.request_id)
+            runs_on = request is not None and request.life is not None and request.life.number == step.life
+            if row is not None or runs_on:
+                raise RuntimeError(f"{_row_of(step)} has ended: accept, cancel or drop a row once")
         if len({step.row for step in steps}) < len(steps):
             raise ValueError("a row is given twice: give each row of a step once")
-        return [row for step in steps if (row := self.find(step, ending)) is not None]
+        return found
 
     def to_plan(self, steps: Sequence[SequenceStep]) -> list[Row]:
         """Rows that may be planned together."""
-        rows = self.find_all(steps)
-        if len(rows) < len(steps) or any(row.life.ended for row in rows):
+        rows = self.find(steps)
+        if len(rows) < len(steps) or any([row.life.ended for row in rows]):
             raise RuntimeError("a request was preempted or freed after its row was allocated: plan the step without it")
         for row in rows:
             if row.planned:
-                raise RuntimeError(f"the row of request {row.step.request_id!r} was planned already: plan a row once")
+                raise RuntimeError(f"{_row_of(row.step)} was planned already: plan a row once")
         return rows
 
     def to_issue(self, steps: Sequence[SequenceStep]) -> list[Row]:
         """Rows that may be issued."""
-        rows = self.find_all(steps)
+        rows = self.find(steps)
         for row in rows:
             if not row.planned:
-                raise RuntimeError(f"the row of request {row.step.request_id!r} was not planned: plan it first")
+                raise RuntimeError(f"{_row_of(row.step)} was not planned: plan it first")
             if row.issue:
-                raise RuntimeError(f"the row of request {row.step.request_id!r} was issued already: issue a row once")
+                raise RuntimeError(f"{_row_of(row.step)} was issued already: issue a row once")
         return rows
 
     def to_accept(self, steps: Sequence[SequenceStep]) -> list[Row]:
         """Rows whose tokens may be taken."""
-        rows = self.find_all(steps)
+        rows = self.find(steps)
         for row in rows:
             if not row.issue:
-                raise RuntimeError(f"the row of request {row.step.request_id!r} was not issued: issue it first")
+                raise RuntimeError(f"{_row_of(row.step)} was not issued: issue it first")
             if row.life.request.issued[0] is not row:
-                raise RuntimeError(
-                    f"an earlier row of request {row.step.request_id!r} was not accepted: accept it first"
-                )
+                raise RuntimeError(f"an earlier row of {_name(row.life.request)} was not accepted: accept it first")
         return rows
+
+
+def _row_of(step: SequenceStep) -> str:
+    return f"the row of request {step.request_id!r}"
+
+
+def _name(request: CachedRequest) -> str:
+    return f"request {request.request_id!r}"
 
 
 def check_next_row(
     life: Life, num_tokens: int, drafts: Sequence[int], decode: bool, max_drafts: int
 ) -> tuple[int, ...]:
     """The drafts of a row that may come next in a life; raises as `PrefixCache.allocate` does."""
-    name, left = f"request {life.request.request_id!r}", life.prefill_end - life.computed
+    request, left = life.request, life.prefill_end - life.computed
     if life.row is not None:
-        raise RuntimeError(f"{name} has a row that is not issued: issue, drop or cancel it first")
+        raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
     if life.drafted:
-        raise RuntimeError(f"{name} has drafts in flight: accept that step before the next one")
-    check_integer("num_tokens", num_tokens, 1, max(left, 1))
+        raise RuntimeError(f"{_name(request)} has drafts in flight: accept that step before the next one")
+    check_integer("num_tokens", num_tokens, 1, left if left > 1 else 1)
     if decode and left > 1:
-        raise ValueError(f"{name} has {left} prompt tokens left: decode takes the last one alone")
-    if left <= 0 and life.computed >= len(life.request.tokens) + life.request.in_flight:
-        raise RuntimeError(f"{name} has no next token: accept what its last row gave first")
+        raise ValueError(f"{_name(request)} has {left} prompt tokens left: decode takes the last one alone")
+    if left <= 0 and life.computed >= len(request.tokens) + request.in_flight:
+        raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts):
         return ()
-    guesses = tuple(token_array(f"the drafts of {name}", drafts))
+    guesses = tuple(token_array(f"the drafts of {_name(request)}", drafts))
     if len(guesses) > max_drafts:
-        raise ValueError(f"{name} has {len(guesses)} drafts: give {max_drafts} at most, or raise max_draft_tokens")
-    if left > 0 or life.request.in_flight:
-        raise RuntimeError(f"{name} does not know its last token yet: drafts come after it")
+        raise ValueError(
+            f"{_name(request)} has {len(guesses)} drafts: give {max_drafts} at most, or raise max_draft_tokens"
+        )
+    if left > 0 or request.in_flight:
+        raise RuntimeError(f"{_name(request)} does not know its last token yet: drafts come after it")
     return guesses
 
 
@@ -109,8 +118,10 @@ def check_fork(
         check_integer(f"the first token of request {child_id!r}", token, 0, MAX_TOKEN)
         if child_id in known:
             raise ValueError(f"request id {child_id!r} is in use: choose another, or free that request first")
-    name, life = f"request {parent.request_id!r}", parent.life
+    life = parent.life
     if len(parent.tokens) != parent.prompt_len + 1 or (life is not None and life.computed > parent.prompt_len):
-        raise RuntimeError(f"{name} has not just ended its prompt: fork it after its first token, before it runs on")
+        raise RuntimeError(
+            f"{_name(parent)} has not just ended its prompt: fork it after its first token, before it runs on"
+        )
     if parent.issued or (life is not None and life.row is not None):
-        raise RuntimeError(f"{name} has a row under way: fork it before it runs on")
+        raise RuntimeError(f"{_name(parent)} has a row under way: fork it before it runs on")

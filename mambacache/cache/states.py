@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from mambacache.cache.ledger import Ledger
+from mambacache.accounting.ledger import Ledger
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy, Wish
@@ -56,41 +56,30 @@ class States:
 
     def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
         """A row of `num_tokens` (and drafts) tokens with its dst blocks; None, and nothing changed, without room."""
-        size, request, start = self._size, life.request, life.computed
+        size, start = self._size, life.computed
         prefill = start < life.prefill_end and not decode
         end = start + num_tokens + len(drafts)
+        count = 1 if prefill else end - start  # dst blocks: one for each token that the decode kernels run
         pages_before, had_reserve = len(life.pages), life.reserve is not None
-        if (prefill or drafts) and not self._has(life, 1 if prefill else end - start):
-            return None
-        if not self._pages.grow(life, end):
+        if ((prefill or drafts) and not self._has(life, count)) or not self._pages.grow(life, end):
             return None
         in_place = not prefill and not drafts and self._may_write_in_place(life)
-        dst = [] if in_place else self._fresh(life, 1 if prefill else end - start)
+        dst = [] if in_place else self._fresh(life, count)
         if dst is None:
             self._pages.shrink(life, pages_before)
             return None
         src = life.state.block if life.state is not None else 0
-        boundary = start // size * size + size
+        conv_src = life.window.block if life.window is not None else src
+        to_boundary = size - start % size
+        boundary_index = to_boundary - 1 if not prefill and 1 < to_boundary <= end - start else -1
         step = SequenceStep(
-            request.request_id,
-            life.number,
-            next(self._numbers),
-            start,
-            end - start,
-            prefill,
-            end >= life.prefill_end,
-            src,
-            life.conv_block,
-            life.window_offset,
-            tuple([lease.block for lease in dst]) if dst else (src,),
-            drafts,
-            NO_CHECKPOINTS,
-            boundary - start - 1 if not prefill and start + 1 < boundary <= end else -1,
-        )
-        row = Row(step, life, dst, start + 1 if drafts else end, life.near_from, pages_before, had_reserve)
+            life.request.request_id, life.number, next(self._numbers), start, end - start, prefill,
+            end >= life.prefill_end, src, conv_src, life.window_offset,
+            tuple([lease.block for lease in dst]) if dst else (src,), drafts, NO_CHECKPOINTS, boundary_index,
+        )  # fmt: skip
+        row = life.row = Row(step, life, dst, life.near_from, pages_before, had_reserve)
         if not prefill or start % CHUNK:  # a step that is cut inside a chunk makes the next one start there
             life.near_from = min(life.near_from, start)
-        life.row = row
         return row
 
     def _has(self, life: Life, count: int) -> bool:
@@ -271,7 +260,7 @@ class States:
             last = self._pool.lookup(life.checkpoint[1])
             if last is not None:
                 self._pool.heat(last)
-        self._ledger.ended(life)
+        self._ledger.ended(life.trace)
         self._lookup.wrote(life, life.request.chain, life.announced)
         self._pages.unused(life)
         row = life.row
@@ -342,7 +331,7 @@ class States:
     def _advance(self, life: Life) -> None:
         """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
         request, size = life.request, self._size
-        self._ledger.computed(life)
+        self._ledger.computed(life.trace, life.computed)
         if life.computed < (life.advanced + 1) * size:
             return
         self._lookup.wrote(life, request.chain, life.computed // size)

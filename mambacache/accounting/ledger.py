@@ -6,14 +6,27 @@ It only watches: with `accounting` off, nothing that is cached changes.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from mambacache.cache.record import TokenRecord
-from mambacache.cache.request import Life
+from mambacache.accounting.record import Branch, TokenRecord
 from mambacache.report import CacheEvent, CacheStats, Loss, RequestReport
 
 MAX_EVENTS = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """What one running request computes, for the record.
+
+    `read(start, end)` gives its known tokens there as int32 bytes; `root` is where its hash chain begins.
+    """
+
+    root: bytes
+    read: Callable[[int, int], bytes]
+    computed: int = 0
+    recorded: int = 0  # tokens that the record has of it, and the branch where they end
+    branch: Branch | None = None
 
 
 class Ledger:
@@ -37,7 +50,7 @@ class Ledger:
     def start_over(self) -> None:
         """The books were rebuilt: what is known of blocks is gone, and readers of events see a gap."""
         self._record = TokenRecord(self._record_tokens)
-        self._unrecorded: dict[Life, None] = {}
+        self._unrecorded: dict[Trace, None] = {}
         self._fates: OrderedDict[bytes, Loss] = OrderedDict()
         self._num_events += 1
 
@@ -67,14 +80,15 @@ class Ledger:
         if self.on:
             self._set_fate(block_hash, Loss.NO_CAPACITY)
 
-    def computed(self, life: Life) -> None:
-        """A life computed more tokens. They are recorded when somebody asks, or when it ends."""
+    def computed(self, trace: Trace, num_tokens: int) -> None:
+        """So many tokens are computed by now. They are recorded when somebody asks, or when that ends."""
         if self.on:
-            self._unrecorded[life] = None
+            trace.computed = num_tokens
+            self._unrecorded[trace] = None
 
-    def ended(self, life: Life) -> None:
-        if self._unrecorded.pop(life, 0) is None:
-            self._record_tokens_of(life)
+    def ended(self, trace: Trace) -> None:
+        if self._unrecorded.pop(trace, 0) is None:
+            self._add_to_record(trace)
 
     def waited(self) -> None:
         self._stats.waits += self.on
@@ -91,8 +105,8 @@ class Ledger:
 
     def longest_computed(self, root: bytes, tokens: bytes) -> int:
         """Tokens at the beginning of `tokens` (int32) that were ever computed under this root, just now ones too."""
-        for life in self._unrecorded:
-            self._record_tokens_of(life)
+        for trace in self._unrecorded:
+            self._add_to_record(trace)
         self._unrecorded.clear()
         return self._record.longest(root, tokens) if self.on else 0
 
@@ -110,12 +124,12 @@ class Ledger:
         self._events.clear()
         return events
 
-    def _record_tokens_of(self, life: Life) -> None:
-        known = life.branch if life.branch is not None and life.branch.end == life.recorded else None
-        tokens = life.request.token_bytes(life.recorded if known is not None else 0, life.computed)
+    def _add_to_record(self, trace: Trace) -> None:
+        known = trace.branch if trace.branch is not None and trace.branch.end == trace.recorded else None
+        tokens = trace.read(trace.recorded if known is not None else 0, trace.computed)
         if tokens:
-            life.branch = self._record.add(life.request.chain[0], tokens, known)
-            life.recorded = life.branch.end
+            trace.branch = self._record.add(trace.root, tokens, known)
+            trace.recorded = trace.branch.end
 
     def _event(self, action: str, kind: str, block_hash: bytes, num_tokens: int, request_id: str) -> None:
         self._num_events += 1
