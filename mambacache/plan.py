@@ -206,10 +206,8 @@ def _kv_arrays(
     steps: Sequence[SequenceStep], tables: PageTables, size: int, positions: np.ndarray
 ) -> dict[str, np.ndarray]:
     """`positions` are those of the decode rows' tokens, -1 for padding."""
-    flat, num_decodes = array("i"), len(positions)
-    for own in tables.pages:
-        flat += own
-    pages = np.frombuffer(flat, np.int32) if flat else np.zeros(0, np.int32)
+    num_decodes = len(positions)
+    pages = np.frombuffer(bytearray().join(tables.pages), np.int32)
     starts = np.cumsum([0, *map(len, tables.pages)], dtype=np.int32)
     block, offset = np.divmod(positions, size)
     slots = [np.where(positions < 0, -1, pages[starts[:num_decodes, None] + block] * size + offset).ravel()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,7 +90,7 @@ class Row:
 
     step: SequenceStep
     life: Life
-    dst: list[Lease]  # empty where a decode row writes its running state in place
+    dst: Sequence[Lease]  # empty where a decode row writes its running state in place
     near_before: int  # the life's `near_from` and its number of pages before the row
     pages_before: int
     had_reserve: bool

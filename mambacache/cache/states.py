@@ -56,30 +56,34 @@ class States:
 
     def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
         """A row of `num_tokens` (and drafts) tokens with its dst blocks; None, and nothing changed, without room."""
-        size, start = self._size, life.computed
+        start = life.computed
         prefill = start < life.prefill_end and not decode
-        end = start + num_tokens + len(drafts)
-        count = 1 if prefill else end - start  # dst blocks: one for each token that the decode kernels run
-        pages_before, had_reserve = len(life.pages), life.reserve is not None
-        if ((prefill or drafts) and not self._has(life, count)) or not self._pages.grow(life, end):
+        num_tokens += len(drafts)
+        end = start + num_tokens
+        count = 1 if prefill else num_tokens  # dst blocks: one for each token that the decode kernels run
+        pages_before, near_before, had_reserve = len(life.pages), life.near_from, life.reserve is not None
+        if ((prefill or drafts) and not self._has(life, count)) or (
+            end > pages_before * self._size and not self._pages.grow(life, end)
+        ):
             return None
-        in_place = not prefill and not drafts and self._may_write_in_place(life)
-        dst = [] if in_place else self._fresh(life, count)
-        if dst is None:
-            self._pages.shrink(life, pages_before)
-            return None
-        src = life.state.block if life.state is not None else 0
-        conv_src = life.window.block if life.window is not None else src
-        to_boundary = size - start % size
-        boundary_index = to_boundary - 1 if not prefill and 1 < to_boundary <= end - start else -1
+        src, boundary_index = life.state.block if life.state is not None else 0, -1
+        dst: Sequence[Lease] | None = ()
+        if prefill or drafts or not self._may_write_in_place(life):
+            dst = self._fresh(life, count)
+            if dst is None:
+                self._pages.shrink(life, pages_before)
+                return None
+        if drafts:
+            to_boundary = self._size - start % self._size
+            boundary_index = to_boundary - 1 if 1 < to_boundary <= num_tokens else -1
         step = SequenceStep(
-            life.request.request_id, life.number, next(self._numbers), start, end - start, prefill,
-            end >= life.prefill_end, src, conv_src, life.window_offset,
+            life.request.request_id, life.number, next(self._numbers), start, num_tokens, prefill,
+            end >= life.prefill_end, src, life.window.block if life.window is not None else src, life.window_offset,
             tuple([lease.block for lease in dst]) if dst else (src,), drafts, NO_CHECKPOINTS, boundary_index,
         )  # fmt: skip
-        row = life.row = Row(step, life, dst, life.near_from, pages_before, had_reserve)
-        if not prefill or start % CHUNK:  # a step that is cut inside a chunk makes the next one start there
-            life.near_from = min(life.near_from, start)
+        row = life.row = Row(step, life, dst, near_before, pages_before, had_reserve)
+        if near_before > start and (not prefill or start % CHUNK):
+            life.near_from = start  # a step that is cut inside a chunk makes the next one start there
         return row
 
     def _has(self, life: Life, count: int) -> bool:
@@ -127,9 +131,10 @@ class States:
         life = row.life
         self._end_checkpoints(row)
         if row.had_reserve and life.reserve is None:
-            life.reserve = row.dst.pop()
-        for lease in row.dst:
-            lease.end()
+            life.reserve = row.dst[0]
+        else:
+            for lease in row.dst:
+                lease.end()
         self._pages.shrink(life, row.pages_before)
         life.near_from = row.near_before
         life.row = None
@@ -200,11 +205,11 @@ class States:
         self._pages.copied(life)
         if step.drafts:
             self._end_running(life)
-            life.drafted, row.dst = row.dst, []
+            life.drafted, row.dst = list(row.dst), ()
             return
         if row.dst:
             self._end_running(life)
-            life.state, row.dst = row.dst[0], []
+            life.state, row.dst = row.dst[0], ()
         elif life.window is not None:
             life.window.end()
             life.window = None

@@ -156,16 +156,20 @@ class Scheduler:
         return self._schedule_row(suspect, self.cache.progress(suspect.request_id))
 
     def _schedule_all(self) -> None:
-        decoding: list[tuple[Request, Progress]] = []
+        running = list(self._running)
         prefilling: list[tuple[Request, Progress]] = []
-        for request in self._running:
+        for request in running:
+            if request.waiting:  # preempted for lack of blocks
+                continue
             progress = self.cache.progress(request.request_id)
-            (prefilling if progress.computed < progress.prefill_end else decoding).append((request, progress))
-        for request, progress in (*decoding, *prefilling):
+            if progress.computed < progress.prefill_end:
+                prefilling.append((request, progress))
+            elif self._budget > 0:
+                self._schedule_row(request, progress)
+        for request, progress in prefilling:
             if self._budget > 0 and not request.waiting:
                 self._schedule_row(request, progress)
-        preempted = len(self._running) < len(decoding) + len(prefilling)  # for lack of blocks
-        if not preempted and not self._suspects:
+        if len(self._running) == len(running) and not self._suspects:
             self._admit()
 
     def _admit(self) -> None:
