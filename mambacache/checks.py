@@ -71,7 +71,7 @@ def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
 
 def check_bounds(config: CacheConfig, kv_tokens: int | None, max_tokens: int | None) -> None:
     """Raises ValueError unless these may bound a hit, as `PrefixCache.match` takes them."""
-    if config.has_attention and not config.num_kv_blocks and kv_tokens is None:
+    if config.host_keeps_kv and kv_tokens is None:
         raise ValueError("kv_tokens is missing: say how many tokens the host's KV covers, or set num_kv_blocks")
     for name, value in (("kv_tokens", kv_tokens), ("max_tokens", max_tokens)):
         if value is not None:

@@ -100,6 +100,11 @@ class CacheConfig:
     record_tokens: int = 1 << 24
     accounting: bool = True
 
+    @property
+    def host_keeps_kv(self) -> bool:
+        """Whether the model has KV, and its pages are not ours."""
+        return self.has_attention and not self.num_kv_blocks
+
     def __post_init__(self) -> None:
         _require(
             self.block_size > 0 and self.block_size % CHUNK == 0,

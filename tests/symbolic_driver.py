@@ -63,22 +63,22 @@ class CheckedCache(PrefixCache):
 
     def _ready(self) -> None:
         """The books are whole, and what happened to them is known."""
-        self.quietly(self._books.mend)
+        self.quietly(lambda: self._books)
         self.sync()
 
     def add(self, request_id: str, token_ids: Sequence[int], **options: Any) -> None:
         super().add(request_id, token_ids, **options)
-        self._owners[request_id] = self._requests[request_id]
+        self._owners[request_id] = self._books.requests[request_id]
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
-        if (known := self._requests.get(request_id)) is None or known.life is not None:
+        if (known := self._books.requests.get(request_id)) is None or known.life is not None:
             return super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
         self._ready()
-        s = self._requests[request_id]
+        s = self._books.requests[request_id]
         prompt = s.salt, s.tokens.tobytes()
         hit, coverage, junction = self.model.match(prompt, kv_tokens) if s.read else (0, 0, 0)
         ceiling = self.model.ceiling(prompt, hit)
-        exact = None if self._books.explainer._host_kv and hit else self.model.exact(prompt, hit)
+        exact = None if self._books.lookup._host_kv and hit else self.model.exact(prompt, hit)
         looked = self.quietly(lambda: self.match(request_id, kv_tokens=kv_tokens))
         writer, waits = self._writer(s, hit), s.waits
         found = super().admit(request_id, kv_tokens=kv_tokens)
@@ -117,7 +117,7 @@ class CheckedCache(PrefixCache):
         return plan
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
-        lives = {step.row: row.life for step in steps if (row := self._rows.get(step.row)) is not None}
+        lives = {step.row: row.life for step in steps if (row := self._books.rows.get(step.row)) is not None}
         super().issued(steps)
         for step in steps:
             if step.row in lives and not lives[step.row].ended:
@@ -126,7 +126,7 @@ class CheckedCache(PrefixCache):
         self.quietly(self.check)
 
     def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
-        lives = {step.row: row.life for step in steps if (row := self._rows.get(step.row)) is not None}
+        lives = {step.row: row.life for step in steps if (row := self._books.rows.get(step.row)) is not None}
         super().accept(steps, token_ids)
         for step in steps:
             if (life := lives.get(step.row)) is not None and not life.ended:
@@ -139,14 +139,14 @@ class CheckedCache(PrefixCache):
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
         running = super().fork(request_id, children, max_running=max_running)
         for child in children:
-            self._owners[child] = self._requests[child]
+            self._owners[child] = self._books.requests[child]
         self.sync()
         return running
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         self._ready()
         held = self.committed()
-        issued = any(row.issue for step in steps if (row := self._rows.get(step.row)) is not None)
+        issued = any(row.issue for step in steps if (row := self._books.rows.get(step.row)) is not None)
         super().cancel(steps)
         assert issued or held <= self.committed(), "a failed step loses what was cached"
         self.sync()
@@ -178,7 +178,7 @@ class CheckedCache(PrefixCache):
 
     def _sync(self) -> None:
         """Feeds the model with what happened, and poisons what is free."""
-        self._owners |= self._requests
+        self._owners |= self._books.requests
         events = self.take_events()
         lost = self._books.ledger._num_events - len(events) - self._events_seen
         if lost:  # the books were rebuilt
@@ -215,12 +215,12 @@ class CheckedCache(PrefixCache):
 
     def check_no_leak(self) -> None:
         """Once no request is left, every block is free or may be evicted."""
-        assert not self._requests and not self._rows
+        assert not self._books.requests and not self._books.rows
         self.check()
         for pool in filter(None, (self.states, self.kv)):
             assert not any(pool.references)
-            assert pool.num_free + pool.num_evictable == pool.num_blocks
-            assert pool.num_evictable == pool.num_committed
+            assert pool.counts()["free"] + pool.counts()["evictable"] == pool.num_blocks
+            assert pool.counts()["evictable"] == pool.num_committed
 
     def _check_stored(self, kind: str, block_hash: bytes, tokens: bytes) -> bool:
         runner, count = self.runner, len(tokens) // 4
@@ -265,7 +265,7 @@ class CheckedCache(PrefixCache):
         """Who is about to compute a longer prefix of this request than it hits."""
         if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
             return None
-        for other in self._requests.values():
+        for other in self._books.requests.values():
             if (life := other.life) is None:
                 continue
             writes = other.store and not other.stale and other.salt == s.salt

@@ -6,9 +6,11 @@ from array import array
 
 import pytest
 
+from mambacache.accounting.ledger import Ledger
 from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
+from mambacache.config import CacheConfig
 
 SIZE = 4
 
@@ -33,13 +35,13 @@ class Cached:
         self.states = BlockPool(50, ignore)
         pages = Pages(SIZE, 50 if attention else 0, ignore)
         self.kv = pages.pool
-        self.index = Lookup(self.states, pages, max_seen, strict)
+        config = CacheConfig(num_state_blocks=50, max_seen_blocks=max_seen, strict_reuse=strict)
+        self.index = Lookup(config, self.states, pages, Ledger(SIZE, 0, on=False))
 
     def put(self, states: list[int], kv: list[int], seen: list[int], near: tuple[int, ...] = ()) -> Cached:
         for pool, entries in ((self.states, states), (self.kv, kv)):
             for entry in entries:
-                block = pool.allocate()
-                assert block is not None
+                [block] = pool.take(1)
                 pool.commit(block, self.chain[entry], exact=entry not in near, hot=True)
         for entry in seen:
             self.index.saw(self.chain[entry])

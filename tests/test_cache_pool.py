@@ -15,13 +15,18 @@ class Removed(list[tuple[bytes, int, bool]]):
         self.append((block_hash, block, evicted))
 
 
+def taken(pool: BlockPool, cold_only: bool = False) -> int | None:
+    lease = pool.lease(cold_only)
+    return lease.block if lease is not None else None
+
+
 def name(i: int) -> bytes:
     return i.to_bytes(16, "big")
 
 
 def commit(pool: BlockPool, i: int, *, exact: bool = True, hot: bool = True) -> int:
     """A committed block without references."""
-    block = pool.allocate()
+    block = taken(pool)
     assert block is not None and pool.commit(block, name(i), exact=exact, hot=hot)
     pool.release(block)
     return block
@@ -34,32 +39,32 @@ def removed() -> Removed:
 
 def test_every_id_is_given_once_and_the_null_block_never(removed: Removed) -> None:
     pool = BlockPool(4, removed)
-    assert sorted(pool.allocate() or 0 for _ in range(4)) == [1, 2, 3, 4]
-    assert pool.allocate() is None
+    assert sorted(taken(pool) or 0 for _ in range(4)) == [1, 2, 3, 4]
+    assert taken(pool) is None
     pool.release(3)
-    assert pool.allocate() == 3
+    assert taken(pool) == 3
     assert removed == []
 
 
 def test_a_private_block_is_free_when_its_last_holder_leaves(removed: Removed) -> None:
     pool = BlockPool(2, removed)
-    block = pool.allocate()
+    block = taken(pool)
     assert block is not None
     pool.share(block)
     pool.release(block)
-    assert (pool.num_free, pool.references[block]) == (1, 1)
+    assert (pool.counts()["free"], pool.references[block]) == (1, 1)
     pool.release(block)
-    assert (pool.num_free, pool.num_evictable, pool.num_available) == (2, 0, 2)
+    assert (pool.counts()["free"], pool.counts()["evictable"], pool.num_available) == (2, 0, 2)
 
 
 def test_a_committed_block_is_found_until_it_is_evicted(removed: Removed) -> None:
     pool = BlockPool(2, removed)
     block = commit(pool, 7)
     assert pool.lookup(name(7)) == block
-    assert (pool.num_free, pool.num_evictable, pool.num_committed) == (1, 1, 1)
-    assert pool.allocate() != block  # free ones go first
+    assert (pool.counts()["free"], pool.counts()["evictable"], pool.num_committed) == (1, 1, 1)
+    assert taken(pool) != block  # free ones go first
     assert removed == []
-    assert pool.allocate() == block
+    assert taken(pool) == block
     assert removed == [(name(7), block, True)]
     assert pool.lookup(name(7)) is None and pool.hashes[block] is None
 
@@ -68,10 +73,10 @@ def test_a_referenced_block_is_never_evicted(removed: Removed) -> None:
     pool = BlockPool(2, removed)
     block = commit(pool, 1)
     pool.share(block)
-    assert pool.allocate() is not None
-    assert pool.allocate() is None and not pool.evict()
+    assert taken(pool) is not None
+    assert taken(pool) is None and not pool.evict()
     pool.release(block)
-    assert pool.allocate() == block
+    assert taken(pool) == block
 
 
 def test_cold_blocks_go_first_then_the_least_recently_used(removed: Removed) -> None:
@@ -82,8 +87,8 @@ def test_cold_blocks_go_first_then_the_least_recently_used(removed: Removed) -> 
     assert block is not None
     pool.share(block)
     pool.release(block)  # used: now the last of the hot ones
-    assert [pool.allocate(cold_only=True) is not None for _ in range(3)] == [True, True, False]
-    while pool.allocate() is not None:
+    assert [taken(pool, cold_only=True) is not None for _ in range(3)] == [True, True, False]
+    while taken(pool) is not None:
         pass
     assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 3, 2, 4, 5, 0]
 
@@ -100,20 +105,20 @@ def test_heat_moves_a_block_to_the_hot_end(referenced: bool, removed: Removed) -
         pool.release(cold)
     else:
         pool.heat(cold)
-    assert pool.allocate(cold_only=True) is None
-    while pool.allocate() is not None:
+    assert taken(pool, cold_only=True) is None
+    while taken(pool) is not None:
         pass
     assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 2, 0]
 
 
 def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
     pool = BlockPool(2, removed)
-    holder, late = commit(pool, 5), pool.allocate()
+    holder, late = commit(pool, 5), taken(pool)
     assert late is not None
     assert not pool.commit(late, name(5), exact=True, hot=True)
     assert pool.lookup(name(5)) == holder and pool.hashes[late] is None
     pool.release(late)
-    assert pool.num_free == 1 and removed == []
+    assert pool.counts()["free"] == 1 and removed == []
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -122,22 +127,22 @@ def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Re
     near = commit(pool, 5, exact=False)
     if shared:
         pool.share(near)
-    exact = pool.allocate()
+    exact = taken(pool)
     assert exact is not None and pool.commit(exact, name(5), exact=True, hot=False)
     assert pool.lookup(name(5)) == exact and pool.exact[exact]
     assert removed == [(name(5), near, False)]
     assert pool.hashes[near] is None and pool.hot[exact]  # who asked for the near one asks for this one
-    assert pool.num_free == (0 if shared else 1)
+    assert pool.counts()["free"] == (0 if shared else 1)
     if shared:
         pool.release(near)
-        assert pool.num_free == 1
-    late = pool.allocate()
+        assert pool.counts()["free"] == 1
+    late = taken(pool)
     assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
 
 
 def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
     pool = BlockPool(2, removed)
-    near, late = commit(pool, 5, exact=False), pool.allocate()
+    near, late = commit(pool, 5, exact=False), taken(pool)
     assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
     assert pool.lookup(name(5)) == near and removed == []
 
@@ -159,7 +164,7 @@ def test_removing_a_hash_leaves_other_blocks_alone(removed: Removed) -> None:
     pool = BlockPool(3, removed)
     near = commit(pool, 5, exact=False)
     pool.share(near)
-    exact = pool.allocate()
+    exact = taken(pool)
     assert exact is not None and pool.commit(exact, name(5), exact=True, hot=True)
     pool.release(near)  # it lost its hash before: that hash is not removed again
     assert pool.lookup(name(5)) == exact
@@ -176,7 +181,7 @@ def test_drop_and_clear(removed: Removed) -> None:
     assert removed == [(name(1), idle, True), (name(2), held, False)]
     assert pool.counts() == {"free": 3, "writing": 1, "committed": 0, "evictable": 0}
     pool.release(held)
-    assert pool.num_free == 4
+    assert pool.counts()["free"] == 4
 
 
 def test_counts(removed: Removed) -> None:
@@ -184,7 +189,7 @@ def test_counts(removed: Removed) -> None:
     held = commit(pool, 1)
     commit(pool, 2)
     pool.share(held)
-    pool.allocate()
+    taken(pool)
     assert pool.counts() == {"free": 2, "writing": 1, "committed": 2, "evictable": 1}
 
 
@@ -194,7 +199,7 @@ def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
     held: list[int] = []
     for i in range(5000):
         move = rng.randrange(6)
-        if move < 2 and (block := pool.allocate(cold_only=rng.random() < 0.3)) is not None:
+        if move < 2 and (block := taken(pool, cold_only=rng.random() < 0.3)) is not None:
             held.append(block)
         elif move == 2 and held:
             pool.release(held.pop(rng.randrange(len(held))))

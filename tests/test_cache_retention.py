@@ -42,8 +42,8 @@ def resume(d: Driver, *jobs: Job) -> None:
 def test_wishes_between_two_positions() -> None:
     retention = Policy(64, 128, 10)
     wishes = {64: Wish.TAIL, 256: Wish.MARKED, 320: Wish.JUNCTION}
-    assert retention.tail(1) == retention.tail(64) == 0
-    assert retention.tail(65) == retention.tail(128) == 64
+    assert retention.wishes((), 0, (1, 64)) == {0: Wish.TAIL}
+    assert retention.wishes((), 0, (65, 128)) == {64: Wish.TAIL}
     found = retention.between(wishes, 64, 512)
     assert sorted(found) == [(Wish.JUNCTION, 320), (Wish.MARKED, 256), (Wish.INTERVAL, 128), (Wish.INTERVAL, 384)]
     assert retention.wish(wishes, 256) is Wish.MARKED

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
-from types import TracebackType
 
 from mambacache.accounting.ledger import Ledger, Trace
-from mambacache.cache.explain import Explainer
 from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
@@ -25,11 +23,11 @@ class Books:
     call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
     """
 
-    def __init__(self, config: CacheConfig, requests: dict[str, CachedRequest], rows: Rows) -> None:
+    def __init__(self, config: CacheConfig) -> None:
         self._config = config
-        self._requests = requests
-        self._rows = rows
-        self._row_numbers = count(1)
+        self.requests: dict[str, CachedRequest] = {}
+        self.rows = Rows(self.requests)
+        self._life_numbers, self._row_numbers = count(1), count(1)
         self._generation = 0
         self.torn = False
         self._accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
@@ -43,24 +41,18 @@ class Books:
         config = self._config
         self.pool = BlockPool(config.num_state_blocks, self._state_removed)
         self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed)
-        self.lookup = Lookup(self.pool, self.pages, config.max_seen_blocks, config.strict_reuse)
+        self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(self.pool, self.pages, self.lookup, self._policy, self.ledger, self._row_numbers)
-        host_kv = config.has_attention and not config.num_kv_blocks
-        self.explainer = Explainer(self.pool, self.pages, self.ledger, host_kv)
 
     def __enter__(self) -> Books:
         self.torn = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.torn = kind is not None
 
     def mend(self) -> None:
-        """Rebuilds the books if a change of them was broken off: what was cached is given up, nothing else."""
-        if not self.torn:
-            return
+        """Rebuilds torn books: what was cached is given up, nothing else."""
         for row, known, tokens in self._accepting:
             row.life.request.tokens[known:] = tokens
         accepted = [row for row, _, _ in self._accepting]
@@ -68,22 +60,22 @@ class Books:
         self._set_up()
         self.states.num_issued = num_issued
         self.ledger.start_over()
-        for request in self._requests.values():
+        for request in self.requests.values():
             request.life = request.leaving = None
             request.issued, request.in_flight = [], 0
             self._rehash(request)
             self.lookup.wait(request)
-        for row in sorted(self._rows.values(), key=lambda row: row.issue):
+        for row in sorted(self.rows.values(), key=lambda row: row.issue):
             request = row.life.request
             row.life.ended = True
-            if row.issue and row not in accepted and self._requests.get(request.request_id) is request:
+            if row.issue and row not in accepted and self.requests.get(request.request_id) is request:
                 request.issued.append(row)
                 request.in_flight += row.step.samples
             elif not row.issue:
-                self._rows.lost.add(row.step.row)
-        rows = [row for request in self._requests.values() for row in request.issued]
-        self._rows.clear()
-        self._rows.update((row.step.row, row) for row in rows)
+                self.rows.lost.add(row.step.row)
+        rows = [row for request in self.requests.values() for row in request.issued]
+        self.rows.clear()
+        self.rows.update((row.step.row, row) for row in rows)
         self._accepting = []
         self.torn = False
 
@@ -105,12 +97,10 @@ class Books:
         """One look along the request's chain; the arguments are those of `PrefixCache.match`."""
         if not request.read:
             return Found()
-        size, config = self._config.block_size, self._config
+        size = self._config.block_size
         last = (len(request.tokens) - 1) // size
         limit = last if max_tokens is None else min(last, int(max_tokens) // size)
-        host_coverage = None
-        if config.has_attention and not config.num_kv_blocks and kv_tokens is not None:
-            host_coverage = int(kv_tokens) // size
+        host_coverage = int(kv_tokens) // size if self._config.host_keeps_kv and kv_tokens is not None else None
         return self.lookup.find(request.chain, limit, last, host_coverage, waits=self._policy.max_checkpoints > 0)
 
     def still_waits(self, request: CachedRequest) -> Wait | None:
@@ -124,47 +114,43 @@ class Books:
             return None
         return Wait("prefix", writer.request.request_id, boundary)
 
-    def wait_for(self, request: CachedRequest, found: Found) -> Wait:
-        assert found.writer is not None
-        boundary = found.promised * self._config.block_size
-        request.waits = found.writer, boundary
-        self._policy.promise(found.writer.wishes, boundary)
-        self.ledger.waited()
-        return Wait("prefix", found.writer.request.request_id, boundary)
-
-    def has_room(self, request: CachedRequest, found: Found) -> bool:
-        """Whether there is a state block beside the one that is hit, and a page for every token."""
-        hit = self.pool.lookup(request.chain[found.hit]) if found.hit else None
-        idle = hit is not None and not self.pool.references[hit]
-        if self.pool.num_available - idle < 1:
-            return False
-        return self.pages.has_room(request.chain, found.coverage, len(request.tokens))
-
-    def admit(self, request: CachedRequest, found: Found, hit: Hit, number: int) -> None:
-        near_from = self.explainer.near_from(request, found)
-        life = self._begin(request, number, hit.num_tokens, len(request.tokens))
-        life.near_from = near_from
-        self.pages.begin(life, request.chain, found.coverage)
-        self.states.begin(life, self.pool.lookup(request.chain[found.hit]) or 0 if found.hit else 0)
-        lengths = (request.prompt_len, life.prefill_end)
-        life.wishes = self._policy.wishes(request.marks, hit.junction, lengths)
-        ceiling = hit.num_tokens + sum(hit.losses.values())
-        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
-
-    def _begin(self, request: CachedRequest, number: int, computed: int, prefill_end: int) -> Life:
+    def admit(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Hit | Wait:
+        if (wait := self.still_waits(request)) is not None:
+            return wait
+        if not self.pool.num_available:
+            return Wait("no room")
+        found = self.find(request, kv_tokens, max_tokens)
+        if found.writer is not None:
+            boundary = found.promised * self._config.block_size
+            request.waits = found.writer, boundary
+            self._policy.promise(found.writer.wishes, boundary)
+            self.ledger.waited()
+            return Wait("prefix", found.writer.request.request_id, boundary)
+        state = self.pool.lookup(request.chain[found.hit]) or 0 if found.hit else 0
+        room = self.pool.num_available - (state > 0 and not self.pool.references[state])  # beside what is hit
+        if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
+            return Wait("no room")
+        hit = self.lookup.hit(request, found)
         self.lookup.wait_no_more(request)
-        blocks = computed // self._config.block_size
-        trace = Trace(request.chain[0], request.token_bytes)
-        life = Life(number, request, self.states.num_issued, computed, computed, prefill_end, trace)
-        life.advanced = life.written = life.announced = blocks
-        request.life, request.waits = life, None
+        life = self._begin(request, hit.num_tokens, len(request.tokens))
+        life.advanced = life.written = life.announced = found.hit
+        life.near_from = self.lookup.near_from(request, found)
         if request.store:
             self.lookup.writes(life, request.chain)
+        self.pages.begin(life, request.chain, found.coverage)
+        self.states.begin(life, state)
+        life.wishes = self._policy.wishes(request.marks, hit.junction, (request.prompt_len, life.prefill_end))
+        ceiling = hit.num_tokens + sum(hit.losses.values())
+        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
+        return hit
+
+    def _begin(self, request: CachedRequest, computed: int, prefill_end: int) -> Life:
+        trace, number = Trace(request.chain[0], request.token_bytes), next(self._life_numbers)
+        life = Life(number, request, self.states.num_issued, computed, computed, prefill_end, trace)
+        request.life, request.waits = life, None
         return life
 
-    def fork(
-        self, parent: CachedRequest, children: Mapping[str, int], max_running: int | None, numbers: Iterator[int]
-    ) -> list[str]:
+    def fork(self, parent: CachedRequest, children: Mapping[str, int], max_running: int | None) -> list[str]:
         size, length = self._config.block_size, parent.prompt_len
         made: dict[str, CachedRequest] = {}
         for child_id, token in children.items():
@@ -175,17 +161,16 @@ class Books:
                 child_id, size, tokens, length, parent.salt, parent.keys, (), parent.read, parent.store, chain,
                 report=parent.report, stale=parent.stale,
             )  # fmt: skip
-        self._requests.update(made)
+        self.requests.update(made)
         running: list[str] = []
         for child in made.values():
             life = parent.life
             if life is not None and life.computed == length and len(running) != max_running:
-                trace = Trace(child.chain[0], child.token_bytes)
-                child.life = Life(next(numbers), child, self.states.num_issued, length, length, length, trace)
-                if self.states.fork(life, child.life):
-                    child.life.written = child.life.announced = life.advanced
+                begun = self._begin(child, length, length)
+                if self.states.fork(life, begun):
+                    begun.written = begun.announced = life.advanced
                     if child.store and not child.stale:
-                        self.lookup.writes(child.life, child.chain)
+                        self.lookup.writes(begun, child.chain)
                     running.append(child.request_id)
                     continue
                 child.life = None
@@ -203,24 +188,24 @@ class Books:
         if row is not None and row.planned:
             request.leaving = row
         elif row is not None:
-            self._rows.pop(row.step.row, None)
+            self.rows.pop(row.step.row, None)
         self.states.end(life, finished)
         if request.stale:
             self._rehash(request)
         self.lookup.wait(request)
 
     def forget(self, request: CachedRequest, finished: bool) -> None:
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
         if request.life is not None:
             self.end_life(request.life, finished)
         self.lookup.wait_no_more(request)
         for row in request.issued:
-            del self._rows[row.step.row]
+            del self.rows[row.step.row]
 
     def abandon(self) -> None:
-        for row in [row for row in self._rows.values() if not row.issue]:
+        for row in [row for row in self.rows.values() if not row.issue]:
             self._end_row(row)
-        for request in self._requests.values():
+        for request in self.requests.values():
             if request.life is not None:
                 self.end_life(request.life, finished=False)
                 self.ledger.preempted()
@@ -230,7 +215,7 @@ class Books:
         self.pool.clear()
         self.pages.pool.clear()
         self.lookup.forget_seen()
-        for request in self._requests.values():
+        for request in self.requests.values():
             if request.life is not None:
                 self.lookup.wrote(request.life, request.chain, request.life.announced)
                 request.stale = True
@@ -245,18 +230,19 @@ class Books:
         if row.life.ended:
             self._end_row(row)
         else:
-            del self._rows[row.step.row]
+            del self.rows[row.step.row]
             self.states.drop(row)
 
     def issued(self, row: Row) -> None:
         life, request = row.life, row.life.request
         if life.ended:  # its tokens will be noted, if the request is still there
             self._end_row(row)
-            if life.void or self._requests.get(request.request_id) is not request:
+            if life.void or self.requests.get(request.request_id) is not request:
                 return
-            self._rows[row.step.row] = row
-            row.issue = self.states.count_issue()
-        else:
+            self.rows[row.step.row] = row
+        self.states.num_issued += 1
+        row.issue = self.states.num_issued
+        if not life.ended:
             self.states.issued(row)
             life.ran = True
             if request.report is None and life.report is not None:
@@ -269,7 +255,7 @@ class Books:
         self._accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
         for row, known, tokens in self._accepting:
             life, request = row.life, row.life.request
-            del self._rows[row.step.row]
+            del self.rows[row.step.row]
             request.issued.remove(row)
             request.tokens[known:] = tokens
             request.in_flight -= row.step.samples
@@ -303,12 +289,12 @@ class Books:
         request, life.void = life.request, True
         for row in request.issued[first:]:
             request.in_flight -= row.step.samples
-            del self._rows[row.step.row]
+            del self.rows[row.step.row]
         del request.issued[first:]
 
     def _end_row(self, row: Row) -> None:
         """A row that will not be issued, or whose life ended before it was: what was held for it is given back."""
-        self._rows.pop(row.step.row, None)
+        self.rows.pop(row.step.row, None)
         life = row.life
         if not life.ended:
             self.end_life(life, finished=False)
@@ -320,7 +306,7 @@ class Books:
         """A row failed on the device after it was issued: what was committed since, and who resumed there, is void."""
         self.pool.drop_born(issue)
         self.pages.pool.drop_born(issue)
-        for request in self._requests.values():
+        for request in self.requests.values():
             life = request.life
             if life is not None and (life.hit or life.shared_pages) and life.admitted_at >= issue:
                 self._void(life, 0)
@@ -339,14 +325,14 @@ class Books:
 
     def check(self) -> None:
         """See `PrefixCache.check`."""
-        running = [request.life for request in self._requests.values() if request.life is not None]
-        leaving = [row.life for row in self._rows.values() if row.life.ended and not row.issue]
+        running = [request.life for request in self.requests.values() if request.life is not None]
+        leaving = [row.life for row in self.rows.values() if row.life.ended and not row.issue]
         lives = [*running, *leaving]
         self.pool.check(lease.block for life in lives for lease in self.states.held(life, life.row))
         self.pages.check(lives, running)
-        self.lookup.check(list(self._requests.values()))
+        self.lookup.check(list(self.requests.values()))
         unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
         assert self.states.unwritten == unwritten, "checkpoints that are not written yet"
-        rows = [row for request in self._requests.values() for row in request.issued]
+        rows = [row for request in self.requests.values() for row in request.issued]
         rows += [life.row for life in lives if life.row is not None]
-        assert {row.step.row: row for row in rows} == self._rows, "rows under way"
+        assert {row.step.row: row for row in rows} == self.rows, "rows under way"

@@ -8,9 +8,12 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mambacache.accounting.ledger import Ledger, partition_loss
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.request import CachedRequest, Life
+from mambacache.cache.request import ALWAYS_EXACT, CachedRequest, Life
+from mambacache.config import CacheConfig
+from mambacache.report import Hit, Loss
 
 Chain = Sequence[bytes]
 """`[root, hash of block 0, hash of block 1, ...]`: entry i stands for the prefix of i blocks."""
@@ -57,11 +60,13 @@ class Lookup:
     that no admission goes through the other requests.
     """
 
-    def __init__(self, states: BlockPool, pages: Pages, max_seen: int, strict: bool) -> None:
+    def __init__(self, config: CacheConfig, states: BlockPool, pages: Pages, ledger: Ledger) -> None:
         self._states = states
         self._pages = pages
-        self._strict = strict
-        self._max_seen = max_seen
+        self._ledger = ledger
+        self._strict = config.strict_reuse
+        self._max_seen = config.max_seen_blocks
+        self._host_kv = config.host_keeps_kv
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._writers: dict[bytes, list[Life]] = {}
         self._waiting: dict[bytes, int] = {}  # how many requests wait that could resume after this block
@@ -110,6 +115,39 @@ class Lookup:
                 if self.worth_a_wait(life, depth):
                     return Found(coverage, hit, junction, life, depth)
         return Found(coverage, hit, junction)
+
+    # --- what that means ---
+
+    def near_from(self, request: CachedRequest, found: Found) -> int:
+        """The position from which states and KV computed after this hit are near."""
+        block = self._states.lookup(request.chain[found.hit]) if found.hit else None
+        if block is not None and not self._states.exact[block]:
+            return 0
+        return self._pages.exact_until(request.chain, found.coverage) if found.coverage else ALWAYS_EXACT
+
+    def hit(self, request: CachedRequest, found: Found) -> Hit:
+        """What was found, in tokens, and why not more."""
+        size = self._pages.block_size
+        hit = found.hit * size
+        longest = self._ledger.longest_computed(request.chain[0], request.token_bytes(0, len(request.tokens)))
+        ceiling = max(hit, min(len(request.tokens) - 1, longest))
+        losses: dict[Loss, int] = {}
+        if ceiling > hit:
+            causes = [self._cause(request, found, depth) for depth in range(found.hit + 1, ceiling // size + 1)]
+            losses = partition_loss(hit, ceiling, size, causes, not_asked=not request.read)
+        exact = None if self._host_kv and hit else self.near_from(request, found) >= hit
+        writer = found.writer.request.request_id if found.writer is not None else None
+        return Hit(hit, found.junction * size, exact, writer, losses)
+
+    def _cause(self, request: CachedRequest, found: Found, depth: int) -> Loss | None:
+        """Why a request does not resume after `depth` blocks; None if nothing was ever put there."""
+        if self._states.lookup(request.chain[depth]) is None:
+            return self._ledger.fate(request.chain[depth])
+        if depth <= found.coverage:
+            return Loss.ONLY_NEAR
+        # The state is there, but not all KV before it.
+        gone = self._pages.pool.lookup(request.chain[found.coverage + 1]) is None
+        return Loss.EVICTED if gone else Loss.ONLY_NEAR
 
     # --- who writes ---
 

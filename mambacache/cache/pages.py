@@ -28,10 +28,6 @@ class Pages:
                 return depth - 1
         return len(chain) - 1
 
-    def holds(self, block_hash: bytes) -> bool:
-        """Whether the KV of a block is cached."""
-        return self.pool.lookup(block_hash) is not None
-
     def exact_until(self, chain: Sequence[bytes], coverage: int) -> int:
         """The position up to which covering pages are exact; `ALWAYS_EXACT` if all are."""
         exact, pages = self.pool.exact, self._covering(chain, coverage)

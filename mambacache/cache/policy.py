@@ -34,10 +34,6 @@ class Policy:
         self._interval = interval
         self.max_checkpoints = max_checkpoints
 
-    def tail(self, num_tokens: int) -> int:
-        """The last boundary that a prompt of `num_tokens` can resume at."""
-        return (num_tokens - 1) // self._block_size * self._block_size
-
     def wishes(self, marks: Iterable[int], junction: int, lengths: Iterable[int]) -> dict[int, Wish]:
         """The positions that a request begins its life with: its marks, its junction (0: none), the tails of these
         lengths (its prompt, and all it knew at admission)."""
@@ -45,7 +41,7 @@ class Policy:
         if junction:
             wishes[junction] = Wish.JUNCTION
         for length in lengths:
-            wishes[self.tail(length)] = Wish.TAIL
+            wishes[(length - 1) // self._block_size * self._block_size] = Wish.TAIL
         return wishes
 
     def promise(self, wishes: dict[int, Wish], position: int) -> None:

@@ -46,16 +46,8 @@ class BlockPool:
         self.born = [0] * (num_blocks + 1)  # number of the issue that wrote a COMMITTED block
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_evictable(self) -> int:
-        return len(self._idle)
-
-    @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give: free ones and those it may evict."""
+        """Blocks that `take` can give: free ones and those it may evict."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -69,7 +61,7 @@ class BlockPool:
             "free": free,
             "writing": self.num_blocks - free - committed,
             "committed": committed,
-            "evictable": self.num_evictable,
+            "evictable": len(self._idle),
         }
 
     def lookup(self, block_hash: bytes) -> int | None:
@@ -77,14 +69,6 @@ class BlockPool:
         return self._blocks.get(block_hash)
 
     # --- references ---
-
-    def allocate(self, cold_only: bool = False) -> int | None:
-        """A WRITING block with one reference, evicting a COMMITTED one if it must; None if there is none to take."""
-        if not self._free and not self.evict(cold_only):
-            return None
-        block = self._free.pop()
-        self.references[block] = 1
-        return block
 
     def take(self, count: int) -> list[int]:
         """So many WRITING blocks at once, each with one reference; the caller checked that they are available."""
@@ -97,9 +81,10 @@ class BlockPool:
         return blocks
 
     def lease(self, cold_only: bool = False) -> Lease | None:
-        """`allocate`, as a lease."""
-        block = self.allocate(cold_only)
-        return None if block is None else Lease(self, block)
+        """A WRITING block, evicting a COMMITTED one if it must; None if there is none to take."""
+        if not self._free and not self.evict(cold_only):
+            return None
+        return Lease(self, self.take(1)[0])
 
     def share(self, block: int) -> Lease:
         """One more reference to a block that is referenced or COMMITTED."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from dataclasses import replace
 
 from mambacache.cache.books import Books
 from mambacache.cache.request import CachedRequest, Life, Row
-from mambacache.cache.rows import Rows, check_fork, check_next_row
+from mambacache.cache.rows import check_fork, check_next_row
 from mambacache.checks import accepted_tokens, block_keys, boundaries, check_bounds, check_integer, prompt_array
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan, build_plan
@@ -30,10 +30,7 @@ class PrefixCache:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self._requests: dict[str, CachedRequest] = {}
-        self._rows = Rows(self._requests)
-        self._life_numbers = count(1)
-        self._books = Books(config, self._requests, self._rows)
+        self._kept = Books(config)
 
     # --- requests ---
 
@@ -61,19 +58,17 @@ class PrefixCache:
         Raises:
             ValueError: the prompt is empty, or too long for the KV pool; the id is taken; an argument is of no use.
         """
-        self._books.mend()
         size = self.config.block_size
-        if request_id in self._requests:
+        if request_id in self._books.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or free that request first")
         tokens = prompt_array(request_id, token_ids, self.config.num_kv_blocks * size)
         keys, marks = block_keys(extra_keys, len(tokens), size), boundaries(checkpoint_at, size)
         chain = self._books.chain(tokens, salt, keys)
-        request = CachedRequest(
-            request_id, size, tokens, len(tokens), salt, keys, marks, bool(read), bool(store), chain
-        )
-        with self._books:
-            self._requests[request_id] = request
-            self._books.lookup.wait(request)
+        read, store = bool(read), bool(store)
+        request = CachedRequest(request_id, size, tokens, len(tokens), salt, keys, marks, read, store, chain)
+        with self._books as books:
+            books.requests[request_id] = request
+            books.lookup.wait(request)
 
     def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
         """Looks up what a request would hit now; changes nothing.
@@ -85,7 +80,7 @@ class PrefixCache:
         request = self._known(request_id)
         check_bounds(self.config, kv_tokens, max_tokens)
         with self._books as books:  # the ledger notes first what it has not yet
-            return books.explainer.hit(request, books.find(request, kv_tokens, max_tokens))
+            return books.lookup.hit(request, books.find(request, kv_tokens, max_tokens))
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
         """Takes references to all that is hit, and a block for the running state, in one act. Arguments as of `match`.
@@ -100,18 +95,7 @@ class PrefixCache:
         if request.issued or request.leaving is not None:
             return Wait("in flight")
         with self._books as books:
-            if (wait := books.still_waits(request)) is not None:
-                return wait
-            if not books.pool.num_available:
-                return Wait("no room")
-            found = books.find(request, kv_tokens, max_tokens)
-            if found.writer is not None:
-                return books.wait_for(request, found)
-            if not books.has_room(request, found):
-                return Wait("no room")
-            hit = books.explainer.hit(request, found)
-            books.admit(request, found, hit, next(self._life_numbers))
-            return hit
+            return books.admit(request, kv_tokens, max_tokens)
 
     def waits(self, request_id: str) -> bool:
         """Whether the prefix that the last `admit` said to wait for is still to come. Costs next to nothing."""
@@ -146,9 +130,9 @@ class PrefixCache:
             RuntimeError: the request has run on, or has no first token yet.
         """
         parent = self._known(request_id)
-        check_fork(parent, children, max_running, self._requests)
+        check_fork(parent, children, max_running, self._books.requests)
         with self._books as books:
-            return books.fork(parent, children, max_running, self._life_numbers)
+            return books.fork(parent, children, max_running)
 
     def preempt(self, request_id: str) -> None:
         """Takes a running request's blocks; it stays known with its tokens and waits for `admit` again."""
@@ -165,7 +149,6 @@ class PrefixCache:
 
     def abandon(self) -> None:
         """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
-        self._books.mend()
         with self._books as books:
             books.abandon()
 
@@ -210,14 +193,13 @@ class PrefixCache:
         books.torn = True  # as `with books` does, which takes as long as a third of the rest
         row = books.states.allocate(life, int(num_tokens), guesses, decode)
         if row is not None:
-            self._rows[row.step.row] = row
+            books.rows[row.step.row] = row
         books.torn = False
         return row.step if row is not None else None
 
     def drop(self, step: SequenceStep) -> None:
         """An allocated row is not run: its blocks go back, the request stays admitted."""
-        self._books.mend()
-        for row in self._rows.find([step], ending=True):
+        for row in self._books.rows.find([step], ending=True):
             if row.issue:
                 raise RuntimeError(f"the row of request {step.request_id!r} was issued: accept or cancel it")
             with self._books as books:
@@ -225,8 +207,7 @@ class PrefixCache:
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
         """The rows of a step with their checkpoints, for hosts whose workers order the batch (`plan.layout`)."""
-        self._books.mend()
-        rows = self._rows.to_plan(steps)
+        rows = self._books.rows.to_plan(steps)
         with self._books as books:
             books.states.plan_checkpoints(rows)
             return tuple([
@@ -237,14 +218,13 @@ class PrefixCache:
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
         """The step of all these rows: adds checkpoints inside them and lays out the arrays."""
         planned = sorted(self.plan_rows(steps), key=lambda step: step.prefill)  # stable: as given within each kind
-        lives = [self._rows[step.row].life for step in planned]
+        lives = [self._books.rows[step.row].life for step in planned]
         tokens = [life.request.tokens for life in lives]
         return build_plan(planned, tokens, self._books.pages.tables(lives), self.config.block_size)
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
         """The forward pass is on the stream: what consists of known tokens becomes readable for later steps."""
-        self._books.mend()
-        rows = self._rows.to_issue(steps)
+        rows = self._books.rows.to_issue(steps)
         with self._books as books:
             for row in rows:
                 books.issued(row)
@@ -256,11 +236,11 @@ class PrefixCache:
             token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
                 request that stopped runs no further step.
         """
-        self._books.mend()
         taken: list[tuple[Row, array[int]]] = []
-        for row in self._rows.to_accept(steps):
+        for row in self._books.rows.to_accept(steps):
             tokens = accepted_tokens(row.step, token_ids.get(row.step.request_id, ()))
-            if tokens and row.first_new != len(row.life.request.tokens):
+            first = row.step.start + (1 if row.step.drafts else row.step.num_tokens)
+            if tokens and first != len(row.life.request.tokens):
                 raise ValueError(f"request {row.step.request_id!r} lacks the tokens before these: accept them first")
             taken.append((row, tokens))
         with self._books as books:
@@ -268,20 +248,19 @@ class PrefixCache:
 
     def under_way(self, step: SequenceStep) -> bool:
         """Whether a row was allocated, and neither accepted, cancelled nor dropped, nor lost with its request."""
-        row = self._rows.get(step.row)
-        return row is not None and row.step.life == step.life
+        row = self._books.rows.get(step.row)
+        return row is not None and row.life.number == step.life
 
     def counts(self, step: SequenceStep) -> bool:
         """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
-        return self.under_way(step) and not self._rows[step.row].life.void
+        return self.under_way(step) and not self._books.rows[step.row].life.void
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         """The step failed, before it was issued or on the device: its requests are preempted, and nothing of it stays.
 
         After `issued`, all that was committed since is dropped, and who resumed from it is preempted too.
         """
-        self._books.mend()
-        rows = self._rows.find(steps, ending=True)
+        rows = self._books.rows.find(steps, ending=True)
         with self._books as books:
             books.cancel(rows)
 
@@ -290,21 +269,18 @@ class PrefixCache:
     @property
     def stats(self) -> CacheStats:
         """A snapshot: totals, and how many blocks are in use at this moment."""
-        self._books.mend()
-        stats = self._books.ledger.stats()
-        stats.state_blocks = self._books.pool.counts()
-        if self.config.num_kv_blocks:
-            stats.kv_blocks = self._books.pages.pool.counts()
-        return stats
+        books = self._books
+        kv_blocks = books.pages.pool.counts() if self.config.num_kv_blocks else {}
+        return replace(books.ledger.stats(), state_blocks=books.pool.counts(), kv_blocks=kv_blocks)
 
     @property
     def request_ids(self) -> list[str]:
         """The requests that are known."""
-        return list(self._requests)
+        return list(self._books.requests)
 
     def knows(self, request_id: str) -> bool:
         """Whether a request of this id was added, and not freed."""
-        return request_id in self._requests
+        return request_id in self._books.requests
 
     def tokens(self, request_id: str) -> Sequence[int]:
         """The known tokens of a request: its prompt, and the answer as far as it was accepted."""
@@ -323,14 +299,13 @@ class PrefixCache:
         life = self._running(request_id)
         if not life.computed:
             return []
-        column = (life.computed - 1) // self.config.block_size
-        row = [self._books.pool.lookup(block_hash) or 0 for block_hash in life.request.chain[1 : column + 1]]
+        column, lookup = (life.computed - 1) // self.config.block_size, self._books.pool.lookup
+        row = [lookup(block_hash) or 0 for block_hash in life.request.chain[1 : column + 1]]
         running = life.state.block if life.state is not None else 0
         return [*row, *[0] * (column - len(row)), running]  # hashes of tokens in flight are not known
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
         """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first."""
-        self._books.mend()
         gone = list(hashes)
         with self._books as books:
             for block in filter(None, map(books.pool.lookup, gone)):
@@ -338,32 +313,34 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""
-        self._books.mend()
         with self._books as books:
             books.reset()
 
     def take_events(self) -> list[CacheEvent]:
         """Events since the last call, oldest first; the latest 65,536 are kept, and numbers tell of a gap."""
-        self._books.mend()
         return self._books.ledger.take_events()
 
     def check(self) -> None:
         """Raises AssertionError unless the books balance: every block is free, held or evictable, and counted once."""
-        self._books.mend()
         self._books.check()
 
-    # --- the caller ---
+    # --- what stands behind it ---
+
+    @property
+    def _books(self) -> Books:
+        """The books in order: a change of them that was broken off is mended before they are looked at."""
+        if self._kept.torn:
+            self._kept.mend()
+        return self._kept
 
     def _known(self, request_id: str) -> CachedRequest:
-        self._books.mend()
-        request = self._requests.get(request_id)
+        request = self._books.requests.get(request_id)
         if request is None:
             raise ValueError(f"request {request_id!r} is not known: add it first")
         return request
 
     def _running(self, request_id: str) -> Life:
-        request = None if self._books.torn else self._requests.get(request_id)
-        life = (request or self._known(request_id)).life  # asked for each row of a step: the usual case at once
+        life = self._known(request_id).life
         if life is None:
             raise RuntimeError(f"request {request_id!r} does not run: admit it first")
         return life

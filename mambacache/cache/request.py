@@ -97,8 +97,3 @@ class Row:
     checkpoints: dict[int, Lease] = field(default_factory=dict)
     planned: bool = False
     issue: int = 0  # its number among all issued rows; 0 before
-
-    @property
-    def first_new(self) -> int:
-        """The position of the first token that it will give."""
-        return self.step.start + (1 if self.step.drafts else self.step.num_tokens)

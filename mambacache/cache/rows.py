@@ -57,10 +57,9 @@ class Rows(dict[int, Row]):
         """Rows that may be issued."""
         rows = self.find(steps)
         for row in rows:
-            if not row.planned:
-                raise RuntimeError(f"{_row_of(row.step)} was not planned: plan it first")
-            if row.issue:
-                raise RuntimeError(f"{_row_of(row.step)} was issued already: issue a row once")
+            if row.issue or not row.planned:
+                what = "issued already: issue a row once" if row.issue else "not planned: plan it first"
+                raise RuntimeError(f"{_row_of(row.step)} was {what}")
         return rows
 
     def to_accept(self, steps: Sequence[SequenceStep]) -> list[Row]:

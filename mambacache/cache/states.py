@@ -62,9 +62,10 @@ class States:
         end = start + num_tokens
         count = 1 if prefill else num_tokens  # dst blocks: one for each token that the decode kernels run
         pages_before, near_before, had_reserve = len(life.pages), life.near_from, life.reserve is not None
-        if ((prefill or drafts) and not self._has(life, count)) or (
-            end > pages_before * self._size and not self._pages.grow(life, end)
-        ):
+        room = self._pool.num_available >= count or (count == 1 and had_reserve)
+        if not room and (prefill or drafts):
+            return None
+        if end > pages_before * self._size and not self._pages.grow(life, end):
             return None
         src, boundary_index = life.state.block if life.state is not None else 0, -1
         dst: Sequence[Lease] | None = ()
@@ -86,15 +87,12 @@ class States:
             life.near_from = start  # a step that is cut inside a chunk makes the next one start there
         return row
 
-    def _has(self, life: Life, count: int) -> bool:
-        return self._pool.num_available >= count or (count == 1 and life.reserve is not None)
-
     def _fresh(self, life: Life, count: int) -> list[Lease] | None:
-        if not self._has(life, count):
-            return None
         if count == 1 and life.reserve is not None:
             reserve, life.reserve = life.reserve, None
             return [reserve]
+        if self._pool.num_available < count:
+            return None
         return [Lease(self._pool, block) for block in self._pool.take(count)]
 
     def _may_write_in_place(self, life: Life) -> bool:
@@ -191,16 +189,10 @@ class States:
 
     # --- after it ---
 
-    def count_issue(self) -> int:
-        """The number of one more row that is issued."""
-        self.num_issued += 1
-        return self.num_issued
-
     def issued(self, row: Row) -> None:
         """The row is on the stream: whatever is issued later finds its dst written and its src read."""
         life, step = row.life, row.step
         end = step.start + step.num_tokens
-        row.issue = self.count_issue()
         life.row = None
         self._pages.copied(life)
         if step.drafts:
@@ -318,7 +310,9 @@ class States:
         self._name(life, position, lease.block)
         previous, life.checkpoint = life.checkpoint, (position, block_hash)
         if previous is not None and self._policy.gives_up(life.wishes, previous[0], life.prefill_end):
-            self._give_up(previous[1])
+            held = self._pool.lookup(previous[1])
+            if held is not None and not self._pool.references[held] and not self._pool.hot[held]:
+                self._pool.drop(previous[1])
 
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
@@ -326,12 +320,6 @@ class States:
         exact = position <= life.near_from
         if self._pool.commit(block, block_hash, exact=exact, hot=hot, born=self.num_issued):
             self._ledger.stored("state", block_hash, position, life.request.request_id)
-
-    def _give_up(self, block_hash: bytes) -> None:
-        """A decode state that a later one of the same request has made useless, unless somebody uses it."""
-        block = self._pool.lookup(block_hash)
-        if block is not None and not self._pool.references[block] and not self._pool.hot[block]:
-            self._pool.drop(block_hash)
 
     def _advance(self, life: Life) -> None:
         """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
