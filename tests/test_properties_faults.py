@@ -25,7 +25,7 @@ from symbolic_driver import Driver, Job, Mix
 from test_properties import any_mix, mixes
 
 PACKAGE = Path(mambacache.__file__).parent
-FOLDERS = (str(PACKAGE / "cache"), str(PACKAGE / "scheduler"))
+FOLDERS = tuple(str(PACKAGE / folder) for folder in ("cache", "scheduler", "accounting"))
 
 
 class PlantedError(Exception):

@@ -382,14 +382,15 @@ class Scheduler:
                 if sibling.finish_reason is None:
                     sibling.finish_reason, sibling.error = request.finish_reason, request.error
         for request in [*requests, *(sibling for each in requests for sibling in each.siblings)]:
-            if self.requests.pop(request.request_id, None) is None:
+            if request.request_id not in self.requests:
                 continue
+            self._touched[request] = None  # all that is told of it, then the rest: this may be broken off anywhere
+            self._suspects.discard(request)
             request.waiting = False
+            del self.requests[request.request_id]
             if self.cache.knows(request.request_id):  # a further answer that did not begin is not there
                 finished = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self.cache.free(request.request_id, finished=finished)
-            self._suspects.discard(request)
-            self._touched[request] = None
         if requests:
             self._running = [request for request in self._running if request.finish_reason is None]
         if not self.requests:

@@ -1,0 +1,70 @@
+"""How many files a change touches: what is said of it in ARCHITECTURE.md, held by changing it from outside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from cache_calls import hit, make, run_step, started
+from mambacache.cache import books, pool
+from mambacache.cache.policy import EvictionOrder, Policy, Wish
+from symbolic import text
+from symbolic_driver import Job, run
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class LastFirst(EvictionOrder):
+    """Another order of eviction: whoever was used last goes first, hot or cold."""
+
+    def first(self, cold_only: bool) -> int | None:
+        for order in (self._cold,) if cold_only else (self._hot, self._cold):
+            if order:
+                return next(reversed(order))
+        return None
+
+
+class EverySecond(Policy):
+    """Another wish: the state after every second block."""
+
+    def between(self, wishes: Mapping[int, Wish], start: int, end: int) -> list[tuple[Wish, int]]:
+        every = range(start // 128 * 128 + 128, end, 128)
+        return super().between(wishes, start, end) + [(Wish.MARKED, p) for p in every if p not in wishes]
+
+    def wish(self, wishes: Mapping[int, Wish], position: int) -> Wish | None:
+        return super().wish(wishes, position) or (Wish.MARKED if position % 128 == 0 else None)
+
+
+def test_an_order_of_eviction_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "EvictionOrder", LastFirst)
+    rng = random.Random(0)
+    jobs = [Job([*text(rng.choice((128, 200)), 1), *text(rng.randrange(1, 200), i)], 8) for i in range(20)]
+    d = run(jobs, num_state_blocks=6, num_kv_blocks=14, max_num_seqs=3)  # every token of every answer is checked
+    assert d.cache.stats.states_evicted > 5
+
+
+def test_a_wished_for_position_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(books, "Policy", EverySecond)
+    cache = make()
+    started(cache, "a", text(600))
+    run_step(cache, "a", 600, sampled=1)
+    assert [hit(cache, text(n)) for n in (600, 512, 400, 300, 200, 100)] == [576, 384, 384, 256, 128, 0]
+
+
+def files_with(word: str, folders: Iterable[str]) -> set[str]:
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return {str(path.relative_to(ROOT)) for path in paths if word in path.read_text()}
+
+
+@pytest.mark.parametrize("name", ["decode_len", "decode_boundary_index", "chunk_dst", "block_table_start"])
+def test_an_index_array_stands_in_few_files(name: str) -> None:
+    files = {path for path in files_with(name, ("mambacache", "kernels")) if "kernels/gpu" not in path}
+    assert {"mambacache/plan.py", "kernels/indices.py"} <= files and len(files) <= 5
+
+
+def test_the_cache_stays_small() -> None:
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "mambacache" / "cache").glob("*.py")}
+    assert sum(lines.values()) <= 1900 and max(lines.values()) <= 350
