@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_and_tile, row_arguments
+from .chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
@@ -243,7 +243,8 @@ def prefill(
         _prepare(
             value_heads * num_chunks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
-            (*chunk_arguments(indices), num_tokens),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, num_tokens),
             {
                 "BETA_SCALE": beta_scale,
                 "Q_STRIDES": q_strides,
@@ -265,7 +266,8 @@ def prefill(
     _scan(
         value_heads * cdiv(V, block_V) * (indices.num_prefills + 1),
         (q, k, v, tiles, vectors, state, out),
-        (*row_arguments(indices), slot_stride(state), num_tokens),
+        index_pointers(indices, ROW_ARRAYS),
+        (indices.num_prefills, slot_stride(state), num_tokens),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,
