@@ -121,6 +121,12 @@ def gated_delta_rule(
     anchored at absolute positions, in the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al.
     2024). The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every absolute multiple of 64 in
     prefill and after every token in decode, stored or not.
+
+    With bf16 activations prefill is inexact where beta stays near 2 and keys nearly parallel, since such tokens reflect
+    the state, and only decay forgets what rounding lost. Without any decay the loss grows with length: at beta = 1.9993
+    and K = V = 128, for keys of a cosine of 0.99 it is 0.08 of the outputs' RMS over 150 tokens, 0.11 over 1,000 and
+    0.15 over 4,000, for keys all alike 0.19, 0.47 and 0.64, for a cosine of 0.9 no more than 0.04. A log decay of -0.13
+    a token bounds it at 0.02, one of -0.69 at 0.004, whatever the length. fp16 and fp32 activations do not lose it.
     """
     check_delta_rule(q, k, v, state, indices)
     tokens, value_heads = v.shape[:2]

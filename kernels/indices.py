@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -125,6 +125,7 @@ class StateIndices:
     num_prefills: int
     num_tokens: int
     device: torch.device
+    pointers: dict[tuple[str, ...], Any]  # what kernels keep of them
 
     def __init__(
         self,
@@ -140,6 +141,7 @@ class StateIndices:
 
     def _set(self, tensors: Mapping[str, Tensor], *counts: int) -> None:
         vars(self).update(tensors)
+        self.pointers = {}
         self.device = next(iter(tensors.values())).device
         self.num_decodes, self.tokens_per_decode, self.num_prefills, self.num_tokens = counts
 

@@ -86,6 +86,25 @@ def harden(make: Callable[[], DeltaRuleOp], spoil: Callable[[Inputs, str], None]
     return op
 
 
+def reflecting(gate: float, spread: float, width: int = 128) -> DeltaRuleOp:
+    """A head whose tokens all but reflect the state, by beta = 2 sigmoid(8), in almost the same direction.
+
+    Any two keys have a cosine of about 1 / (1 + spread^2); `gate` gives the log decay -softplus(gate).
+    """
+
+    def spoil(inputs: Inputs, name: str) -> None:
+        directions = torch.nn.functional.normalize(inputs["k"].double(), dim=-1)
+        inputs["k"] = (directions[:1] + spread * directions).to(inputs["k"])
+        inputs["b"] = torch.full_like(inputs["b"], 8.0)
+        inputs[name] = torch.full_like(inputs[name], gate)
+
+    op = DeltaRuleOp(1, 1, width, width, beta_scale=2.0)
+    op.spoil = spoil
+    for name in ("A_log", "dt_bias"):
+        op.parameters[name] = torch.zeros_like(op.parameters[name])
+    return op
+
+
 def strong_decay(inputs: Inputs, gate: str) -> None:
     """Log decays from -50 to almost 0, side by side."""
     inputs[gate] = torch.where(random(*inputs[gate].shape, seed=1) > 0, 50.0, -5.0).to(inputs[gate])

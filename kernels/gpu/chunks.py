@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from ..indices import StateIndices
 
 CHUNK = tl.constexpr(64)
 ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
 
 
-def decode_arguments(indices: StateIndices) -> tuple[Tensor | int, ...]:
-    """What kernels that give each decode row a program take, in this order."""
-    return indices.decode_src, indices.decode_len, indices.decode_dst
-
-
-def chunk_arguments(indices: StateIndices) -> tuple[Tensor | int, ...]:
-    """What kernels that give each chunk of 64 tokens a program take, in this order."""
-    return indices.query_start_loc, indices.chunk_start, indices.seq_chunk_start, indices.num_prefills
-
-
-def row_arguments(indices: StateIndices) -> tuple[Tensor | int, ...]:
-    """What kernels that give each prefill row a program take, in this order."""
-    return indices.query_start_loc, indices.prefill_rows, indices.chunk_dst, indices.num_prefills
+# Index arrays as kernels take them that give a program to each decode row, chunk of 64 tokens, or prefill row.
+DECODE_ARRAYS = "decode_src", "decode_len", "decode_dst"
+CHUNK_ARRAYS = "query_start_loc", "chunk_start", "seq_chunk_start"
+ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
 
 
 @triton.jit
@@ -42,8 +30,9 @@ def decode_token(row, t, tokens_per_decode, length, dst):
     The row has `length` tokens. What follows is padding: it is not computed and has no block.
     """
     token = row.to(tl.int64) * tokens_per_decode + t
+    block = tl.load(dst + token)  # of padding too, since a mask would have it wait for the length
     computed = t < length
-    return token, tl.load(dst + token, mask=computed, other=0), computed
+    return token, tl.where(computed, block, 0), computed
 
 
 @triton.jit

@@ -8,13 +8,28 @@ from torch import Tensor
 
 from ..indices import MAX_TOKENS_PER_DECODE, StateIndices
 from .chunks import CHUNK
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import check_dense, stride_alignment
 
 MAX_TOKENS = tl.constexpr(MAX_TOKENS_PER_DECODE)
 BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
 UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one
 STAGES = 3  # the loads of two more such groups are under way
+ARRAYS = (
+    "decode_len",
+    "decode_dst",
+    "decode_conv_src",
+    "decode_conv_offset",
+    "decode_boundary_index",
+    "query_start_loc",
+    "context_len",
+    "conv_src",
+    "conv_offset",
+    "chunk_seq",
+    "chunk_start",
+    "chunk_dst",
+    "seq_chunk_start",
+)
 
 
 @triton.jit
@@ -384,22 +399,9 @@ def conv1d(
     per_token = [x if tensor is None else tensor for tensor in (x, input_gate, output_gate)]
     _launch(
         -(-dim // BLOCK_D) * max(items, 1),
-        (x, input_gate, output_gate, weight, bias, out),
+        (x, input_gate, output_gate, weight, bias, out, state),
+        index_pointers(indices, ARRAYS),
         (
-            state,
-            indices.decode_len,
-            indices.decode_dst,
-            indices.decode_conv_src,
-            indices.decode_conv_offset,
-            indices.decode_boundary_index,
-            indices.query_start_loc,
-            indices.context_len,
-            indices.conv_src,
-            indices.conv_offset,
-            indices.chunk_seq,
-            indices.chunk_start,
-            indices.chunk_dst,
-            indices.seq_chunk_start,
             indices.num_decodes,
             indices.tokens_per_decode,
             indices.num_prefills,

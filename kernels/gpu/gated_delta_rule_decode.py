@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import decode_arguments, decode_token, row_and_tile
+from .chunks import DECODE_ARRAYS, decode_token, row_and_tile
 from .delta_rule import log2_decay, normalized
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import layer_strides, power_of_2, slot_elements, slot_stride
 
 BLOCK_V = 8  # rows of the state of one program, a single warp
@@ -111,7 +111,8 @@ def decode(
     _launch(
         value_heads * (V // BLOCK_V) * indices.num_decodes,
         (q, k, v, a, b, A_log, dt_bias, state, out),
-        (*decode_arguments(indices), slot_stride(state), indices.tokens_per_decode, float(beta_scale)),
+        index_pointers(indices, DECODE_ARRAYS),
+        (slot_stride(state), indices.tokens_per_decode, float(beta_scale)),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,

@@ -7,6 +7,11 @@ the state S [V, K] of a value head through
 
 The first launch prepares `inverse`, `scores` and the vectors, for all chunks at once. The second carries the states.
 Its products are transposed, so that all of them take their left operand from the registers where it was computed.
+
+The betas and norms of its columns are in `inverse` and rounded with it, unless a beta may exceed 1. Tokens with a beta
+near 2 all but reflect the state, and where they have one direction the rows of the inverse add up to 1 and -1 in turn:
+with every row a little off, the state grows in each chunk (measured: to 1e6 times its size in 1,000 tokens). Then the
+betas are in `scores` and `to_end`, `inverse` has exact ones on its diagonal, and it is computed with twice the digits.
 """
 
 from __future__ import annotations
@@ -18,10 +23,10 @@ from torch import Tensor
 
 from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_and_tile, row_arguments
+from .chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
 from .decays import pairwise_decays
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
@@ -55,6 +60,7 @@ def _prepare_kernel(
     """A program takes one chunk of one value head."""
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
+    REFLECTING: tl.constexpr = BETA_SCALE > 1
     chunk, head = row_and_tile(VALUE_HEADS)
     start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, VALUE_HEADS)
     step = tl.arange(0, CHUNK)
@@ -81,22 +87,30 @@ def _prepare_kernel(
     row, column = step[:, None], step[None, :]
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
+    score_tile = tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
     stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
     query_norm = inverse_norms(dot(queries, tl.trans(queries))) * K**-0.5
     scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]
-    tl.store(tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK), scores.to(OPERAND), mask=stored)
+    if not REFLECTING:
+        tl.store(score_tile, scores.to(OPERAND), mask=stored)
     products = dot(keys, tl.trans(keys))
     key_norm = inverse_norms(products)
     scale = key_norm * BETA_SCALE / (1 + tl.exp(-beta))
     system = products * pairwise * key_norm[:, None] * scale[None, :]
-    inverse = unit_lower_inverse(system, PRECISE) * scale[:, None]
+    if REFLECTING:
+        tl.store(score_tile, (scores * scale[None, :]).to(OPERAND), mask=stored)
+    inverse = unit_lower_inverse(system, PRECISE or REFLECTING)
+    to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0)
+    if REFLECTING:
+        to_end *= scale
+    else:
+        inverse *= scale[:, None]
     tl.store(tile, inverse.to(OPERAND), mask=stored)
 
     vector = vectors + head.to(tl.int64) * (4 * num_tokens) + t + step
     tl.store(vector, decay, mask=filled)
     tl.store(vector + num_tokens, decay * key_norm, mask=filled)
     tl.store(vector + 2 * num_tokens, decay * query_norm, mask=filled)
-    to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0)
     tl.store(vector + 3 * num_tokens, to_end, mask=filled)
 
 
@@ -243,7 +257,8 @@ def prefill(
         _prepare(
             value_heads * num_chunks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
-            (*chunk_arguments(indices), num_tokens),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, num_tokens),
             {
                 "BETA_SCALE": beta_scale,
                 "Q_STRIDES": q_strides,
@@ -265,7 +280,8 @@ def prefill(
     _scan(
         value_heads * cdiv(V, block_V) * (indices.num_prefills + 1),
         (q, k, v, tiles, vectors, state, out),
-        (*row_arguments(indices), slot_stride(state), num_tokens),
+        index_pointers(indices, ROW_ARRAYS),
+        (indices.num_prefills, slot_stride(state), num_tokens),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,

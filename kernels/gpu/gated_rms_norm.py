@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import Launcher
+from .launch import NO_POINTERS, Launcher
 from .layout import cdiv, check_dense, power_of_2, stride_alignment
 
 WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
@@ -109,20 +108,28 @@ def gated_rms_norm(
     """See `mambacache.kernels.gated_rms_norm`. Channels, and all dims but the first, lie evenly spaced in memory."""
     check_dense(x=x, gate=gate, weight=weight)
     width = group_size or x.shape[-1]
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    out = x.new_empty(x.shape) if out is None else out
     if not out.numel():
         return out
     tokens = x.shape[0] if x.dim() > 1 else 1
-    x, gate = (tensor.reshape(tokens, -1, width) for tensor in (x, gate))
+    x, gate = x.reshape(tokens, -1, width), gate.reshape(tokens, -1, width)
     groups = x.shape[1]
     x_unit, gate_unit = stride_alignment(x), stride_alignment(gate)
-    strides = *(n // x_unit for n in x.stride()[:2]), *(n // gate_unit for n in gate.stride()[:2])
+    (x_token, x_group, _), (gate_token, gate_group, _) = x.stride(), gate.stride()
     block_width = min(power_of_2(width), MAX_WIDTH)
     block_rows = max(WARP_TILE // block_width, 1)
     _launch(
         cdiv(tokens * groups, block_rows),
         (x, gate, weight, out),
-        (tokens * groups, *strides, eps),
+        NO_POINTERS,
+        (
+            tokens * groups,
+            x_token // x_unit,
+            x_group // x_unit,
+            gate_token // gate_unit,
+            gate_group // gate_unit,
+            eps,
+        ),
         {
             "GROUPS": groups,
             "WEIGHT_GROUPS": weight.shape[0] // width,

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, clear_padding, prefill_row, row_and_tile, row_arguments
+from .chunks import CHUNK, ROW_ARRAYS, clear_padding, prefill_row, row_and_tile
 from .delta_rule import dot
 from .kda_prepare import padded_width, prepare
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
@@ -155,7 +155,8 @@ def prefill(
     _scan(
         heads * cdiv(V, block_V) * (indices.num_prefills + 1),
         (v, tiles, operands, totals, state, out),
-        (*row_arguments(indices), slot_stride(state), num_tokens),
+        index_pointers(indices, ROW_ARRAYS),
+        (indices.num_prefills, slot_stride(state), num_tokens),
         {
             "V_STRIDES": layer_strides(v)[0],
             "OUT_STRIDE": out.stride(0),

@@ -12,10 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, row_and_tile
+from .chunks import CHUNK, CHUNK_ARRAYS, chunk_tokens, row_and_tile
 from .decays import LOG2_E
 from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import layer_strides, power_of_2
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # of a token: 2^-256 is 0 in fp32, and a finite value adds up
@@ -237,7 +237,8 @@ def prepare(
         _prepare(
             heads * num_chunks,
             (q, k, g, b, A_log, dt_bias, tiles, operands, totals),
-            (*chunk_arguments(indices), num_tokens),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, num_tokens),
             {
                 "Q_STRIDES": q_strides,
                 "K_STRIDES": k_strides,
@@ -253,5 +254,9 @@ def prepare(
 
 
 def padded_width(K: int, operand: torch.dtype) -> int:
-    """Channels of a tile. In fp32 64 at least: tiles of 32 gave a NaN on an H200, for a reason that was not found."""
+    """Channels of a tile. In fp32 64 at least: of narrower ones the first launch is assembled wrongly by ptxas 12.8.
+
+    That is Triton 3.6's. It takes the addresses in shared memory of later parts of `_sums`' operand from a uniform
+    register that nothing has written. (12.9 and 13.0 assemble the same PTX rightly.) `tests/sass.py` finds such reads.
+    """
     return max(power_of_2(K), 16 if operand == torch.bfloat16 else 64)

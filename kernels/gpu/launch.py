@@ -3,9 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from ..indices import StateIndices
+
+
+class Pointers(NamedTuple):
+    """Index arrays in the order in which a kernel takes them, and their addresses."""
+
+    tensors: tuple[Tensor, ...] = ()
+    addresses: tuple[int, ...] = ()
+
+
+NO_POINTERS = Pointers()
+
+
+def index_pointers(indices: StateIndices, names: tuple[str, ...]) -> Pointers:
+    """The index arrays of these names. Every layer of a step takes the same: their addresses are asked for once."""
+    known: Pointers | None = indices.pointers.get(names)
+    if known is None:
+        tensors = tuple(getattr(indices, name) for name in names)
+        known = indices.pointers[names] = Pointers(tensors, tuple(x.data_ptr() for x in tensors))
+    return known
 
 
 class Launcher:
@@ -23,15 +44,16 @@ class Launcher:
         self,
         programs: int,
         tensors: Sequence[Tensor | None],
-        arguments: Sequence[Tensor | int | float],
+        indices: Pointers,
+        numbers: Sequence[int | float],
         constants: Mapping[str, object],
         **options: int,
     ) -> None:
-        """The kernel takes `tensors`, then `arguments`, then `constants`; `options` are the compiler's.
+        """The kernel takes `tensors`, `indices`, `numbers` and `constants` in turn; `options` are the compiler's.
 
         All programs are on axis 0 of the grid: the other two end at 65,535, and a batch may have more rows and chunks.
         Tensors choose a variant by their dtype and by whether they start at a multiple of 16 bytes; the first one has a
-        device. No argument may choose one: index arrays are int32 and aligned, numbers are not specialised.
+        device. Nothing else may choose one: index arrays are int32 and aligned, numbers are not specialised.
         """
         first = tensors[0]
         assert first is not None
@@ -43,9 +65,9 @@ class Launcher:
         grid = (programs, 1, 1)
         variant = self.variants.get(key)
         if variant is not None:
-            rest = [x if isinstance(x, (int, float)) else x.data_ptr() for x in arguments]
-            variant[grid](*pointers, *rest, *values)
+            variant[grid](*pointers, *indices.addresses, *numbers, *values)
             return
-        assert [*constants] == self.kernel.arg_names[len(tensors) + len(arguments) :]
-        variant = self.kernel[grid](*tensors, *arguments, **constants, **options)
+        arguments = *tensors, *indices.tensors, *numbers
+        assert [*constants] == self.kernel.arg_names[len(arguments) :]
+        variant = self.kernel[grid](*arguments, **constants, **options)
         self.variants[key] = variant  # None in the interpreter

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import decode_arguments, decode_token, row_and_tile
-from .launch import Launcher
+from .chunks import DECODE_ARRAYS, decode_token, row_and_tile
+from .launch import Launcher, index_pointers
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
     advance,
@@ -123,7 +123,8 @@ def decode(
     _launch(
         cdiv(dim, 32 // lanes * groups) * indices.num_decodes,
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (*decode_arguments(indices), slot_stride(state), indices.tokens_per_decode),
+        index_pointers(indices, DECODE_ARRAYS),
+        (slot_stride(state), indices.tokens_per_decode),
         {
             "STRIDES": strides,
             "OUT_STRIDE": out.stride(0),

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import CHUNK, prefill_row, row_and_tile, row_arguments
-from .launch import Launcher
+from .chunks import CHUNK, ROW_ARRAYS, prefill_row, row_and_tile
+from .launch import Launcher, index_pointers
 from .layout import cdiv, layer_strides, slot_elements, slot_stride
 from .selective_scan_math import (
     advance,
@@ -289,7 +289,8 @@ def prefill(
     _launch(
         cdiv(dim, 32 // lanes * per_lane) * (indices.num_prefills + 1),
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (*row_arguments(indices), slot_stride(state), len(x)),
+        index_pointers(indices, ROW_ARRAYS),
+        (indices.num_prefills, slot_stride(state), len(x)),
         {
             "STRIDES": strides,
             "OUT_STRIDE": out.stride(0),

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import StateIndices
-from .chunks import decode_arguments, decode_token, row_and_tile
+from .chunks import DECODE_ARRAYS, decode_token, row_and_tile
 from .decays import LOG2_E, softplus
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import layer_strides, power_of_2, slot_elements, slot_stride
 
 BLOCK_P = 8  # rows of the state of one program, a single warp
@@ -115,7 +115,8 @@ def decode(
     _launch(
         heads * (P // BLOCK_P) * indices.num_decodes,
         (x, dt, A, B, C, D, z, dt_bias, state, out),
-        (*decode_arguments(indices), slot_stride(state), indices.tokens_per_decode, *map(float, dt_limit)),
+        index_pointers(indices, DECODE_ARRAYS),
+        (slot_stride(state), indices.tokens_per_decode, *map(float, dt_limit)),
         {
             "X_STRIDES": x_strides,
             "DT_STRIDES": dt_strides,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..device import processors
 from ..indices import StateIndices
-from .chunks import CHUNK, chunk_arguments, chunk_tokens, clear_padding, prefill_row, row_and_tile, row_arguments
+from .chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
 from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from .delta_rule import dot
-from .launch import Launcher
+from .launch import Launcher, index_pointers
 from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from .prefetch import later_tile, prefetch
 from .state_tile import load_tile, store_tile, tile_elements
@@ -259,14 +259,16 @@ def prefill(
         _launch_decays(
             cdiv(heads, HEADS_PER_PROGRAM) * num_chunks,
             (dt, A, dt_bias, vectors),
-            (*chunk_arguments(indices), *dt.stride(), *map(float, dt_limit), num_tokens),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, *dt.stride(), *map(float, dt_limit), num_tokens),
             {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
             num_warps=1,
         )
     _launch_scan(
         heads * cdiv(P, ROWS.value) * (indices.num_prefills + 1),
         (x, B, C, D, z, vectors, state, out),
-        (*row_arguments(indices), slot_stride(state), num_tokens),
+        index_pointers(indices, ROW_ARRAYS),
+        (indices.num_prefills, slot_stride(state), num_tokens),
         {
             "X_STRIDES": x_strides,
             "B_STRIDES": B_strides,
