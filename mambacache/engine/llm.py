@@ -98,6 +98,7 @@ class LLM:
             max_num_seqs=self.sizes.max_num_seqs,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             draft=draft,
+            vocab_size=loaded.config.vocab_size,
         )
         self._stepper = Stepper(scheduler, self.runner, torch.device(device))
         self.tokenizer = load_tokenizer(model)
