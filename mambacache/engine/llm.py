@@ -213,7 +213,7 @@ class LLM:
                 this engine.
         """
         self._stepper.advance()
-        return [self._stepper.hand_out(answers) for answers in list(self._stepper.fresh.values())]
+        return self._stepper.give()
 
     @property
     def idle(self) -> bool:
