@@ -30,6 +30,7 @@ class CacheModel:
     kv: dict[Prefix, bool] = field(default_factory=dict)
     seen: set[Prefix] = field(default_factory=set)
     computed: dict[str, Prefix] = field(default_factory=dict)
+    without_kv: set[Prefix] = field(default_factory=set)  # whose KV block was removed since the last check
 
     def match(self, prompt: Prefix, host_tokens: int | None = None) -> tuple[int, int, int]:
         """Hit, coverage and junction of a prompt, in tokens; `host_tokens`: what the host's KV covers."""
@@ -65,6 +66,23 @@ class CacheModel:
         """A request has computed these tokens."""
         if len(done[1]) > len(self.computed.get(request_id, ("", b""))[1]):
             self.computed[request_id] = done
+
+    def remove(self, kind: str, prefix: Prefix) -> None:
+        """A state or a KV block is no longer cached."""
+        del (self.states if kind == "state" else self.kv)[prefix]
+        if kind == "kv":
+            self.without_kv.add(prefix)
+
+    def check(self, num_states: int, num_kv: int) -> None:
+        """Once all events are told: a state goes with the KV block that ends where it stands, and none goes in silence.
+
+        Args:
+            num_states, num_kv: how many the cache holds.
+        """
+        orphans = self.states.keys() & self.without_kv - self.kv.keys()
+        assert not orphans, "a state outlives the KV of its block"
+        assert (len(self.states), len(self.kv)) == (num_states, num_kv), "events do not tell of all that went"
+        self.without_kv.clear()
 
     def clear(self) -> None:
         self.seen.clear()

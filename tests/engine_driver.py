@@ -142,7 +142,7 @@ class Engines:
         self.reports: list[RequestReport] = []
         self.watch = StateWatch()
         self._directory = directory
-        self._device = device
+        self.device = device
         self._made: list[LLM] = []
         self._add = patch.object(CacheStats, "add", autospec=True, side_effect=self._note(CacheStats.add))
 
@@ -157,7 +157,7 @@ class Engines:
     ) -> LLM:
         """An engine with so many cached states and KV blocks."""
         directory = model if isinstance(model, Path) else self._directory(model)
-        options = {"device": self._device, "max_num_seqs": 16, "seed": 0, **options}
+        options = {"device": self.device, "max_num_seqs": 16, "seed": 0, **options}
         config = EngineConfig(directory, **options)
         one = plan_memory(config, model_skeleton(directory, config.dtype), free_bytes=1 << 40)
         budgets = {
@@ -185,7 +185,7 @@ class Engines:
     def check(self) -> None:
         """What must hold after every test."""
         assert not self.watch.offences
-        if self._device == "cpu":  # ops in Triton pass the dispatcher by
+        if self.device == "cpu":  # ops in Triton pass the dispatcher by
             assert bool(self.reports) == bool(self.watch.kernel_accesses)
         for report in self.reports:
             assert sum(report.losses.values()) == report.ceiling - report.hit

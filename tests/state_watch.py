@@ -33,6 +33,11 @@ class StateWatch(TorchDispatchMode):
         for pool in pools:
             self.add(pool)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while it watches: that torch guards each of its calls would take longer than they do."""
+        return False
+
     def add(self, pool: torch.Tensor) -> None:
         """Watches one more pool."""
         self._storages.add(pool.untyped_storage().data_ptr())

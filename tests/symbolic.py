@@ -49,7 +49,7 @@ def _digests(before: np.uint64, inputs: np.ndarray) -> np.ndarray:
     return sums * _POWERS[1 : count + 1]
 
 
-def _next_token(digest: int, kv_sum: int, branch: int = 0) -> int:
+def next_token(digest: int, kv_sum: int, branch: int = 0) -> int:
     mixed = (digest ^ (kv_sum * 3 & _MASK)) + branch * 0x2545F4914F6CDD1D & _MASK
     mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _MASK
     return (mixed >> 40) % VOCAB
@@ -84,13 +84,13 @@ def answer(
     digests = _digests(FRESH, _inputs(prompt))
     digest, kv_sum = int(digests[-1]), int(digests.sum()) if attention else 0
     tokens, taps = list(prompt), [int(tap) for tap in _TAPS]
-    output = [_next_token(digest, kv_sum, branch)]
+    output = [next_token(digest, kv_sum, branch)]
     while len(output) < max_tokens and output[-1] not in stop:
         tokens.append(output[-1])
         last = [token + 1 for token in tokens[-WINDOW - 1 :]]
         digest = digest * _FACTOR + sum(t * x for t, x in zip(taps[-len(last) :], last, strict=True)) & _MASK
         kv_sum = kv_sum + digest & _MASK if attention else 0
-        output.append(_next_token(digest, kv_sum))
+        output.append(next_token(digest, kv_sum))
     return output
 
 
@@ -110,7 +110,7 @@ def pages_of(arrays: dict[str, np.ndarray], row: int) -> np.ndarray:
 
 
 @dataclass
-class _Row:
+class RowOfStep:
     """One sequence's part of a step, as the arrays tell it."""
 
     flat: slice  # its tokens in the flat batch, padding left out
@@ -210,7 +210,7 @@ class SymbolicRunner:
             self._write_states(row, tokens, exact)
             if attention:
                 self.kv_exact[own[own >= 0]] = exact[own >= 0]
-            outputs.append(self._sample(row, sums, wanted))
+            outputs.append(self.sample(row, sums, wanted))
             if outputs[-1]:
                 self._sampled[ids[index]] = outputs[-1][0]
         self._check_logits(arrays["logits_index"], plan, rows, branches)
@@ -218,7 +218,7 @@ class SymbolicRunner:
 
     # --- the rows ---
 
-    def _decode_rows(self, arrays: dict[str, np.ndarray]) -> list[_Row]:
+    def _decode_rows(self, arrays: dict[str, np.ndarray]) -> list[RowOfStep]:
         rows = []
         count, width = arrays["decode_dst"].shape
         positions = arrays["positions"]
@@ -236,7 +236,7 @@ class SymbolicRunner:
             boundary_index = int(arrays["decode_boundary_index"][i])
             assert boundary_index == -1 or 0 < boundary_index < used
             rows.append(
-                _Row(
+                RowOfStep(
                     flat, start, int(arrays["decode_src"][i]), int(arrays["decode_conv_src"][i]),
                     int(arrays["decode_conv_offset"][i]), list(range(1, used + 1)), dst[:used], True, boundary_index,
                 )
@@ -244,7 +244,7 @@ class SymbolicRunner:
         assert int(arrays["query_start_loc"][0]) == count * width
         return rows
 
-    def _prefill_rows(self, arrays: dict[str, np.ndarray]) -> list[_Row]:
+    def _prefill_rows(self, arrays: dict[str, np.ndarray]) -> list[RowOfStep]:
         rows = []
         starts, chunks = arrays["query_start_loc"].tolist(), arrays["seq_chunk_start"].tolist()
         assert chunks[-1] == len(arrays["chunk_seq"]) == len(arrays["chunk_start"]) == len(arrays["chunk_dst"])
@@ -259,15 +259,15 @@ class SymbolicRunner:
             dst = arrays["chunk_dst"][mine].tolist()
             assert dst[-1], "a prefill row without dst"
             rows.append(
-                _Row(
+                RowOfStep(
                     slice(begin, end), start, int(arrays["src"][i]), int(arrays["conv_src"][i]),
                     int(arrays["conv_offset"][i]), cuts[1:], dst, False, -1,
                 )
             )  # fmt: skip
         return rows
 
-    def _check_dsts(self, rows: Sequence[_Row]) -> None:
-        owner: dict[int, _Row] = {}
+    def _check_dsts(self, rows: Sequence[RowOfStep]) -> None:
+        owner: dict[int, RowOfStep] = {}
         for row in rows:
             for block in filter(None, row.dst):
                 assert block not in owner, f"block {block} is a dst twice"
@@ -277,7 +277,7 @@ class SymbolicRunner:
             assert row.conv_src not in owner or (owner[row.conv_src] is row and row.wide)
             assert row.src not in owner or (owner[row.src] is row and row.dst == [row.src] and row.wide)
 
-    def _tear(self, rows: Sequence[_Row], arrays: dict[str, np.ndarray], copied: Sequence[int]) -> None:
+    def _tear(self, rows: Sequence[RowOfStep], arrays: dict[str, np.ndarray], copied: Sequence[int]) -> None:
         for block in (b for row in rows for b in row.dst if b):
             self.poison_state(block)
         for page in copied:
@@ -288,7 +288,7 @@ class SymbolicRunner:
 
     # --- states ---
 
-    def _read_state(self, row: _Row, tokens: np.ndarray) -> None:
+    def _read_state(self, row: RowOfStep, tokens: np.ndarray) -> None:
         assert (row.src == 0) == (row.start == 0) == (row.conv_src == 0), "only position 0 begins with a fresh state"
         row.exact = True
         if row.src:
@@ -299,7 +299,7 @@ class SymbolicRunner:
         assert len(row.window) == WINDOW and UNWRITTEN not in row.window, "a window is read that nobody wrote"
         row.digests = _digests(row.before, np.concatenate([row.window, tokens[row.flat] + 1]))
 
-    def _exact(self, row: _Row, exact_until: int, finishes: bool) -> np.ndarray:
+    def _exact(self, row: RowOfStep, exact_until: int, finishes: bool) -> np.ndarray:
         """For each token of a row, whether the state after it and its KV are as a cold prefill computes them."""
         exact = np.zeros(row.num_tokens, dtype=bool)
         first = 0
@@ -311,7 +311,7 @@ class SymbolicRunner:
             first = last
         return exact
 
-    def _write_states(self, row: _Row, tokens: np.ndarray, exact: np.ndarray) -> None:
+    def _write_states(self, row: RowOfStep, tokens: np.ndarray, exact: np.ndarray) -> None:
         inputs = np.concatenate([row.window, tokens[row.flat] + 1])
         for j, (end, block) in enumerate(zip(row.ends, row.dst, strict=True)):
             if not block:
@@ -332,7 +332,7 @@ class SymbolicRunner:
 
     # --- KV ---
 
-    def _write_kv(self, rows: Sequence[_Row], arrays: dict[str, np.ndarray], tokens: np.ndarray) -> None:
+    def _write_kv(self, rows: Sequence[RowOfStep], arrays: dict[str, np.ndarray], tokens: np.ndarray) -> None:
         readers: dict[int, int] = {}
         for index, length in enumerate(arrays["kv_len"].tolist()):
             for page in self._pages(arrays, index)[: -(-length // self._size)].tolist():
@@ -353,7 +353,7 @@ class SymbolicRunner:
         start, end = arrays["block_table_start"][index : index + 2]
         return arrays["block_table"][start:end]
 
-    def _read_kv(self, row: _Row, table: np.ndarray, length: int, own: np.ndarray) -> tuple[np.ndarray, int]:
+    def _read_kv(self, row: RowOfStep, table: np.ndarray, length: int, own: np.ndarray) -> tuple[np.ndarray, int]:
         """Sums of the KV digests that each token of a row reads, and the position up to which that KV is exact."""
         assert length == row.start + row.num_tokens
         pages = table[: -(-length // self._size)].astype(np.int64)
@@ -371,15 +371,15 @@ class SymbolicRunner:
 
     # --- tokens ---
 
-    def _sample(self, row: _Row, sums: np.ndarray, wanted: range) -> list[int]:
+    def sample(self, row: RowOfStep, sums: np.ndarray, wanted: range) -> list[int]:
         if not wanted:
             return []
         if row.wide:
-            return [_next_token(int(d), int(s)) for d, s in zip(row.digests, sums, strict=True)]
-        return [_next_token(int(row.digests[-1]), int(sums[-1]), branch) for branch in wanted]
+            return [next_token(int(d), int(s)) for d, s in zip(row.digests, sums, strict=True)]
+        return [next_token(int(row.digests[-1]), int(sums[-1]), branch) for branch in wanted]
 
     def _check_logits(
-        self, offsets: np.ndarray, plan: StepPlan, rows: Sequence[_Row], answers: Sequence[range]
+        self, offsets: np.ndarray, plan: StepPlan, rows: Sequence[RowOfStep], answers: Sequence[range]
     ) -> None:
         expected: list[int] = []
         for step, row, wanted in zip(plan.steps, rows, answers, strict=True):

@@ -193,7 +193,7 @@ class CheckedCache(PrefixCache):
         for event in events:
             held = self.model.states if event.kind == "state" else self.model.kv
             if event.action == "removed":
-                del held[self._names.pop((event.kind, event.block_hash))]
+                self.model.remove(event.kind, self._names.pop((event.kind, event.block_hash)))
                 continue
             s = self._owners[event.request_id]
             assert s.store and not s.stale, "a request that may not store stores"
@@ -204,6 +204,7 @@ class CheckedCache(PrefixCache):
             self._names[event.kind, event.block_hash] = prefix
             held[prefix] = self._check_stored(event.kind, event.block_hash, prefix[1])
         self._events_seen = self._books.ledger._num_events
+        self.model.check(self.states.num_committed, self.kv.num_committed if self.kv is not None else 0)
         self.runner.written[self.states._free] = False
         if self.kv is not None:
             self.runner.kv_written.reshape(-1, self.config.block_size)[self.kv._free] = False

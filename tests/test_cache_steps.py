@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cache_calls import allocate, hit, make, run_step, started, waits_for
@@ -99,11 +101,14 @@ def test_a_decoding_request_runs_one_token() -> None:
 # --- the fence ---
 
 
-def test_nothing_is_readable_before_its_step_is_issued() -> None:
-    cache = make()
-    started(cache, "a", text(200))
-    plan = cache.plan([allocate(cache, "a", 200)])
-    assert hit(cache, text(200)) == 0
+@pytest.mark.parametrize("kind", [{}, {"num_kv_blocks": 0, "has_attention": False}])
+@pytest.mark.parametrize("num_tokens", [192, 200])
+def test_nothing_is_readable_before_its_step_is_issued(num_tokens: int, kind: dict[str, Any]) -> None:
+    """Neither a checkpoint inside the row nor a dst that ends on a boundary."""
+    cache = make(**kind)
+    started(cache, "a", text(num_tokens))
+    plan = cache.plan([allocate(cache, "a", num_tokens)])
+    assert hit(cache, text(200)) == cache.stats.state_blocks["committed"] == 0
     cache.issued(plan.steps)
     assert hit(cache, text(200)) == 192
 

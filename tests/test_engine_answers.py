@@ -28,6 +28,18 @@ def assert_logprobs(entries: list[Logprobs] | None, logits: torch.Tensor, tokens
 
 # --- several answers to a prompt ---
 
+DRAWN = {"temperature": 1.2, "ignore_eos": True, "max_tokens": 15, "logprobs": 1}
+ALONE: dict[tuple[str, int], list[list[int]]] = {}
+
+
+def alone(engine: Engines, length: int) -> list[list[int]]:
+    """What a prompt of so many tokens gets from four requests of their own."""
+    key = engine.device, length
+    if key not in ALONE:
+        params = [SamplingParams(seed=7 + i, **DRAWN) for i in range(4)]
+        ALONE[key] = [answer(o) for o in ask(engine(), [tokens_of(length, length)] * 4, params, together=False)]
+    return ALONE[key]
+
 
 @pytest.mark.parametrize(
     ("options", "length"),
@@ -45,12 +57,10 @@ def assert_logprobs(entries: list[Logprobs] | None, logits: torch.Tensor, tokens
 def test_several_answers(engine: Engines, original: Originals, options: dict[str, int], length: int) -> None:
     """Each is what a request of its own with its seed would be; the prompt is computed once."""
     prompt = tokens_of(length, length)
-    drawn = {"temperature": 1.2, "ignore_eos": True, "max_tokens": 15, "logprobs": 1}
-    alone = ask(engine(), [prompt] * 4, [SamplingParams(seed=7 + i, **drawn) for i in range(4)], together=False)
     llm = engine(**options)
-    output = ask(llm, [prompt, tokens_of(1, 20)], [SamplingParams(seed=7, n=4, **drawn), greedy(15)])[0]
+    output = ask(llm, [prompt, tokens_of(1, 20)], [SamplingParams(seed=7, n=4, **DRAWN), greedy(15)])[0]
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
-    assert [completion.token_ids for completion in output.outputs] == [answer(other) for other in alone]
+    assert [completion.token_ids for completion in output.outputs] == alone(engine, length)
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 4
     for completion in output.outputs:
         exact = original("qwen3_next").after(prompt, completion.token_ids)

@@ -16,6 +16,7 @@ from engine_driver import Engines, Original, answer, ask, greedy, hits, run_unti
 from mambacache import LLM, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import Request
+from tiny_models import VOCABULARY
 
 Originals = Callable[[str], Original]
 
@@ -123,20 +124,28 @@ def test_failed_step_with_drafts(engine: Engines, original: Originals) -> None:
     still_serves(llm, original("qwen3_next"))
 
 
-def test_failing_draft_source(engine: Engines, original: Originals, caplog: pytest.LogCaptureFixture) -> None:
-    """Rows go on without drafts, and nothing that the step had taken is lost."""
+@pytest.mark.parametrize("given", [None, [10**6], [7, VOCABULARY], [-1, 7]])
+def test_failing_draft_source(
+    engine: Engines, original: Originals, caplog: pytest.LogCaptureFixture, given: list[int] | None
+) -> None:
+    """It raises, or gives what is no token of the model: rows go on without drafts, and nothing that the step had taken
+    is lost. The log says so once."""
     calls = iter(range(100))
 
     def draft(request: Request, limit: int) -> list[int]:
-        if next(calls) % 3 == 1:
+        if next(calls) % 3 != 1:
+            return [7] * limit
+        if given is None:
             raise RuntimeError("planted")
-        return [7] * limit
+        return given
 
     prompts = [tokens_of(9, 120), tokens_of(10, 60)]
     llm = engine(draft=draft, max_draft_tokens=4)
     ask(llm, [CACHED], greedy(1))
-    original("qwen3_next").check_all(prompts, ask(llm, prompts, greedy(12)))
-    assert "goes on without drafts" in caplog.text
+    with failing(llm, lambda plan: not set(plan.arrays["tokens"].tolist()) <= set(range(VOCABULARY))) as failed:
+        original("qwen3_next").check_all(prompts, ask(llm, prompts, greedy(12)))
+    assert not failed
+    assert caplog.text.count("goes on without") == 1 and next(calls) > 9
     still_serves(llm, original("qwen3_next"))
 
 

@@ -114,3 +114,22 @@ def test_interrupt_on_any_line(
         assert completion.token_ids == list(range(10, 10 + LENGTH)), after
         assert (completion.finish_reason, completion.text) == ("length", llm.tokenizer.decode(completion.token_ids))
     assert after > 300
+
+
+def test_interrupt_while_outputs_are_given(engine: Engines, text_model: Path) -> None:
+    """They are given again by the next call, although their requests had ended and had never been seen before."""
+    llm = engine(text_model)
+    for after in count(1):
+        line = Line()
+        llm._stepper = Stepper(line, line, torch.device("cpu"))  # type: ignore[arg-type]
+        ids = {llm.submit([5, 6], SamplingParams(max_tokens=1, temperature=0)) for _ in range(2)}
+        outputs: Outputs = {}
+        interrupt = Interrupt(after)
+        with suppress(KeyboardInterrupt), traced(interrupt):
+            step(llm, outputs)
+        step(llm, outputs)
+        assert set(outputs) == ids and llm.idle, after
+        assert {output.outputs[0].delta for output in outputs.values()} == {llm.tokenizer.decode([10])}
+        if not interrupt.raised:
+            break
+    assert after > 100

@@ -70,11 +70,16 @@ def test_cold_prompts_in_one_batch(models: tuple[Model, Original]) -> None:
     assert_close(got, torch.cat([original(tokens) for tokens in prompts]))
 
 
-@pytest.mark.parametrize(("budget", "count"), [(1, 70), (7, 140), (64, 260), (200, 260)])
-def test_chunked_prefill(models: tuple[Model, Original], budget: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("first", "budget", "count"), [(1, 1, 4), (58, 1, 70), (7, 7, 140), (64, 64, 260), (200, 200, 260)]
+)
+def test_chunked_prefill(models: tuple[Model, Original], first: int, budget: int, count: int) -> None:
+    """Pieces of one token at the beginning and over a boundary, and larger ones from end to end."""
     model, original = models
     driver, tokens = Driver(model), tokens_of(budget, count)
-    assert_close(prefill(driver, driver.add(tokens), budget), original(tokens))
+    request = driver.add(tokens)
+    head = driver.logits([Row(request, first, all_logits=True)])
+    assert_close(torch.cat([head, prefill(driver, request, budget)]), original(tokens))
 
 
 def test_resume_at_interior_checkpoints(models: tuple[Model, Original]) -> None:

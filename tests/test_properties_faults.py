@@ -148,7 +148,7 @@ def faulty_mixes(draw: st.DrawFn) -> tuple[Mix, Faults]:
     return mix, Faults(draw(st.integers(0, 1 << 30)), draw(st.sampled_from([600, 1500, 4000])), kinds)
 
 
-@mixes(150)
+@mixes(110)
 @given(faulty_mixes())
 def test_a_fault_on_any_line_of_the_books_costs_no_answer_and_no_block(faulty: tuple[Mix, Faults]) -> None:
     FaultyDriver(*faulty).run()

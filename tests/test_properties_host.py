@@ -140,7 +140,7 @@ def hosts(draw: st.DrawFn) -> tuple[int, CacheConfig, bool]:
     return draw(st.integers(0, 1 << 30)), config, not drafts and draw(st.booleans())
 
 
-@mixes(500)
+@mixes(300)
 @given(hosts())
 def test_any_host(host: tuple[int, CacheConfig, bool]) -> None:
     Host(*host).run(5)

@@ -241,7 +241,7 @@ def hosts(draw: st.DrawFn) -> tuple[int, CacheConfig]:
     return draw(st.integers(0, 1 << 30)), config
 
 
-@mixes(300)
+@mixes(200)
 @given(hosts())
 def test_any_illegal_host(host: tuple[int, CacheConfig]) -> None:
     IllegalHost(*host).run(200)

@@ -124,13 +124,17 @@ class Answers:
         """Whether there is more than was handed out."""
         return self._progress() != self._handed_out
 
-    def hand_out(self) -> RequestOutput:
-        """The output, its deltas from the last call on."""
-        for i, completion in enumerate(self.output.outputs):
-            completion.delta = completion.text[self._given[i] :]
-            self._given[i] = len(completion.text)
-        self._handed_out = self._progress()
+    def show(self) -> RequestOutput:
+        """The output, its deltas from when it was last handed out."""
+        for given, completion in zip(self._given, self.output.outputs, strict=True):
+            completion.delta = completion.text[given:]
         return self.output
+
+    def hand_out(self) -> RequestOutput:
+        """The output, for the last time with these deltas."""
+        output = self.show()
+        self._given, self._handed_out = [len(completion.text) for completion in output.outputs], self._progress()
+        return output
 
     def _progress(self) -> list[tuple[int, str | None]]:
         return [(len(completion.token_ids), completion.finish_reason) for completion in self.output.outputs]

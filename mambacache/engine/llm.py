@@ -98,6 +98,7 @@ class LLM:
             max_num_seqs=self.sizes.max_num_seqs,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             draft=draft,
+            vocab_size=loaded.config.vocab_size,
         )
         self._stepper = Stepper(scheduler, self.runner, torch.device(device))
         self.tokenizer = load_tokenizer(model)
@@ -212,7 +213,7 @@ class LLM:
                 this engine.
         """
         self._stepper.advance()
-        return [self._stepper.hand_out(answers) for answers in list(self._stepper.fresh.values())]
+        return self._stepper.give()
 
     @property
     def idle(self) -> bool:

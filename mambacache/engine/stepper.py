@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -42,6 +43,8 @@ class Stepper:
         self.lock = threading.Lock()
         self.answers: dict[str, Answers] = {}  # by the id of each of their requests
         self.fresh: dict[str, Answers] = {}  # whose output has news that were not given yet
+        self.giving: list[Answers] = []  # whose outputs the call under way will return
+        self.given: list[Answers] = []  # whose outputs the last call returned
         self.left: deque[Answers] = deque()  # that nobody waits for once the call under way is over
         self._stale: dict[str, Answers] = {}  # that a step ran since their output was brought up to date
         self._under_way: StepPlan | None = None
@@ -50,7 +53,8 @@ class Stepper:
     @property
     def idle(self) -> bool:
         """Whether every request has ended and its output was given."""
-        return not self.answers and not self.fresh
+        over = {answers for answers in self.given if answers.output.finished}
+        return all(answers in over for answers in chain(self.answers.values(), self.fresh.values()))
 
     def add(self, answers: Answers) -> None:
         """Puts requests in line.
@@ -93,7 +97,11 @@ class Stepper:
         self._refresh()
 
     def settle(self) -> None:
-        """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs."""
+        """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs; and forgets
+        whose last output the call before returned."""
+        while self.given:
+            self.hand_out(self.given[-1])
+            self.given.pop()
         if self._under_way is not None:
             self._fail(self._under_way, KeyboardInterrupt("the step was interrupted"))
         while self.left:
@@ -111,6 +119,11 @@ class Stepper:
         else:
             self.fresh.pop(answers.request_id, None)
         return output
+
+    def give(self) -> list[RequestOutput]:
+        """The outputs with news. They are given once more if the call under way breaks off before it returns."""
+        self.giving = list(self.fresh.values())
+        return [answers.show() for answers in self.giving]
 
     def next_output(self, answers: Answers) -> RequestOutput | None:
         """Runs steps until requests have news; None if they have ended and all was given."""
@@ -242,10 +255,13 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
         # Not an acquire that gives up: an interrupt right after it would leave the lock taken for good. Of two threads
         # that both found it open the second one waits.
         with stepper.lock:
+            stepper.giving = []
             try:
                 stepper.settle()
-                return method(self, *args, **options)
+                result = method(self, *args, **options)
             finally:
                 stepper.settle()
+            stepper.given = stepper.giving  # at last: the caller has them
+            return result
 
     return guarded

@@ -16,7 +16,7 @@ from mambacache.scheduler.request import FinishReason, Request
 logger = logging.getLogger(__name__)
 
 DraftSource = Callable[[Request, int], Sequence[int]]
-"""Proposes at most so many tokens that may follow a request's known ones. If it raises, there are none."""
+"""Proposes at most so many tokens to follow a request's known ones: none if it raises, or gives what is no token."""
 
 
 class Scheduler:
@@ -32,6 +32,7 @@ class Scheduler:
         max_num_seqs: requests that run at a time, at most.
         long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
         draft: where draft tokens come from; None for none.
+        vocab_size: draft tokens are below it.
 
     Raises:
         ValueError: a limit under which nothing could run.
@@ -45,6 +46,7 @@ class Scheduler:
         max_num_seqs: int,
         long_prefill_token_threshold: int = 0,
         draft: DraftSource | None = None,
+        vocab_size: int = 1 << 31,
     ) -> None:
         for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
             if value < 1:
@@ -56,6 +58,8 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._long_prefill = long_prefill_token_threshold
         self._draft = draft
+        self._vocab_size = vocab_size
+        self._draft_failed = False
         self._arrivals = 0
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
@@ -250,11 +254,13 @@ class Scheduler:
             return ()
         try:
             drafts = tuple(self._draft(request, limit)[:limit])
-            if not all(isinstance(token, Integral) and 0 <= token < 1 << 31 for token in drafts):
-                raise ValueError(f"{drafts} are no token ids")
+            if not all(isinstance(token, Integral) and 0 <= token < self._vocab_size for token in drafts):
+                raise ValueError(f"{drafts} are no token ids: give integers from 0 to {self._vocab_size - 1}")
             return drafts
         except Exception:  # a draft is only a guess
-            logger.exception("the draft source failed: %s goes on without drafts", request.request_id)
+            if not self._draft_failed:
+                logger.exception("the draft source failed, which is said once: %s goes on without", request.request_id)
+            self._draft_failed = True
             return ()
 
     def _preempt_younger(self, request: Request) -> bool:

@@ -1,0 +1,111 @@
+"""A whole `LLM` on the symbolic model: engine, scheduler, runner and sampler are the real ones, weights there are none.
+
+Its cache is a `CheckedCache`. The logits after a token are a row of a fixed table, so that answers can be drawn at
+random as well, and logits that come from any other state show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import mambacache.engine.llm
+from mambacache import LLM
+from mambacache.engine.text import REPLACEMENT
+from mambacache.plan import CHUNK, StepPlan
+from mambacache.runner.sizing import Sizes
+from symbolic import VOCAB, RowOfStep, StepFailed, next_token
+from symbolic_driver import CheckedCache
+
+HALF, SILENT = VOCAB - 2, VOCAB - 1  # a token that is text with the next one only, and one that is no text
+
+LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) + 4 * torch.eye(VOCAB)
+"""[token, vocabulary]: what the model gives where the symbolic one says `token`; its argmax is that token."""
+LOGITS[range(VOCAB), range(VOCAB)] += LOGITS.amax(-1)
+
+MAX_MODEL_LEN = 4096
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("A") for letter in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        text, half = "", False
+        for token in token_ids:
+            letter = "" if token == SILENT else chr(ord("A") + token)
+            text, half = (text, True) if token == HALF and not half else (text + ("é" if half else "") + letter, False)
+        return text + REPLACEMENT * half
+
+
+class SymbolicModel:
+    """Stands where `ModelRunner` has its model. `plan` is the step under way."""
+
+    def __init__(self, cache: CheckedCache) -> None:
+        self.plan: StepPlan
+        self._symbolic = cache.runner
+        self._following: dict[int, int] = {}  # by offset in the flat batch
+        self._symbolic.sample = self._note  # type: ignore[method-assign]
+
+    def _note(self, row: RowOfStep, sums: Any, wanted: range) -> list[int]:
+        offsets = range(row.flat.start, row.flat.stop)
+        self._following |= zip(offsets, map(next_token, row.digests.tolist(), sums.tolist()), strict=True)
+        return []
+
+    def tear(self) -> None:
+        """The step's states are half written."""
+        try:
+            self._symbolic.execute(self.plan, [int(step.samples) for step in self.plan.steps], fail=True)
+        except StepFailed:
+            return
+
+    def logits(self, indices: Any, layers: Any, pages: Any) -> torch.Tensor:
+        self._following = {}
+        self._symbolic.execute(self.plan, [int(step.samples) for step in self.plan.steps])
+        return LOGITS[[self._following[offset] for offset in indices.logits_index.tolist()]]
+
+
+def symbolic_llm(
+    *, num_state_blocks: int = 40, num_kv_blocks: int = 60, max_num_seqs: int = 8, max_checkpoints: int = 30,
+    attention: bool = True, **options: Any,
+) -> LLM:  # fmt: skip
+    """An engine with so many blocks, of which `max_checkpoints` may hold cached states."""
+    caches: list[CheckedCache] = []
+
+    def make_cache(config: Any) -> CheckedCache:
+        caches.append(CheckedCache(config))
+        return caches[-1]
+
+    sizes = Sizes(
+        1, 1, num_state_blocks - max_checkpoints, max_checkpoints, num_kv_blocks * attention, max_num_seqs,
+        MAX_MODEL_LEN,
+    )  # fmt: skip
+    loaded = SimpleNamespace(
+        kv_layers=[None] * attention,
+        state_layers=lambda *_: [],
+        config=SimpleNamespace(vocab_size=VOCAB),
+        module=SimpleNamespace(config=SimpleNamespace()),
+    )
+    pool = SimpleNamespace(buffer=torch.zeros(1), layers=[])
+    stubs = {
+        "load_model": lambda *_: loaded, "load_tokenizer": lambda _: Letters(), "plan_memory": lambda *_: sizes,
+        "PrefixCache": make_cache, "StatePool": lambda *_: pool, "allocate_kv_pages": lambda *_: [],
+    }  # fmt: skip
+    with patch.multiple(mambacache.engine.llm, **stubs):
+        llm = LLM(Path("symbolic"), device="cpu", block_size=CHUNK, **options)
+    model = llm.runner.model = SymbolicModel(caches[0])  # type: ignore[assignment]
+    execute = llm.runner.execute
+
+    def executing(plan: StepPlan, sampling: Any) -> Any:
+        model.plan = plan
+        return execute(plan, sampling)
+
+    llm.runner.execute = executing  # type: ignore[method-assign]
+    return llm
