@@ -20,7 +20,7 @@ from mambacache.report import CacheStats, RequestReport
 from mambacache.runner.model_runner import RowOutput
 from mambacache.runner.sampler import RowSampling
 from mambacache.runner.sizing import plan_memory
-from mambacache.scheduler.scheduler import DraftSource
+from mambacache.scheduler.drafts import DraftSource
 from state_watch import StateWatch
 from tiny_models import VOCABULARY, save_tiny_model
 

@@ -29,7 +29,8 @@ from mambacache.report import CacheStats
 from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.runner.sizing import free_memory, plan_memory, present_device
-from mambacache.scheduler.scheduler import DraftSource, Scheduler
+from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

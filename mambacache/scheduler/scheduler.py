@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Callable, Sequence
-from numbers import Integral
+from collections.abc import Sequence
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import Progress, Wait
+from mambacache.scheduler.drafts import Drafts, DraftSource
 from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
-
-DraftSource = Callable[[Request, int], Sequence[int]]
-"""Proposes at most so many tokens to follow a request's known ones: none if it raises, or gives what is no token."""
 
 
 class Scheduler:
@@ -57,9 +54,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._long_prefill = long_prefill_token_threshold
-        self._draft = draft
-        self._vocab_size = vocab_size
-        self._draft_failed = False
+        self._drafts = Drafts(draft, vocab_size) if draft is not None else None
         self._arrivals = 0
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
@@ -217,7 +212,7 @@ class Scheduler:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
             num_tokens = int(self._may_decode(request, progress.in_flight))
-            drafts = self._propose(request) if num_tokens and self._draft is not None else ()
+            drafts = self._propose(request) if num_tokens and self._drafts is not None else ()
         if not num_tokens:
             return False
         step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
@@ -234,7 +229,7 @@ class Scheduler:
         return True
 
     def _may_decode(self, request: Request, in_flight: int) -> bool:
-        if in_flight and (request.siblings or self._draft is not None):
+        if in_flight and (request.siblings or self._drafts is not None):
             return False  # what it goes on from is known when its tokens are: a fork, or the last accepted draft
         return in_flight + len(request.output) < request.params.max_tokens
 
@@ -247,21 +242,9 @@ class Scheduler:
         return 0 if any(step.prefill for step in self._steps.values()) else num_tokens
 
     def _propose(self, request: Request) -> tuple[int, ...]:
-        assert self._draft is not None
+        assert self._drafts is not None
         left = request.params.max_tokens - len(request.output) - 1
-        limit = min(self.cache.config.max_draft_tokens, self._budget - 1, left)
-        if limit <= 0:
-            return ()
-        try:
-            drafts = tuple(self._draft(request, limit)[:limit])
-            if not all(isinstance(token, Integral) and 0 <= token < self._vocab_size for token in drafts):
-                raise ValueError(f"{drafts} are no token ids: give integers from 0 to {self._vocab_size - 1}")
-            return drafts
-        except Exception:  # a draft is only a guess
-            if not self._draft_failed:
-                logger.exception("the draft source failed, which is said once: %s goes on without", request.request_id)
-            self._draft_failed = True
-            return ()
+        return self._drafts.propose(request, min(self.cache.config.max_draft_tokens, self._budget - 1, left))
 
     def _preempt_younger(self, request: Request) -> bool:
         """Preempts the youngest request that came after this one and has no row in this step."""
