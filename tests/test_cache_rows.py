@@ -131,8 +131,8 @@ def test_rows_in_another_order_are_not_laid_out(decode_rows: int) -> None:
 def test_the_last_token_of_a_prompt_in_the_decode_kernels() -> None:
     cache = watched()
     started(cache, "a", text(128))
-    with refused(cache, ValueError, "request 'a' has 128 prompt tokens left: decode takes the last one alone"):
-        cache.allocate("a", 1, decode=True)
+    with refused(cache, ValueError, "request 'a' runs 2 tokens: decode takes one at a time"):
+        cache.allocate("a", 2, decode=True)
     before = run_step(cache, "a", 127).steps[0]
     step = cache.allocate("a", 1, decode=True)
     assert step is not None and not step.prefill and step.samples and step.src == step.dst[0] == before.dst[0]
@@ -141,6 +141,22 @@ def test_the_last_token_of_a_prompt_in_the_decode_kernels() -> None:
     cache.issued(plan.steps)
     cache.accept(plan.steps, {"a": [1]})
     cache.add("b", [*text(128), 1])
+    found = cache.match("b")
+    assert (found.num_tokens, found.exact) == (128, False)  # near
+    all_free(cache)
+
+
+def test_a_token_amid_a_prompt_in_the_decode_kernels() -> None:
+    """A host that has one token of its budget left for a prompt, and orders rows of one token first."""
+    cache = watched()
+    started(cache, "a", text(200))
+    for decode in (True, True, False):
+        step = cache.allocate("a", 1 if decode else 126, decode=decode)
+        assert step is not None and step.prefill is not decode and not step.samples
+        plan = cache.plan([step])
+        cache.issued(plan.steps)
+        cache.accept(plan.steps, {})
+    cache.add("b", text(200))
     found = cache.match("b")
     assert (found.num_tokens, found.exact) == (128, False)  # near
     all_free(cache)

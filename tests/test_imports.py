@@ -39,6 +39,7 @@ LAYERS: dict[str, set[str]] = {
     "engine.stepper": {"plan", "scheduler", "runner", "engine.answers", "engine.outputs"},
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "cli": {"config", "models", "runner", "engine"},
+    "vllm": {"cache.prefix_cache", "config", "plan", "report", "kernels"},
 }
 # All that these parts may import from other distributions.
 DISTRIBUTIONS: dict[str, set[str]] = {
@@ -54,6 +55,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "engine.outputs": set(),
     "engine.text": set(),
     "engine.prompts": {"numpy", "torch"},
+    "vllm": {"numpy", "torch", "vllm"},
 }
 
 
@@ -176,6 +178,9 @@ def test_no_import_cycle() -> None:
         ("mambacache.engine.text", "transformers"),
         ("mambacache.engine.outputs", "mambacache.scheduler.request"),
         ("mambacache.plan", "mambacache.config"),
+        ("mambacache.vllm.scheduler", "mambacache.cache.pool"),
+        ("mambacache.vllm.worker", "mambacache.runner.model_runner"),
+        ("mambacache.engine.llm", "mambacache.vllm.config"),
     ],
 )
 def test_layers_forbid(importer: str, imported: str) -> None:

@@ -182,7 +182,7 @@ class PrefixCache:
         Args:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
             drafts: guesses of the tokens after a decoding request's last one.
-            decode: a prompt's last single token runs in the decode kernels (its state is then near).
+            decode: a single token of the prompt runs in the decode kernels (its state is then near).
 
         Returns:
             None, and nothing has changed: there is no room.

@@ -91,8 +91,8 @@ def check_next_row(
     if life.drafted:
         raise RuntimeError(f"{_name(request)} has drafts in flight: accept that step before the next one")
     check_integer("num_tokens", num_tokens, 1, left if left > 1 else 1)
-    if decode and left > 1:
-        raise ValueError(f"{_name(request)} has {left} prompt tokens left: decode takes the last one alone")
+    if decode and num_tokens != 1:
+        raise ValueError(f"{_name(request)} runs {num_tokens} tokens: decode takes one at a time, and drafts beside it")
     if left <= 0 and life.computed >= len(request.tokens) + request.in_flight:
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts):

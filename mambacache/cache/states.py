@@ -68,12 +68,13 @@ class States:
         if end > pages_before * self._size and not self._pages.grow(life, end):
             return None
         src, boundary_index = life.state.block if life.state is not None else 0, -1
-        dst: Sequence[Lease] | None = ()
+        dst: Sequence[Lease] = ()
         if prefill or drafts or not self._may_write_in_place(life):
-            dst = self._fresh(life, count)
-            if dst is None:
+            fresh = self._fresh(life, count)
+            if fresh is None:
                 self._pages.shrink(life, pages_before)
                 return None
+            dst = fresh
         if drafts:
             to_boundary = self._size - start % self._size
             boundary_index = to_boundary - 1 if 1 < to_boundary <= num_tokens else -1

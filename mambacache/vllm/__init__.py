@@ -1,0 +1,37 @@
+"""mambacache as a plugin of vLLM: recurrent states leave vLLM's KV cache and live in a pool of their own.
+
+Nothing of vLLM is replaced while it is imported: the plugin registers model classes, layers and a config hook, which
+names its scheduler and its worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from mambacache.vllm.log import logger
+
+
+def register() -> None:
+    """Called by vLLM in every process: front end, engine core, each worker, and the one that inspects a model.
+
+    Only with MAMBACACHE=1, and not at all where vLLM is not as `contract` knows it: vLLM serves as always then.
+    """
+    wanted = os.environ.get("MAMBACACHE", "0")
+    if wanted not in ("0", "1"):
+        logger.error("mambacache is off: MAMBACACHE is %r, set it to 1 or 0", wanted)
+    if wanted != "1" or "mambacache.vllm.layers" in sys.modules:
+        return
+    from mambacache.vllm import contract
+
+    if (difference := contract.difference()) is not None:
+        logger.error("mambacache is off: %s", difference)
+        return
+    from vllm import ModelRegistry
+
+    from mambacache.vllm import config, layers, models
+
+    for architecture in models.ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"mambacache.vllm.models:{architecture}")
+        config.hook(architecture)
+    layers.register()

@@ -1,0 +1,72 @@
+"""The config hook: refuses what does not work, and names scheduler and worker."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mambacache.plan import CHUNK
+from mambacache.vllm.log import logger
+from mambacache.vllm.settings import Settings
+
+
+def refuse(config: Any) -> None:
+    """Raises ValueError, with a sentence that says what to leave out, for what does not work with the plugin."""
+    parallel = config.parallel_config
+    for what, on in {
+        "speculative decoding (--speculative-config)": config.speculative_config is not None,
+        "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
+        "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)": max(
+            parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+        )
+        > 1,
+        "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
+        "another scheduler (--scheduler-cls)": config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
+        "another worker (--worker-cls)": parallel.worker_cls not in ("auto", WORKER),
+        "prompt embeddings (--enable-prompt-embeds)": config.model_config.enable_prompt_embeds,
+        "convolution states of layout DS (VLLM_SSM_CONV_STATE_LAYOUT)": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT")
+        not in (None, "SD"),
+        "model runner V1 on a GPU (VLLM_USE_V2_MODEL_RUNNER=0)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+        and not is_cpu(),
+    }.items():
+        if on:
+            raise ValueError(f"mambacache does not work with {what} yet: leave that out, or set MAMBACACHE=0")
+
+
+SCHEDULER = "mambacache.vllm.scheduler.make"
+WORKER = "mambacache.vllm.worker.StateWorker"
+
+
+def is_cpu() -> bool:
+    """Whether this is a build of vLLM for the CPU."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def hook(architecture: str) -> None:
+    """Has vLLM call us, after its own hook, when it settles the configuration of a model of this architecture."""
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    original = MODELS_CONFIG_MAP.get(architecture)
+
+    class StateCacheConfig(original or object):
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            if original is not None:
+                original.verify_and_update_config(vllm_config)
+            refuse(vllm_config)
+            Settings.of(vllm_config)
+            cache = vllm_config.cache_config
+            if not cache.user_specified_block_size:
+                cache.block_size, cache.user_specified_block_size = CHUNK, True
+            vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+            vllm_config.parallel_config.worker_cls = WORKER
+            logger.info("mambacache serves the recurrent states of %s; MAMBACACHE=0 leaves them to vLLM", architecture)
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if original is not None:
+                original.verify_and_update_model_config(model_config)
+
+    MODELS_CONFIG_MAP[architecture] = StateCacheConfig

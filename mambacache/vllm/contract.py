@@ -1,0 +1,140 @@
+"""What of vLLM the plugin builds on: names and their parameters, read from its files without importing it.
+
+    python -m mambacache.vllm.contract [FOLDER]
+
+compares the vLLM that is installed, or that lies in a folder, and says what differs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+SERVED = "0.32 and 0.33"
+
+SCHEDULER = "v1/core/sched/scheduler.py"
+LAYERS = "model_executor/layers/mamba"
+
+# For every file its functions and methods with their parameters; where versions differ, one after the other.
+HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
+    SCHEDULER: {
+        "Scheduler.__init__": (
+            "self vllm_config kv_cache_config structured_output_manager block_size hash_block_size mm_registry"
+            " include_finished_set log_stats",
+        ),
+        "Scheduler.add_request": ("self request",),
+        "Scheduler._handle_blocked_waiting_request": ("self request",),
+        "Scheduler._get_local_prefix_cache_hit": ("self request", "self request max_cache_hit_length"),
+        "Scheduler._preempt_request": ("self request timestamp drop_stale_output",),
+        "Scheduler._free_request": ("self request delay_free_blocks",),
+        "Scheduler.reset_prefix_cache": ("self reset_running_requests reset_connector",),
+        "Scheduler._mamba_block_aligned_split": (
+            "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens",
+        ),
+        "Scheduler.schedule": ("self throttle_prefills",),
+        "Scheduler._update_request_with_output": ("self request new_token_ids is_stale",),
+        "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
+    },
+    "v1/core/kv_cache_manager.py": {
+        "KVCacheManager.allocate_slots": (
+            "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens"
+            " num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks"
+            " has_scheduled_reqs skip_zeroing_group_ids",
+        ),
+        "KVCacheManager.get_computed_blocks": ("self request", "self request max_cache_hit_length"),
+        "KVCacheManager.truncate_computed_blocks": ("self blocks num_computed_tokens",),
+    },
+    "model_executor/custom_op.py": {"PluggableLayer.register_oot": ("cls _decorated_layer_cls name",)},
+    "model_executor/models/registry.py": {"_ModelRegistry.register_model": ("self model_arch model_cls",)},
+    "v1/worker/gpu_worker.py": {
+        "Worker.load_model": ("self * load_dummy_weights",),
+        "Worker.execute_model": ("self scheduler_output",),
+    },
+    "v1/worker/gpu/model_states/default.py": {
+        "DefaultModelState.prepare_attn": (
+            "self input_batch cudagraph_mode block_tables slot_mappings attn_groups kv_cache_config for_capture"
+            " ubatch_idx model_specific_attn_metadata",
+        ),
+    },
+    "v1/worker/gpu/model_states/interface.py": {"ModelState.get_additional_cg_support": ("self",)},
+    "v1/worker/gpu_model_runner.py": {
+        "GPUModelRunner._prepare_inputs": ("self scheduler_output num_scheduled_tokens",),
+        "GPUModelRunner.calculate_reorder_batch_threshold": ("self",),
+    },
+    f"{LAYERS}/abstract.py": {
+        "MambaBase.get_kv_cache_spec": ("self vllm_config",),
+        "MambaBase.get_state_shape": ("self",),
+        "MambaBase.get_state_dtype": ("self",),
+    },
+    f"{LAYERS}/gdn/qwen_gdn_linear_attn.py": {
+        "QwenGatedDeltaNetAttention._forward_core": ("self mixed_qkv b a core_attn_out",)
+    },
+    f"{LAYERS}/gdn/olmo_gdn_linear_attn.py": {
+        "OlmoHybridGatedDeltaNetAttention._forward_core": ("self mixed_qkv b a core_attn_out",)
+    },
+    f"{LAYERS}/gdn/kimi_gdn_linear_attn.py": {
+        "KimiGatedDeltaNetAttention._forward": ("self mixed_qkv g1 g2 beta core_attn_out",)
+    },
+    f"{LAYERS}/mamba_mixer2.py": {"MambaMixer2.conv_ssm_forward": ("self projected_states output",)},
+    f"{LAYERS}/mamba_mixer.py": {"MambaMixer.forward_impl": ("self hidden_states output",)},
+    f"{LAYERS}/short_conv.py": {"ShortConv.forward_cuda": ("self hidden_states output",)},
+}
+
+
+def difference(folder: Path | None = None) -> str | None:
+    """One sentence that says what of a vLLM the plugin does not know; None if it knows all that it needs.
+
+    Args:
+        folder: the package `vllm`; the installed one if None.
+    """
+    if folder is None:
+        spec = find_spec("vllm")
+        if spec is None or spec.origin is None:
+            return f"vLLM is not installed: it serves vLLM {SERVED}"
+        folder = Path(spec.origin).parent
+    for file, hooks in HOOKS.items():
+        path = folder / file
+        found = _signatures(path) if path.exists() else {}
+        for name, known in hooks.items():
+            if found.get(name) not in known:
+                module = ".".join(["vllm", *Path(file).with_suffix("").parts])
+                what = "has no" if name not in found else "changed"
+                return f"vLLM{_version(folder)} {what} {module}.{name}; it serves vLLM {SERVED}"
+    return None
+
+
+def _signatures(path: Path) -> dict[str, str]:
+    """The parameters of the methods of all classes of a file."""
+    found = {}
+    for cls in ast.parse(path.read_text()).body:
+        for method in cls.body if isinstance(cls, ast.ClassDef) else ():
+            if isinstance(method, ast.FunctionDef):
+                found[f"{cls.name}.{method.name}"] = _parameters(method.args)
+    return found
+
+
+def _parameters(args: ast.arguments) -> str:
+    names = [each.arg for each in (*args.posonlyargs, *args.args)]
+    if args.vararg or args.kwonlyargs:
+        names += ["*" + (args.vararg.arg if args.vararg else ""), *(each.arg for each in args.kwonlyargs)]
+    return " ".join([*names, *(["**" + args.kwarg.arg] if args.kwarg else [])])
+
+
+def _version(folder: Path) -> str:
+    path = folder / "_version.py"
+    match = re.search(r"""\b__version__ = version = ['"]([^'"]+)""", path.read_text()) if path.exists() else None
+    return f" {match[1]}" if match else ""
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    found = difference(folder)
+    print(found or f"mambacache knows all that it needs of this vLLM ({sum(map(len, HOOKS.values()))} hooks)")
+    sys.exit(found is not None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""vLLM's scheduler with `PrefixCache` beside its KV cache manager."""
+
+from __future__ import annotations
+
+import time
+from math import lcm
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.config import CacheConfig
+from mambacache.plan import CHUNK, SequenceStep
+from mambacache.report import Wait
+from mambacache.vllm.config import is_cpu
+from mambacache.vllm.log import logger
+from mambacache.vllm.rows import Sender
+from mambacache.vllm.settings import Settings
+from mambacache.vllm.sizing import read_blocks
+
+REPORT_SECONDS = 60.0
+FINISHED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class Mixin:
+    """Before one of vLLM's schedulers, which asks it at the places that are meant for connectors and for Mamba.
+
+    A request is admitted by both caches or by none: what `PrefixCache` admitted in a step and vLLM did not schedule is
+    withdrawn at its end. The KV that is hit is cut to the state that is hit.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._caching = bool(self.cache_config.enable_prefix_caching)
+        self.states = PrefixCache(
+            CacheConfig(
+                num_state_blocks=read_blocks(self.vllm_config),
+                block_size=lcm(CHUNK, self.block_size),
+                max_checkpoints=None if self._caching else 0,
+                checkpoint_interval=Settings.of(self.vllm_config).checkpoint_interval,
+            )
+        )
+        self.need_mamba_block_aligned_split = True  # makes schedule() ask _mamba_block_aligned_split for every chunk
+        self._lone_prompts_decode = not is_cpu()  # model runner V1 puts a prompt of one token behind the decode rows
+        self._rows: dict[str, SequenceStep] = {}  # allocated in this schedule()
+        self._hits: dict[str, tuple[object, int]] = {}  # admitted in this schedule()
+        self._held = False  # one that found no room holds back those behind it
+        self._sampled: dict[str, list[int]] = {}
+        self._gone: list[tuple[str, bool]] | None = None  # who ended inside update_from_output
+        self._sender = Sender()
+        self._steps_out: dict[int, tuple[SequenceStep, ...]] = {}  # by the identity of vLLM's output
+        self._reported = time.monotonic()
+        self._allocate_kv = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_slots
+        logger.info(
+            "mambacache: %d states, hits every %d tokens, KV blocks of %d tokens",
+            self.states.config.num_state_blocks, self.states.config.block_size, self.block_size,
+        )  # fmt: skip
+
+    # --- requests ---
+
+    def add_request(self, request: Any) -> None:
+        name = request.request_id
+        if request.prompt_token_ids is None or request.resumable:
+            raise ValueError("mambacache takes token prompts only, and no streaming input: set MAMBACACHE=0 for these")
+        if not self.states.knows(name):
+            lora = request.lora_request.lora_name if request.lora_request else ""
+            media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
+            self.states.add(
+                name,
+                request.prompt_token_ids,
+                salt=repr((request.cache_salt, lora)),
+                extra_keys=media,
+                read=self._caching and not request.skip_reading_prefix_cache,
+            )
+        super().add_request(request)
+
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """False: schedule() passes the request over in this step."""
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        name = request.request_id
+        if self._held or name in self._hits:
+            return not self._held
+        blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
+        found = self.states.admit(name, kv_tokens=covered)
+        if isinstance(found, Wait):
+            self._held = found.reason == "no room"
+            return False
+        self._hits[name] = (self.kv_cache_manager.truncate_computed_blocks(blocks, found.num_tokens), found.num_tokens)
+        return True
+
+    def _get_local_prefix_cache_hit(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (*self._hits[request.request_id], 0, False)
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        super()._preempt_request(request, *args, **kwargs)
+        self._rows.pop(request.request_id, None)
+        if self.states.runs(request.request_id):
+            self.states.preempt(request.request_id)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        name, finished = request.request_id, request.status in FINISHED
+        if self._gone is not None:  # its last tokens are not accepted yet
+            self._gone.append((name, finished))
+        elif self.states.knows(name):
+            self.states.free(name, finished=finished)
+        return super()._free_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        done = super().reset_prefix_cache(*args, **kwargs)
+        if done:
+            self.states.reset()
+        return done
+
+    # --- steps ---
+
+    def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
+        return min(num_new_tokens, self.states.chunk(request.request_id, num_new_tokens)) if num_new_tokens > 0 else 0
+
+    def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """State first, then KV; None has vLLM preempt its youngest request and ask again."""
+        name = request.request_id
+        row = self._rows.get(name)
+        if row is not None and row.num_tokens != num_new_tokens:
+            self.states.drop(self._rows.pop(name))
+            row = None
+        if row is None:
+            decode = num_new_tokens == 1 and (request.num_computed_tokens > 0 or self._lone_prompts_decode)
+            row = self.states.allocate(name, num_new_tokens, decode=decode)
+            if row is None:
+                return None
+            self._rows[name] = row
+        return self._allocate_kv(request, num_new_tokens, *args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._hits.clear()
+        self._held = False
+        output = super().schedule(*args, **kwargs)
+        scheduled = output.num_scheduled_tokens
+        steps = [self._rows.pop(name) for name in scheduled]
+        for name, row in self._rows.items():  # got a state, and no KV
+            if name not in self._hits:
+                self.states.drop(row)
+        self._rows.clear()
+        for name in self._hits:
+            if name not in scheduled and self.states.runs(name):
+                self.states.withdraw(name)
+        if steps:
+            rows = self.states.plan_rows(steps)
+            self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
+            output.mambacache = self._sender.columns(rows, output.finished_req_ids)
+            self._steps_out[id(output)] = rows
+        self._report()
+        return output
+
+    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        result = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        self._sampled[request.request_id] = list(result[0])
+        return result
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._gone = []
+        try:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        finally:
+            gone, self._gone = self._gone, None
+            sampled, self._sampled = self._sampled, {}
+            self.states.accept(self._steps_out.pop(id(scheduler_output), ()), sampled)
+            for name, finished in gone:
+                if self.states.knows(name):
+                    self.states.free(name, finished=finished)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now - self._reported < REPORT_SECONDS:
+            return
+        self._reported = now
+        stats = self.states.stats
+        losses = ", ".join(f"{reason}: {tokens:,}" for reason, tokens in stats.losses.items() if tokens) or "none"
+        logger.info(
+            "mambacache: %s of %s prompt tokens hit so far, of %s that had been computed before; lost, by reason: %s",
+            f"{stats.hit_tokens:,}", f"{stats.prompt_tokens:,}", f"{stats.ceiling_tokens:,}", losses,
+        )  # fmt: skip
+
+
+class StateScheduler(Mixin, Scheduler):
+    """One step at a time."""
+
+
+class AsyncStateScheduler(Mixin, AsyncScheduler):
+    """Steps ahead of the tokens."""
+
+
+def make(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
+    """What stands in `scheduler_cls`: vLLM knows whether it schedules asynchronously only after the config hook."""
+    cls = AsyncStateScheduler if vllm_config.scheduler_config.async_scheduling else StateScheduler
+    return cls(vllm_config=vllm_config, **kwargs)

@@ -1,0 +1,52 @@
+"""What a user sets for the plugin: `--additional-config '{"mambacache": {...}}'`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Args:
+    state_bytes: memory of the state pool on each GPU, such as "20GiB"; None for half of what the weights leave.
+    num_state_blocks: states in it, in place of `state_bytes`.
+    checkpoint_interval: also store a state every so many tokens, a multiple of 64; 0 for none.
+    """
+
+    state_bytes: int | None = None
+    num_state_blocks: int | None = None
+    checkpoint_interval: int = 0
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Settings:
+        """Those of a vLLM configuration.
+
+        Raises:
+            ValueError: a name or a value is of no use.
+        """
+        given = (vllm_config.additional_config or {}).get("mambacache", {})
+        names = [field.name for field in fields(cls)]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise ValueError(f"mambacache takes {', '.join(names)} in --additional-config, and got {given!r}")
+        values = {name: value for name, value in given.items() if value is not None}
+        if "state_bytes" in values:
+            values["state_bytes"] = parse_bytes(values["state_bytes"])
+        for name, value in values.items():
+            if type(value) is not int or value < (0 if name == "checkpoint_interval" else 1):
+                raise ValueError(f"mambacache: {name} is {value!r} in --additional-config: give a positive integer")
+        if len(values.keys() & {"state_bytes", "num_state_blocks"}) == 2:
+            raise ValueError("mambacache: give state_bytes or num_state_blocks in --additional-config, not both")
+        return cls(**values)
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes of an integer, or of a text such as "20GiB" or "500 MB"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+    if match is None or isinstance(value, bool):
+        raise ValueError(f'mambacache: state_bytes is {value!r} in --additional-config: give bytes, or "20GiB"')
+    return int(float(match[1]) * UNITS[match[2] or ""])

@@ -1,0 +1,84 @@
+"""How many states the pool holds: one number for all ranks, and for the scheduler.
+
+It is settled when the weights are there, before vLLM measures what is left for KV pages, so that both stay inside
+`gpu_memory_utilization`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mambacache.vllm.settings import Settings
+
+CPU_BYTES = 1 << 30
+"""The pool on a CPU, where nothing else is said."""
+
+
+def pool_blocks(vllm_config: Any, block_bytes: int, device: torch.device) -> int:
+    """States for which this rank has memory, beside the null block.
+
+    Raises:
+        ValueError: fewer than two.
+    """
+    settings = Settings.of(vllm_config)
+    if settings.num_state_blocks is not None:
+        return settings.num_state_blocks
+    budget = settings.state_bytes
+    if budget is None and device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(vllm_config.cache_config.gpu_memory_utilization * total - (total - free)) // 2
+    elif budget is None:
+        budget = CPU_BYTES
+    blocks = budget // block_bytes - 1
+    if blocks < 2:
+        raise ValueError(
+            f"mambacache: {budget:,} bytes hold {max(blocks, 0)} states of {block_bytes:,} beside the null one: raise "
+            "state_bytes in --additional-config, or gpu_memory_utilization"
+        )
+    return blocks
+
+
+def least_of_all_ranks(blocks: int) -> int:
+    """The smallest number over the ranks of this engine."""
+    from vllm.distributed import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return blocks
+    least = torch.tensor(blocks)
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return int(least)
+
+
+def write_blocks(vllm_config: Any, blocks: int) -> None:
+    """The first rank leaves the number for the scheduler, which may live in another process of the same machine."""
+    path = _path(vllm_config)
+    path.with_suffix(".new").write_text(str(blocks))
+    path.with_suffix(".new").replace(path)
+
+
+def read_blocks(vllm_config: Any) -> int:
+    """What `write_blocks` left, or what the settings say.
+
+    Raises:
+        ValueError: neither is there.
+    """
+    path, given = _path(vllm_config), Settings.of(vllm_config).num_state_blocks
+    if not path.exists() and given is None:
+        raise ValueError(
+            "mambacache: the scheduler found no number of states from its workers, which may run on another machine: "
+            "set num_state_blocks in --additional-config"
+        )
+    blocks = int(path.read_text()) if path.exists() else given
+    path.unlink(missing_ok=True)
+    assert blocks is not None
+    return blocks
+
+
+def _path(vllm_config: Any) -> Path:
+    rank = vllm_config.parallel_config.data_parallel_rank
+    return Path(tempfile.gettempdir()) / f"mambacache-{vllm_config.instance_id}-{rank}"

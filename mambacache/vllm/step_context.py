@@ -1,0 +1,55 @@
+"""What the layers of one model runner share: the pool, and the indices of the step that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mambacache.kernels import StateIndices, StatePool
+from mambacache.plan import layout
+from mambacache.vllm.rows import Columns, Receiver
+
+
+class StepContext:
+    """`indices` is None in runs that have no plan (profiling, warm-up of mixed batches): layers give zeros then.
+
+    Args:
+        layers: the recurrent layers, each with `state_tensors()` and `bind_states(context, views)`.
+        num_blocks: states of the pool, beside the null block.
+        max_rows: rows of a step, at most.
+        device: where the pool lies.
+    """
+
+    def __init__(self, layers: Sequence[Any], num_blocks: int, max_rows: int, device: torch.device) -> None:
+        self._device = device
+        self._receiver = Receiver()
+        self._stepping = False
+        self.indices: StateIndices | None = None
+        self.pool = StatePool([layer.state_tensors() for layer in layers], num_blocks, device)
+        for layer, views in zip(layers, self.pool.layers, strict=True):
+            layer.bind_states(self, views)
+        self._decode = StateIndices.decode_buffers(max_rows, 1, device)
+
+    def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
+        """The scheduler's rows of the step that comes; None: it has none."""
+        self._stepping = columns is not None
+        if columns is not None:
+            self._receiver.take(columns, finished)
+
+    def begin(self, names: Sequence[str], padded_rows: int | None = None) -> None:
+        """The step's rows in the order of the batch; with `padded_rows`, for a full graph of so many decode rows."""
+        self.indices = None
+        rows = self._receiver.rows
+        steps = [rows[name] for name in names if name in rows] if self._stepping else []
+        if padded_rows is not None:
+            self.indices = self._decode.fill(layout(steps, len(steps)) if steps else {}, padded_rows)
+        elif len(steps) == len(names) and steps:
+            decodes = sum([not step.prefill for step in steps])
+            self.indices = StateIndices.from_arrays(layout(steps, decodes), self._device)
+
+    def end(self) -> None:
+        """The forward pass is on the stream."""
+        self.indices = None
+        self._stepping = False

@@ -1,0 +1,70 @@
+"""The worker: a pool of states beside the weights, and the rows of each step for its model runner."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+from mambacache.kernels.state_pool import state_bytes
+from mambacache.vllm.config import is_cpu
+from mambacache.vllm.layers import check_all_ours
+from mambacache.vllm.log import logger
+from mambacache.vllm.sizing import least_of_all_ranks, pool_blocks, write_blocks
+from mambacache.vllm.step_context import StepContext
+
+
+class Mixin:
+    """Before one of vLLM's workers."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        runner = self.model_runner
+        layers = check_all_ours(runner.compilation_config.static_forward_context)
+        size = state_bytes([layer.state_tensors() for layer in layers])
+        blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, runner.device))
+        if self.rank == 0:
+            write_blocks(self.vllm_config, blocks)
+        tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode gives this memory back
+        with tagged(tag="kv_cache") if tagged is not None else nullcontext():
+            most = self.vllm_config.scheduler_config.max_num_seqs
+            self.states = StepContext(layers, blocks, most, runner.device)
+        logger.info(
+            "mambacache: %d states of %.2f MB in %.2f GB on each rank", blocks, size / 1e6, (blocks + 1) * size / 1e9
+        )
+        runner.get_model().mambacache = self.states
+        if is_cpu():
+            _attach_v1(runner, self.states)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self.states.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        finally:
+            self.states.end()
+
+
+def _attach_v1(runner: Any, states: StepContext) -> None:
+    """Model runner V1 has no hook between the order of the batch and the forward pass: two methods of this instance."""
+    prepare, threshold = runner._prepare_inputs, runner.calculate_reorder_batch_threshold
+
+    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+        result = prepare(*args, **kwargs)
+        states.begin(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
+        return result
+
+    def calculate_reorder_batch_threshold() -> None:
+        threshold()
+        runner.reorder_batch_threshold = 1  # rows of one token stand first
+
+    runner._prepare_inputs = prepare_inputs
+    runner.calculate_reorder_batch_threshold = calculate_reorder_batch_threshold
+
+
+def __getattr__(name: str) -> Any:
+    """`StateWorker`, on the worker of this build of vLLM."""
+    if name != "StateWorker":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, cls = ("cpu_worker", "CPUWorker") if is_cpu() else ("gpu_worker", "Worker")
+    base = getattr(import_module(f"vllm.v1.worker.{module}"), cls)
+    return globals().setdefault("StateWorker", type("StateWorker", (Mixin, base), {"__module__": __name__}))
