@@ -1,0 +1,146 @@
+"""vLLM with mambacache's plugin and without it, one after the other in one run: prompts that share a prefix, decoding.
+
+    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--engines vllm plugin] [--in-process] [--mode FULL_DECODE_ONLY]
+
+Each engine runs in a process of its own, with dummy weights: times and hits mean something, texts do not. Nothing is
+detokenised. Of each workload the median of three runs after one to warm up, beside the best; cold ones run once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REQUESTS = 64
+SHARED = ((4096, 64), (4001, 512))  # tokens in common, and of each prompt's own
+
+
+@dataclass
+class Row:
+    """One workload: seconds of all requests together, and what vLLM counts as hit."""
+
+    workload: str
+    engine: str
+    seconds: float
+    best: float
+    hit_tokens: int
+    prompt_tokens: int
+
+
+def workloads(llm: Any, engine: str) -> Iterator[Row]:
+    from vllm import SamplingParams
+
+    rng = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(250) for _ in range(count)]
+
+    def run(prompts: list[list[int]], output: int) -> tuple[float, int]:
+        params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return time.perf_counter() - start, sum(each.num_cached_tokens or 0 for each in outputs)
+
+    def row(name: str, batches: list[list[list[int]]], output: int) -> Row:
+        done = [run(batch, output) for batch in batches]
+        seconds, hits = [each[0] for each in done], done[-1][1]
+        return Row(name, engine, statistics.median(seconds), min(seconds), hits, sum(map(len, batches[-1])))
+
+    for shared, own in SHARED:
+        run([tokens(shared + own) for _ in range(REQUESTS)], 1)  # warm-up
+        yield row(f"cold, {REQUESTS} x {shared + own}", [[tokens(shared + own) for _ in range(REQUESTS)]], 1)
+        common = tokens(shared)
+        burst = [common + tokens(own) for _ in range(REQUESTS)]
+        yield row(f"{REQUESTS} x ({shared} shared + {own}) at once, nothing cached", [burst], 1)
+        common = tokens(shared)
+        for _ in range(2):
+            run([common + tokens(own)], 1)
+        batches = [[common + tokens(own) for _ in range(REQUESTS)] for _ in range(4)]
+        run(batches[0], 1)
+        yield row(f"{REQUESTS} x ({shared} shared + {own})", batches[1:], 1)
+    for count in (REQUESTS, 1):
+        batches = [[tokens(512) for _ in range(count)] for _ in range(4)]
+        run(batches[0], 128)
+        yield row(f"decode {count} x 128 after 512", batches[1:], 128)
+
+
+def measure(arguments: argparse.Namespace, engine: str) -> None:
+    """One engine, in this process; writes its rows."""
+    from vllm import LLM
+
+    options: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": "triton"}}
+    if arguments.mode != "default":
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": arguments.mode}
+    start = time.perf_counter()
+    llm = LLM(
+        model=arguments.model, load_format="dummy", max_model_len=16384, max_num_seqs=REQUESTS, dtype="bfloat16",
+        gpu_memory_utilization=0.5, enable_prefix_caching=True, mamba_ssm_cache_dtype="float32", seed=0, **options,
+    )  # fmt: skip
+    print(f"{engine}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
+    rows = []
+    for row in workloads(llm, engine):
+        print(
+            f"{engine:8}{row.workload:50}{row.seconds:8.3f} s  best {row.best:.3f}  hit {row.hit_tokens:,}", flush=True
+        )
+        rows.append(asdict(row))
+    Path(arguments.json).write_text(json.dumps(rows))
+    llm.llm_engine.engine_core.shutdown()
+
+
+def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every engine in a process of its own."""
+    rows: list[dict[str, Any]] = []
+    for engine in arguments.engines:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows.json"
+            command = [sys.executable, __file__, arguments.model, "--engine", engine, "--json", str(out)]
+            environment = os.environ | {
+                "MAMBACACHE": "1" if engine == "plugin" else "0",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if arguments.in_process else "1",
+            }
+            subprocess.run([*command, "--mode", arguments.mode], check=True, env=environment)
+            rows += json.loads(out.read_text())
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--json")
+    parser.add_argument("--engines", nargs="+", default=["plugin", "vllm"], choices=["plugin", "vllm"])
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--in-process", action="store_true", help="the engine core in the process of its caller")
+    parser.add_argument("--mode", default="FULL_DECODE_ONLY", help="of CUDA graphs; default: vLLM's own, compiled")
+    arguments = parser.parse_args()
+    if arguments.engine:
+        measure(arguments, arguments.engine)
+        return
+    rows = compare(arguments)
+    times = {(row["workload"], row["engine"]): row["seconds"] for row in rows}
+    for workload in dict.fromkeys(row["workload"] for row in rows):
+        if len(arguments.engines) == 2:
+            print(f"{workload:50}{times[workload, 'plugin'] / times[workload, 'vllm']:6.2f} of vLLM's time")
+    if arguments.json:
+        import torch
+
+        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+        versions = {name: version(name) for name in ("torch", "triton", "vllm", "transformers")}
+        about = {"gpu": torch.cuda.get_device_name(), "versions": versions, "commit": head or None}
+        about |= {"mode": arguments.mode, "in_process": arguments.in_process}
+        Path(arguments.json).write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
