@@ -1,6 +1,6 @@
 """vLLM with mambacache's plugin and without it, one after the other in one run: prompts that share a prefix, decoding.
 
-    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--engines vllm plugin] [--in-process] [--mode FULL_DECODE_ONLY]
+    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--engines vllm plugin] [--in-process] [--mode MODE]
 
 Each engine runs in a process of its own, with dummy weights: times and hits mean something, texts do not. Nothing is
 detokenised. Of each workload the median of three runs after one to warm up, beside the best; cold ones run once.
