@@ -59,11 +59,12 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
         return Row(name, engine, statistics.median(seconds), min(seconds), hits, sum(map(len, batches[-1])))
 
     for shared, own in SHARED:
-        run([tokens(shared + own) for _ in range(REQUESTS)], 1)  # warm-up
-        yield row(f"cold, {REQUESTS} x {shared + own}", [[tokens(shared + own) for _ in range(REQUESTS)]], 1)
-        common = tokens(shared)
-        burst = [common + tokens(own) for _ in range(REQUESTS)]
-        yield row(f"{REQUESTS} x ({shared} shared + {own}) at once, nothing cached", [burst], 1)
+        cold = [[tokens(shared + own) for _ in range(REQUESTS)] for _ in range(2)]
+        bursts = [[common + tokens(own) for _ in range(REQUESTS)] for common in (tokens(shared), tokens(shared))]
+        for warm_up in (cold[0], bursts[0]):
+            run(warm_up, 1)
+        yield row(f"cold, {REQUESTS} x {shared + own}", cold[1:], 1)
+        yield row(f"{REQUESTS} x ({shared} shared + {own}) at once, nothing cached", bursts[1:], 1)
         common = tokens(shared)
         for _ in range(2):
             run([common + tokens(own)], 1)

@@ -30,10 +30,9 @@ class StateLayer:
         self._context = context
         self._states = views
 
-    @property
-    def indices(self) -> StateIndices | None:
-        """Of the step that runs; None in a dummy run."""
-        return self._context.indices if hasattr(self, "_context") else None
+    def indices(self, x: Tensor) -> StateIndices:
+        """Of the step that runs, for activations [F, ...]."""
+        return self._context.indices(len(x))
 
 
 def conv_weight(conv: Any) -> Tensor:
@@ -53,10 +52,7 @@ class QwenGatedDeltaNet(StateLayer, QwenGatedDeltaNetAttention):
         self._forward_method = self.forward_cuda  # on a CPU too: it reaches _forward_core by the opaque op
 
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
-        indices = self.indices
-        if indices is None:
-            core_attn_out.zero_()
-            return
+        indices = self.indices(mixed_qkv)
         tokens = indices.num_tokens
         windows, states = self._states
         x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, indices)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from mambacache.kernels import StateIndices, StatePool
-from mambacache.plan import layout
+from mambacache.plan import SequenceStep, layout
 from mambacache.vllm.rows import Columns, Receiver
 
 
 class StepContext:
-    """`indices` is None in runs that have no plan (profiling, warm-up of mixed batches): layers give zeros then.
+    """Runs that have no plan (profiling, warm-up of mixed batches) prefill from null to null: kernels are compiled by
+    them, and vLLM sees the memory that they take, but no state is read or stored.
 
     Args:
         layers: the recurrent layers, each with `state_tensors()` and `bind_states(context, views)`.
@@ -26,7 +27,8 @@ class StepContext:
         self._device = device
         self._receiver = Receiver()
         self._stepping = False
-        self.indices: StateIndices | None = None
+        self._indices: StateIndices | None = None
+        self._null: dict[int, StateIndices] = {}
         self.pool = StatePool([layer.state_tensors() for layer in layers], num_blocks, device)
         for layer, views in zip(layers, self.pool.layers, strict=True):
             layer.bind_states(self, views)
@@ -40,16 +42,25 @@ class StepContext:
 
     def begin(self, names: Sequence[str], padded_rows: int | None = None) -> None:
         """The step's rows in the order of the batch; with `padded_rows`, for a full graph of so many decode rows."""
-        self.indices = None
+        self._indices = None
         rows = self._receiver.rows
-        steps = [rows[name] for name in names if name in rows] if self._stepping else []
+        steps = [rows[name] for name in names] if self._stepping else []
         if padded_rows is not None:
-            self.indices = self._decode.fill(layout(steps, len(steps)) if steps else {}, padded_rows)
-        elif len(steps) == len(names) and steps:
+            self._indices = self._decode.fill(layout(steps, len(steps)) if steps else {}, padded_rows)
+        elif steps:
             decodes = sum([not step.prefill for step in steps])
-            self.indices = StateIndices.from_arrays(layout(steps, decodes), self._device)
+            self._indices = StateIndices.from_arrays(layout(steps, decodes), self._device)
+
+    def indices(self, num_tokens: int) -> StateIndices:
+        """Of the step that runs, for layers that are given so many tokens, padding included."""
+        if self._indices is not None:
+            return self._indices
+        if num_tokens not in self._null:
+            row = SequenceStep("", 0, 0, 0, num_tokens, True, False, 0, 0, 0, (0,))
+            self._null = {num_tokens: StateIndices.from_arrays(layout([row], 0), self._device)}
+        return self._null[num_tokens]
 
     def end(self) -> None:
         """The forward pass is on the stream."""
-        self.indices = None
+        self._indices = None
         self._stepping = False
