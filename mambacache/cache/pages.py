@@ -123,7 +123,7 @@ class Pages:
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"
 
     def _covering(self, chain: Sequence[bytes], coverage: int) -> list[int]:
-        return [page for h in chain[1 : coverage + 1] if (page := self.pool.lookup(h)) is not None]
+        return [page for page in map(self.pool.lookup, chain[1 : coverage + 1]) if page is not None]
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -39,6 +39,7 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))
         self._idle = EvictionOrder()  # COMMITTED blocks without references
         self._blocks: dict[bytes, int] = {}
+        self.lookup = self._blocks.get  # the COMMITTED block that a hash names, or None
         self.references = [0] * (num_blocks + 1)
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self.exact = [False] * (num_blocks + 1)
@@ -63,10 +64,6 @@ class BlockPool:
             "committed": committed,
             "evictable": len(self._idle),
         }
-
-    def lookup(self, block_hash: bytes) -> int | None:
-        """The COMMITTED block that a hash names, or None."""
-        return self._blocks.get(block_hash)
 
     # --- references ---
 
