@@ -29,6 +29,7 @@ class StepContext:
         self._stepping = False
         self._indices: StateIndices | None = None
         self._null: dict[int, StateIndices] = {}
+        self._filled: tuple[list[str], int, StateIndices] | None = None  # whose rows the decode buffers hold, padded
         self.pool = StatePool([layer.state_tensors() for layer in layers], num_blocks, device)
         for layer, views in zip(layers, self.pool.layers, strict=True):
             layer.bind_states(self, views)
@@ -39,14 +40,20 @@ class StepContext:
         self._stepping = columns is not None
         if columns is not None:
             self._receiver.take(columns, finished)
+            if columns.names:
+                self._filled = None
 
     def begin(self, names: Sequence[str], padded_rows: int | None = None) -> None:
         """The step's rows in the order of the batch; with `padded_rows`, for a full graph of so many decode rows."""
-        self._indices = None
+        names = list(names) if self._stepping else []
         rows = self._receiver.rows
-        steps = [rows[name] for name in names] if self._stepping else []
+        steps = [rows[name] for name in names]
+        self._indices = None
         if padded_rows is not None:
-            self._indices = self._decode.fill(layout(steps, len(steps)) if steps else {}, padded_rows)
+            if self._filled is None or self._filled[:2] != (names, padded_rows):  # else all go on in place
+                indices = self._decode.fill(layout(steps, len(steps)) if steps else {}, padded_rows)
+                self._filled = (names, padded_rows, indices)
+            self._indices = self._filled[2]
         elif steps:
             decodes = sum([not step.prefill for step in steps])
             self._indices = StateIndices.from_arrays(layout(steps, decodes), self._device)
