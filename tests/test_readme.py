@@ -94,3 +94,14 @@ def test_checkpoint_sizes(name: str) -> None:
         sizes.append(kv_block_bytes(model.kv_layers, 64) // 64)
     row = next(line for line in README.splitlines() if line.startswith(f"| {name} |"))
     assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]{5,}) bytes", row)] == sizes
+
+
+def test_vllm_times_are_those_of_the_benchmark() -> None:
+    figures = json.loads((ROOT / "benchmarks" / "results" / "vllm-h200.json").read_text())["runs"][0]
+    rows = {(row["workload"], row["engine"]): row for row in figures["rows"]}
+    assert f"commit {figures['commit'][:7]}" in README
+    for workload in {workload for workload, _ in rows}:
+        plugin, vllm = rows[workload, "plugin"], rows[workload, "vllm"]
+        ratio = plugin["seconds"] / vllm["seconds"]
+        line = f"| {workload} | {plugin['seconds']:.3f} | {vllm['seconds']:.3f} | {ratio:.2f} "
+        assert f"{line}| {plugin['hit_tokens']:,} | {vllm['hit_tokens']:,} |" in README
