@@ -68,8 +68,9 @@ class Mixin:
     def add_request(self, request: Any) -> None:
         name = request.request_id
         if request.prompt_token_ids is None or request.resumable:
-            raise ValueError("mambacache takes token prompts only, and no streaming input: set MAMBACACHE=0 for these")
-        if not self.states.knows(name):
+            logger.error("mambacache takes token prompts only, and no streaming input: request %s is refused", name)
+            self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these with an error; to raise would end the engine
+        elif name not in self.requests:
             lora = request.lora_request.lora_name if request.lora_request else ""
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
             self.states.add(
@@ -86,7 +87,7 @@ class Mixin:
         if not super()._handle_blocked_waiting_request(request):
             return False
         name = request.request_id
-        if self._held:
+        if self._held or not self.states.knows(name):
             return False
         blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
         found = self.states.admit(name, kv_tokens=covered)

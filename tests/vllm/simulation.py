@@ -25,6 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -109,7 +110,7 @@ class Sequence:
 
 
 class Worker:
-    """Runs steps in the order in which they were scheduled; knows what the scheduler sends, and each token it sampled."""
+    """Runs steps in the order of their schedules; knows what the scheduler sends, and each token that it sampled."""
 
     def __init__(self, page: int) -> None:
         self.page = page
@@ -226,7 +227,9 @@ class Simulation:
     """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read.
 
     Attributes:
-        answers: of each request, as they came.
+        answers: of each request, as they came; `finish_reasons` says why they ended.
+        cached: how many tokens of each prompt vLLM says were hit.
+        queries, hits: tokens in what vLLM tells of its prefix cache.
         requests: those that were added.
     """
 
@@ -234,6 +237,9 @@ class Simulation:
         self.scheduler = scheduler
         self.worker = Worker(scheduler.block_size)
         self.answers: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+        self.queries = self.hits = 0
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self._depth = 2 if ahead else 1
@@ -252,12 +258,20 @@ class Simulation:
         self._hasher = get_request_block_hasher(scheduler.block_size, sha256)
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int, *, salt: str = "", priority: int = 0, **params: Any
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        priority: int = 0,
+        resumable: bool = False,
+        **params: Any,
     ) -> None:
         given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
         self.requests[name] = Request(
             name, prompt, given, None, arrival_time=float(len(self.requests)), cache_salt=salt or None,
-            priority=priority, block_hasher=self._hasher,
+            priority=priority, block_hasher=self._hasher, resumable=resumable,
         )  # fmt: skip
         self.answers[name] = []
         self.scheduler.add_request(self.requests[name])
@@ -289,8 +303,15 @@ class Simulation:
         if not self._out:
             return
         for outputs in self.scheduler.update_from_output(*self._out.popleft()).values():
+            if outputs.scheduler_stats is not None:
+                self.queries += outputs.scheduler_stats.prefix_cache_stats.queries
+                self.hits += outputs.scheduler_stats.prefix_cache_stats.hits
             for each in outputs.outputs:
+                if each.prefill_stats is not None:
+                    self.cached[each.request_id] = each.prefill_stats.num_cached_tokens
                 self.answers[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    self.finish_reasons[each.request_id] = each.finish_reason
 
     def drain(self) -> None:
         for _ in range(MAX_STEPS):

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import pytest
+import simulation as simulation_module
 from simulation import STOP, VOCABULARY, Simulation, make_scheduler
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
 
+REPEATED = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
 SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
 
 
@@ -75,3 +81,61 @@ def test_last_tokens_of_two_prompts_in_one_step() -> None:
         simulation.add(f"{number} hits", [*shared, 2], 1)
         simulation.drain()
     simulation.check_end()
+
+
+def test_streaming_input_ends_with_an_error_and_nothing_else() -> None:
+    simulation = Simulation(make_scheduler())
+    simulation.add("before", random_tokens(100), 30)
+    simulation.step()
+    simulation.add("stream", random_tokens(80), 5, resumable=True)
+    simulation.add("after", random_tokens(70), 5)
+    simulation.drain()
+    assert simulation.requests["stream"].status == RequestStatus.FINISHED_ERROR
+    assert simulation.finish_reasons["stream"] == FinishReason.ERROR
+    simulation.aborted.add("stream")
+    simulation.check_end()
+
+
+def test_hits_by_hand_and_in_what_vllm_tells() -> None:
+    """1000 shared tokens and 300 of its own, one prompt after another; vLLM's metrics and log line count the same."""
+    scheduler = make_scheduler(budget=2048)
+    simulation = Simulation(scheduler)
+    shared = random_tokens(1000)
+    hits = []
+    for number in range(4):
+        before = scheduler.states.stats.hit_tokens
+        simulation.add(str(number), shared + random_tokens(300, number + 1), 3)
+        simulation.drain()
+        hits.append(scheduler.states.stats.hit_tokens - before)
+    assert hits == [0, 0, 960, 960]
+    assert simulation.cached == {"0": 0, "1": 0, "2": 960, "3": 960}
+    assert (simulation.queries, simulation.hits) == (4 * 1300, 2 * 960)
+    simulation.check_end()
+
+
+@pytest.mark.parametrize(
+    ("params", "status"),
+    [
+        ({"max_tokens": 3}, RequestStatus.FINISHED_LENGTH_CAPPED),
+        ({"stop_token_ids": list(range(VOCABULARY))}, RequestStatus.FINISHED_STOPPED),
+        ({"repetition_detection": REPEATED}, RequestStatus.FINISHED_REPETITION),
+        ({}, RequestStatus.FINISHED_ABORTED),
+    ],
+)
+def test_answers_that_ended_by_themselves_count_as_finished(
+    params: dict[str, Any], status: RequestStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation_module, "sampled", lambda prefix: 1)
+    simulation = Simulation(make_scheduler())
+    states = simulation.scheduler.states
+    freed: list[bool] = []
+    free = states.free
+    monkeypatch.setattr(states, "free", lambda name, finished: (freed.append(finished), free(name, finished=finished)))
+    simulation.add("one", [5], **{"max_tokens": 20, **params})
+    for _ in range(2):
+        simulation.step()
+    if not params:
+        simulation.abort("one")
+    simulation.drain()
+    assert simulation.requests["one"].status == status
+    assert freed == [status != RequestStatus.FINISHED_ABORTED]
