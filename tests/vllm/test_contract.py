@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,11 @@ def copy(tmp_path: Path) -> Path:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(VLLM / file, tmp_path / file)
     return tmp_path
+
+
+def test_files_are_those_that_were_asked_for() -> None:
+    """Where another version stands before the installed one."""
+    assert VLLM.is_relative_to(os.environ.get("PYTHONPATH") or VLLM)
 
 
 def test_installed_one_is_known(copy: Path) -> None:
