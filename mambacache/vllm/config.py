@@ -9,6 +9,9 @@ from mambacache.plan import CHUNK
 from mambacache.vllm.log import logger
 from mambacache.vllm.settings import Settings
 
+SCHEDULER = "mambacache.vllm.scheduler.make"
+WORKER = "mambacache.vllm.worker.StateWorker"
+
 
 def refuse(config: Any) -> None:
     """Raises ValueError, with a sentence that says what to leave out, for what does not work with the plugin."""
@@ -24,17 +27,21 @@ def refuse(config: Any) -> None:
         "another scheduler (--scheduler-cls)": config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
         "another worker (--worker-cls)": parallel.worker_cls not in ("auto", WORKER),
         "prompt embeddings (--enable-prompt-embeds)": config.model_config.enable_prompt_embeds,
+        "routed experts in answers (--enable-return-routed-experts)": config.aux_output_config.enabled,
         "convolution states of layout DS (VLLM_SSM_CONV_STATE_LAYOUT)": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT")
         not in (None, "SD"),
-        "model runner V1 on a GPU (VLLM_USE_V2_MODEL_RUNNER=0)": os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
-        and not is_cpu(),
+        **_wrong_runner(config),
     }.items():
         if on:
             raise ValueError(f"mambacache does not work with {what} yet: leave that out, or set MAMBACACHE=0")
 
 
-SCHEDULER = "mambacache.vllm.scheduler.make"
-WORKER = "mambacache.vllm.worker.StateWorker"
+def _wrong_runner(config: Any) -> dict[str, bool]:
+    """vLLM chooses V1 on a GPU for some options too, which it names in a line of its log."""
+    v2 = config.use_v2_model_runner
+    if is_cpu():
+        return {"model runner V2 on a CPU (VLLM_USE_V2_MODEL_RUNNER=1)": v2}
+    return {"model runner V1 on a GPU (VLLM_USE_V2_MODEL_RUNNER=0, or the option that vLLM's log names)": not v2}
 
 
 def is_cpu() -> bool:

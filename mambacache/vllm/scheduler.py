@@ -21,7 +21,11 @@ from mambacache.vllm.settings import Settings
 from mambacache.vllm.sizing import read_blocks
 
 REPORT_SECONDS = 60.0
-FINISHED = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+FINISHED = (
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_REPETITION,
+)
 
 
 class Mixin:
@@ -64,8 +68,9 @@ class Mixin:
     def add_request(self, request: Any) -> None:
         name = request.request_id
         if request.prompt_token_ids is None or request.resumable:
-            raise ValueError("mambacache takes token prompts only, and no streaming input: set MAMBACACHE=0 for these")
-        if not self.states.knows(name):
+            logger.error("mambacache takes token prompts only, and no streaming input: request %s is refused", name)
+            self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these with an error; to raise would end the engine
+        elif name not in self.requests:
             lora = request.lora_request.lora_name if request.lora_request else ""
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
             self.states.add(
@@ -82,8 +87,8 @@ class Mixin:
         if not super()._handle_blocked_waiting_request(request):
             return False
         name = request.request_id
-        if self._held or name in self._hits:
-            return not self._held
+        if self._held or not self.states.knows(name):
+            return False
         blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
         found = self.states.admit(name, kv_tokens=covered)
         if isinstance(found, Wait):
@@ -96,10 +101,20 @@ class Mixin:
         return (*self._hits[request.request_id], 0, False)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        name = request.request_id
+        row = self._rows.pop(name, None)
+        if row is not None:
+            self._forget_pages(row)
         super()._preempt_request(request, *args, **kwargs)
-        self._rows.pop(request.request_id, None)
-        if self.states.runs(request.request_id):
-            self.states.preempt(request.request_id)
+        if self.states.runs(name):
+            self.states.preempt(name)
+
+    def _forget_pages(self, row: SequenceStep) -> None:
+        """Of a row that will not run: vLLM named its full KV pages when it allocated them, and would hit them."""
+        pages = self.kv_cache_manager.get_block_ids(row.request_id)
+        sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
+        unwritten = {page for own, size in zip(pages, sizes, strict=True) for page in own[row.start // size :]}
+        self.kv_cache_manager.evict_blocks(unwritten)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         name, finished = request.request_id, request.status in FINISHED
@@ -128,8 +143,8 @@ class Mixin:
             self.states.drop(self._rows.pop(name))
             row = None
         if row is None:
-            decode = num_new_tokens == 1 and (request.num_computed_tokens > 0 or self._lone_prompts_decode)
-            row = self.states.allocate(name, num_new_tokens, decode=decode)
+            begun = self._lone_prompts_decode or self.states.progress(name).computed > 0
+            row = self.states.allocate(name, num_new_tokens, decode=begun and num_new_tokens == 1)
             if row is None:
                 return None
             self._rows[name] = row
@@ -148,11 +163,12 @@ class Mixin:
         for name in self._hits:
             if name not in scheduled and self.states.runs(name):
                 self.states.withdraw(name)
-        if steps:
-            rows = self.states.plan_rows(steps)
+        rows = self.states.plan_rows(steps)
+        if rows:
             self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
-            output.mambacache = self._sender.columns(rows, output.finished_req_ids)
             self._steps_out[id(output)] = rows
+        if rows or output.finished_req_ids:  # a step without rows still tells workers who has gone
+            output.mambacache = self._sender.columns(rows, output.finished_req_ids)
         self._report()
         return output
 

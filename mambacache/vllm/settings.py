@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
+from mambacache.config import CacheConfig
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Settings:
                 raise ValueError(f"mambacache: {name} is {value!r} in --additional-config: give a positive integer")
         if len(values.keys() & {"state_bytes", "num_state_blocks"}) == 2:
             raise ValueError("mambacache: give state_bytes or num_state_blocks in --additional-config, not both")
-        return cls(**values)
+        settings = cls(**values)
+        CacheConfig(  # what it refuses, it refuses before a model is loaded
+            num_state_blocks=settings.num_state_blocks or 2, checkpoint_interval=settings.checkpoint_interval
+        )
+        return settings
 
 
 def parse_bytes(value: object) -> int:

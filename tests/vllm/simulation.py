@@ -1,0 +1,348 @@
+"""vLLM's own scheduler with ours around it, and workers without a model.
+
+What a sequence's first n tokens leave behind is one number: `prefix[n]`, made from `prefix[n - 1]` and the n-th token.
+A state block holds such a number, a KV slot too, and a sampled token is a function of one. So each state, each KV slot
+and each answer can be compared with what it must be.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+from mambacache.plan import SequenceStep, layout
+from mambacache.vllm.config import is_cpu
+from mambacache.vllm.rows import Receiver
+from mambacache.vllm.scheduler import make
+
+VOCABULARY = 50
+STOP = 7
+MAX_STEPS = 4000
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def prefixes(tokens: list[int], salt: str) -> list[int]:
+    """`prefix[n]` for n from 0 on."""
+    found = [hash((salt,))]
+    for token in tokens:
+        found.append(hash((found[-1], token)))
+    return found
+
+
+def sampled(prefix: int) -> int:
+    return prefix % VOCABULARY
+
+
+@cache
+def model_config() -> ModelConfig:
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=4096)
+
+
+def make_scheduler(
+    num_states: int = 40,
+    num_pages: int = 400,
+    *,
+    page: int = 64,
+    budget: int = 200,
+    ahead: bool = False,
+    policy: str = "fcfs",
+    **settings: int,
+) -> Any:
+    """Ours on vLLM's, with memory for so many states and for so many KV pages of `page` tokens."""
+    config = VllmConfig(
+        model_config=model_config(),
+        cache_config=CacheConfig(block_size=page, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=budget, max_num_seqs=8, max_model_len=4096, is_encoder_decoder=False, policy=policy
+        ),
+        device_config=DeviceConfig("cpu"),
+        additional_config={"mambacache": {"num_state_blocks": num_states, **settings}},
+    )
+    config.scheduler_config.async_scheduling = ahead  # vLLM's choice depends on the device
+    config.cache_config.num_gpu_blocks = num_pages
+    spec = FullAttentionSpec(block_size=page, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["layer"], spec)]
+    return make(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=page,
+        log_stats=True,
+    )
+
+
+@dataclass
+class Sequence:
+    """A request as the worker knows it."""
+
+    tokens: list[int]
+    prompt: int
+    salt: str
+    pages: list[int]
+    prefix: list[int] = field(default_factory=list)
+
+
+class Worker:
+    """Runs steps in the order of their schedules; knows what the scheduler sends, and each token that it sampled."""
+
+    def __init__(self, page: int) -> None:
+        self.page = page
+        self.states: dict[int, int] = {}
+        self.kv: dict[int, list[int]] = {}
+        self.sequences: dict[str, Sequence] = {}
+        self.receiver = Receiver()
+        self._rng = random.Random(0)
+
+    def run(self, output: SchedulerOutput, rows: tuple[SequenceStep, ...], requests: dict[str, Request]) -> Any:
+        starts = self._take(output, requests)
+        if (columns := getattr(output, "mambacache", None)) is not None:
+            self.receiver.take(columns, output.finished_req_ids)
+        scheduled = output.num_scheduled_tokens
+        order = self._rng.sample(list(scheduled), len(scheduled))  # requests keep their places while others come and go
+        order = batch_order(order, output, self.sequences, starts)
+        self._check_rows(order, rows)
+        self._read_and_write({row.request_id: row for row in rows}, starts)
+        tokens = []
+        for name in order:
+            sequence, end = self.sequences[name], starts[name] + scheduled[name]
+            tokens.append([sampled(sequence.prefix[end])] if end == len(sequence.tokens) else [])
+        for name, new in zip(order, tokens, strict=True):
+            sequence = self.sequences[name]
+            sequence.tokens += new
+            sequence.prefix += [hash((sequence.prefix[-1], token)) for token in new]
+        return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens)
+
+    def _take(self, output: SchedulerOutput, requests: dict[str, Request]) -> dict[str, int]:
+        """Notes what vLLM's own part of the output says; gives each row's start."""
+        for name in output.finished_req_ids:
+            self.sequences.pop(name, None)
+        starts = {}
+        cached = output.scheduled_cached_reqs
+        begun = [(each.req_id, each.block_ids, each.num_computed_tokens) for each in output.scheduled_new_reqs]
+        for name, pages, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            starts[name] = start
+            if name in cached.resumed_req_ids:
+                begun.append((name, pages, start))
+            elif pages is not None:
+                self.sequences[name].pages += pages[0]
+        for name, pages, start in begun:
+            request = requests[name]
+            tokens = list(request.all_token_ids)
+            starts[name], salt = start, request.cache_salt or ""
+            self.sequences[name] = Sequence(
+                tokens, request.num_prompt_tokens, salt, list(pages[0]), prefixes(tokens, salt)
+            )
+        return starts
+
+    def _check_rows(self, order: list[str], rows: tuple[SequenceStep, ...]) -> None:
+        """What arrived is what was planned, in an order that can be laid out."""
+        planned = {row.request_id: row for row in rows}
+        assert planned.keys() == set(order)
+        decodes = sum(not row.prefill for row in rows)
+        wanted = layout([planned[name] for name in order], decodes)
+        arrived = layout([self.receiver.rows[name] for name in order], decodes)
+        for name, values in wanted.items():
+            assert np.array_equal(values, arrived[name]), name
+
+    def _read_and_write(self, rows: dict[str, SequenceStep], starts: dict[str, int]) -> None:
+        written: list[int] = []
+        pages: list[int] = []
+        states: dict[int, int] = {}
+        for name, row in rows.items():
+            sequence, end = self.sequences[name], row.start + row.num_tokens
+            assert row.start == starts[name], f"{name} runs from {starts[name]}, its row from {row.start}"
+            held = self.states[row.src] if row.src else prefixes([], sequence.salt)[0]
+            assert held == sequence.prefix[row.start], f"{name} does not find its state at {row.start}"
+            pages += self._attend(name, row.start, end)
+            ends = {end: row.dst[0], **row.checkpoints}
+            assert all(row.start < position <= end for position in ends)
+            written += filter(None, ends.values())
+            states |= {block: sequence.prefix[position] for position, block in ends.items()}
+        read = {row.src for row in rows.values() if row.dst[0] != row.src}
+        assert len(set(written)) == len(written), "two rows write one state block"
+        assert not read & set(written), "a row writes a state that another one reads"
+        assert len(set(pages)) == len(pages), "two rows write one page"
+        self.states |= states
+
+    def _attend(self, name: str, start: int, end: int) -> list[int]:
+        """Looks at a sequence's KV before `start` and writes what comes up to `end`; gives the pages it wrote."""
+        sequence, first = self.sequences[name], start // self.page
+        known = [value for page in sequence.pages[: -(-start // self.page)] for value in self.kv[page]]
+        assert known[:start] == sequence.prefix[1 : start + 1], f"{name} does not find its KV before {start}"
+        values = known[first * self.page : start] + sequence.prefix[start + 1 : end + 1]
+        own = sequence.pages[first : -(-end // self.page)]
+        for i, page in enumerate(own):
+            self.kv[page] = values[i * self.page : (i + 1) * self.page]
+        return own
+
+
+def batch_order(
+    names: list[str], output: SchedulerOutput, sequences: dict[str, Sequence], starts: dict[str, int]
+) -> list[str]:
+    """As this build's model runner orders the requests of a batch: V1 on a CPU, else V2."""
+    if not is_cpu():
+        return sort_batch_req_ids({name: output.num_scheduled_tokens[name] for name in names}, {}, 1)
+    batch = SimpleNamespace(
+        req_ids=names,
+        num_computed_tokens_cpu=np.array([starts[name] for name in names]),
+        num_prompt_tokens=np.array([sequences[name].prompt for name in names]),
+    )
+
+    def swap_states(i: int, j: int) -> None:
+        names[i], names[j] = names[j], names[i]
+
+    batch.swap_states = swap_states
+    reorder_batch_to_split_decodes_and_prefills(batch, output, 1)
+    return names
+
+
+class Simulation:
+    """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read.
+
+    Attributes:
+        answers: of each request, as they came; `finish_reasons` says why they ended.
+        cached: how many tokens of each prompt vLLM says were hit.
+        queries, hits: tokens in what vLLM tells of its prefix cache.
+        requests: those that were added.
+    """
+
+    def __init__(self, scheduler: Any, *, ahead: bool = False) -> None:
+        self.scheduler = scheduler
+        self.worker = Worker(scheduler.block_size)
+        self.answers: dict[str, list[int]] = {}
+        self.finish_reasons: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+        self.queries = self.hits = 0
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self._depth = 2 if ahead else 1
+        self._out: deque[tuple[SchedulerOutput, Any]] = deque()
+        self._planned: tuple[SequenceStep, ...] = ()
+        self._meanings: dict[bytes, int] = {}
+        states = scheduler.states
+        issued = states.issued
+
+        def watched(rows: tuple[SequenceStep, ...]) -> None:
+            self._planned = rows
+            issued(rows)
+
+        states.issued = watched
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(scheduler.block_size, sha256)
+
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        salt: str = "",
+        priority: int = 0,
+        resumable: bool = False,
+        **params: Any,
+    ) -> None:
+        given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
+        self.requests[name] = Request(
+            name, prompt, given, None, arrival_time=float(len(self.requests)), cache_salt=salt or None,
+            priority=priority, block_hasher=self._hasher, resumable=resumable,
+        )  # fmt: skip
+        self.answers[name] = []
+        self.scheduler.add_request(self.requests[name])
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
+        self.aborted.add(name)
+
+    def step(self) -> None:
+        """Schedules a step, and reads the tokens of the oldest one that is out if there are enough of them."""
+        if self.scheduler.has_requests():
+            self._planned = ()
+            output = self.scheduler.schedule()
+            self._out.append((output, self.worker.run(output, self._planned, self.scheduler.requests)))
+            self._check_pages()
+        if len(self._out) >= self._depth or not self.scheduler.has_requests():
+            self.read()
+        self.scheduler.states.check()
+
+    def _check_pages(self) -> None:
+        """Every page that vLLM could hit from now on is written, and its hash always means the same."""
+        for block in self.scheduler.kv_cache_manager.block_pool.blocks:
+            if block.block_hash is not None:
+                content = self.worker.kv.get(block.block_id, [])
+                assert len(content) == self.worker.page, f"page {block.block_id} has a hash and {len(content)} tokens"
+                assert self._meanings.setdefault(block.block_hash, content[-1]) == content[-1]
+
+    def read(self) -> None:
+        if not self._out:
+            return
+        for outputs in self.scheduler.update_from_output(*self._out.popleft()).values():
+            if outputs.scheduler_stats is not None:
+                self.queries += outputs.scheduler_stats.prefix_cache_stats.queries
+                self.hits += outputs.scheduler_stats.prefix_cache_stats.hits
+            for each in outputs.outputs:
+                if each.prefill_stats is not None:
+                    self.cached[each.request_id] = each.prefill_stats.num_cached_tokens
+                self.answers[each.request_id] += each.new_token_ids
+                if each.finish_reason is not None:
+                    self.finish_reasons[each.request_id] = each.finish_reason
+
+    def drain(self) -> None:
+        for _ in range(MAX_STEPS):
+            if not self.scheduler.has_requests() and not self._out:
+                return
+            self.step()
+        raise AssertionError(f"no end after {MAX_STEPS} steps")
+
+    def check_end(self) -> None:
+        """Every answer is what its prefix says, and nothing is left of any request."""
+        for name, request in self.requests.items():
+            answer, wanted = self.answers[name], expected(request)
+            assert answer == wanted[: len(answer)], f"{name} got {answer} in place of {wanted}"
+            assert name in self.aborted or len(answer) == len(wanted), f"{name} got {len(answer)} of {len(wanted)}"
+        states = self.scheduler.states
+        states.check()
+        assert states.request_ids == []
+        counts = states.stats.state_blocks
+        assert not counts["writing"] and counts["committed"] == counts["evictable"], counts
+        pool = self.scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        assert self.worker.receiver.rows == {}
+
+
+def expected(request: Request) -> list[int]:
+    """The answer to a prompt: stop tokens end it."""
+    last = prefixes(list(request.prompt_token_ids), request.cache_salt or "")[-1]
+    answer: list[int] = []
+    while len(answer) < request.max_tokens:
+        answer.append(sampled(last))
+        last = hash((last, answer[-1]))
+        if answer[-1] in request.sampling_params.stop_token_ids:
+            break
+    return answer

@@ -1,0 +1,151 @@
+"""Opting in, the options that are refused, and what the hook settles in vLLM's configuration."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulation import model_config
+from vllm.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+from mambacache.vllm import config
+
+ARCHITECTURE = "LlamaForCausalLM"  # of the simulation; the hook asks nothing of a model
+
+
+def stand_in(**changes: object) -> SimpleNamespace:
+    """As much of a vLLM configuration as `refuse` reads; changes as `part__option=value`."""
+    parts: dict[str, Any] = {
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "use_v2_model_runner": not config.is_cpu(),
+        "parallel_config": SimpleNamespace(
+            decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, worker_cls="auto"
+        ),
+        "scheduler_config": SimpleNamespace(scheduler_cls=None),
+        "model_config": SimpleNamespace(enable_prompt_embeds=False),
+        "aux_output_config": SimpleNamespace(enabled=False),
+    }
+    for name, value in changes.items():
+        part, _, option = name.partition("__")
+        if option:
+            setattr(parts[part], option, value)
+        else:
+            parts[part] = value
+    return SimpleNamespace(**parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"speculative_config": object()}, "--speculative-config"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"parallel_config__enable_dbo": True}, "--enable-dbo"),
+        ({"parallel_config__worker_cls": "other.Worker"}, "--worker-cls"),
+        ({"scheduler_config__scheduler_cls": "other.Scheduler"}, "--scheduler-cls"),
+        ({"model_config__enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"aux_output_config__enabled": True}, "--enable-return-routed-experts"),
+        ({"use_v2_model_runner": config.is_cpu()}, "VLLM_USE_V2_MODEL_RUNNER="),
+    ],
+)
+def test_refused_options(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        config.refuse(stand_in(**changes))
+    sentence = str(raised.value)
+    assert sentence.startswith("mambacache does not work with ") and what in sentence
+    assert sentence.endswith(" yet: leave that out, or set MAMBACACHE=0")
+
+
+def test_refused_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.refuse(stand_in())
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
+    config.refuse(stand_in())
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    with pytest.raises(ValueError, match="VLLM_SSM_CONV_STATE_LAYOUT"):
+        config.refuse(stand_in())
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The plugin's hook on an architecture that has one of vLLM's own, which notes what it is called with."""
+    calls: list[Any] = []
+    model_config()  # has been made before, or is now
+    original = SimpleNamespace(verify_and_update_config=calls.append, verify_and_update_model_config=calls.append)
+    monkeypatch.setitem(MODELS_CONFIG_MAP, ARCHITECTURE, type("Original", (), vars(original)))
+    config.hook(ARCHITECTURE)
+    return calls
+
+
+def vllm_config(*, block_size: int | None = None, settings: Any = None, **parts: Any) -> VllmConfig:
+    model = copy.copy(model_config())
+    model.config_updated = False
+    given = {"block_size": block_size} if block_size else {}
+    limits = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=4096, is_encoder_decoder=False)
+    return VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(enable_prefix_caching=True, **given),
+        device_config=DeviceConfig("cpu"),
+        additional_config={"mambacache": settings or {}},
+        **{"scheduler_config": limits, **parts},
+    )
+
+
+def test_hook_names_scheduler_worker_and_block_size(hooked: list[Any]) -> None:
+    settled = vllm_config()
+    assert [id(each) for each in hooked] == [id(settled)]  # vLLM's own hook ran, once
+    assert settled.scheduler_config.scheduler_cls == "mambacache.vllm.scheduler.make"
+    assert settled.parallel_config.worker_cls == "mambacache.vllm.worker.StateWorker"
+    assert settled.cache_config.block_size == 64
+    assert vllm_config(block_size=32).cache_config.block_size == 32
+
+
+def test_hook_refuses_at_start(hooked: list[Any]) -> None:
+    with pytest.raises(ValueError, match="another worker"):
+        vllm_config(parallel_config=ParallelConfig(worker_cls="other.Worker"))
+    with pytest.raises(ValueError, match="num_state_blocks is 0"):
+        vllm_config(settings={"num_state_blocks": 0})
+
+
+REGISTER = """
+import sys
+from mambacache.vllm import contract, register
+{before}
+register(); register()
+if "mambacache.vllm.layers" in sys.modules:
+    from vllm import ModelRegistry
+    print(ModelRegistry.models["Qwen3NextForCausalLM"].module_name)
+"""
+DIFFERS = "contract.difference = lambda: 'vLLM 0.99 changed all'"
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "registered", "line"),
+    [
+        (None, "", "", ""),
+        ("0", "", "", ""),
+        ("1", "", "mambacache.vllm.models", ""),
+        ("1", DIFFERS, "", "mambacache is off: vLLM 0.99 changed all"),
+        ("yes", "", "", "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0"),
+    ],
+)
+def test_opt_in(value: str | None, before: str, registered: str, line: str) -> None:
+    """In a process of its own: what is registered stays."""
+    environment = {name: text for name, text in os.environ.items() if name != "MAMBACACHE"}
+    if value is not None:
+        environment["MAMBACACHE"] = value
+    command = [sys.executable, "-P", "-c", REGISTER.format(before=before)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [text for text in done.stdout.splitlines() if text.startswith("mambacache.")] == [registered] * bool(
+        registered
+    )
+    assert line in done.stdout + done.stderr
+    assert bool(line) or "mambacache is off" not in done.stdout + done.stderr

@@ -1,0 +1,141 @@
+"""vLLM's own schedulers with ours around them: every state is where its row looks for it, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import simulation as simulation_module
+from simulation import STOP, VOCABULARY, Simulation, make_scheduler
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.engine import FinishReason
+from vllm.v1.request import RequestStatus
+
+REPEATED = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
+SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_requests(seed: int) -> None:
+    """20 requests with shared prefixes and little memory; aborts, preemptions, priorities, stops, resets."""
+    rng = random.Random(seed)
+    ahead = bool(seed % 2)
+    scheduler = make_scheduler(
+        rng.choice([3, 4, 5, 8, 16, 40]),
+        rng.randint(96, 400),
+        page=rng.choice([16, 16, 32, 64]),
+        budget=rng.choice([70, 200, 500]),
+        ahead=ahead,
+        policy=rng.choice(["fcfs", "priority"]),
+        checkpoint_interval=rng.choice([0, 0, 128]),
+    )
+    simulation = Simulation(scheduler, ahead=ahead)
+    shared = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([64, 128, 300, 640]))] for _ in range(3)]
+    for number in range(20):
+        prompt = rng.choice([*shared, []]) + [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 1, 20, 65, 200]))]
+        params = {"prompt_logprobs": 0} if rng.random() < 0.05 else {}
+        simulation.add(
+            str(number),
+            prompt,
+            rng.choice([1, 2, 30, 90]),
+            salt=rng.choice(["", "", "", "other"]),
+            priority=rng.randrange(3),
+            stop_token_ids=[STOP] if rng.random() < 0.5 else [],
+            **params,
+        )
+        for _ in range(rng.randrange(4)):
+            simulation.step()
+            disturb(simulation, rng)
+    while scheduler.has_unfinished_requests():
+        simulation.step()
+        disturb(simulation, rng)
+    simulation.drain()
+    simulation.check_end()
+
+
+def disturb(simulation: Simulation, rng: random.Random) -> None:
+    scheduler = simulation.scheduler
+    if rng.random() < 0.02:
+        simulation.abort(rng.choice(list(scheduler.requests) or ["0"]))
+    if rng.random() < 0.01:
+        scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+def test_last_tokens_of_two_prompts_in_one_step() -> None:
+    """One was cut before its last token, the other hits all but its last: both stand among the decode rows."""
+    simulation = Simulation(make_scheduler(budget=64))
+    shared = random_tokens(64)
+    simulation.add("first", [*shared, 1], 1)
+    simulation.drain()
+    for _ in range(8):  # in one order or the other
+        number = len(simulation.requests)
+        simulation.add(f"{number} cut", random_tokens(65, number), 1)
+        simulation.step()
+        simulation.add(f"{number} hits", [*shared, 2], 1)
+        simulation.drain()
+    simulation.check_end()
+
+
+def test_streaming_input_ends_with_an_error_and_nothing_else() -> None:
+    simulation = Simulation(make_scheduler())
+    simulation.add("before", random_tokens(100), 30)
+    simulation.step()
+    simulation.add("stream", random_tokens(80), 5, resumable=True)
+    simulation.add("after", random_tokens(70), 5)
+    simulation.drain()
+    assert simulation.requests["stream"].status == RequestStatus.FINISHED_ERROR
+    assert simulation.finish_reasons["stream"] == FinishReason.ERROR
+    simulation.aborted.add("stream")
+    simulation.check_end()
+
+
+def test_hits_by_hand_and_in_what_vllm_tells() -> None:
+    """1000 shared tokens and 300 of its own, one prompt after another; vLLM's metrics and log line count the same."""
+    scheduler = make_scheduler(budget=2048)
+    simulation = Simulation(scheduler)
+    shared = random_tokens(1000)
+    hits = []
+    for number in range(4):
+        before = scheduler.states.stats.hit_tokens
+        simulation.add(str(number), shared + random_tokens(300, number + 1), 3)
+        simulation.drain()
+        hits.append(scheduler.states.stats.hit_tokens - before)
+    assert hits == [0, 0, 960, 960]
+    assert simulation.cached == {"0": 0, "1": 0, "2": 960, "3": 960}
+    assert (simulation.queries, simulation.hits) == (4 * 1300, 2 * 960)
+    simulation.check_end()
+
+
+@pytest.mark.parametrize(
+    ("params", "status"),
+    [
+        ({"max_tokens": 3}, RequestStatus.FINISHED_LENGTH_CAPPED),
+        ({"stop_token_ids": list(range(VOCABULARY))}, RequestStatus.FINISHED_STOPPED),
+        ({"repetition_detection": REPEATED}, RequestStatus.FINISHED_REPETITION),
+        ({}, RequestStatus.FINISHED_ABORTED),
+    ],
+)
+def test_answers_that_ended_by_themselves_count_as_finished(
+    params: dict[str, Any], status: RequestStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulation_module, "sampled", lambda prefix: 1)
+    simulation = Simulation(make_scheduler())
+    states = simulation.scheduler.states
+    freed: list[bool] = []
+    free = states.free
+    monkeypatch.setattr(states, "free", lambda name, finished: (freed.append(finished), free(name, finished=finished)))
+    simulation.add("one", [5], **{"max_tokens": 20, **params})
+    for _ in range(2):
+        simulation.step()
+    if not params:
+        simulation.abort("one")
+    simulation.drain()
+    assert simulation.requests["one"].status == status
+    assert freed == [status != RequestStatus.FINISHED_ABORTED]

@@ -1,0 +1,118 @@
+"""What a user sets for the plugin, and how many states follow from it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.distributed
+
+from mambacache.vllm import sizing
+from mambacache.vllm.settings import Settings, parse_bytes
+
+CPU = torch.device("cpu")
+
+
+def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNamespace:
+    """As much of a vLLM configuration as is read for settings and sizes."""
+    return SimpleNamespace(
+        additional_config={"mambacache": given},
+        instance_id=instance,
+        parallel_config=SimpleNamespace(data_parallel_rank=rank),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.9),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({}, Settings()),
+        ({"state_bytes": "20GiB"}, Settings(state_bytes=20 << 30)),
+        ({"state_bytes": None, "num_state_blocks": 7}, Settings(num_state_blocks=7)),
+        ({"checkpoint_interval": 0}, Settings()),
+        ({"state_bytes": 5000, "checkpoint_interval": 128}, Settings(state_bytes=5000, checkpoint_interval=128)),
+    ],
+)
+def test_settings(given: dict[str, object], settings: Settings) -> None:
+    assert Settings.of(configured(given)) == settings
+
+
+def test_no_settings_at_all() -> None:
+    assert Settings.of(SimpleNamespace(additional_config=None)) == Settings()
+    assert Settings.of(SimpleNamespace(additional_config={"other": 1})) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval in --additional-config, and got"),
+        ("20GiB", "takes state_bytes, num_state_blocks, checkpoint_interval in --additional-config, and got '20GiB'"),
+        ({"num_state_blocks": 0}, "num_state_blocks is 0 in --additional-config: give a positive integer"),
+        ({"num_state_blocks": True}, "num_state_blocks is True in --additional-config: give a positive integer"),
+        ({"num_state_blocks": "5"}, "num_state_blocks is '5' in --additional-config: give a positive integer"),
+        ({"checkpoint_interval": -64}, "checkpoint_interval is -64 in --additional-config: give"),
+        ({"state_bytes": "0GiB"}, "state_bytes is 0 in --additional-config: give a positive integer"),
+        ({"state_bytes": "20 apples"}, "state_bytes is '20 apples' in --additional-config: give bytes, or \"20GiB\""),
+        ({"state_bytes": True}, "state_bytes is True in --additional-config: give bytes"),
+        ({"num_state_blocks": 1}, "num_state_blocks is 1: a request needs at least 2"),
+        ({"checkpoint_interval": 100}, "checkpoint_interval is 100: set it to 0 or a multiple of 64"),
+        ({"state_bytes": 10, "num_state_blocks": 5}, "give state_bytes or num_state_blocks in --additional-config, no"),
+    ],
+)
+def test_settings_of_no_use(given: object, sentence: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        Settings.of(configured(given))
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [(12, 12), ("12", 12), ("1.5KiB", 1536), ("500 MB", 500_000_000), ("2g", 2 * 10**9), ("1Ti", 1 << 40)],
+)
+def test_bytes(text: object, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+def test_pool_of_so_many_bytes() -> None:
+    assert sizing.pool_blocks(configured({"num_state_blocks": 9}), 1000, CPU) == 9
+    assert sizing.pool_blocks(configured({"state_bytes": 10_000}), 1000, CPU) == 9  # beside the null block
+    assert sizing.pool_blocks(configured({"state_bytes": 3_999}), 1000, CPU) == 2
+    assert sizing.pool_blocks(configured({}), 1 << 20, CPU) == 1023
+
+
+@pytest.mark.parametrize("budget", [2_999, 500])
+def test_pool_too_small(budget: int) -> None:
+    with pytest.raises(ValueError, match=r"states of 1,000 beside the null one: raise state_bytes in --additional-con"):
+        sizing.pool_blocks(configured({"state_bytes": budget}), 1000, CPU)
+
+
+def test_half_of_what_the_weights_leave_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70_000, 100_000))
+    assert sizing.pool_blocks(configured({}), 1000, torch.device("cuda")) == (90_000 - 30_000) // 2 // 1000 - 1
+
+
+def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(world_size=2, cpu_group="both")
+    monkeypatch.setattr(vllm.distributed, "get_world_group", lambda: group)
+
+    def all_reduce(tensor: torch.Tensor, op: Any, group: str) -> None:
+        assert op == torch.distributed.ReduceOp.MIN and group == "both"
+        tensor.fill_(min(int(tensor), 40))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert [sizing.least_of_all_ranks(blocks) for blocks in (30, 50)] == [30, 40]
+    group.world_size = 1
+    assert sizing.least_of_all_ranks(50) == 50
+
+
+def test_scheduler_reads_what_the_first_rank_wrote(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing.tempfile, "gettempdir", lambda: str(tmp_path))
+    for rank in (0, 1):
+        sizing.write_blocks(configured({}, rank=rank), 100 + rank)
+    assert [sizing.read_blocks(configured({}, rank=rank)) for rank in (1, 0)] == [101, 100]
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="found no number of states from its workers"):
+        sizing.read_blocks(configured({}))
+    assert sizing.read_blocks(configured({"num_state_blocks": 12})) == 12
