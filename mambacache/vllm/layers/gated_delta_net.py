@@ -53,6 +53,8 @@ class QwenGatedDeltaNet(GatedDeltaNet, QwenGatedDeltaNetAttention):
 class OlmoHybridGatedDeltaNet(GatedDeltaNet, OlmoHybridGatedDeltaNetAttention):
     """The whole layer is one opaque op, the norm inside."""
 
+    o_norm: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.beta_scale = 2.0 if self.allow_neg_eigval else 1.0
