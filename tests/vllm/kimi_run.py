@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
 from mambacache.plan import SequenceStep
 from mambacache.vllm.layers.kimi_delta_attention import KimiDeltaAttention
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.step_context import StepContext
 from tiny_models import save_tiny_model
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
 KDA = {"head_dim": 16, "num_heads": 3, "short_conv_kernel_size": 4}
 
