@@ -7,9 +7,10 @@ names its scheduler and its worker.
 from __future__ import annotations
 
 import os
-import sys
 
 from mambacache.vllm.log import logger
+
+_registered = False
 
 
 def register() -> None:
@@ -17,10 +18,11 @@ def register() -> None:
 
     Only with MAMBACACHE=1, and not at all where vLLM is not as `contract` knows it: vLLM serves as always then.
     """
+    global _registered
     wanted = os.environ.get("MAMBACACHE", "0")
     if wanted not in ("0", "1"):
         logger.error("mambacache is off: MAMBACACHE is %r, set it to 1 or 0", wanted)
-    if wanted != "1" or "mambacache.vllm.layers" in sys.modules:
+    if wanted != "1" or _registered:
         return
     from mambacache.vllm import contract
 
@@ -35,3 +37,4 @@ def register() -> None:
         ModelRegistry.register_model(architecture, f"mambacache.vllm.models:{architecture}")
         config.hook(architecture)
     layers.register()
+    _registered = True

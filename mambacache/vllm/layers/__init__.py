@@ -1,0 +1,43 @@
+"""vLLM's recurrent layers with our kernels in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+
+from mambacache.vllm.layers.base import StateLayer
+from mambacache.vllm.layers.gated_delta_net import OlmoHybridGatedDeltaNet, QwenGatedDeltaNet
+from mambacache.vllm.layers.kimi_delta_attention import KimiDeltaAttention
+from mambacache.vllm.layers.mamba import Mamba1, Mamba2
+from mambacache.vllm.layers.short_conv import ShortConv
+
+LAYERS: dict[str, type] = {
+    "QwenGatedDeltaNetAttention": QwenGatedDeltaNet,
+    "OlmoHybridGatedDeltaNetAttention": OlmoHybridGatedDeltaNet,
+    "KimiGatedDeltaNetAttention": KimiDeltaAttention,
+    "MambaMixer": Mamba1,
+    "MambaMixer2": Mamba2,
+    "ShortConv": ShortConv,
+}
+
+
+def register() -> None:
+    """Has vLLM build ours where it would build its own."""
+    for name, layer in LAYERS.items():
+        PluggableLayer.register_oot(name=name)(layer)
+
+
+def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:
+    """The recurrent layers of a model, in order.
+
+    Raises:
+        ValueError: there is one whose state would not be in our pool.
+    """
+    recurrent = {name: layer for name, layer in forward_context.items() if isinstance(layer, MambaBase)}
+    for name, layer in recurrent.items():
+        if not isinstance(layer, StateLayer):
+            raise ValueError(f"mambacache does not know the layer {name} ({type(layer).__name__}): set MAMBACACHE=0")
+    return list(recurrent.values())

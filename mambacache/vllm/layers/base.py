@@ -1,0 +1,53 @@
+"""What all our layers share: a state in our pool, and the indices of the step that runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mambacache.kernels import StateIndices, gated_rms_norm
+from mambacache.kernels.state_pool import StateTensor
+from mambacache.vllm.step_context import StepContext
+
+
+class StateLayer:
+    """Before one of vLLM's recurrent layers: its state is in our pool, not in vLLM's KV cache.
+
+    Tokens of padding get zeros.
+    """
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> None:
+        return None
+
+    def state_tensors(self) -> list[StateTensor]:
+        """A state's tensors in vLLM's shapes and dtypes, which are those of our kernels: conv window first."""
+        shapes, dtypes = self.get_state_shape(), self.get_state_dtype()
+        return [StateTensor(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def bind_states(self, context: StepContext, views: tuple[Tensor, ...]) -> None:
+        self._context = context
+        self._states = views
+
+    def indices(self, x: Tensor) -> StateIndices:
+        """Of the step that runs, for activations [F, ...]."""
+        return self._context.indices(len(x))
+
+
+class GatedNorm(nn.Module):
+    """Our gated norm in place of one of vLLM's, where torch.compile does not look."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+def conv_weight(conv: Any) -> Tensor:
+    """[dim, W] of a convolution; vLLM's CPU build packs bf16 weights, and keeps a plain copy."""
+    weight = getattr(conv, "_cpu_unpacked_conv_weight", None)
+    if weight is None:
+        weight = conv.weight
+    return weight.view(weight.size(0), weight.size(-1))

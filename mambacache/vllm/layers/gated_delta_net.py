@@ -1,0 +1,58 @@
+"""Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+from mambacache.kernels import conv1d, gated_delta_rule
+from mambacache.vllm.layers.base import GatedNorm, StateLayer, conv_weight
+
+
+class GatedDeltaNet(StateLayer):
+    """What their layers have in common: everything between the projections and the norm."""
+
+    beta_scale = 1.0
+
+    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+        indices = self.indices(mixed_qkv)
+        tokens = indices.num_tokens
+        windows, states = self._states
+        x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, indices)
+        key, value = self.key_dim // self.tp_size, self.value_dim // self.tp_size
+        q, k, v = x.split([key, key, value], dim=-1)
+        gated_delta_rule(
+            q.unflatten(-1, (-1, self.head_k_dim)),
+            k.unflatten(-1, (-1, self.head_k_dim)),
+            v.unflatten(-1, (-1, self.head_v_dim)),
+            a[:tokens],
+            b[:tokens],
+            self.A_log,
+            self.dt_bias,
+            states,
+            indices,
+            beta_scale=self.beta_scale,
+            out=core_attn_out[:tokens],
+        )
+        core_attn_out[tokens:] = 0
+
+
+class QwenGatedDeltaNet(GatedDeltaNet, QwenGatedDeltaNetAttention):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.enable_fused_gdn_spec_decode = False
+        self._forward_method = self.forward_cuda  # on a CPU too: it reaches _forward_core by the opaque op
+
+
+class OlmoHybridGatedDeltaNet(GatedDeltaNet, OlmoHybridGatedDeltaNetAttention):
+    """The whole layer is one opaque op, the norm inside."""
+
+    o_norm: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.beta_scale = 2.0 if self.allow_neg_eigval else 1.0
+        self.o_norm = GatedNorm(self.o_norm)

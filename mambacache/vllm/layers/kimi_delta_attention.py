@@ -1,0 +1,46 @@
+"""Kimi Delta Attention layers of Kimi-Linear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+
+from mambacache.kernels import conv1d, gated_rms_norm, kda
+from mambacache.vllm.layers.base import StateLayer, conv_weight
+
+
+class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
+    """
+    Raises:
+        ValueError: the log decay has a lower bound, as in Kimi-K3.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.gate_lower_bound is not None:
+            raise ValueError(
+                f"mambacache does not know gates with a lower bound, and {self.prefix} has one of "
+                f"{self.gate_lower_bound}: set MAMBACACHE=0"
+            )
+
+    @eager_break_during_capture
+    def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
+        out, indices = core_attn_out[0], self.indices(mixed_qkv)
+        tokens = indices.num_tokens
+        windows, states = self._states
+        x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, indices)
+        q, k, v = x.unflatten(-1, (3, -1, self.head_dim)).unbind(1)
+        y = kda(q, k, v, g1[0, :tokens], beta[0, :tokens], self.A_log, self.dt_bias, states, indices)
+        gated_rms_norm(
+            y,
+            g2[:tokens],
+            self.o_norm.weight,
+            self.o_norm.eps,
+            activation="sigmoid",
+            round_normed=False,
+            out=out[:tokens],
+        )
+        out[tokens:] = 0

@@ -1,0 +1,189 @@
+"""One tiny model served by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`.
+
+vLLM keeps globals of a model, so that each model has a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "MAMBACACHE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from engine_driver import Original, tokens_of
+from tiny_models import save_tiny_model
+
+SHARED = tokens_of(1, 200)
+PROMPTS = [
+    tokens_of(2, 1),
+    tokens_of(3, 64),
+    tokens_of(4, 150),
+    SHARED + tokens_of(5, 100),
+    SHARED + tokens_of(6, 50),
+    SHARED[:130] + tokens_of(7, 20),
+]
+# The last two wait for the one before them. The second time each finds its own tail, at the last boundary that leaves
+# a token to compute.
+HITS = ([0, 0, 0, 0, 192, 128], [0, 0, 128, 256, 192, 128])
+# What vLLM's attention on a CPU takes: heads of 32, 64, ...
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+# LFM2 as its first checkpoints name its sizes.
+LFM2 = {
+    "conv_dim": 64,
+    "block_dim": 64,
+    "block_multiple_of": 32,
+    "block_auto_adjust_ff_dim": False,
+    "block_ffn_dim_multiplier": 1.0,
+}
+# vLLM's Mamba2 has no smallest step size.
+STEPS = {"time_step_min": 1e-9}
+# vLLM has experts without a gate on a GPU only.
+NEMOTRON_H = {
+    "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "linear_attention"]
+}
+CORES = ("_forward_core", "_forward", "conv_ssm_forward", "forward_impl", "forward_native")
+"""The methods that run on all tokens of a step, by layer."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "falcon_h1": {**HEADS, "head_dim": 32},
+    "granitemoehybrid": HEADS,
+    "jamba": HEADS,
+    "lfm2": {**HEADS, **LFM2},
+    "lfm2_moe": HEADS,
+    "olmo_hybrid": HEADS,
+    "olmo_hybrid_rope": HEADS,
+    "nemotron_h": {**NEMOTRON_H, **STEPS},
+    "zamba2": {"num_key_value_heads": 4, **STEPS},
+    "zamba2_adapters": STEPS,
+}
+
+
+def let_run_on_a_cpu(name: str) -> None:
+    """What keeps vLLM from running a model on a CPU, with the plugin or without."""
+    if name.startswith("olmo_hybrid"):  # asks Triton for an allocator, and the CPU build has no Triton
+        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+        olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
+        # And its loader is not told which third of the convolution a weight is.
+        olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *args: lambda conv, whole: conv.data.copy_(whole)
+    elif name.startswith("lfm2"):  # its rotation on a CPU takes [tokens, heads, dim] for one head
+        from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+        rotate = RotaryEmbedding.forward
+
+        def rotate_flat(self: Any, positions: torch.Tensor, *heads: torch.Tensor) -> list[torch.Tensor]:
+            flat = rotate(self, positions, *(each.flatten(1) for each in heads))
+            return [each.view(like.shape) for each, like in zip(flat, heads, strict=True)]
+
+        RotaryEmbedding.forward = rotate_flat
+    elif name.startswith("qwen3_5"):  # imports torchvision, which must not be installed; so nobody may inspect it apart
+        sys.modules |= dict.fromkeys(
+            ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"], MagicMock()
+        )
+        from vllm import ModelRegistry
+        from vllm.plugins import load_general_plugins
+
+        from mambacache.vllm import models
+
+        load_general_plugins()
+        for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
+            ModelRegistry.register_model(architecture, getattr(models, architecture))
+
+
+def published(name: str, directory: Path) -> Path:
+    """A checkpoint with its weights under the names that vLLM looks for."""
+    if not name.startswith("olmo_hybrid"):
+        return directory
+    weights = load_file(directory / "model.safetensors")
+    for key in [key for key in weights if "q_conv1d" in key]:
+        parts = [weights.pop(key.replace("q_conv1d", f"{each}_conv1d")) for each in "qkv"]
+        weights[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+    for old, new in (
+        ("attention_layer_norm", "input_layernorm"),
+        ("feedforward_layer_norm", "post_attention_layernorm"),
+    ):
+        weights = {key.replace(old, new): weight for key, weight in weights.items()}
+    served = directory / "served"
+    AutoConfig.from_pretrained(directory).save_pretrained(served)
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    return served
+
+
+def pad(layer: Any) -> Callable[[], None]:
+    """Has a layer run on three tokens more than there are. Gives a call that runs it as in a dummy run."""
+    name = next(name for name in CORES if name in vars(type(layer)) or name in vars(type(layer).__bases__[0]))
+    core, shapes = getattr(layer, name), []
+
+    def padded(*args: torch.Tensor, **named: torch.Tensor) -> None:
+        given = [*args, *named.values()]
+        shapes[:] = [(each.shape, each.dtype) for each in given]
+        *inputs, out = [
+            torch.cat([each, torch.full_like(each[:1], torch.nan).expand(3, *each.shape[1:])]) for each in given
+        ]
+        core(*inputs, out)
+        assert not out[-3:].any()
+        given[-1].copy_(out[:-3])
+
+    def dummy() -> None:
+        assert layer.indices is None and shapes
+        *inputs, out = [torch.full(shape, torch.nan, dtype=dtype) for shape, dtype in shapes]
+        core(*inputs, out)
+        assert not out.any()
+
+    setattr(layer, name, padded)
+    return dummy
+
+
+def main(name: str, directory: Path) -> None:
+    from vllm import LLM, SamplingParams
+
+    from mambacache.vllm.layers import check_all_ours
+
+    let_run_on_a_cpu(name)
+    save_tiny_model(name, directory, **CHANGES.get(name, {}))
+    llm = LLM(
+        str(published(name, directory)),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_batched_tokens=100,
+        max_num_seqs=8,
+        skip_tokenizer_init=True,
+        additional_config={"mambacache": {"num_state_blocks": 64}},
+    )
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    dummies = [pad(layer) for layer in check_all_ours(runner.compilation_config.static_forward_context)]
+    original = Original(directory)
+    for hits in HITS:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == hits
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            original.check(prompt, list(output.outputs[0].token_ids))
+    for dummy in dummies:
+        dummy()
+    states = core.scheduler.states
+    states.check()
+    blocks = states.stats.state_blocks
+    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,47 @@
+"""Every family of recurrent layers in vLLM: tokens of Hugging Face's uncached forward, hits as computed by hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent
+SECONDS = 300
+FAMILIES = (
+    "qwen3_next_moe",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "olmo_hybrid_rope",
+    "granitemoehybrid",
+    "nemotron_h",
+    "zamba2",
+    "jamba",
+    "lfm2_moe",
+)
+
+
+def run(script: str, name: str, directory: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", FOLDER / script, name, directory],
+        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tmp_path: Path) -> None:
+    run("family_run.py", name, tmp_path / name)
+
+
+def test_a_kimi_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
+    run("kimi_run.py", "kimi_linear", tmp_path / "kimi_linear")
