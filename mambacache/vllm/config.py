@@ -27,6 +27,9 @@ def refuse(config: Any) -> None:
         "another scheduler (--scheduler-cls)": config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
         "another worker (--worker-cls)": parallel.worker_cls not in ("auto", WORKER),
         "prompt embeddings (--enable-prompt-embeds)": config.model_config.enable_prompt_embeds,
+        "replayed updates of Mamba2 (--use-replayssm)": config.cache_config.use_replayssm,
+        "windows of another dtype than the model's (--mamba-cache-dtype)": config.cache_config.mamba_cache_dtype
+        not in ("auto", str(config.model_config.dtype).removeprefix("torch.")),
         "routed experts in answers (--enable-return-routed-experts)": config.aux_output_config.enabled,
         "convolution states of layout DS (VLLM_SSM_CONV_STATE_LAYOUT)": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT")
         not in (None, "SD"),

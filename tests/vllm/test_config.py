@@ -29,7 +29,8 @@ def stand_in(**changes: object) -> SimpleNamespace:
             decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, worker_cls="auto"
         ),
         "scheduler_config": SimpleNamespace(scheduler_cls=None),
-        "model_config": SimpleNamespace(enable_prompt_embeds=False),
+        "model_config": SimpleNamespace(enable_prompt_embeds=False, dtype="torch.bfloat16"),
+        "cache_config": SimpleNamespace(use_replayssm=False, mamba_cache_dtype="auto"),
         "aux_output_config": SimpleNamespace(enabled=False),
     }
     for name, value in changes.items():
@@ -52,6 +53,8 @@ def stand_in(**changes: object) -> SimpleNamespace:
         ({"parallel_config__worker_cls": "other.Worker"}, "--worker-cls"),
         ({"scheduler_config__scheduler_cls": "other.Scheduler"}, "--scheduler-cls"),
         ({"model_config__enable_prompt_embeds": True}, "--enable-prompt-embeds"),
+        ({"cache_config__use_replayssm": True}, "--use-replayssm"),
+        ({"cache_config__mamba_cache_dtype": "float32"}, "--mamba-cache-dtype"),
         ({"aux_output_config__enabled": True}, "--enable-return-routed-experts"),
         ({"use_v2_model_runner": config.is_cpu()}, "VLLM_USE_V2_MODEL_RUNNER="),
     ],
