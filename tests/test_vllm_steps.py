@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mambacache.kernels import StateIndices
-from mambacache.kernels.state_pool import StateTensor
+from mambacache.kernels.state_pool import StatePool, StateTensor
 from mambacache.plan import SequenceStep, layout
 from mambacache.vllm.rows import Receiver, Sender
 from mambacache.vllm.step_context import StepContext
@@ -62,7 +62,8 @@ def test_only_rows_that_changed_travel() -> None:
 
 @pytest.fixture
 def context() -> StepContext:
-    return StepContext([Layer(), Layer()], 8, 4, torch.device("cpu"))
+    layers = [Layer(), Layer()]
+    return StepContext(layers, StatePool([layer.state_tensors() for layer in layers], 8), 4)
 
 
 def decode_rows(indices: StateIndices) -> list[tuple[int, int, int]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from mambacache.kernels import StateIndices, StatePool
 from mambacache.plan import SequenceStep, layout
 from mambacache.vllm.rows import Columns, Receiver
@@ -17,23 +15,22 @@ class StepContext:
     them, and vLLM sees the memory that they take, but no state is read or stored.
 
     Args:
-        layers: the recurrent layers, each with `state_tensors()` and `bind_states(context, views)`.
-        num_blocks: states of the pool, beside the null block.
+        layers: the recurrent layers, each with `bind_states(context, views)`.
+        pool: their states, layer by layer.
         max_rows: rows of a step, at most.
-        device: where the pool lies.
     """
 
-    def __init__(self, layers: Sequence[Any], num_blocks: int, max_rows: int, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, layers: Sequence[Any], pool: StatePool, max_rows: int) -> None:
+        self._device = pool.buffer.device
         self._receiver = Receiver()
         self._stepping = False
         self._indices: StateIndices | None = None
         self._null: dict[int, StateIndices] = {}
         self._filled: tuple[list[str], int, StateIndices] | None = None  # whose rows the decode buffers hold, padded
-        self.pool = StatePool([layer.state_tensors() for layer in layers], num_blocks, device)
-        for layer, views in zip(layers, self.pool.layers, strict=True):
+        self.pool = pool
+        for layer, views in zip(layers, pool.layers, strict=True):
             layer.bind_states(self, views)
-        self._decode = StateIndices.decode_buffers(max_rows, 1, device)
+        self._decode = StateIndices.decode_buffers(max_rows, 1, self._device)
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
         """The scheduler's rows of the step that comes; None: it has none."""

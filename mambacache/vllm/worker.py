@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-from mambacache.kernels.state_pool import state_bytes
+from mambacache.kernels.state_pool import StatePool, state_bytes
 from mambacache.vllm.config import is_cpu
 from mambacache.vllm.layers import check_all_ours
 from mambacache.vllm.log import logger
@@ -21,14 +21,15 @@ class Mixin:
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         layers = check_all_ours(runner.compilation_config.static_forward_context)
-        size = state_bytes([layer.state_tensors() for layer in layers])
+        tensors = [layer.state_tensors() for layer in layers]
+        size = state_bytes(tensors)
         blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, runner.device))
         if self.rank == 0:
             write_blocks(self.vllm_config, blocks)
         tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode gives this memory back
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
-            most = self.vllm_config.scheduler_config.max_num_seqs
-            self.states = StepContext(layers, blocks, most, runner.device)
+            pool = StatePool(tensors, blocks, runner.device)
+        self.states = StepContext(layers, pool, self.vllm_config.scheduler_config.max_num_seqs)
         logger.info(
             "mambacache: %d states of %.2f MB in %.2f GB on each rank", blocks, size / 1e6, (blocks + 1) * size / 1e9
         )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
+from mambacache.kernels import StatePool
 from mambacache.plan import SequenceStep
 from mambacache.vllm.layers.kimi_delta_attention import KimiDeltaAttention
 from mambacache.vllm.rows import Sender
@@ -79,7 +80,7 @@ def main(name: str, directory: Path) -> None:
     else:
         raise AssertionError("a gate with a lower bound is not refused")
 
-    context, sender = StepContext([layer], 8, 4, torch.device("cpu")), Sender()
+    context, sender = StepContext([layer], StatePool([layer.state_tensors()], 8), 4), Sender()
     hidden = {"a": torch.randn(1, 151, model.config.hidden_size), "b": torch.randn(1, 70, model.config.hidden_size)}
     wanted = {each: source(states)[0] for each, states in hidden.items()}
     padding = torch.full((3, model.config.hidden_size), torch.nan)
