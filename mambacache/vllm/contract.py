@@ -46,6 +46,8 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "KVCacheManager.get_computed_blocks": ("self request", "self request max_cache_hit_length"),
         "KVCacheManager.truncate_computed_blocks": ("self blocks num_computed_tokens",),
+        "KVCacheManager.get_block_ids": ("self request_id",),
+        "KVCacheManager.evict_blocks": ("self block_ids",),
     },
     "model_executor/custom_op.py": {"PluggableLayer.register_oot": ("cls _decorated_layer_cls name",)},
     "model_executor/models/registry.py": {"_ModelRegistry.register_model": ("self model_arch model_cls",)},

@@ -7,12 +7,7 @@ from typing import Any
 
 _MODULES = {
     "qwen3_next": ["Qwen3NextForCausalLM"],
-    "qwen3_5": [
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-    ],
+    "qwen3_5": ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"],
     "olmo_hybrid": ["OlmoHybridForCausalLM"],
     "vllm.models.kimi_k3": ["KimiLinearForCausalLM"],
     "falcon_h1": ["FalconH1ForCausalLM"],
