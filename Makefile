@@ -12,7 +12,7 @@ VLLM_NEXT := 0.33.0
 VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 -W ignore::DeprecationWarning:torch.jit._script
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 
-.PHONY: setup demo test lint types pytest test-vllm test-vllm-full pytest-gpu pytest-gpu-full
+.PHONY: setup demo test lint types pytest test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
 .PHONY: bench-scheduler bench-kernels
 
 setup: $(READY)
@@ -74,6 +74,11 @@ pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
 pytest-gpu pytest-gpu-full:
 	$(PYTHON) -P -m pytest --numprocesses 12 --dist loadgroup -m $(MARK)
+
+# With vLLM 0.33 in that environment too: models with real layer shapes, beside vLLM alone.
+test-vllm-gpu: export OMP_NUM_THREADS ?= 1
+test-vllm-gpu:
+	$(PYTHON) -P -m pytest --numprocesses 4 tests/vllm/test_gpu_accuracy.py
 
 bench-kernels:
 	$(PYTHON) benchmarks/bench_kernels.py --json benchmarks/results/kernels-h200.json

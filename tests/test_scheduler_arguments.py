@@ -41,7 +41,7 @@ def test_limits_under_which_nothing_could_run(options: dict[str, int], message: 
         ),
         ([], [], {}, "request 'a' has an empty prompt: give it at least one token"),
         (b"bytes", [], {}, "the prompt of request 'a' is of type bytes"),
-        ([1, -1], [], {}, "the prompt of request 'a' holds the token -1"),
+        ([1, -1], [], {}, "the prompt of request 'a' holds what is no token id"),
     ],
 )
 def test_requests_that_a_scheduler_refuses(

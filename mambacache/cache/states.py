@@ -62,8 +62,7 @@ class States:
         end = start + num_tokens
         count = 1 if prefill else num_tokens  # dst blocks: one for each token that the decode kernels run
         pages_before, near_before, had_reserve = len(life.pages), life.near_from, life.reserve is not None
-        room = self._pool.num_available >= count or (count == 1 and had_reserve)
-        if not room and (prefill or drafts):
+        if (prefill or drafts) and not (count == 1 and had_reserve) and self._pool.num_available < count:
             return None
         if end > pages_before * self._size and not self._pages.grow(life, end):
             return None
@@ -208,10 +207,11 @@ class States:
             life.window = None
         life.window_offset = 0
         life.computed = end
-        for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
-            if not life.request.stale:
-                self._name(life, position, lease.block)
-        self._end_checkpoints(row)
+        if row.checkpoints:
+            for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
+                if not life.request.stale:
+                    self._name(life, position, lease.block)
+            self._end_checkpoints(row)
         on_boundary = end % self._size == 0
         if on_boundary and life.state is not None:
             self._commit(life, end, life.state)

@@ -133,7 +133,7 @@ class Mixin:
     # --- steps ---
 
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
-        return min(num_new_tokens, self.states.chunk(request.request_id, num_new_tokens)) if num_new_tokens > 0 else 0
+        return self.states.chunk(request.request_id, num_new_tokens) if num_new_tokens > 1 else max(num_new_tokens, 0)
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """State first, then KV; None has vLLM preempt its youngest request and ask again."""

@@ -1,0 +1,92 @@
+"""Logits of all positions of some sequences in vLLM: `python logits_run.py MODEL OUT.pt [OPTIONS as JSON]`.
+
+With the plugin or without, as MAMBACACHE says. The prompts run twice, the second time over what was cached. What is
+sampled is replaced by the sequence's own next token, so that all runs see the same input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+
+import torch
+from real_shapes import VOCABULARY
+
+from engine_driver import tokens_of
+
+PROMPTS = (700, 300, 65, 3)
+DECODED = 16
+
+
+def sequences() -> torch.Tensor:
+    """[requests, tokens]: no two have the same token at a position, so that token and position tell the request."""
+    first = torch.tensor(tokens_of(1, max(PROMPTS) + DECODED))
+    return 1 + (first + 37 * torch.arange(len(PROMPTS))[:, None]) % (VOCABULARY - 1)
+
+
+class Capture:
+    """Around a model of vLLM's."""
+
+    def __init__(self, model: Any, tokens: torch.Tensor) -> None:
+        self.tokens, self.logits, self.places = tokens, [], []
+        self._forward, self._compute = model.forward, model.compute_logits
+        model.forward, model.compute_logits = self.forward, self.compute
+
+    def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
+        hidden = self._forward(*args, **inputs)
+        ids, positions = inputs["input_ids"], inputs["positions"]
+        self._hidden = hidden
+        known = self.tokens.to(ids.device)[:, positions.clamp(max=self.tokens.shape[1] - 1)] == ids
+        self._place = torch.stack([known.int().argmax(0), positions], 1)
+        self.logits.append(self._compute(hidden[known.any(0)]).float().cpu())
+        self.places.append(self._place[known.any(0)].cpu())
+        return hidden
+
+    def compute(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As if the next token of the sequence were certain."""
+        rows = (hidden[:, None] == self._hidden).all(-1).int().argmax(1)
+        request, position = self._place[rows].unbind(1)
+        following = self.tokens.to(hidden.device)[request, (position + 1).clamp(max=self.tokens.shape[1] - 1)]
+        return torch.nn.functional.one_hot(following, VOCABULARY).to(torch.float32) * 100
+
+
+def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None:
+    from vllm import LLM, SamplingParams
+
+    cuda = torch.cuda.is_available()
+    llm = LLM(
+        model,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        max_num_seqs=8,
+        skip_tokenizer_init=True,
+        additional_config={"mambacache": {"num_state_blocks": 64}, "gdn_prefill_backend": "triton"},
+        **({"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30} if cuda else {"dtype": "float32"}),
+        **options,
+    )
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    tokens = sequences()
+    capture = Capture(runner.get_model(), tokens)
+    requests = [
+        ({"prompt_token_ids": own[:count].tolist()}, own[count : count + DECODED].tolist())
+        for own, count in zip(tokens, PROMPTS, strict=True)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True, detokenize=False)
+    hits = []
+    for _ in range(2):
+        order = requests[::-1] if backwards else requests
+        outputs = llm.generate([prompt for prompt, _ in order], params, use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in outputs] == [answer for _, answer in order]
+        hits.append([each.num_cached_tokens or 0 for each in outputs])
+    torch.save({"logits": torch.cat(capture.logits), "places": torch.cat(capture.places), "hits": hits}, out)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), **json.loads((sys.argv[3:] or ["{}"])[0]))

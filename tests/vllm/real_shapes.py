@@ -1,0 +1,116 @@
+"""Random models whose layers have the shapes of published checkpoints, two to four of them.
+
+Every expert takes every token: a near tie of a router would hide the errors that are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from tiny_models import randomize
+
+PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "checkpoint_configs.json").read_text())
+VOCABULARY = 512
+LAYERS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+# vLLM does not clamp step sizes at the smallest as transformers does.
+STEPS = {"time_step_min": 1e-9}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3-Next-80B-A3B", {**LAYERS, "num_experts": 8, "num_experts_per_tok": 8}),
+    "kimi_linear": ("Kimi-Linear-48B-A3B", {**LAYERS, "num_experts": 8, "num_experts_per_token": 8}),
+    "nemotron_h": ("Nemotron-H-8B", {"hybrid_override_pattern": "M*-M", "num_hidden_layers": 4, **STEPS}),
+    "granitemoehybrid": (
+        "Granite-4.0-H-Tiny",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["mamba", "attention", "mamba"],
+            "num_local_experts": 8,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "falcon_h1": ("Falcon-H1-7B", {"num_hidden_layers": 2}),
+    "jamba": (
+        "Jamba-v0.1",
+        {
+            "num_hidden_layers": 4,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "lfm2": ("LFM2-700M", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
+    "lfm2_moe": ("LFM2-8B-A1B", {**CONVOLUTIONS, "num_experts": 8, "num_experts_per_tok": 8}),
+    "olmo_hybrid": ("OLMo-Hybrid-7B", LAYERS),
+}
+
+
+def config_of(name: str) -> PreTrainedConfig:
+    checkpoint, changes = SHAPES[name]
+    values = PUBLISHED[checkpoint] | changes | {"vocab_size": VOCABULARY, "pad_token_id": None, "eos_token_id": 1}
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+@torch.no_grad()
+def save(name: str, directory: Path, device: str) -> Path:
+    """Saves the model in bf16 for transformers, and gives the folder of the same weights as vLLM reads them."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
+        randomize(model)
+    model.save_pretrained(directory, max_shard_size="100GB")
+    del model
+    return for_vllm(name, directory)
+
+
+def for_vllm(name: str, directory: Path) -> Path:
+    """Where transformers and vLLM do not read the same names of weights or settings."""
+    path = directory / "config.json"
+    settings = json.loads(path.read_text())
+    weights = load_file(directory / "model.safetensors")
+    served = directory / "served"
+    served.mkdir()
+    if name == "kimi_linear":
+        recurrent = [kind == "linear_attention" for kind in settings["layer_types"]]
+        settings |= {
+            "first_k_dense_replace": settings["mlp_layer_types"].count("dense"),
+            "mla_use_nope": True,
+            "rope_parameters": None,
+            "linear_attn_config": {
+                "kda_layers": [i + 1 for i, each in enumerate(recurrent) if each],
+                "full_attn_layers": [i + 1 for i, each in enumerate(recurrent) if not each],
+                "head_dim": settings["linear_head_dim"],
+                "num_heads": settings["linear_num_heads"],
+                "short_conv_kernel_size": settings["linear_conv_kernel_dim"],
+            },
+        }
+        settings = {key: value for key, value in settings.items() if key not in ("layer_types", "mlp_layer_types")}
+        weights = {key.replace("layers.0.block_sparse_moe", "layers.0.mlp"): each for key, each in weights.items()}
+    elif name == "lfm2":
+        settings |= {"conv_dim": settings["hidden_size"], "block_dim": settings["hidden_size"]}
+        settings |= {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
+    elif name == "olmo_hybrid":
+        for key in [key for key in weights if "q_conv1d" in key]:
+            parts = [weights.pop(key.replace("q_conv1d", f"{each}_conv1d")) for each in "qkv"]
+            weights[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+        for old, new in (
+            ("attention_layer_norm", "input_layernorm"),
+            ("feedforward_layer_norm", "post_attention_layernorm"),
+        ):
+            weights = {key.replace(old, new): each for key, each in weights.items()}
+    else:
+        served.rmdir()
+        return directory
+    (served / "config.json").write_text(json.dumps(settings))
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    return served
