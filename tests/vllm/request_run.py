@@ -20,6 +20,7 @@ from pool_watch import PoolWatch
 from vllm import SamplingParams
 
 from engine_driver import Original, tokens_of
+from mambacache.report import Loss
 from tiny_models import save_tiny_model
 
 SEEDS = 6 if os.environ.get("MAMBACACHE_FAMILIES") == "all" else 2
@@ -76,6 +77,11 @@ class Served:
     def hits_one_by_one(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[int]:
         return [hit for prompt in prompts for hit in self.hits([prompt], **params)]
 
+    def reset(self) -> None:
+        """Neither cache keeps anything."""
+        assert self.llm.reset_prefix_cache()
+        assert not self.scheduler.states.stats.state_blocks["committed"]
+
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int) -> str:
         """Gives the id by which the scheduler knows the request."""
         return self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, greedy(max_tokens))
@@ -97,7 +103,7 @@ def hits(served: Served) -> None:
     for case in (shared_document, junction, junction_together, chat, samples, prompt_logprobs, salts, short_prompts):
         case(served)
         served.watch.check_idle()
-        assert served.llm.reset_prefix_cache()
+        served.reset()
 
 
 def with_own(shared: list[int], own: int) -> list[list[int]]:
@@ -154,6 +160,7 @@ def prompt_logprobs(served: Served) -> None:
         (output,) = served.ask([prompt], prompt_logprobs=0)
         assert output.num_cached_tokens == 0
         check_log_probabilities(served.original.logits(prompt)[:-1], prompt[1:], output.prompt_logprobs[1:])
+    assert served.scheduler.states.stats.losses[Loss.NOT_ASKED] == 299
     assert served.hits([prompt]) == [256]
 
 
@@ -221,7 +228,7 @@ def aborts(served: Served) -> None:
         served.watch.check_idle()
     assert phases == set(CHANCES)
     served.ask(PROMPTS)
-    assert served.llm.reset_prefix_cache()
+    served.reset()
     assert served.hits_one_by_one([PROMPTS[-1]] * 2) == [0, 256]
     served.watch.check_idle()
 
