@@ -53,6 +53,7 @@ class Mixin:
         self._held = False  # one that found no room holds back those behind it
         self._sampled: dict[str, list[int]] = {}
         self._gone: list[tuple[str, bool]] | None = None  # who ended inside update_from_output
+        self._refused_streams: set[str] = set()
         self._sender = Sender()
         self._steps_out: dict[int, tuple[SequenceStep, ...]] = {}  # by the identity of vLLM's output
         self._reported = time.monotonic()
@@ -67,9 +68,15 @@ class Mixin:
 
     def add_request(self, request: Any) -> None:
         name = request.request_id
-        if request.prompt_token_ids is None or request.resumable:
+        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             logger.error("mambacache takes token prompts only, and no streaming input: request %s is refused", name)
             self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these with an error; to raise would end the engine
+            if request.resumable:
+                self._refused_streams.add(name)
+        elif name in self._refused_streams:  # the front end says that the stream has ended
+            self._refused_streams.remove(name)
+            if name not in self.requests:
+                return
         elif name not in self.requests:
             lora = request.lora_request.lora_name if request.lora_request else ""
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]

@@ -151,23 +151,29 @@ def pad(layer: Any) -> Callable[[], None]:
     return dummy
 
 
+def serve(directory: Path, num_state_blocks: int = 64, **options: Any) -> Any:
+    """An `LLM` on a checkpoint, in steps of 100 tokens."""
+    from vllm import LLM
+
+    return LLM(
+        str(directory),
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=8,
+        skip_tokenizer_init=True,
+        additional_config={"mambacache": {"num_state_blocks": num_state_blocks}},
+        **{"max_model_len": 1024, "max_num_batched_tokens": 100, **options},
+    )
+
+
 def main(name: str, directory: Path) -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from mambacache.vllm.layers import check_all_ours
 
     let_run_on_a_cpu(name)
     save_tiny_model(name, directory, **CHANGES.get(name, {}))
-    llm = LLM(
-        str(published(name, directory)),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_batched_tokens=100,
-        max_num_seqs=8,
-        skip_tokenizer_init=True,
-        additional_config={"mambacache": {"num_state_blocks": 64}},
-    )
+    llm = serve(published(name, directory))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner

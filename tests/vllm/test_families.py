@@ -25,18 +25,21 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "zamba2",
     "lfm2_moe",
 )
-CHOSEN = FAMILIES if os.environ.get("MAMBACACHE_FAMILIES") == "all" else FAMILIES[:3]
+ALL = os.environ.get("MAMBACACHE_FAMILIES") == "all"
+CHOSEN = FAMILIES if ALL else FAMILIES[:3]
 
 
-def run(script: str, name: str, directory: Path) -> None:
+def run(script: str, name: str, directory: Path, *arguments: str) -> str:
+    """What a script of this folder prints."""
     done = subprocess.run(
-        [sys.executable, "-P", FOLDER / script, name, directory],
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
+        [sys.executable, "-P", FOLDER / script, name, directory, *arguments],
+        env={**os.environ, "PYTHONPATH": f"{FOLDER.parent}:{FOLDER}"},
         capture_output=True,
         text=True,
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -1,0 +1,72 @@
+"""Watches the pool of states of a vLLM that serves in this process: what every step writes, and what is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mambacache.plan import SequenceStep
+
+NAN = 0xFF
+"""All bytes of this make NaN in every dtype."""
+
+
+class PoolWatch:
+    """Fills the pool with NaN, and compares all of it before and after each step.
+
+    What a step may write is taken from the scheduler's rows, and not from what workers were sent.
+
+    Args:
+        core: the engine core.
+
+    Attributes:
+        mixed: steps with rows of both kinds.
+        most_rows: in one step.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self.mixed = self.most_rows = 0
+        self._core = core
+        worker = core.model_executor.driver_worker.worker
+        self._states = worker.states
+        self._slabs = self._states.pool.buffer.view(-1, self._states.pool.block_bytes)
+        self._slabs.fill_(NAN)
+        self._planned: tuple[SequenceStep, ...] = ()
+        self._issued, core.scheduler.states.issued = core.scheduler.states.issued, self._note
+        self._execute, worker.execute_model = worker.execute_model, self._watched
+
+    def _note(self, rows: tuple[SequenceStep, ...]) -> None:
+        self._planned = rows
+        self._issued(rows)
+
+    def _watched(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        rows, self._planned = self._planned, ()
+        assert {row.request_id: row.num_tokens for row in rows} == output.num_scheduled_tokens
+        written = sorted({block for row in rows for block in (row.dst[0], *row.checkpoints.values())} - {0})
+        assert len(written) == sum(bool(row.dst[0]) + len(row.checkpoints) for row in rows), "two rows write one block"
+        fresh = [block for block in written if block not in {row.src for row in rows}]
+        self._slabs[fresh] = NAN
+        before = self._slabs.clone()
+        result = self._execute(output, *args, **kwargs)
+        changed = (before.view(torch.int64) != self._slabs.view(torch.int64)).any(1).nonzero().flatten().tolist()
+        assert set(changed) <= set(written), f"blocks {changed} changed in a step that writes {written}"
+        for tensor in (tensor for layer in self._states.pool.layers for tensor in layer):
+            assert tensor[written].isfinite().all(), f"a block of {written} was not written, or from NaN"
+        self.mixed += len({row.prefill for row in rows}) == 2
+        self.most_rows = max(self.most_rows, len(rows))
+        return result
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request, in scheduler and worker."""
+        scheduler = self._core.scheduler
+        while scheduler.has_requests() or self._core.batch_queue:  # workers still learn who has gone
+            self._core.step_fn()
+        states = scheduler.states
+        states.check()
+        assert states.request_ids == [] and not scheduler.requests
+        blocks = states.stats.state_blocks
+        assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"], blocks
+        pages = scheduler.kv_cache_manager.block_pool
+        assert pages.get_num_free_blocks() == pages.num_gpu_blocks - 1
+        assert self._states._receiver.rows == {} == scheduler._sender._sent
