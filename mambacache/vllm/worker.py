@@ -20,7 +20,9 @@ class Mixin:
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         runner = self.model_runner
-        layers = check_all_ours(runner.compilation_config.static_forward_context)
+        forward_context = runner.compilation_config.static_forward_context
+        layers = check_all_ours(forward_context)
+        _check_stage(len(layers), len(forward_context) - len(layers))
         tensors = [layer.state_tensors() for layer in layers]
         size = state_bytes(tensors)
         blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, runner.device))
@@ -43,6 +45,10 @@ class Mixin:
             return super().execute_model(scheduler_output, *args, **kwargs)
         finally:
             self.states.end()
+
+
+def _check_stage(recurrent: int, attention: int) -> None:
+    """Of a pipeline; where there is one stage alone, its model has both."""
 
 
 def _attach_v1(runner: Any, states: StepContext) -> None:

@@ -57,6 +57,15 @@ STEPS = {"time_step_min": 1e-9}
 NEMOTRON_H = {
     "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "linear_attention"]
 }
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 100,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "additional_config": {"mambacache": {"num_state_blocks": 64}},
+}
 CORES = ("_forward_core", "_forward", "conv_ssm_forward", "forward_impl", "forward_native")
 """The methods that run on all tokens of a step, by layer."""
 
@@ -151,6 +160,13 @@ def pad(layer: Any) -> Callable[[], None]:
     return dummy
 
 
+def check(original: Original, outputs: list[Any], hits: list[int]) -> None:
+    """Fails unless the answers to the prompts are right, and found in the cache what they should."""
+    assert [output.num_cached_tokens for output in outputs] == hits
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        original.check(prompt, list(output.outputs[0].token_ids))
+
+
 def main(name: str, directory: Path) -> None:
     from vllm import LLM, SamplingParams
 
@@ -158,16 +174,7 @@ def main(name: str, directory: Path) -> None:
 
     let_run_on_a_cpu(name)
     save_tiny_model(name, directory, **CHANGES.get(name, {}))
-    llm = LLM(
-        str(published(name, directory)),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_batched_tokens=100,
-        max_num_seqs=8,
-        skip_tokenizer_init=True,
-        additional_config={"mambacache": {"num_state_blocks": 64}},
-    )
+    llm = LLM(str(published(name, directory)), **OPTIONS)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -175,9 +182,7 @@ def main(name: str, directory: Path) -> None:
     original = Original(directory)
     for hits in HITS:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-        assert [output.num_cached_tokens for output in outputs] == hits
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            original.check(prompt, list(output.outputs[0].token_ids))
+        check(original, outputs, hits)
     for dummy in dummies:
         dummy()
     states = core.scheduler.states
