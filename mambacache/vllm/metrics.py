@@ -68,9 +68,8 @@ class Shown:
         families: dict[str, Metric] = {}
         for path in left_files(self.instance_id, ".prom"):
             for found in text_string_to_metric_families(path.read_text()):
-                families.setdefault(found.name, Metric(found.name, found.documentation, found.type)).samples += (
-                    found.samples
-                )
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                family.samples += found.samples
         yield from families.values()
 
 

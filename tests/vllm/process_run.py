@@ -73,8 +73,9 @@ def params() -> Any:
 
 def main(case: str, directory: Path) -> None:
     # Not above, where each child that is spawned would import them too.
-    from engine_driver import Original
     from family_run import CHANGES, HITS, OPTIONS, PROMPTS, check
+
+    from engine_driver import Original
     from tiny_models import save_tiny_model
 
     name, changes, parallel = CASES[case]

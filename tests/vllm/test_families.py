@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from watched import run
 
-FOLDER = Path(__file__).resolve().parent
-SECONDS = 300
 FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "qwen3_next_moe",
     "falcon_h1",
@@ -28,21 +25,10 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
 CHOSEN = FAMILIES if os.environ.get("MAMBACACHE_FAMILIES") == "all" else FAMILIES[:3]
 
 
-def run(script: str, name: str, directory: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", FOLDER / script, name, directory],
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tmp_path: Path) -> None:
-    run("family_run.py", name, tmp_path / name)
+    run("family_run.py", name, tmp_path)
 
 
 def test_a_kimi_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
-    run("kimi_run.py", "kimi_linear", tmp_path / "kimi_linear")
+    run("kimi_run.py", "kimi_linear", tmp_path)

@@ -7,26 +7,23 @@ import time
 from pathlib import Path
 
 import pytest
-from watched import FOLDER, LAST_ANSWER, check_end, output_of, started, wait_for
+from watched import FOLDER, LAST_ANSWER, check_end, output_of, run, started, wait_for
 
 CASES = ("tensor", "engine", "tensor_mamba2", "pipeline", "data")  # the first always, all with MAMBACACHE_FAMILIES=all
 FULL = os.environ.get("MAMBACACHE_FAMILIES") == "all"
-SCRIPT = FOLDER / "process_run.py"
+SCRIPT = "process_run.py"
 
 
 @pytest.mark.parametrize("case", CASES if FULL else CASES[:1])
 def test_processes_give_what_one_gives_and_end(case: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with started(SCRIPT, case, tmp_path / "model", log=log) as process:
-        wait_for(LAST_ANSWER, process, log)
-        check_end(process, time.monotonic(), log)
+    run(SCRIPT, case, tmp_path)
 
 
 @pytest.mark.skipif(not FULL, reason="MAMBACACHE_FAMILIES=all runs it")
 def test_a_stage_without_attention_is_refused(tmp_path: Path) -> None:
     """With one sentence, and no process stays behind."""
     log = tmp_path / "log"
-    with started(SCRIPT, "pipeline_refused", tmp_path / "model", log=log) as process:
+    with started(FOLDER / SCRIPT, "pipeline_refused", tmp_path / "model", log=log) as process:
         wait_for("a pipeline stage has 2 recurrent and 0 attention layers", process, log)
         assert process.wait(60)
         check_end(process, time.monotonic(), log, code=1)

@@ -59,7 +59,8 @@ def metrics(port: int) -> dict[str, float]:
     for name, labels, value in re.findall(r"^((?:vllm:prefix|mambacache:)\w+_total)\{(.*)\} (\S+)$", text, re.M):
         own = dict(re.findall(r'(\w+)="([^"]*)"', labels))
         assert own.pop("engine") == "0" and own.pop("model_name") == "recall"
-        assert (key := " ".join([name.removesuffix("_total"), *own.values()])) not in found
+        key = " ".join([name.removesuffix("_total"), *own.values()])
+        assert key not in found
         found[key] = float(value)
     return found
 
@@ -108,9 +109,9 @@ def check_answers(port: int) -> None:
 
 def check_metrics(port: int, log: Path) -> None:
     """What the questions of `check_answers` come to, computed by hand."""
-    prompt = 4110 + QUESTION
-    shared = 4110 + 2  # "where is" of another question
-    assert (found := metrics(port)) == {
+    prompt, shared = 4110 + QUESTION, 4110 + 2  # with "where is" of another question
+    found = metrics(port)
+    assert found == {
         "vllm:prefix_cache_queries": 20.0 * prompt,
         "vllm:prefix_cache_hits": 19.0 * 4096,
         "mambacache:prompt_tokens": 21.0 * prompt,

@@ -35,7 +35,9 @@ def output_of(log: Path) -> str:
 
 
 @contextmanager
-def started(*command: str | Path, log: Path, path: Path = FOLDER, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    *command: str | Path, log: Path, path: Path = FOLDER, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A Python script whose output goes to a file; what is left of its session in the end is killed."""
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -62,9 +64,20 @@ def check_end(process: subprocess.Popen[bytes], since: float, log: Path, code: i
     assert process.wait() == code, output_of(log)
 
 
-def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 240) -> None:
+def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 280) -> None:
     """Until a script's output has a text."""
     until = time.monotonic() + seconds
-    while text not in output_of(log):
-        assert process.poll() is None and time.monotonic() < until, f"no {text!r}:\n{output_of(log)}"
+    while True:
+        ended = process.poll() is not None
+        if text in log.read_text():
+            return
+        assert not ended and time.monotonic() < until, f"no {text!r}:\n{output_of(log)}"
         time.sleep(0.05)
+
+
+def run(script: str, name: str, folder: Path) -> None:
+    """A script that fails if an answer is wrong, and has a name and a new folder to work in."""
+    log = folder / "log"
+    with started(FOLDER / script, name, folder / name, log=log) as process:
+        wait_for(LAST_ANSWER, process, log)
+        check_end(process, time.monotonic(), log)

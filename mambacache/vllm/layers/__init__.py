@@ -54,6 +54,6 @@ def check_stage(forward_context: Mapping[str, Any]) -> None:
     recurrent = sum([isinstance(layer, MambaBase) for layer in layers])
     if recurrent in (0, len(layers)):
         raise ValueError(
-            f"mambacache: a pipeline stage has {recurrent} recurrent and {len(layers) - recurrent} attention layers, and "
-            "needs both: set VLLM_PP_LAYER_PARTITION, or MAMBACACHE=0"
+            f"mambacache: a pipeline stage has {recurrent} recurrent and {len(layers) - recurrent} attention layers, "
+            "and needs both: set VLLM_PP_LAYER_PARTITION, or MAMBACACHE=0"
         )
