@@ -81,4 +81,9 @@ def show(instance_id: str) -> None:
     if not _shown.instance_id:
         REGISTRY.register(_shown)
     _shown.instance_id = instance_id
-    atexit.register(lambda: [path.unlink(missing_ok=True) for path in left_files(instance_id, "")])
+    atexit.register(_remove, instance_id)
+
+
+def _remove(instance_id: str) -> None:
+    for path in left_files(instance_id, ""):
+        path.unlink(missing_ok=True)
