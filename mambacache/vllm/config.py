@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from mambacache.plan import CHUNK
+from mambacache.vllm import metrics
 from mambacache.vllm.log import logger
 from mambacache.vllm.settings import Settings
 
@@ -72,6 +73,7 @@ def hook(architecture: str) -> None:
                 cache.block_size, cache.user_specified_block_size = CHUNK, True
             vllm_config.scheduler_config.scheduler_cls = SCHEDULER
             vllm_config.parallel_config.worker_cls = WORKER
+            metrics.show(vllm_config.instance_id)
             logger.info("mambacache serves the recurrent states of %s; MAMBACACHE=0 leaves them to vLLM", architecture)
 
         @staticmethod

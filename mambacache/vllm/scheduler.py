@@ -16,6 +16,7 @@ from mambacache.plan import CHUNK, SequenceStep
 from mambacache.report import Wait
 from mambacache.vllm.config import is_cpu
 from mambacache.vllm.log import logger
+from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.settings import Settings
 from mambacache.vllm.sizing import read_blocks
@@ -57,6 +58,7 @@ class Mixin:
         self._sender = Sender()
         self._steps_out: dict[int, tuple[SequenceStep, ...]] = {}  # by the identity of vLLM's output
         self._reported = time.monotonic()
+        self._counters = Counters(self.vllm_config) if self.log_stats else None
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
@@ -176,7 +178,6 @@ class Mixin:
             self._steps_out[id(output)] = rows
         if rows or output.finished_req_ids:  # a step without rows still tells workers who has gone
             output.mambacache = self._sender.columns(rows, output.finished_req_ids)
-        self._report()
         return output
 
     def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -195,8 +196,11 @@ class Mixin:
             for name, finished in gone:
                 if self.states.knows(name):
                     self.states.free(name, finished=finished)
+            self._report()
 
     def _report(self) -> None:
+        if self._counters is not None:
+            self._counters.tell(self.states, idle=not self.requests)
         now = time.monotonic()
         if now - self._reported < REPORT_SECONDS:
             return

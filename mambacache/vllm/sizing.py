@@ -56,7 +56,7 @@ def least_of_all_ranks(blocks: int) -> int:
 
 def write_blocks(vllm_config: Any, blocks: int) -> None:
     """The first rank leaves the number for the scheduler, which may live in another process of the same machine."""
-    path = _path(vllm_config)
+    path = left_path(vllm_config)
     path.with_suffix(".new").write_text(str(blocks))
     path.with_suffix(".new").replace(path)
 
@@ -67,7 +67,7 @@ def read_blocks(vllm_config: Any) -> int:
     Raises:
         ValueError: neither is there.
     """
-    path, given = _path(vllm_config), Settings.of(vllm_config).num_state_blocks
+    path, given = left_path(vllm_config), Settings.of(vllm_config).num_state_blocks
     if not path.exists() and given is None:
         raise ValueError(
             "mambacache: the scheduler found no number of states from its workers, which may run on another machine: "
@@ -79,6 +79,12 @@ def read_blocks(vllm_config: Any) -> int:
     return blocks
 
 
-def _path(vllm_config: Any) -> Path:
-    rank = vllm_config.parallel_config.data_parallel_rank
+def left_path(vllm_config: Any) -> Path:
+    """What an engine, of a data parallel rank, leaves for other processes."""
+    rank = vllm_config.parallel_config.data_parallel_index  # ranks of a dense model all believe to be rank 0
     return Path(tempfile.gettempdir()) / f"mambacache-{vllm_config.instance_id}-{rank}"
+
+
+def left_files(instance_id: str, suffix: str) -> list[Path]:
+    """Those of all engines of a vLLM."""
+    return sorted(Path(tempfile.gettempdir()).glob(f"mambacache-{instance_id}-*{suffix}"))

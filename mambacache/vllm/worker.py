@@ -8,7 +8,7 @@ from typing import Any
 
 from mambacache.kernels.state_pool import StatePool, state_bytes
 from mambacache.vllm.config import is_cpu
-from mambacache.vllm.layers import check_all_ours
+from mambacache.vllm.layers import check_all_ours, check_stage
 from mambacache.vllm.log import logger
 from mambacache.vllm.sizing import least_of_all_ranks, pool_blocks, write_blocks
 from mambacache.vllm.step_context import StepContext
@@ -21,6 +21,8 @@ class Mixin:
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         layers = check_all_ours(runner.compilation_config.static_forward_context)
+        if self.parallel_config.pipeline_parallel_size > 1:
+            check_stage(runner.compilation_config.static_forward_context)
         tensors = [layer.state_tensors() for layer in layers]
         size = state_bytes(tensors)
         blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, runner.device))

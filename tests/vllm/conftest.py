@@ -1,7 +1,17 @@
 """Tests of the plugin, which need vLLM: `make test-vllm` runs them in an environment of its own."""
 
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
 
 # Without vLLM this very folder looks like a package of that name, though one that comes from nowhere.
 if (spec := find_spec("vllm")) is None or spec.origin is None:
     collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what a scheduler leaves to other processes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -25,6 +25,7 @@ os.environ |= {
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from watched import LAST_ANSWER
 
 from engine_driver import Original, tokens_of
 from tiny_models import save_tiny_model
@@ -56,6 +57,15 @@ STEPS = {"time_step_min": 1e-9}
 # vLLM has experts without a gate on a GPU only.
 NEMOTRON_H = {
     "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "linear_attention"]
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 100,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "additional_config": {"mambacache": {"num_state_blocks": 64}},
 }
 CORES = ("_forward_core", "_forward", "conv_ssm_forward", "forward_impl", "forward_native")
 """The methods that run on all tokens of a step, by layer."""
@@ -151,19 +161,11 @@ def pad(layer: Any) -> Callable[[], None]:
     return dummy
 
 
-def serve(directory: Path, num_state_blocks: int = 64, **options: Any) -> Any:
-    """An `LLM` on a checkpoint, in steps of 100 tokens."""
-    from vllm import LLM
-
-    return LLM(
-        str(directory),
-        dtype="float32",
-        enforce_eager=True,
-        max_num_seqs=8,
-        skip_tokenizer_init=True,
-        additional_config={"mambacache": {"num_state_blocks": num_state_blocks}},
-        **{"max_model_len": 1024, "max_num_batched_tokens": 100, **options},
-    )
+def check(original: Original, outputs: list[Any], hits: list[int]) -> None:
+    """Fails unless the answers to the prompts are right, and found in the cache what they should."""
+    assert [output.num_cached_tokens for output in outputs] == hits
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        original.check(prompt, list(output.outputs[0].token_ids))
 
 
 def main(name: str, directory: Path) -> None:
@@ -173,7 +175,7 @@ def main(name: str, directory: Path) -> None:
 
     let_run_on_a_cpu(name)
     save_tiny_model(name, directory, **CHANGES.get(name, {}))
-    llm = serve(published(name, directory))
+    llm = LLM(str(published(name, directory)), **OPTIONS)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
@@ -181,15 +183,14 @@ def main(name: str, directory: Path) -> None:
     original = Original(directory)
     for hits in HITS:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
-        assert [output.num_cached_tokens for output in outputs] == hits
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            original.check(prompt, list(output.outputs[0].token_ids))
+        check(original, outputs, hits)
     for dummy in dummies:
         dummy()
     states = core.scheduler.states
     states.check()
     blocks = states.stats.state_blocks
     assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+    print(LAST_ANSWER, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 import random
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from family_run import serve  # sets the environment
+from family_run import OPTIONS  # sets the environment
 from pool_watch import PoolWatch
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
+from watched import LAST_ANSWER
 
 from engine_driver import Original, tokens_of
 from mambacache.report import Loss
@@ -52,7 +52,7 @@ class Served:
     """A model that is served, watched, and compared with its original."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        self.llm = serve(directory, **options)
+        self.llm = LLM(str(directory), **OPTIONS | options)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
@@ -308,10 +308,10 @@ def submit_changed(served: Served, name: str, changes: dict[str, Any]) -> None:
     served.engine.engine_core.add_request(request)
 
 
-FEW_STATES = {"num_state_blocks": 5}
+FEW_STATES = {"additional_config": {"mambacache": {"num_state_blocks": 5}}}
 FEW_PAGES = {"max_model_len": 512, "num_gpu_blocks_override": 14}
 # Long steps, so that a state is where the cache puts one, and not where a step ends.
-CASES: dict[str, tuple[Callable[[Served], None], dict[str, int]]] = {
+CASES: dict[str, tuple[Callable[[Served], None], dict[str, Any]]] = {
     "hits": (hits, {"max_model_len": 8192, "max_num_batched_tokens": 2048}),
     "few_pages": (few_pages, FEW_PAGES),
     "few_states": (few_states, FEW_STATES),
@@ -328,7 +328,7 @@ def main(name: str, directory: Path, ahead: bool) -> None:
     served = Served(directory, **options)
     assert (served.core.batch_queue is not None) == ahead
     case(served)
-    print(time.time())  # of the last answer
+    print(LAST_ANSWER, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from watched import FULL, run
 
-FOLDER = Path(__file__).resolve().parent
-SECONDS = 300
 FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "qwen3_next_moe",
     "falcon_h1",
@@ -25,27 +21,13 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "zamba2",
     "lfm2_moe",
 )
-ALL = os.environ.get("MAMBACACHE_FAMILIES") == "all"
-CHOSEN = FAMILIES if ALL else FAMILIES[:3]
-
-
-def run(script: str, name: str, directory: Path, *arguments: str) -> str:
-    """What a script of this folder prints."""
-    done = subprocess.run(
-        [sys.executable, "-P", FOLDER / script, name, directory, *arguments],
-        env={**os.environ, "PYTHONPATH": f"{FOLDER.parent}:{FOLDER}"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+CHOSEN = FAMILIES if FULL else FAMILIES[:3]
 
 
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tmp_path: Path) -> None:
-    run("family_run.py", name, tmp_path / name)
+    run("family_run.py", name, tmp_path)
 
 
 def test_a_kimi_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
-    run("kimi_run.py", "kimi_linear", tmp_path / "kimi_linear")
+    run("kimi_run.py", "kimi_linear", tmp_path)

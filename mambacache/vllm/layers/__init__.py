@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from mambacache.vllm.layers.base import StateLayer
@@ -41,3 +42,18 @@ def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:
         if not isinstance(layer, StateLayer):
             raise ValueError(f"mambacache does not know the layer {name} ({type(layer).__name__}): set MAMBACACHE=0")
     return list(recurrent.values())
+
+
+def check_stage(forward_context: Mapping[str, Any]) -> None:
+    """Of a pipeline.
+
+    Raises:
+        ValueError: the pool of a stage would be empty, or vLLM would find none of its KV layouts there.
+    """
+    layers = [layer for layer in forward_context.values() if isinstance(layer, AttentionLayerBase)]
+    recurrent = sum([isinstance(layer, MambaBase) for layer in layers])
+    if recurrent in (0, len(layers)):
+        raise ValueError(
+            f"mambacache: a pipeline stage has {recurrent} recurrent and {len(layers) - recurrent} attention layers, "
+            "and needs both: set VLLM_PP_LAYER_PARTITION, or MAMBACACHE=0"
+        )

@@ -1,0 +1,89 @@
+"""Counters in vLLM's /metrics: the scheduler counts, and the front end, another process, shows what it left in a file.
+
+With several API servers prometheus_client itself adds up what the processes of a server count; nobody reads the file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Metric, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.vllm.sizing import left_files, left_path
+
+SECONDS = 1.0
+TOTALS = {
+    "prompt_tokens": "Prompt tokens of requests that began to run.",
+    "hit_tokens": "Prompt tokens that were not computed.",
+    "ceiling_tokens": "Prompt tokens that had been computed before.",
+}
+
+
+class Counters:
+    """The scheduler's end."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._path = left_path(vllm_config).with_suffix(".prom")
+        self._registry = CollectorRegistry()
+        self._labels = {
+            "model_name": vllm_config.model_config.served_model_name,
+            "engine": str(vllm_config.parallel_config.data_parallel_index),
+        }
+        self._totals = {name: self._counter(name, text) for name, text in TOTALS.items()}
+        self._lost = self._counter("lost_tokens", "Prompt tokens that were computed again, by reason.", "reason")
+        self._told: dict[Counter, int] = {}
+        self._written = 0.0
+
+    def _counter(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(f"mambacache:{name}", text, [*self._labels, *more], registry=self._registry)
+
+    def tell(self, states: PrefixCache, *, idle: bool) -> None:
+        """Once a second at most, or when no request is left."""
+        now = time.monotonic()
+        if not idle and now - self._written < SECONDS:
+            return
+        self._written, stats = now, states.stats
+        values = {counter.labels(**self._labels): getattr(stats, name) for name, counter in self._totals.items()}
+        values |= {self._lost.labels(**self._labels, reason=reason): lost for reason, lost in stats.losses.items()}
+        for counter, value in values.items():
+            counter.inc(value - self._told.get(counter, 0))
+        self._told = values
+        with suppress(OSError):  # a full disk is no reason to end the engine
+            self._path.with_suffix(".new").write_bytes(generate_latest(self._registry))
+            self._path.with_suffix(".new").replace(self._path)
+
+
+class Shown:
+    """The front end's: counters of all engines of the last configuration that was made here."""
+
+    instance_id = ""
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for path in left_files(self.instance_id, ".prom"):
+            for found in text_string_to_metric_families(path.read_text()):
+                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                family.samples += found.samples
+        yield from families.values()
+
+
+_shown = Shown()
+
+
+def show(instance_id: str) -> None:
+    """Has /metrics of this process tell the counters of a vLLM, whose files end with this process."""
+    if not _shown.instance_id:
+        REGISTRY.register(_shown)
+    _shown.instance_id = instance_id
+    atexit.register(_remove, instance_id)
+
+
+def _remove(instance_id: str) -> None:
+    for path in left_files(instance_id, ""):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""A tiny model served by processes of their own: `python process_run.py CASE DIRECTORY`.
+
+Engine core and workers are children of this process, in which nothing of them can be seen but their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from watched import LAST_ANSWER
+
+# Heads that two ranks can share.
+DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+STAGE = ["linear_attention", "full_attention"]
+STATES = {"additional_config": {"mambacache": {"state_bytes": "4MB"}}}  # workers tell the scheduler how many these are
+# On a CPU vLLM makes the tensors that a second stage receives into when it warms up, and in eager mode it does not.
+PIPELINE = {
+    "pipeline_parallel_size": 2,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},
+}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, changes of it, options of vLLM
+    "engine": ("qwen3_next_moe", {}, {}),
+    "tensor": ("qwen3_next_moe", DIVIDED, {"tensor_parallel_size": 2}),
+    "tensor_mamba2": ("falcon_h1", DIVIDED, {"tensor_parallel_size": 2}),
+    "pipeline": ("qwen3_next_moe", {"layer_types": 2 * STAGE}, PIPELINE),
+    "pipeline_refused": ("qwen3_next_moe", {}, PIPELINE),
+    "data": ("falcon_h1", {}, {"data_parallel_size": 2}),
+}
+
+
+def serve(directory: Path, options: dict[str, Any], prompts: list[list[int]], turns: int) -> tuple[Any, list[Any]]:
+    """The outputs of all prompts, turn after turn, and what gave them."""
+    from vllm import LLM
+
+    llm = LLM(str(directory), **options)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return llm, [llm.generate(requests, params(), use_tqdm=False) for _ in range(turns)]
+
+
+async def serve_ranks(
+    directory: Path, options: dict[str, Any], prompts: list[list[int]], turns: int
+) -> tuple[Any, list[Any]]:
+    """The same of every data parallel rank, each of which has a cache of its own; one rank after another."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(str(directory), **options))
+
+    async def answer(prompt: list[int], name: str, rank: int) -> Any:
+        request = {"prompt_token_ids": prompt}
+        async for output in llm.generate(request, params(), name, data_parallel_rank=rank):
+            last = output
+        return last
+
+    rounds = []
+    for turn in range(turns):
+        for rank in range(options["data_parallel_size"]):
+            asked = [answer(prompt, f"{turn} {rank} {number}", rank) for number, prompt in enumerate(prompts)]
+            rounds.append(await asyncio.gather(*asked))
+    return llm, rounds
+
+
+def params() -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def main(case: str, directory: Path) -> None:
+    # Not above, where each child that is spawned would import them too.
+    from family_run import CHANGES, HITS, OPTIONS, PROMPTS, check
+
+    from engine_driver import Original
+    from tiny_models import save_tiny_model
+
+    name, changes, parallel = CASES[case]
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    save_tiny_model(name, directory, **CHANGES.get(name, {}) | changes)
+    ranks = parallel.get("data_parallel_size", 1)
+    given = (directory, OPTIONS | STATES | parallel, PROMPTS, len(HITS))
+    llm, rounds = asyncio.run(serve_ranks(*given)) if ranks > 1 else serve(*given)
+    original = Original(directory)
+    for number, outputs in enumerate(rounds):
+        check(original, outputs, HITS[number // ranks])
+    print(LAST_ANSWER, flush=True)
+    if ranks > 1:
+        llm.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

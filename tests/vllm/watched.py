@@ -1,0 +1,85 @@
+"""Scripts that run in a session of their own, and that must end soon after their last answer, children included."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+FULL = os.environ.get("MAMBACACHE_FAMILIES") == "all"
+"""Whether all cases are to run, or those that continuous integration has time for."""
+SECONDS = 20.0
+"""From the last answer to the end of the last process."""
+LAST_ANSWER = "the last answer is here"
+
+
+def alive(session: int) -> list[str]:
+    """The processes of a session, zombies aside."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it is none, or it ended meanwhile
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            state, _, _, of = rest.split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(f"{entry.name} {name} ({state})")
+    return found
+
+
+def output_of(log: Path) -> str:
+    """The end of it."""
+    return log.read_text()[-8000:]
+
+
+@contextmanager
+def started(
+    *command: str | Path, log: Path, path: Path = FOLDER, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A Python script whose output goes to a file; what is left of its session in the end is killed."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *command],
+            env={**os.environ, "PYTHONPATH": f"{FOLDER.parent}:{FOLDER}:{path}", **environment},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        for left in alive(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(int(left.split()[0]), signal.SIGKILL)
+        process.wait()
+
+
+def check_end(process: subprocess.Popen[bytes], since: float, log: Path, code: int = 0) -> None:
+    """Fails unless all of a script's processes end in time."""
+    while left := alive(process.pid):
+        assert time.monotonic() - since < SECONDS, f"{left} after the last answer:\n{output_of(log)}"
+        time.sleep(0.05)
+    assert process.wait() == code, output_of(log)
+
+
+def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 280) -> None:
+    """Until a script's output has a text."""
+    until = time.monotonic() + seconds
+    while True:
+        ended = process.poll() is not None
+        if text in log.read_text():
+            return
+        assert not ended and time.monotonic() < until, f"no {text!r}:\n{output_of(log)}"
+        time.sleep(0.05)
+
+
+def run(script: str, name: str, folder: Path, *arguments: str) -> None:
+    """A script that fails if an answer is wrong, and has a name and a new folder to work in."""
+    log = folder / "log"
+    with started(FOLDER / script, name, folder / name, *arguments, log=log) as process:
+        wait_for(LAST_ANSWER, process, log)
+        check_end(process, time.monotonic(), log)
