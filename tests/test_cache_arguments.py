@@ -194,7 +194,12 @@ def test_numpy_s_integers_are_taken_and_python_s_come_back() -> None:
             ValueError,
             "request 'decodes' has 4 drafts: give 3 at most, or raise max_draft_tokens",
         ),
-        ("decodes", [-1], ValueError, "the drafts of request 'decodes' holds what is no token id .*: give integers from 0"),
+        (
+            "decodes",
+            [-1],
+            ValueError,
+            "the drafts of request 'decodes' holds what is no token id .*: give integers from 0",
+        ),
         ("decodes", [1.0], ValueError, "the drafts of request 'decodes' holds what is no token id"),
         ("decodes", [TOO_BIG], ValueError, f"the drafts of request 'decodes' holds the token {TOO_BIG}"),
         ("decodes", "ab", ValueError, "the drafts of request 'decodes' is of type str: give a sequence of token ids"),

@@ -169,7 +169,7 @@ def check(original: Original, outputs: list[Any], hits: list[int]) -> None:
 
 
 def main(name: str, directory: Path) -> None:
-    from vllm import SamplingParams
+    from vllm import LLM, SamplingParams
 
     from mambacache.vllm.layers import check_all_ours
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
@@ -15,7 +14,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from watched import FOLDER, check_end, output_of, started
+from watched import FOLDER, FULL, check_end, output_of, started
 
 RECALL = FOLDER.parents[1] / "benchmarks" / "recall"
 sys.path.append(str(RECALL))
@@ -26,7 +25,7 @@ OPTIONS = (
     " --enable-prompt-tokens-details --host 127.0.0.1 --served-model-name recall"
 )
 CASES = [(signal.SIGTERM, 1), (signal.SIGINT, 2)]  # signal and API servers; the first always
-CHOSEN = CASES if os.environ.get("MAMBACACHE_FAMILIES") == "all" else CASES[:1]
+CHOSEN = CASES if FULL else CASES[:1]
 QUESTION = 4  # tokens
 UNSEEN = ("no state there", "evicted", "no capacity", "only near")
 

@@ -20,7 +20,7 @@ def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNa
     return SimpleNamespace(
         additional_config={"mambacache": given},
         instance_id=instance,
-        parallel_config=SimpleNamespace(data_parallel_rank=rank),
+        parallel_config=SimpleNamespace(data_parallel_index=rank),
         cache_config=SimpleNamespace(gpu_memory_utilization=0.9),
     )
 
