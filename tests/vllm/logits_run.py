@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
 
@@ -55,9 +58,20 @@ class Capture:
         return torch.nn.functional.one_hot(following, VOCABULARY).to(torch.float32) * 100
 
 
+class NoCuteDsl(MetaPathFinder, Loader):
+    """vLLM's module of Kimi models imports kernels in the CuTe DSL, which Kimi-Linear on Hopper does not use."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "cutlass" else None
+
+    def exec_module(self, module: Any) -> None:
+        module.__getattr__ = lambda name: MagicMock()
+
+
 def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None:
     from vllm import LLM, SamplingParams
 
+    sys.meta_path.append(NoCuteDsl())  # after those that find it, where it is installed
     cuda = torch.cuda.is_available()
     llm = LLM(
         model,

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).resolve().parent
 RATIO = 1.2
-SECONDS = 400
+SECONDS = 250
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
