@@ -71,7 +71,8 @@ class NoCuteDsl(MetaPathFinder, Loader):
 def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None:
     from vllm import LLM, SamplingParams
 
-    sys.meta_path.append(NoCuteDsl())  # after those that find it, where it is installed
+    if "kimi" in (Path(model) / "config.json").read_text():
+        sys.meta_path.append(NoCuteDsl())  # after those that find it, where it is installed
     cuda = torch.cuda.is_available()
     llm = LLM(
         model,

@@ -42,8 +42,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba": (
         "Jamba-v0.1",
         {
-            "num_hidden_layers": 4,
-            "attn_layer_period": 4,
+            "num_hidden_layers": 2,
+            "attn_layer_period": 2,
             "attn_layer_offset": 1,
             "num_experts": 4,
             "num_experts_per_tok": 4,
@@ -100,9 +100,6 @@ def for_vllm(name: str, directory: Path) -> Path:
         settings |= {"conv_dim": settings["hidden_size"], "block_dim": settings["hidden_size"]}
         settings |= {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
     elif name == "olmo_hybrid":
-        for key in [key for key in weights if "q_conv1d" in key]:
-            parts = [weights.pop(key.replace("q_conv1d", f"{each}_conv1d")) for each in "qkv"]
-            weights[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
         for old, new in (
             ("attention_layer_norm", "input_layernorm"),
             ("feedforward_layer_norm", "post_attention_layernorm"),
