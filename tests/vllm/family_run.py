@@ -23,6 +23,7 @@ os.environ |= {
 }
 
 import torch
+from real_shapes import olmo_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from watched import LAST_ANSWER
@@ -120,15 +121,7 @@ def published(name: str, directory: Path) -> Path:
     """A checkpoint with its weights under the names that vLLM looks for."""
     if not name.startswith("olmo_hybrid"):
         return directory
-    weights = load_file(directory / "model.safetensors")
-    for key in [key for key in weights if "q_conv1d" in key]:
-        parts = [weights.pop(key.replace("q_conv1d", f"{each}_conv1d")) for each in "qkv"]
-        weights[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
-    for old, new in (
-        ("attention_layer_norm", "input_layernorm"),
-        ("feedforward_layer_norm", "post_attention_layernorm"),
-    ):
-        weights = {key.replace(old, new): weight for key, weight in weights.items()}
+    weights = olmo_weights(load_file(directory / "model.safetensors"))
     served = directory / "served"
     AutoConfig.from_pretrained(directory).save_pretrained(served)
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -59,8 +61,6 @@ class Capture:
 
 
 class NoCuteDsl(MetaPathFinder, Loader):
-    """vLLM's module of Kimi models imports kernels in the CuTe DSL, which Kimi-Linear on Hopper does not use."""
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "cutlass" else None
 
@@ -68,11 +68,25 @@ class NoCuteDsl(MetaPathFinder, Loader):
         module.__getattr__ = lambda name: MagicMock()
 
 
+def let_load(settings: dict[str, Any]) -> None:
+    """What keeps vLLM from loading a model here, with the plugin or without."""
+    if settings["model_type"] == "kimi_linear" and find_spec("cutlass") is None:
+        # Its module imports kernels in the CuTe DSL, which Kimi-Linear on Hopper does not use.
+        sys.meta_path.append(finder := NoCuteDsl())
+        import_module("vllm.models.kimi_k3")
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "cutlass"]:
+            del sys.modules[name]
+    elif settings["model_type"] == "olmo_hybrid":  # its loader is not told which third of the convolution a weight is
+        from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+
+        olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *args: lambda conv, whole: conv.data.copy_(whole)
+
+
 def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None:
     from vllm import LLM, SamplingParams
 
-    if "kimi" in (Path(model) / "config.json").read_text():
-        sys.meta_path.append(NoCuteDsl())  # after those that find it, where it is installed
+    let_load(json.loads((Path(model) / "config.json").read_text()))
     cuda = torch.cuda.is_available()
     llm = LLM(
         model,

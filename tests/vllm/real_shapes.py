@@ -73,6 +73,19 @@ def save(name: str, directory: Path, device: str) -> Path:
     return for_vllm(name, directory)
 
 
+def olmo_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """OLMo-Hybrid's under the names that vLLM looks for, with its convolutions in one."""
+    for key in [key for key in weights if "q_conv1d" in key]:
+        parts = [weights.pop(key.replace("q_conv1d", f"{each}_conv1d")) for each in "qkv"]
+        weights[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
+    for old, new in (
+        ("attention_layer_norm", "input_layernorm"),
+        ("feedforward_layer_norm", "post_attention_layernorm"),
+    ):
+        weights = {key.replace(old, new): weight for key, weight in weights.items()}
+    return weights
+
+
 def for_vllm(name: str, directory: Path) -> Path:
     """Where transformers and vLLM do not read the same names of weights or settings."""
     path = directory / "config.json"
@@ -100,11 +113,7 @@ def for_vllm(name: str, directory: Path) -> Path:
         settings |= {"conv_dim": settings["hidden_size"], "block_dim": settings["hidden_size"]}
         settings |= {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
     elif name == "olmo_hybrid":
-        for old, new in (
-            ("attention_layer_norm", "input_layernorm"),
-            ("feedforward_layer_norm", "post_attention_layernorm"),
-        ):
-            weights = {key.replace(old, new): each for key, each in weights.items()}
+        weights = olmo_weights(weights)
     else:
         served.rmdir()
         return directory
