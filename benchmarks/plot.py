@@ -1,4 +1,5 @@
-"""Draws how near the ops come to the hardware's limit, from the figures that bench_kernels.py wrote.
+"""Draws figures that benchmarks wrote: of bench_kernels.py how near the ops come to the hardware's limit, of
+bench_vllm.py the seconds of each workload with the plugin and without.
 
     python benchmarks/plot.py RESULTS.json PICTURE.svg
 
@@ -15,7 +16,8 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 BAR = 0.4
-COLORS = {"ours_us": "#1f6f8b", "peer_us": "#c9c9c9"}
+OURS, PEER = "#1f6f8b", "#c9c9c9"
+COLORS = {"ours_us": OURS, "peer_us": PEER}
 
 
 def draw_bars(axes: Axes, rows: list[dict], key: str, label: str, offset: float) -> None:
@@ -46,12 +48,38 @@ def draw(result: dict, target: Path) -> None:
     figure.savefig(target, bbox_inches="tight")
 
 
+def draw_times(run: dict, target: Path) -> None:
+    """The median of each workload, with its fastest and slowest run as a line."""
+    workloads = list(dict.fromkeys(row["workload"] for row in run["rows"]))
+    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(workloads) + 1.2))
+    engines = {"plugin": ("vLLM with mambacache", OURS), "vllm": (f"vLLM {run['versions']['vllm']} alone", PEER)}
+    for side, (engine, (label, color)) in enumerate(engines.items()):
+        rows = {row["workload"]: row for row in run["rows"] if row["engine"] == engine}
+        places = [place + BAR * (side - 0.5) for place in range(len(workloads))]
+        seconds = [rows[workload]["seconds"] for workload in workloads]
+        axes.barh(places, seconds, BAR, color=color, label=label)
+        for place, workload in zip(places, workloads, strict=True):
+            times = rows[workload]["times"]
+            axes.plot([min(times), max(times)], [place, place], color="black", linewidth=0.8)
+            axes.text(max(times) + 0.01, place, f"{rows[workload]['seconds']:.2f} s", va="center", fontsize=7)
+    axes.set_yticks(range(len(workloads)), workloads, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds, all prompts together ({run['gpu']})")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    figure.savefig(target, bbox_inches="tight")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("picture", type=Path)
     options = parser.parse_args()
-    draw(json.loads(options.results.read_text()), options.picture)
+    result = json.loads(options.results.read_text())
+    if "runs" in result:
+        draw_times(result["runs"][0], options.picture)
+    else:
+        draw(result, options.picture)
 
 
 if __name__ == "__main__":

@@ -41,10 +41,11 @@ def started(
     *command: str | Path, log: Path, path: Path = FOLDER, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A Python script whose output goes to a file; what is left of its session in the end is killed."""
+    searched = [FOLDER.parent, FOLDER, path, *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-P", *command],
-            env={**os.environ, "PYTHONPATH": f"{FOLDER.parent}:{FOLDER}:{path}", **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, searched)), **environment},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,0 +1,192 @@
+"""`vllm serve` with mambacache's plugin and without it on a part of a trace: time to the first token.
+
+    python benchmarks/bench_serving.py MODEL TRACE [--json OUT.json] [--requests 480] [--rate 4] [OPTIONS]
+
+What it does not know goes to `vllm serve`.
+
+The trace is in Mooncake's format. Whole sessions are drawn from it, so that the part has the reuse of the whole, and
+sent in their order as a Poisson process. Weights are dummies: times and hits mean something, texts do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from openai import AsyncOpenAI
+from tqdm import tqdm
+
+TRACE_BLOCK = 512  # tokens of one id of the trace
+SESSION_IDS = 2  # the first id is that of all requests, the second tells sessions apart
+VOCABULARY = 250
+
+
+@dataclass
+class Row:
+    """One engine; seconds."""
+
+    engine: str
+    first_token_median: float
+    first_token_p99: float
+    token_median: float  # between tokens, after the first
+    hit_tokens: int
+    prompt_tokens: int
+
+
+def sessions(trace: Path, count: int, longest: int) -> list[dict[str, Any]]:
+    """About so many requests of the trace, none above `longest` tokens with its answer."""
+    groups = defaultdict(list)
+    for line in trace.read_text().splitlines():
+        request = json.loads(line)
+        groups[tuple(request["hash_ids"][:SESSION_IDS])].append(request)
+    fitting = [
+        group
+        for group in groups.values()
+        if all(each["input_length"] + each["output_length"] <= longest for each in group)
+    ]
+    random.Random(0).shuffle(fitting)
+    drawn: list[dict[str, Any]] = []
+    for group in fitting:
+        if len(drawn) + len(group) <= count:
+            drawn += group
+    return sorted(drawn, key=lambda request: request["timestamp"])
+
+
+def tokens(request: dict[str, Any]) -> list[int]:
+    """Each id of the trace stands for tokens of its own."""
+    found = []
+    for number in request["hash_ids"]:
+        found += random.Random(number).choices(range(VOCABULARY), k=TRACE_BLOCK)
+    return found[: request["input_length"]]
+
+
+async def send(client: AsyncOpenAI, prompt: list[int], answer: int) -> list[float]:
+    """When it was sent, and when each piece of the answer came."""
+    times = [time.perf_counter()]
+    stream = await client.completions.create(
+        model="served", prompt=prompt, max_tokens=answer, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    async for _ in stream:
+        times.append(time.perf_counter())
+    return times
+
+
+async def warm_up(client: AsyncOpenAI) -> None:
+    rng = random.Random(1)
+    await asyncio.gather(*[send(client, rng.choices(range(VOCABULARY), k=3000), 16) for _ in range(8)])
+    await send(client, rng.choices(range(VOCABULARY), k=3000), 16)
+
+
+async def replay(client: AsyncOpenAI, requests: list[dict[str, Any]], rate: float) -> list[list[float]]:
+    rng = random.Random(2)
+    prompts = [tokens(request) for request in requests]  # not while they are sent
+    running, start, due = [], time.perf_counter(), 0.0
+    for prompt, request in zip(tqdm(prompts), requests, strict=True):
+        due += rng.expovariate(rate)
+        await asyncio.sleep(max(start + due - time.perf_counter(), 0))
+        running.append(asyncio.create_task(send(client, prompt, request["output_length"])))
+    return list(await asyncio.gather(*running))
+
+
+async def drive(port: int, requests: list[dict[str, Any]], rate: float) -> tuple[list[list[float]], int, int]:
+    """The times of each request, the prompt tokens that vLLM looked up, and those that were hit."""
+    client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=600, max_retries=0)
+    await warm_up(client)
+    before = counters(port)
+    times = await replay(client, requests, rate)
+    queries, hits = (b - a for a, b in zip(before, counters(port), strict=True))
+    return times, queries, hits
+
+
+def counters(port: int) -> tuple[int, int]:
+    """Prompt tokens that vLLM looked up, and that were hit."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    queries, hits = (
+        sum(float(each) for each in re.findall(rf"^vllm:prefix_cache_{name}_total{{.*}} (\S+)$", text, re.M))
+        for name in ("queries", "hits")
+    )
+    return int(queries), int(hits)
+
+
+def serve(arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Starts a server and waits until it answers."""
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", arguments.model]
+    command += ["--load-format", "dummy", "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
+    environment = os.environ | {"MAMBACACHE": "1" if engine == "plugin" else "0"}
+    process = subprocess.Popen([*command, *arguments.options], env=environment, stdout=log, stderr=subprocess.STDOUT)
+    while True:
+        if process.poll() is not None:
+            sys.exit(f"the server ended: see {log.name}")
+        try:
+            urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return process
+        except URLError:
+            time.sleep(0.5)
+
+
+def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str, Any]]) -> Row:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.NamedTemporaryFile(prefix=f"{engine}-", suffix=".log", delete=False) as log:
+        process = serve(arguments, engine, port, log)
+        try:
+            times, queries, hits = asyncio.run(drive(port, requests, arguments.rate))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+    first = sorted(each[1] - each[0] for each in times)
+    between = [(each[-1] - each[1]) / (len(each) - 2) for each in times if len(each) > 2]
+    p99 = first[min(int(0.99 * len(first)), len(first) - 1)]
+    return Row(engine, statistics.median(first), p99, statistics.median(between), hits, queries)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--requests", type=int, default=480)
+    parser.add_argument("--engines", nargs="+", default=["plugin", "vllm"], choices=["plugin", "vllm"])
+    parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
+    parser.add_argument("--longest", type=int, default=32000, help="tokens of a prompt and its answer, at most")
+    arguments, arguments.options = parser.parse_known_args()
+    requests = sessions(arguments.trace, arguments.requests, arguments.longest)
+    rows = []
+    for engine in arguments.engines:
+        rows.append(asdict(measure(arguments, engine, requests)))
+        print(json.dumps(rows[-1]), flush=True)
+    if arguments.json:
+        import torch
+
+        about = {
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "versions": {name: version(name) for name in ("torch", "triton", "vllm", "transformers")},
+            "requests": len(requests),
+            "rate": arguments.rate,
+            "options": arguments.options,
+        }
+        arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The trained recall model in vLLM on a GPU: `python recall_run.py MODE OUT.pt`.
+
+MODE is that of CUDA graphs: `eager`, `FULL_DECODE_ONLY` (nothing compiled), or `default`. Fails unless all answers are
+right and hit what they should, and no operation but our kernels touches a state. OUT.pt receives the states of layers
+before the first attention, whose kernels differ in graphs, after some prompts that all modes continue alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from watched import LAST_ANSWER
+
+from engine_driver import tokens_of
+
+RECALL = Path(__file__).resolve().parents[2] / "benchmarks" / "recall"
+sys.path.append(str(RECALL))
+from task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text  # noqa: E402
+
+ROWS = 8  # a size for which a graph is captured, so that no mode pads
+
+
+def serve(mode: str) -> Any:
+    from vllm import LLM
+    from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
+
+    QwenNextMixtureOfExperts.set_moe_parameters = lambda self: None  # there are no experts to count
+    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": mode}} if mode == "FULL_DECODE_ONLY" else {}
+    return LLM(
+        str(RECALL / "model"),
+        dtype="bfloat16",
+        enforce_eager=mode == "eager",
+        max_model_len=8192,
+        max_num_seqs=32,
+        gpu_memory_utilization=0.3,
+        additional_config={"mambacache": {"num_state_blocks": 200}, "gdn_prefill_backend": "triton"},
+        **graphs,
+    )
+
+
+def check_recall(llm: Any) -> None:
+    """Questions one by one, each of which hits the document; then all at once, after a reset."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    document = demo_document(DEMO_SEED)
+    questions = demo_questions(document, DEMO_SEED)
+    prompts = [f"{document.text} {question_text(name)}" for name, _ in questions]
+    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    assert [each.num_cached_tokens for each in outputs] == [0] + [4096] * (len(prompts) - 1)
+    assert llm.reset_prefix_cache()
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert sum(each.num_cached_tokens for each in together) == 4096 * (len(prompts) - 1)
+    for answers in (outputs, together):
+        assert [each.outputs[0].text.strip() for each in answers] == [answer_text(place) for _, place in questions]
+
+
+def check_no_copy(llm: Any, pool: Any) -> None:
+    """Of prompts that hit and decode: torch is given no state, nor a part of the pool, and copies nothing so large.
+
+    Our kernels are launched past torch's dispatcher, which is where shapes are noted.
+    """
+    views = [view for layer in pool.layers for view in layer]
+    state_shapes = {tuple(view.shape[1:]) for view in views}
+    shared = tokens_of(1, 200)
+    generate(llm, [shared + tokens_of(2, 20)], 4)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as profiled:
+        generate(llm, [shared + tokens_of(seed, 20) for seed in range(3, 3 + ROWS)], 20)
+    given = {(event.name, tuple(shape)) for event in profiled.events() for shape in event.input_shapes if shape}
+    assert any(name == "aten::mm" for name, _ in given)
+    touched = [each for each in given if any(each[1][-len(shape) :] == shape for shape in state_shapes)]
+    assert not touched, touched
+    with NamedTemporaryFile(suffix=".json") as file:
+        profiled.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    copies = [event["args"]["bytes"] for event in events if event.get("cat") == "gpu_memcpy"]
+    assert copies and max(copies) < min(view[0].numel() * view.element_size() for view in views)
+
+
+def generate(llm: Any, prompts: list[list[int]], answer: int, **more: Any) -> None:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False, **more)
+    llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+
+
+def main(mode: str, out: Path) -> None:
+    llm = serve(mode)
+    core = llm.llm_engine.engine_core.engine_core
+    pool = core.model_executor.driver_worker.worker.states.pool
+    generate(llm, [tokens_of(seed, 100) for seed in range(ROWS)], 30, allowed_token_ids=[5])
+    kinds = json.loads((RECALL / "model" / "config.json").read_text())["layer_types"]
+    first = [view.cpu() for layer in pool.layers[: kinds.index("full_attention")] for view in layer]
+    torch.save(first, out)
+    check_recall(llm)
+    if mode == "eager":
+        check_no_copy(llm, pool)
+    states = core.scheduler.states
+    states.check()
+    assert not states.request_ids and not states.stats.state_blocks["writing"]
+    print(LAST_ANSWER, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,27 @@
+"""The trained recall model on a GPU with vLLM's graphs and without: right answers, hits, bitwise the same states."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from watched import FOLDER, LAST_ANSWER, output_of, started
+
+MODES = ("eager", "FULL_DECODE_ONLY", "default")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
+    """What each mode leaves."""
+    folder = tmp_path_factory.mktemp("recall")
+    for mode in MODES:
+        log = folder / f"{mode}.log"
+        with started(FOLDER / "recall_run.py", mode, folder / f"{mode}.pt", log=log) as process:
+            assert process.wait(300) == 0 and LAST_ANSWER in log.read_text(), output_of(log)
+    return {mode: torch.load(folder / f"{mode}.pt") for mode in MODES}
+
+
+def test_replayed_graphs_leave_the_states_that_eager_steps_leave(states: dict[str, list[torch.Tensor]]) -> None:
+    """Where nothing is compiled: torch.compile rounds what comes to our kernels otherwise."""
+    for eager, replayed in zip(states["eager"], states["FULL_DECODE_ONLY"], strict=True):
+        assert eager.any() and torch.equal(eager, replayed)
