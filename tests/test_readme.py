@@ -105,3 +105,11 @@ def test_vllm_times_are_those_of_the_benchmark() -> None:
         ratio = plugin["seconds"] / vllm["seconds"]
         line = f"| {workload} | {plugin['seconds']:.3f} | {vllm['seconds']:.3f} | {ratio:.2f} "
         assert f"{line}| {plugin['hit_tokens']:,} | {vllm['hit_tokens']:,} |" in README
+
+
+def test_vllm_errors_are_those_of_the_benchmark() -> None:
+    models = json.loads((ROOT / "benchmarks" / "results" / "vllm-accuracy-h200.json").read_text())["models"]
+    for model in models.values():
+        plugin, vllm = model["rms"]["plugin"], model["rms"]["vllm"]
+        assert plugin <= 1.2 * vllm
+        assert f"| {plugin:.4f} | {vllm:.4f} | {plugin / vllm:.2f} |" in README
