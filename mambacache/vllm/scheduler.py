@@ -96,7 +96,7 @@ class Mixin:
         if not super()._handle_blocked_waiting_request(request):
             return False
         name = request.request_id
-        if self._held or not self.states.knows(name):
+        if self._held or not self.states.knows(name) or self.states.waits(name):
             return False
         blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
         found = self.states.admit(name, kv_tokens=covered)

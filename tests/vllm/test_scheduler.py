@@ -139,3 +139,27 @@ def test_answers_that_ended_by_themselves_count_as_finished(
     simulation.drain()
     assert simulation.requests["one"].status == status
     assert freed == [status != RequestStatus.FINISHED_ABORTED]
+
+
+def test_who_waits_for_a_prefix_is_not_looked_up_in_each_step() -> None:
+    """Looking up a long prompt's KV takes as long as a decode step of several rows."""
+    scheduler = make_scheduler(budget=64)
+    simulation = Simulation(scheduler)
+    rng = random.Random(0)
+    shared = [rng.randrange(VOCABULARY) for _ in range(640)]
+    for name in ("first", "second", "third"):
+        simulation.add(name, shared + [rng.randrange(VOCABULARY) for _ in range(30)], 2)
+    simulation.step()
+    looked_up: list[str] = []
+    find = scheduler.kv_cache_manager.get_computed_blocks
+
+    def noting(request: Any) -> Any:
+        looked_up.append(request.request_id)
+        return find(request)
+
+    scheduler.kv_cache_manager.get_computed_blocks = noting
+    simulation.step()
+    assert not looked_up
+    simulation.drain()
+    assert looked_up == ["second", "third"]
+    simulation.check_end()
