@@ -3,8 +3,8 @@
     python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--in-process] [--mode MODE] [--rounds N]
 
 Each engine runs in a process of its own, in each round again, in turn; with dummy weights: times and hits mean
-something, texts do not. Nothing is detokenised. Of each workload the median of three runs a round after one to warm up
-(two of those with nothing cached), over all rounds, beside the best.
+something, texts do not. Nothing is detokenised. Of each workload the median over all rounds, beside the best: two runs
+a round (cold), four (nothing cached), seven (hits) or three (decode) after one to warm up.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 REQUESTS = 64
-ENGINES = ("plugin", "vllm")
+ENGINES = ("plugin", "vllm", "vllm, FlashInfer")
 SHARED = ((4096, 64), (4001, 512))  # tokens in common, and of each prompt's own
 
 
@@ -60,7 +61,7 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
 
     for shared, own in SHARED:
         cold = [[tokens(shared + own) for _ in range(REQUESTS)] for _ in range(3)]
-        bursts = [[common + tokens(own) for _ in range(REQUESTS)] for common in [tokens(shared) for _ in range(3)]]
+        bursts = [[common + tokens(own) for _ in range(REQUESTS)] for common in [tokens(shared) for _ in range(5)]]
         for warm_up in (cold[0], bursts[0]):
             run(warm_up, 1)
         yield row(f"cold, {REQUESTS} x {shared + own}", cold[1:], 1)
@@ -68,7 +69,7 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
         common = tokens(shared)
         for _ in range(2):
             run([common + tokens(own)], 1)
-        batches = [[common + tokens(own) for _ in range(REQUESTS)] for _ in range(4)]
+        batches = [[common + tokens(own) for _ in range(REQUESTS)] for _ in range(8)]
         run(batches[0], 1)
         yield row(f"{REQUESTS} x ({shared} shared + {own})", batches[1:], 1)
     for count in (REQUESTS, 1):
@@ -77,11 +78,24 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
         yield row(f"decode {count} x 128 after 512", batches[1:], 128)
 
 
+def activate_flashinfer() -> None:
+    """Where its prefill alone was put on the path, and not the package: vLLM must have looked for that before."""
+    with suppress(ImportError):
+        import vllm.utils.flashinfer  # noqa: F401, I001
+
+        import fi_gdn
+
+        fi_gdn.activate()
+
+
 def measure(arguments: argparse.Namespace, engine: str) -> None:
     """One engine, in this process; writes its rows."""
     from vllm import LLM
 
-    options: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": "triton"}}
+    backend = "flashinfer" if engine.endswith("FlashInfer") else "triton"
+    if backend == "flashinfer":
+        activate_flashinfer()
+    options: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": backend}}
     if arguments.mode != "default":
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": arguments.mode}
     start = time.perf_counter()
@@ -103,7 +117,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every engine in a process of its own, which another follows in each round."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for turn in range(arguments.rounds):
-        for engine in ENGINES[:: -1 if turn % 2 else 1]:
+        for engine in arguments.engines[:: -1 if turn % 2 else 1]:
             for row in run_apart(arguments, engine):
                 rows.setdefault((row["workload"], engine), row | {"times": []})["times"] += row["times"]
     for row in rows.values():
@@ -127,6 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--json")
+    parser.add_argument("--engines", nargs="+", default=ENGINES[:2], choices=ENGINES)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--in-process", action="store_true", help="the engine core in the process of its caller")
@@ -138,9 +153,10 @@ def main() -> None:
         measure(arguments, arguments.engine)
         return
     rows = compare(arguments)
-    times = {(row["workload"], row["engine"]): row["seconds"] for row in rows}
     for workload in dict.fromkeys(row["workload"] for row in rows):
-        print(f"{workload:50}{times[workload, 'plugin'] / times[workload, 'vllm']:6.2f} of vLLM's time")
+        times = {row["engine"]: row["seconds"] for row in rows if row["workload"] == workload}
+        ratios = [f"{times['plugin'] / seconds:.2f} of {engine}" for engine, seconds in times.items()]
+        print(f"{workload:50} plugin: {', '.join(ratios)}")
     if arguments.json:
         import torch
 
