@@ -1,4 +1,4 @@
-"""The trained recall model in vLLM on a GPU: `python recall_run.py MODE OUT.pt`.
+"""The trained recall model in vLLM on one GPU or two: `python recall_run.py MODE OUT.pt [2]`.
 
 MODE is that of CUDA graphs: `eager`, `FULL_DECODE_ONLY` (nothing compiled), or `default`. Fails unless all answers are
 right and hit what they should, and no operation but our kernels touches a state. OUT.pt receives the states of layers
@@ -14,7 +14,12 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "MAMBACACHE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # so that workers of two GPUs have what is patched here
+}
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +34,7 @@ from task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_ques
 ROWS = 8  # a size for which a graph is captured, so that no mode pads
 
 
-def serve(mode: str) -> Any:
+def serve(mode: str, gpus: int) -> Any:
     from vllm import LLM
     from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 
@@ -39,6 +44,7 @@ def serve(mode: str) -> Any:
         str(RECALL / "model"),
         dtype="bfloat16",
         enforce_eager=mode == "eager",
+        tensor_parallel_size=gpus,
         max_model_len=8192,
         max_num_seqs=32,
         gpu_memory_utilization=0.3,
@@ -93,22 +99,27 @@ def generate(llm: Any, prompts: list[list[int]], answer: int, **more: Any) -> No
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
-def main(mode: str, out: Path) -> None:
-    llm = serve(mode)
-    core = llm.llm_engine.engine_core.engine_core
-    pool = core.model_executor.driver_worker.worker.states.pool
+def check_states(llm: Any, mode: str, out: Path) -> None:
+    pool = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.states.pool
     generate(llm, [tokens_of(seed, 100) for seed in range(ROWS)], 30, allowed_token_ids=[5])
     kinds = json.loads((RECALL / "model" / "config.json").read_text())["layer_types"]
     first = [view.cpu() for layer in pool.layers[: kinds.index("full_attention")] for view in layer]
     torch.save(first, out)
-    check_recall(llm)
     if mode == "eager":
         check_no_copy(llm, pool)
-    states = core.scheduler.states
+
+
+def main(mode: str, out: Path, gpus: int = 1) -> None:
+    llm = serve(mode, gpus)
+    if gpus == 1:
+        check_states(llm, mode, out)
+    llm.reset_prefix_cache()
+    check_recall(llm)
+    states = llm.llm_engine.engine_core.engine_core.scheduler.states
     states.check()
     assert not states.request_ids and not states.stats.state_blocks["writing"]
     print(LAST_ANSWER, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from watched import FOLDER, LAST_ANSWER, output_of, started
+from watched import FOLDER, LAST_ANSWER, check_end, started, wait_for
 
 MODES = ("eager", "FULL_DECODE_ONLY", "default")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def answer(folder: Path, mode: str, *gpus: str) -> None:
+    """Fails unless all answers are right, and all processes end."""
+    log = folder / f"{mode}.log"
+    with started(FOLDER / "recall_run.py", mode, folder / f"{mode}.pt", *gpus, log=log) as process:
+        wait_for(LAST_ANSWER, process, log)
+        check_end(process, time.monotonic(), log)
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +23,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Ten
     """What each mode leaves."""
     folder = tmp_path_factory.mktemp("recall")
     for mode in MODES:
-        log = folder / f"{mode}.log"
-        with started(FOLDER / "recall_run.py", mode, folder / f"{mode}.pt", log=log) as process:
-            assert process.wait(300) == 0 and LAST_ANSWER in log.read_text(), output_of(log)
+        answer(folder, mode)
     return {mode: torch.load(folder / f"{mode}.pt") for mode in MODES}
 
 
@@ -25,3 +31,8 @@ def test_replayed_graphs_leave_the_states_that_eager_steps_leave(states: dict[st
     """Where nothing is compiled: torch.compile rounds what comes to our kernels otherwise."""
     for eager, replayed in zip(states["eager"], states["FULL_DECODE_ONLY"], strict=True):
         assert eager.any() and torch.equal(eager, replayed)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_give_the_answers_of_one(tmp_path: Path) -> None:
+    answer(tmp_path, "FULL_DECODE_ONLY", "2")
