@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from watched import FOLDER, LAST_ANSWER, check_end, started, wait_for
