@@ -69,7 +69,7 @@ class _StateCached:
         from mambacache.vllm.layers import built
         from mambacache.vllm.layers.pages import Pages
 
-        given: dict[str, Any] = {"vllm_config": vllm_config, "prefix": prefix}  # vLLM looks for both names in this method
+        given: dict[str, Any] = {"vllm_config": vllm_config, "prefix": prefix}  # vLLM looks for both names here
         ours = serves(vllm_config)  # else it is the text part of a model that is left to vLLM
         with built() if ours else nullcontext():
             super().__init__(**given)
