@@ -66,7 +66,8 @@ test-vllm test-vllm-full: export OMP_NUM_THREADS ?= 1
 test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 	$(VLLM_TEST) tests/vllm
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
-		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py tests/vllm/test_metrics.py
+		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py tests/vllm/test_metrics.py \
+		tests/vllm/test_models.py
 
 # On a machine with a CUDA device, in the environment that has its torch: under eight minutes, and the whole grid.
 pytest-gpu: MARK := gpu

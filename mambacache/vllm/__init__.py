@@ -1,7 +1,7 @@
 """mambacache as a plugin of vLLM: recurrent states leave vLLM's KV cache and live in a pool of their own.
 
-Nothing of vLLM is replaced while it is imported: the plugin registers model classes, layers and a config hook, which
-names its scheduler and its worker.
+Nothing of vLLM is replaced while it is imported: the plugin registers model classes, which build its layers, and a
+config hook, which names its scheduler and its worker.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def register() -> None:
         return
     from vllm import ModelRegistry
 
-    from mambacache.vllm import config, layers, models
+    from mambacache.vllm import config, models
 
     for architecture in models.ARCHITECTURES:
         ModelRegistry.register_model(architecture, f"mambacache.vllm.models:{architecture}")
-        config.hook(architecture)
-    layers.register()
+        config.hook(architecture, has_attention=architecture not in models.ATTENTION_FREE)
+    for architecture, reason in models.LEFT.items():
+        config.hook_left(architecture, reason)
     _registered = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from mambacache.plan import CHUNK
@@ -12,6 +13,8 @@ from mambacache.vllm.settings import Settings
 
 SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
+PAGES = "mambacache.0"
+"""The layer by which a model without attention has a KV cache; vLLM looks for one number in each name."""
 
 
 def refuse(config: Any) -> None:
@@ -55,8 +58,38 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def hook(architecture: str) -> None:
+def serves(config: Any) -> bool:
+    """Whether a configuration is one of ours: of a model that the hook did not leave to vLLM."""
+    return config.scheduler_config.scheduler_cls == SCHEDULER
+
+
+def hook(architecture: str, *, has_attention: bool = True) -> None:
     """Has vLLM call us, after its own hook, when it settles the configuration of a model of this architecture."""
+
+    def settle(vllm_config: Any) -> None:
+        refuse(vllm_config)
+        Settings.of(vllm_config)
+        cache = vllm_config.cache_config
+        if not has_attention:
+            _one_page_a_request(vllm_config)
+        elif not cache.user_specified_block_size:
+            cache.block_size, cache.user_specified_block_size = CHUNK, True
+        vllm_config.scheduler_config.scheduler_cls = SCHEDULER
+        vllm_config.parallel_config.worker_cls = WORKER
+        metrics.show(vllm_config.instance_id)
+        logger.info("mambacache serves the recurrent states of %s; MAMBACACHE=0 leaves them to vLLM", architecture)
+
+    _after_its_own(architecture, settle)
+
+
+def hook_left(architecture: str, reason: str) -> None:
+    """Has the log say that a model of this architecture is vLLM's, and why."""
+    _after_its_own(
+        architecture, lambda vllm_config: logger.info("mambacache leaves %s to vLLM: %s", architecture, reason)
+    )
+
+
+def _after_its_own(architecture: str, settle: Callable[[Any], None]) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     original = MODELS_CONFIG_MAP.get(architecture)
@@ -66,15 +99,7 @@ def hook(architecture: str) -> None:
         def verify_and_update_config(vllm_config: Any) -> None:
             if original is not None:
                 original.verify_and_update_config(vllm_config)
-            refuse(vllm_config)
-            Settings.of(vllm_config)
-            cache = vllm_config.cache_config
-            if not cache.user_specified_block_size:
-                cache.block_size, cache.user_specified_block_size = CHUNK, True
-            vllm_config.scheduler_config.scheduler_cls = SCHEDULER
-            vllm_config.parallel_config.worker_cls = WORKER
-            metrics.show(vllm_config.instance_id)
-            logger.info("mambacache serves the recurrent states of %s; MAMBACACHE=0 leaves them to vLLM", architecture)
+            settle(vllm_config)
 
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
@@ -82,3 +107,12 @@ def hook(architecture: str) -> None:
                 original.verify_and_update_model_config(model_config)
 
     MODELS_CONFIG_MAP[architecture] = StateCacheConfig
+
+
+def _one_page_a_request(config: Any) -> None:
+    """For a model without attention, see `layers.pages`: so many that they bound nothing, with a watermark too."""
+    cache = config.cache_config
+    cache.block_size, cache.user_specified_block_size = CHUNK * (config.model_config.max_model_len // CHUNK + 1), True
+    cache.mamba_cache_mode, cache.mamba_block_size = "none", None
+    if cache.num_gpu_blocks_override is None:
+        cache.num_gpu_blocks_override = 2 * config.scheduler_config.max_num_seqs + 1

@@ -18,7 +18,8 @@ SERVED = "0.32 and 0.33"
 SCHEDULER = "v1/core/sched/scheduler.py"
 LAYERS = "model_executor/layers/mamba"
 
-# For every file its functions and methods with their parameters; where versions differ, one after the other.
+# For every file its methods with their parameters, its variables and fields with none; where versions differ, one after
+# the other.
 HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     SCHEDULER: {
         "Scheduler.__init__": (
@@ -49,7 +50,20 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "KVCacheManager.get_block_ids": ("self request_id",),
         "KVCacheManager.evict_blocks": ("self block_ids",),
     },
-    "model_executor/custom_op.py": {"PluggableLayer.register_oot": ("cls _decorated_layer_cls name",)},
+    "model_executor/custom_op.py": {
+        "op_registry_oot": ("",),
+        "PluggableLayer.register_oot": ("cls _decorated_layer_cls name",),
+    },
+    "model_executor/layers/attention_layer_base.py": {
+        "AttentionLayerBase.get_attn_backend": ("self",),
+        "AttentionLayerBase.get_kv_cache_spec": ("self vllm_config",),
+    },
+    "v1/attention/backend.py": {
+        "AttentionBackend.get_builder_cls": ("",),
+        "AttentionMetadataBuilder.__init__": ("self kv_cache_spec layer_names vllm_config device",),
+        "AttentionMetadataBuilder.build": ("self common_prefix_len common_attn_metadata fast_build",),
+    },
+    "v1/kv_cache_interface.py": {"KVCacheSpec.block_size": ("",), "AttentionSpec.tokens_per_state": ("",)},
     "model_executor/models/registry.py": {"_ModelRegistry.register_model": ("self model_arch model_cls",)},
     "v1/worker/gpu_worker.py": {
         "Worker.load_model": ("self * load_dummy_weights",),
@@ -109,12 +123,15 @@ def difference(folder: Path | None = None) -> str | None:
 
 
 def _signatures(path: Path) -> dict[str, str]:
-    """The parameters of the methods of all classes of a file."""
+    """The parameters of the methods of all classes of a file; of what else has a type, that it is there."""
     found = {}
-    for cls in ast.parse(path.read_text()).body:
-        for method in cls.body if isinstance(cls, ast.ClassDef) else ():
-            if isinstance(method, ast.FunctionDef):
-                found[f"{cls.name}.{method.name}"] = _parameters(method.args)
+    top = ast.parse(path.read_text()).body
+    for prefix, body in [("", top), *((f"{each.name}.", each.body) for each in top if isinstance(each, ast.ClassDef))]:
+        for node in body:
+            if isinstance(node, ast.AnnAssign):
+                found[f"{prefix}{ast.unparse(node.target)}"] = ""
+            elif isinstance(node, ast.FunctionDef) and prefix:
+                found[f"{prefix}{node.name}"] = _parameters(node.args)
     return found
 
 

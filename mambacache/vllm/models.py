@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
+
+from mambacache.vllm.config import PAGES, serves
 
 _MODULES = {
     "qwen3_next": ["Qwen3NextForCausalLM"],
@@ -17,15 +20,61 @@ _MODULES = {
     "jamba": ["JambaForCausalLM"],
     "lfm2": ["Lfm2ForCausalLM"],
     "lfm2_moe": ["Lfm2MoeForCausalLM"],
+    "mamba": ["MambaForCausalLM", "FalconMambaForCausalLM"],
+    "mamba2": ["Mamba2ForCausalLM"],
 }
+_CLASSES = {"FalconMambaForCausalLM": "MambaForCausalLM"}  # where it has not the name of the architecture
 ARCHITECTURES = {name: module for module, names in _MODULES.items() for name in names}
+ATTENTION_FREE = {*_MODULES["mamba"], *_MODULES["mamba2"]}
+
+_FOREIGN = {
+    "BailingMoELinearAttention": ["BailingMoeV2_5ForCausalLM"],
+    "BailingMoeV3KimiDeltaAttention": ["BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"],
+    "Glm5NextLinearAttention": ["Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"],
+    "KimiK3DeltaAttention": ["KimiK3ForConditionalGeneration"],
+    "Qwen4ExpPLELayer": ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"],
+}
+_UNTRIED = {
+    "images": [
+        "InternS2MobiusForConditionalGeneration",
+        "InternS2PreviewForConditionalGeneration",
+        "Lfm2VlForConditionalGeneration",
+        "MiniCPMOcrForConditionalGeneration",
+        "MiniCPMV4_6ForConditionalGeneration",
+        "MiniCPMV4_7ForConditionalGeneration",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ],
+    "pooling": ["ClefFlashForJointSchema", "ColBERTLfm2Model", "ColQwen3_5", "JambaForSequenceClassification"],
+    "its kind": ["AliceAIForCausalLM", "NemotronHPuzzleForCausalLM"],
+}
+LEFT = {name: f"its layer {layer} is not ours" for layer, names in _FOREIGN.items() for name in names}
+LEFT |= {name: f"the plugin was not tried with {what}" for what, names in _UNTRIED.items() for name in names}
+"""Architectures with recurrent layers that stay vLLM's, and why."""
 
 
 class _StateCached:
     """Before the model class of vLLM, whose own attributes it hides."""
 
     is_hybrid = False
+    is_attention_free = False
     has_inner_state = False
+    without_attention: bool
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        from mambacache.vllm.layers import built
+        from mambacache.vllm.layers.pages import Pages
+
+        given: dict[str, Any] = {"vllm_config": vllm_config, "prefix": prefix}  # vLLM looks for both names here
+        ours = serves(vllm_config)  # else it is the text part of a model that is left to vLLM
+        with built() if ours else nullcontext():
+            super().__init__(**given)
+        if ours and self.without_attention:
+            vllm_config.compilation_config.static_forward_context[PAGES] = Pages()
 
     def get_model_state_cls(self) -> type:
         """Asked by model runner V2."""
@@ -39,6 +88,8 @@ def __getattr__(name: str) -> Any:
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = ARCHITECTURES[name]
-    original = getattr(import_module(module if "." in module else f"vllm.model_executor.models.{module}"), name)
-    cls = type(name, (_StateCached, original), {"__module__": __name__, "__doc__": original.__doc__})
+    module = module if "." in module else f"vllm.model_executor.models.{module}"
+    original = getattr(import_module(module), _CLASSES.get(name, name))
+    own = {"__module__": __name__, "__doc__": original.__doc__, "without_attention": name in ATTENTION_FREE}
+    cls = type(name, (_StateCached, original), own)
     return globals().setdefault(name, cls)

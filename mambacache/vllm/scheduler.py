@@ -14,7 +14,7 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.plan import CHUNK, SequenceStep
 from mambacache.report import Wait
-from mambacache.vllm.config import is_cpu
+from mambacache.vllm.config import PAGES, is_cpu
 from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
@@ -39,10 +39,13 @@ class Mixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._caching = bool(self.cache_config.enable_prefix_caching)
+        groups = self.kv_cache_config.kv_cache_groups
+        self._has_attention = [group.layer_names for group in groups] != [[PAGES]]
         self.states = PrefixCache(
             CacheConfig(
                 num_state_blocks=read_blocks(self.vllm_config),
-                block_size=lcm(CHUNK, self.block_size),
+                block_size=lcm(CHUNK, self.block_size) if self._has_attention else CHUNK,
+                has_attention=self._has_attention,
                 max_checkpoints=None if self._caching else 0,
                 checkpoint_interval=Settings.of(self.vllm_config).checkpoint_interval,
             )
@@ -62,8 +65,9 @@ class Mixin:
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
-            "mambacache: %d states, hits every %d tokens, KV blocks of %d tokens",
-            self.states.config.num_state_blocks, self.states.config.block_size, self.block_size,
+            "mambacache: %d states, hits every %d tokens, %s",
+            self.states.config.num_state_blocks, self.states.config.block_size,
+            f"KV blocks of {self.block_size} tokens" if self._has_attention else "no KV",
         )  # fmt: skip
 
     # --- requests ---
@@ -98,12 +102,16 @@ class Mixin:
         name = request.request_id
         if self._held or not self.states.knows(name) or self.states.waits(name):
             return False
-        blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
+        blocks, covered = self.kv_cache_manager.empty_kv_cache_blocks, None
+        if self._has_attention:
+            blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
         found = self.states.admit(name, kv_tokens=covered)
         if isinstance(found, Wait):
             self._held = found.reason == "no room"
             return False
-        self._hits[name] = (self.kv_cache_manager.truncate_computed_blocks(blocks, found.num_tokens), found.num_tokens)
+        if self._has_attention:
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, found.num_tokens)
+        self._hits[name] = (blocks, found.num_tokens)
         return True
 
     def _get_local_prefix_cache_hit(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -147,11 +155,7 @@ class Mixin:
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """State first, then KV; None has vLLM preempt its youngest request and ask again."""
         name = request.request_id
-        row = self._rows.get(name)
-        if row is not None and row.num_tokens != num_new_tokens:
-            self.states.drop(self._rows.pop(name))
-            row = None
-        if row is None:
+        if name not in self._rows:  # else it asks again, for as many tokens
             begun = self._lone_prompts_decode or self.states.progress(name).computed > 0
             row = self.states.allocate(name, num_new_tokens, decode=begun and num_new_tokens == 1)
             if row is None:
@@ -165,10 +169,7 @@ class Mixin:
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         steps = [self._rows.pop(name) for name in scheduled]
-        for name, row in self._rows.items():  # got a state, and no KV
-            if name not in self._hits:
-                self.states.drop(row)
-        self._rows.clear()
+        self._rows.clear()  # what is left got a state and no KV: it was admitted in vain, or was preempted
         for name in self._hits:
             if name not in scheduled and self.states.runs(name):
                 self.states.withdraw(name)

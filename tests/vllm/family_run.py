@@ -55,6 +55,8 @@ LFM2 = {
 }
 # vLLM's Mamba2 has no smallest step size.
 STEPS = {"time_step_min": 1e-9}
+# vLLM believes a size that Hugging Face's Mamba2 does not read, norms each group by itself, and clamps no step size.
+MAMBA2 = {"intermediate_size": 128, "n_groups": 1, "time_step_limit": (0.0, float("inf"))}
 # vLLM has experts without a gate on a GPU only.
 NEMOTRON_H = {
     "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "linear_attention"]
@@ -75,6 +77,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**HEADS, "head_dim": 32},
     "granitemoehybrid": HEADS,
     "jamba": HEADS,
+    "mamba2": MAMBA2,
+    "mamba2_bias": MAMBA2,
     "lfm2": {**HEADS, **LFM2},
     "lfm2_moe": HEADS,
     "olmo_hybrid": HEADS,

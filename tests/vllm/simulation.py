@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
@@ -33,25 +36,39 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
 from mambacache.plan import SequenceStep, layout
-from mambacache.vllm.config import is_cpu
+from mambacache.vllm.config import PAGES, is_cpu
 from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
 
 VOCABULARY = 50
 STOP = 7
 MAX_STEPS = 4000
+IMAGE = 30
+"""Tokens of an image."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
     "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
-def prefixes(tokens: list[int], salt: str) -> list[int]:
+def keys_of(request: Request) -> dict[int, str]:
+    """What tells a request from others with the same tokens, by position: before all, or where an image begins."""
+    lora = request.lora_request.lora_name if request.lora_request else ""
+    return {-1: f"{request.cache_salt} {lora}"} | {
+        each.mm_position.offset: each.identifier for each in request.mm_features
+    }
+
+
+def prefixes(tokens: list[int], keys: dict[int, str]) -> list[int]:
     """`prefix[n]` for n from 0 on."""
-    found = [hash((salt,))]
-    for token in tokens:
-        found.append(hash((found[-1], token)))
+    found = [hash(keys[-1])]
+    for position, token in enumerate(tokens):
+        found.append(extend(found[-1], token, keys.get(position)))
     return found
+
+
+def extend(prefix: int, token: int, key: str | None = None) -> int:
+    return hash((prefix, token, key))
 
 
 def sampled(prefix: int) -> int:
@@ -73,9 +90,13 @@ def make_scheduler(
     budget: int = 200,
     ahead: bool = False,
     policy: str = "fcfs",
+    attention: bool = True,
     **settings: int,
 ) -> Any:
-    """Ours on vLLM's, with memory for so many states and for so many KV pages of `page` tokens."""
+    """Ours on vLLM's, with memory for so many states and for so many KV pages of `page` tokens; without attention, for
+    a page for each of 8 requests that may run."""
+    if not attention:
+        num_pages, page = 9, 4096 + 64
     config = VllmConfig(
         model_config=model_config(),
         cache_config=CacheConfig(block_size=page, enable_prefix_caching=True),
@@ -88,14 +109,18 @@ def make_scheduler(
     config.scheduler_config.async_scheduling = ahead  # vLLM's choice depends on the device
     config.cache_config.num_gpu_blocks = num_pages
     spec = FullAttentionSpec(block_size=page, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
-    return make(
+    groups = [KVCacheGroupSpec(["layer" if attention else PAGES], spec)]
+    scheduler = make(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
         block_size=page,
         log_stats=True,
     )
+    # As of a model with images, of which vLLM believes no text model to have one.
+    scheduler.max_num_encoder_input_tokens = budget + IMAGE
+    scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=8 * IMAGE)
+    return scheduler
 
 
 @dataclass
@@ -104,7 +129,7 @@ class Sequence:
 
     tokens: list[int]
     prompt: int
-    salt: str
+    keys: dict[int, str]
     pages: list[int]
     prefix: list[int] = field(default_factory=list)
 
@@ -112,8 +137,8 @@ class Sequence:
 class Worker:
     """Runs steps in the order of their schedules; knows what the scheduler sends, and each token that it sampled."""
 
-    def __init__(self, page: int) -> None:
-        self.page = page
+    def __init__(self, page: int | None) -> None:
+        self.page = page  # None: without attention
         self.states: dict[int, int] = {}
         self.kv: dict[int, list[int]] = {}
         self.sequences: dict[str, Sequence] = {}
@@ -136,7 +161,7 @@ class Worker:
         for name, new in zip(order, tokens, strict=True):
             sequence = self.sequences[name]
             sequence.tokens += new
-            sequence.prefix += [hash((sequence.prefix[-1], token)) for token in new]
+            sequence.prefix += [extend(sequence.prefix[-1], token) for token in new]
         return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens)
 
     def _take(self, output: SchedulerOutput, requests: dict[str, Request]) -> dict[str, int]:
@@ -155,9 +180,9 @@ class Worker:
         for name, pages, start in begun:
             request = requests[name]
             tokens = list(request.all_token_ids)
-            starts[name], salt = start, request.cache_salt or ""
+            starts[name], keys = start, keys_of(request)
             self.sequences[name] = Sequence(
-                tokens, request.num_prompt_tokens, salt, list(pages[0]), prefixes(tokens, salt)
+                tokens, request.num_prompt_tokens, keys, list(pages[0]), prefixes(tokens, keys)
             )
         return starts
 
@@ -178,7 +203,7 @@ class Worker:
         for name, row in rows.items():
             sequence, end = self.sequences[name], row.start + row.num_tokens
             assert row.start == starts[name], f"{name} runs from {starts[name]}, its row from {row.start}"
-            held = self.states[row.src] if row.src else prefixes([], sequence.salt)[0]
+            held = self.states[row.src] if row.src else prefixes([], sequence.keys)[0]
             assert held == sequence.prefix[row.start], f"{name} does not find its state at {row.start}"
             pages += self._attend(name, row.start, end)
             ends = {end: row.dst[0], **row.checkpoints}
@@ -193,6 +218,8 @@ class Worker:
 
     def _attend(self, name: str, start: int, end: int) -> list[int]:
         """Looks at a sequence's KV before `start` and writes what comes up to `end`; gives the pages it wrote."""
+        if self.page is None:
+            return []
         sequence, first = self.sequences[name], start // self.page
         known = [value for page in sequence.pages[: -(-start // self.page)] for value in self.kv[page]]
         assert known[:start] == sequence.prefix[1 : start + 1], f"{name} does not find its KV before {start}"
@@ -235,7 +262,7 @@ class Simulation:
 
     def __init__(self, scheduler: Any, *, ahead: bool = False) -> None:
         self.scheduler = scheduler
-        self.worker = Worker(scheduler.block_size)
+        self.worker = Worker(scheduler.block_size if scheduler.states.config.has_attention else None)
         self.answers: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
@@ -264,14 +291,22 @@ class Simulation:
         max_tokens: int,
         *,
         salt: str = "",
+        lora: str = "",
+        images: dict[int, str] | None = None,
         priority: int = 0,
         resumable: bool = False,
         **params: Any,
     ) -> None:
+        """`images` are identifiers by position."""
         given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
+        adapter = LoRARequest(lora_name=lora, lora_int_id=1 + sum(lora.encode()), lora_path="nowhere") if lora else None
+        media = [
+            MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=position, length=IMAGE))
+            for position, identifier in (images or {}).items()
+        ]
         self.requests[name] = Request(
             name, prompt, given, None, arrival_time=float(len(self.requests)), cache_salt=salt or None,
-            priority=priority, block_hasher=self._hasher, resumable=resumable,
+            lora_request=adapter, mm_features=media, priority=priority, block_hasher=self._hasher, resumable=resumable,
         )  # fmt: skip
         self.answers[name] = []
         self.scheduler.add_request(self.requests[name])
@@ -338,11 +373,11 @@ class Simulation:
 
 def expected(request: Request) -> list[int]:
     """The answer to a prompt: stop tokens end it."""
-    last = prefixes(list(request.prompt_token_ids), request.cache_salt or "")[-1]
+    last = prefixes(list(request.prompt_token_ids), keys_of(request))[-1]
     answer: list[int] = []
     while len(answer) < request.max_tokens:
         answer.append(sampled(last))
-        last = hash((last, answer[-1]))
+        last = extend(last, answer[-1])
         if answer[-1] in request.sampling_params.stop_token_ids:
             break
     return answer

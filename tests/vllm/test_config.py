@@ -10,11 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from simulation import model_config
 from vllm.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig, VllmConfig
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.worker.gpu import attn_utils
 
 from mambacache.vllm import config
+from mambacache.vllm.layers.pages import Pages
 
 ARCHITECTURE = "LlamaForCausalLM"  # of the simulation; the hook asks nothing of a model
 
@@ -77,12 +82,18 @@ def test_refused_layout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hooked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The plugin's hook on an architecture that has one of vLLM's own, which notes what it is called with."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What vLLM's own hook on an architecture is called with."""
     calls: list[Any] = []
     model_config()  # has been made before, or is now
     original = SimpleNamespace(verify_and_update_config=calls.append, verify_and_update_model_config=calls.append)
     monkeypatch.setitem(MODELS_CONFIG_MAP, ARCHITECTURE, type("Original", (), vars(original)))
+    return calls
+
+
+@pytest.fixture
+def hooked(calls: list[Any]) -> list[Any]:
+    """The plugin's hook after it."""
     config.hook(ARCHITECTURE)
     return calls
 
@@ -110,6 +121,39 @@ def test_hook_names_scheduler_worker_and_block_size(hooked: list[Any]) -> None:
     assert vllm_config(block_size=32).cache_config.block_size == 32
 
 
+def test_a_model_that_is_left_to_vllm_is_named_in_the_log(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(config.logger, "info", lambda text, *values: lines.append(text % values))
+    alone = vllm_config()
+    config.hook_left(ARCHITECTURE, "its layer Foreign is not ours")
+    settled = vllm_config()
+    assert lines == [f"mambacache leaves {ARCHITECTURE} to vLLM: its layer Foreign is not ours"]
+    assert [id(each) for each in calls] == [id(alone), id(settled)]
+    assert not config.serves(settled)
+    for part in ("scheduler_config", "parallel_config", "cache_config"):
+        assert repr(getattr(settled, part)) == repr(getattr(alone, part))
+
+
+def test_model_runner_v2_takes_the_pages_of_a_model_without_attention(calls: list[Any]) -> None:
+    """One page a request, of a few bytes; vLLM's own functions ask for it, and have its metadata built."""
+    config.hook(ARCHITECTURE, has_attention=False)
+    settled = vllm_config(block_size=32)
+    assert settled.cache_config.block_size == 4096 + 64 and settled.cache_config.num_gpu_blocks_override == 17
+    settled.compilation_config.static_forward_context[config.PAGES] = Pages()
+    ((name, spec),) = attn_utils.get_kv_cache_spec(settled).items()
+    assert name == config.PAGES and spec.page_size_bytes == 16
+    cache = KVCacheConfig(num_blocks=17, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([name], spec)])
+    groups, graphs, sizes = attn_utils.init_attn_backend(cache, settled, torch.device("cpu"))
+    assert graphs.min_cg_support == AttentionCGSupport.ALWAYS and sizes == [4096 + 64]
+    starts, tables, slots = torch.tensor([0, 3, 5]), [torch.ones(2, 1)], torch.zeros(1, 5)
+    for captured in (False, True):
+        built = attn_utils.build_attn_metadata(
+            groups, 2, 5, starts, starts, 3, torch.tensor([3, 2]), 3, tables, slots, cache,
+            for_cudagraph_capture=captured,
+        )  # fmt: skip
+        assert built.keys() == {name}
+
+
 def test_hook_refuses_at_start(hooked: list[Any]) -> None:
     with pytest.raises(ValueError, match="another worker"):
         vllm_config(parallel_config=ParallelConfig(worker_cls="other.Worker"))
@@ -122,7 +166,7 @@ import sys
 from mambacache.vllm import contract, register
 {before}
 register(); register()
-if "mambacache.vllm.layers" in sys.modules:
+if "mambacache.vllm.models" in sys.modules:
     from vllm import ModelRegistry
     print(ModelRegistry.models["Qwen3NextForCausalLM"].module_name)
 """

@@ -20,6 +20,10 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "nemotron_h",
     "zamba2",
     "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "mamba2_bias",
+    "falcon_mamba",
 )
 CHOSEN = FAMILIES if FULL else FAMILIES[:3]
 

@@ -19,7 +19,8 @@ SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_requests(seed: int) -> None:
-    """20 requests with shared prefixes and little memory; aborts, preemptions, priorities, stops, resets."""
+    """20 requests with shared prefixes and little memory; aborts, preemptions, priorities, stops, resets, adapters and
+    images; a fifth of the mixes without attention."""
     rng = random.Random(seed)
     ahead = bool(seed % 2)
     scheduler = make_scheduler(
@@ -30,6 +31,7 @@ def test_random_requests(seed: int) -> None:
         ahead=ahead,
         policy=rng.choice(["fcfs", "priority"]),
         checkpoint_interval=rng.choice([0, 0, 128]),
+        attention=seed % 5 != 4,
     )
     simulation = Simulation(scheduler, ahead=ahead)
     shared = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([64, 128, 300, 640]))] for _ in range(3)]
@@ -41,6 +43,8 @@ def test_random_requests(seed: int) -> None:
             prompt,
             rng.choice([1, 2, 30, 90]),
             salt=rng.choice(["", "", "", "other"]),
+            lora=rng.choice(["", "", "", "adapter"]),
+            images={20: rng.choice("ab")} if len(prompt) > 60 and rng.random() < 0.3 else {},
             priority=rng.randrange(3),
             stop_token_ids=[STOP] if rng.random() < 0.5 else [],
             **params,
@@ -110,6 +114,40 @@ def test_hits_by_hand_and_in_what_vllm_tells() -> None:
     assert hits == [0, 0, 960, 960]
     assert simulation.cached == {"0": 0, "1": 0, "2": 960, "3": 960}
     assert (simulation.queries, simulation.hits) == (4 * 1300, 2 * 960)
+    simulation.check_end()
+
+
+@pytest.mark.parametrize("attention", [True, False])  # without, nothing but a state's own keys bounds a hit
+@pytest.mark.parametrize(
+    ("requests", "hits"),
+    [
+        ([{"salt": "a"}, {"salt": "b"}, {}, {"salt": "a"}, {"salt": "b"}, {}], [0, 0, 0, 256, 256, 256]),
+        ([{"lora": "a"}, {"lora": "b"}, {}, {"lora": "a"}, {"lora": "b"}, {}], [0, 0, 0, 256, 256, 256]),
+        ([{"salt": "a"}, {"lora": "a"}, {"salt": "a", "lora": "a"}], [0, 0, 0]),
+        ([{"images": {150: each}} for each in "aabbc"] + [{}], [0, 256, 0, 256, 128, 128]),
+        ([{"images": {70: "a", 150: each}} for each in "ab"] + [{"images": {70: "b", 150: "a"}}], [0, 0, 0]),
+    ],
+)
+def test_equal_tokens_are_not_all(requests: list[dict[str, Any]], hits: list[int], attention: bool) -> None:
+    """Adapters and salts share nothing, images what stands before the first that differs: the first to find that stores
+    a state at the last boundary before it."""
+    simulation = Simulation(make_scheduler(budget=2048, attention=attention))
+    for number, keys in enumerate(requests):
+        simulation.add(str(number), [1] * 300, 3, **keys)
+        simulation.drain()
+    assert list(simulation.cached.values()) == hits
+    simulation.check_end()
+
+
+@pytest.mark.parametrize("keys", ["salt", "lora"])
+def test_nobody_waits_for_another_adapter_or_salt(keys: str) -> None:
+    simulation = Simulation(make_scheduler(budget=2048))
+    for number, value in enumerate(["a", "b", "", "a"]):
+        simulation.add(str(number), [1] * 300, 3, **{keys: value})
+    simulation.step()
+    assert [request.request_id for request in simulation.scheduler.running] == ["0", "1", "2"]
+    simulation.drain()
+    assert list(simulation.cached.values()) == [0, 0, 0, 256]
     simulation.check_end()
 
 

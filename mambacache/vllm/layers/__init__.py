@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
@@ -25,10 +26,18 @@ LAYERS: dict[str, type] = {
 }
 
 
-def register() -> None:
-    """Has vLLM build ours where it would build its own."""
-    for name, layer in LAYERS.items():
-        PluggableLayer.register_oot(name=name)(layer)
+@contextmanager
+def built() -> Iterator[None]:
+    """Meanwhile vLLM builds ours where it would build its own: a registration is for all models of a process, and
+    those that are left to vLLM, before or after in the same one, have no pool for ours."""
+    names = [name for name in LAYERS if name not in op_registry_oot]  # another plugin's are found by `check_all_ours`
+    for name in names:
+        PluggableLayer.register_oot(name=name)(LAYERS[name])
+    try:
+        yield
+    finally:
+        for name in names:
+            del op_registry_oot[name]
 
 
 def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:

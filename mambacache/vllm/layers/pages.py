@@ -1,0 +1,60 @@
+"""What a model without attention shows vLLM in place of a KV cache, of which vLLM wants one to schedule at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+
+class Pages(AttentionLayerBase):
+    """One page a request, which takes it whole and so is never full, named or hit; nobody reads or writes it."""
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return PagesBackend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> FullAttentionSpec:
+        size = vllm_config.cache_config.block_size
+        return FullAttentionSpec(
+            block_size=size, tokens_per_state=size, num_kv_heads=1, head_size=8, dtype=torch.int8
+        )  # 16 bytes
+
+
+class PagesBackend(AttentionBackend):
+    """Asked for its name, for its builder, and for what it supports, which is all."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "MAMBACACHE_PAGES"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        raise NotImplementedError  # as vLLM's own that have none
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[AttentionMetadata]]:
+        return PagesBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class PagesBuilder(AttentionMetadataBuilder[AttentionMetadata]):
+    """Of metadata that is empty, for every CUDA graph."""
+
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+    def build(self, *args: Any, **kwargs: Any) -> AttentionMetadata:
+        return AttentionMetadata()
