@@ -55,7 +55,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "engine.outputs": set(),
     "engine.text": set(),
     "engine.prompts": {"numpy", "torch"},
-    "vllm": {"numpy", "torch", "vllm"},
+    "vllm": {"numpy", "prometheus_client", "torch", "vllm"},
 }
 
 
