@@ -52,6 +52,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("LFM2-700M", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
     "lfm2_moe": ("LFM2-8B-A1B", {**CONVOLUTIONS, "num_experts": 8, "num_experts_per_tok": 8}),
     "olmo_hybrid": ("OLMo-Hybrid-7B", LAYERS),
+    "falcon_mamba": ("Falcon-Mamba-7B", {"num_hidden_layers": 2}),
 }
 
 
