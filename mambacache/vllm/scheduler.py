@@ -169,7 +169,7 @@ class Mixin:
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         steps = [self._rows.pop(name) for name in scheduled]
-        self._rows.clear()  # what is left got a state and no KV: it was admitted in vain, or was preempted
+        self._rows.clear()  # what is left got a state and no KV: it was admitted in vain
         for name in self._hits:
             if name not in scheduled and self.states.runs(name):
                 self.states.withdraw(name)

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from logits_run import PROMPTS, sequences
+from logits_run import DECODED, PROMPTS, sequences
 from real_shapes import SHAPES, save
 from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).resolve().parent
 RATIO = 1.2
+LENGTHS = [count + DECODED - 1 for count in PROMPTS]  # the last token of an answer is not run
 SECONDS = 250
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,7 +39,7 @@ def logits(
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     found = torch.load(out)
     seen = {tuple(place) for place in found["places"].tolist()}
-    assert len(seen) == sum(count + 15 for count in PROMPTS), "not every position was seen"
+    assert len(seen) == sum(LENGTHS), "not every position was seen"
     return found["logits"], found["places"], found["hits"]
 
 
@@ -81,8 +82,8 @@ def test_fp8_differs_from_vllm_as_vllm_from_itself(tmp_path: Path) -> None:
         )
         dense[run] = torch.zeros(*sequences().shape, got.shape[-1])
         dense[run][places[:, 0], places[:, 1]] = got
-    rows = [request for request, count in enumerate(PROMPTS) for _ in range(count + 15)]
-    columns = [position for count in PROMPTS for position in range(count + 15)]
+    rows = [request for request, length in enumerate(LENGTHS) for _ in range(length)]
+    columns = [position for length in LENGTHS for position in range(length)]
     ours, alone, turned = (each[rows, columns] for each in dense.values())
     figures = {"plugin": mean_kl(alone, ours), "vllm": mean_kl(alone, turned)}
     note("fp8", {"kl": figures})

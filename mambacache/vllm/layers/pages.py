@@ -36,10 +36,6 @@ class PagesBackend(AttentionBackend):
         return "MAMBACACHE_PAGES"
 
     @staticmethod
-    def get_impl_cls() -> type[Any]:
-        raise NotImplementedError  # as vLLM's own that have none
-
-    @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[AttentionMetadata]]:
         return PagesBuilder
 
@@ -53,7 +49,7 @@ class PagesBuilder(AttentionMetadataBuilder[AttentionMetadata]):
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in vLLM
         super().__init__(*args, **kwargs)
 
     def build(self, *args: Any, **kwargs: Any) -> AttentionMetadata:
