@@ -71,7 +71,8 @@ class NoCuteDsl(MetaPathFinder, Loader):
 def let_load(settings: dict[str, Any]) -> None:
     """What keeps vLLM from loading a model here, with the plugin or without."""
     if settings["model_type"] == "kimi_linear" and find_spec("cutlass") is None:
-        # Its module imports kernels in the CuTe DSL, which Kimi-Linear on Hopper does not use.
+        # Its module imports kernels in the CuTe DSL, of which Kimi-Linear on Hopper needs none on one GPU.
+        os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"
         sys.meta_path.append(finder := NoCuteDsl())
         import_module("vllm.models.kimi_k3")
         sys.meta_path.remove(finder)
@@ -108,13 +109,15 @@ def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None
         for own, count in zip(tokens, PROMPTS, strict=True)
     ]
     params = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True, detokenize=False)
-    hits = []
+    hits, seen = [], []
     for _ in range(2):
         order = requests[::-1] if backwards else requests
         outputs = llm.generate([prompt for prompt, _ in order], params, use_tqdm=False)
         assert [list(each.outputs[0].token_ids) for each in outputs] == [answer for _, answer in order]
         hits.append([each.num_cached_tokens or 0 for each in outputs])
-    torch.save({"logits": torch.cat(capture.logits), "places": torch.cat(capture.places), "hits": hits}, out)
+        seen.append(sum(map(len, capture.places)))
+    logits, places = torch.cat(capture.logits), torch.cat(capture.places)
+    torch.save({"logits": logits, "places": places, "first_round": seen[0], "hits": hits}, out)
 
 
 if __name__ == "__main__":
