@@ -82,8 +82,11 @@ def activate_flashinfer() -> None:
     """Where its prefill alone was put on the path, and not the package: vLLM must have looked for that before."""
     with suppress(ImportError):
         import vllm.utils.flashinfer  # noqa: F401, I001
+        from vllm.model_executor.kernels.linear.cute_dsl.ll_bf16 import is_available
 
         import fi_gdn
+
+        is_available()
 
         fi_gdn.activate()
 

@@ -98,7 +98,11 @@ def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None
         max_num_seqs=8,
         skip_tokenizer_init=True,
         additional_config={"mambacache": {"num_state_blocks": 64}, "gdn_prefill_backend": "triton"},
-        **({"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30} if cuda else {"dtype": "float32"}),
+        **(
+            {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.2}
+            if cuda
+            else {"dtype": "float32"}
+        ),
         **options,
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

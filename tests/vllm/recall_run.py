@@ -49,6 +49,7 @@ def serve(mode: str, gpus: int) -> Any:
         max_model_len=8192,
         max_num_seqs=32,
         kv_cache_memory_bytes=4 << 30,
+        gpu_memory_utilization=0.2,
         additional_config={"mambacache": {"num_state_blocks": 200}, "gdn_prefill_backend": "triton"},
         **graphs,
     )
@@ -71,12 +72,12 @@ def check_recall(llm: Any) -> None:
         assert [each.outputs[0].text.strip() for each in answers] == [answer_text(place) for _, place in questions]
 
 
-def check_no_copy(llm: Any, pool: Any) -> None:
+def check_no_copy(llm: Any) -> None:
     """Of prompts that hit and decode: torch is given no state, nor a part of the pool, and copies nothing so large.
 
     Our kernels are launched past torch's dispatcher, which is where shapes are noted.
     """
-    views = [view for layer in pool.layers for view in layer]
+    views = [view for layer in pool_of(llm).layers for view in layer]
     state_shapes = {tuple(view.shape[1:]) for view in views}
     shared = prompt(1, 200)
     generate(llm, [shared + prompt(2, 20)], 4)
@@ -93,6 +94,10 @@ def check_no_copy(llm: Any, pool: Any) -> None:
     assert copies and max(copies) < min(view[0].numel() * view.element_size() for view in views)
 
 
+def pool_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.states.pool
+
+
 def prompt(seed: int, count: int) -> list[int]:
     return [token % VOCABULARY for token in tokens_of(seed, count)]
 
@@ -104,22 +109,24 @@ def generate(llm: Any, prompts: list[list[int]], answer: int, **more: Any) -> No
     llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
 
 
-def check_states(llm: Any, mode: str, out: Path) -> None:
-    pool = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.states.pool
+def check_states(llm: Any, out: Path) -> None:
+    for layer in pool_of(llm).layers:
+        for view in layer:
+            view.zero_()
     generate(llm, [prompt(seed, 100) for seed in range(ROWS)], 30, allowed_token_ids=[5])
     kinds = json.loads((RECALL / "model" / "config.json").read_text())["layer_types"]
-    first = [view.cpu() for layer in pool.layers[: kinds.index("full_attention")] for view in layer]
+    first = [view.cpu() for layer in pool_of(llm).layers[: kinds.index("full_attention")] for view in layer]
     torch.save(first, out)
-    if mode == "eager":
-        check_no_copy(llm, pool)
 
 
 def main(mode: str, out: Path, gpus: int = 1) -> None:
     llm = serve(mode, gpus)
     if gpus == 1:
-        check_states(llm, mode, out)
+        check_states(llm, out)
     llm.reset_prefix_cache()
     check_recall(llm)
+    if mode == "eager":
+        check_no_copy(llm)
     states = llm.llm_engine.engine_core.engine_core.scheduler.states
     states.check()
     assert not states.request_ids and not states.stats.state_blocks["writing"]
