@@ -1,85 +1,120 @@
-"""Draws figures that benchmarks wrote: of bench_kernels.py how near the ops come to the hardware's limit, of
-bench_vllm.py the seconds of each workload with the plugin and without.
+"""Draws the pictures of README.md and docs/ from committed results, for light and for dark pages.
 
-    python benchmarks/plot.py RESULTS.json PICTURE.svg
+    python benchmarks/plot.py
 
 Needs matplotlib: pip install 'mambacache[plot]'.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+RESULTS = Path(__file__).parent / "results"
 BAR = 0.4
-OURS, PEER = "#1f6f8b", "#c9c9c9"
-COLORS = {"ours_us": OURS, "peer_us": PEER}
+OURS, PEER = "#2a8fb3", "#a9a9a9"
+THEMES = {"": {}, "-dark": dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#e6e6e6")}
+EDGES = {"": "#333333", "-dark": "#9a9a9a"}
 
 
-def draw_bars(axes: Axes, rows: list[dict], key: str, label: str, offset: float) -> None:
-    """The share of the limit that each row reaches, with its time beside the bar."""
-    for place, row in enumerate(rows):
-        if row[key]:
-            share = 100 * row["floor_us"] / row[key]
-            axes.barh(place + offset, share, BAR, color=COLORS[key], label=label)
-            axes.text(share + 1, place + offset, f"{row[key]:.0f} µs", va="center", fontsize=7)
-            label = ""  # one entry in the legend
-
-
-def draw(result: dict, target: Path) -> None:
-    peer = result["versions"]["vllm"]
-    rows = [row for row in result["rows"] if row["mode"] == "graph" and (row["peer_us"] or not peer)]
-    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(rows) + 1.2))
-    draw_bars(axes, rows, "ours_us", "mambacache", -BAR / 2)
-    draw_bars(axes, rows, "peer_us", f"vLLM {peer}", BAR / 2)
-    axes.axvline(100, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(rows)), [f"{row['op']}, {row['case']}" for row in rows], fontsize=8)
-    axes.margins(y=0.01)
+def bars(axes: Axes, labels: list[str], ours: list[float], peers: list[float], texts: list[tuple[str, str]]) -> None:
+    """Two horizontal bars for each label, with what stands beside them."""
+    for side, (values, color) in enumerate(((ours, OURS), (peers, PEER))):
+        places = [place + BAR * (side - 0.5) for place in range(len(labels))]
+        axes.barh(places, values, BAR, color=color)
+        for place, value, text in zip(places, values, texts, strict=True):
+            axes.annotate(text[side], (value, place), xytext=(3, 0), textcoords="offset points", va="center", size=7)
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlim(0, 115)
-    axes.set_xlabel("% of what memory bandwidth, tensor cores and exponentials allow")
-    axes.set_title(f"{result['gpu']}, {result['copy_bytes_per_second'] / 1e12:.2f} TB/s", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", bbox_to_anchor=(0.85, 1), fontsize=8, frameon=False)
-    figure.savefig(target, bbox_inches="tight")
 
 
-def draw_times(run: dict, target: Path) -> None:
-    """The median of each workload, with its fastest and slowest run as a line."""
+def legend(figure: Figure, peer: str, ours: str = "mambacache") -> None:
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (OURS, PEER)]
+    figure.legend(handles, [ours, peer], loc="outside upper right", ncols=2, fontsize=8, frameon=False)
+
+
+def kernels(result: dict[str, Any]) -> Figure:
+    """A panel for each op, prefill beside decode: the share of the limit that each shape reaches."""
+    rows = [row for row in result["rows"] if row["mode"] == "graph" and row["peer_us"]]
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    parts = [[[r for r in rows if r["op"] == op and is_decode(r) == decode] for decode in (False, True)] for op in ops]
+    heights = [max(map(len, part)) + 1 for part in parts]
+    figure, grid = pyplot.subplots(
+        len(ops), 2, figsize=(10, 0.42 * sum(heights)), sharex=True, height_ratios=heights, layout="constrained"
+    )
+    for op, part, pair in zip(ops, parts, grid, strict=True):
+        for kind, own, axes in zip(("prefill", "decode"), part, pair, strict=True):
+            if not own:
+                axes.remove()
+                continue
+            shares = [[100 * row["floor_us"] / row[key] for row in own] for key in ("ours_us", "peer_us")]
+            texts = [(f"{row['ours_us']:,.0f} µs", f"{row['peer_us']:,.0f} µs") for row in own]
+            bars(axes, [row["case"] for row in own], *shares, texts)
+            axes.axvline(100, color=pyplot.rcParams["axes.edgecolor"], linewidth=0.8)
+            axes.set_xlim(0, 125)
+            axes.set_title(f"{op}, {kind}", fontsize=9, loc="left")
+    figure.supxlabel(f"% of what memory bandwidth, tensor cores and exponentials of one {result['gpu']} allow", size=9)
+    legend(figure, f"vLLM {result['versions']['vllm']}")
+    return figure
+
+
+def is_decode(row: dict[str, Any]) -> bool:
+    return row["case"].startswith("batch") or row["case"] == "256 tokens"
+
+
+def against_vllm(results: dict[str, Any]) -> Figure:
+    """The median of each workload, and the share of prompt tokens that it hit."""
+    run = results["runs"][0]
     workloads = list(dict.fromkeys(row["workload"] for row in run["rows"]))
-    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(workloads) + 1.2))
-    engines = {"plugin": ("vLLM with mambacache", OURS), "vllm": (f"vLLM {run['versions']['vllm']} alone", PEER)}
-    for side, (engine, (label, color)) in enumerate(engines.items()):
-        rows = {row["workload"]: row for row in run["rows"] if row["engine"] == engine}
-        places = [place + BAR * (side - 0.5) for place in range(len(workloads))]
-        seconds = [rows[workload]["seconds"] for workload in workloads]
-        axes.barh(places, seconds, BAR, color=color, label=label)
-        for place, workload in zip(places, workloads, strict=True):
-            times = rows[workload]["times"]
-            axes.plot([min(times), max(times)], [place, place], color="black", linewidth=0.8)
-            axes.text(max(times) + 0.01, place, f"{rows[workload]['seconds']:.2f} s", va="center", fontsize=7)
-    axes.set_yticks(range(len(workloads)), workloads, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"seconds, all prompts together ({run['gpu']})")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
-    figure.savefig(target, bbox_inches="tight")
+    rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
+    pairs = [(rows[workload, "plugin"], rows[workload, "vllm"]) for workload in workloads]
+    figure, axes = pyplot.subplots(figsize=(10, 0.45 * len(workloads) + 1.2), layout="constrained")
+    texts = [(said(ours), said(peer)) for ours, peer in pairs]
+    bars(axes, workloads, *([row["seconds"] for row in side] for side in zip(*pairs, strict=True)), texts)
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"seconds, all prompts together ({run['gpu']}, 12 layers of Qwen3-Next's shape)", fontsize=9)
+    legend(figure, f"vLLM {run['versions']['vllm']} alone", "vLLM with mambacache")
+    return figure
+
+
+def said(row: dict[str, Any]) -> str:
+    hit = f", {row['hit_tokens'] / row['prompt_tokens']:.0%} hit" if row["hit_tokens"] else ""
+    return f"{row['seconds']:.2f} s{hit}"
+
+
+def first_token(result: dict[str, Any]) -> Figure:
+    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
+    hits, times = zip(*((row["hit_tokens"], 1e3 * row["seconds"]) for row in result["rows"]), strict=True)
+    axes.plot(hits, times, color=OURS, marker="o", markersize=4)
+    axes.set_ylim(0)
+    axes.set_xlabel(f"tokens hit, of a prompt of {result['prompt_tokens']:,}", fontsize=9)
+    axes.set_ylabel("first token, ms", fontsize=9)
+    return figure
+
+
+PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
+    "kernels-h200": kernels,
+    "vllm-h200": against_vllm,
+    "first-token-cpu": first_token,
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("picture", type=Path)
-    options = parser.parse_args()
-    result = json.loads(options.results.read_text())
-    if "runs" in result:
-        draw_times(result["runs"][0], options.picture)
-    else:
-        draw(result, options.picture)
+    for name, draw in PICTURES.items():
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        for theme, colors in THEMES.items():
+            frame = {"axes.edgecolor": EDGES[theme], "axes.spines.top": False, "axes.spines.right": False}
+            with pyplot.rc_context({**colors, **frame, "svg.fonttype": "none", "svg.hashsalt": name}):
+                figure = draw(result)
+                metadata = {"Date": None}  # the same figures give the same file
+                figure.savefig(RESULTS / f"{name}{theme}.svg", transparent=True, metadata=metadata)
+                pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Prints README's table of GPU times from the figures that bench_kernels.py wrote.
+"""Prints the tables of docs/ from figures that benchmarks wrote.
 
-python benchmarks/table.py benchmarks/results/kernels-h200.json
+    python benchmarks/table.py benchmarks/results/kernels-h200.json
+
+Of bench_kernels.py or bench_vllm.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
@@ -15,6 +17,18 @@ TARGETS = {
     "kda": {"1 x 8192": 2, "8 x 1024": 2.8, "64 x 128": 3.5},
     "ssd": {"1 x 8192": 2.2, "8 x 1024": 3, "64 x 128": 3.5},
     "selective_scan": {"1 x 8192": 4, "8 x 1024": 12, "64 x 128": 80},
+}
+LAYERS = {
+    "falcon_h1": "Falcon-H1-7B",
+    "falcon_mamba": "Falcon-Mamba-7B",
+    "granitemoehybrid": "Granite-4.0-H-Tiny",
+    "jamba": "Jamba-v0.1",
+    "kimi_linear": "Kimi-Linear-48B-A3B",
+    "lfm2": "LFM2-700M",
+    "lfm2_moe": "LFM2-8B-A1B",
+    "nemotron_h": "Nemotron-H-8B",
+    "olmo_hybrid": "OLMo-Hybrid-7B",
+    "qwen3_next": "Qwen3-Next",
 }
 HEAD = (
     "| op | case | graph: ours | vLLM | ratio | to reach | eager: ours | vLLM | floor | copy |\n"
@@ -49,6 +63,34 @@ def host_table(result: dict) -> str:
     return "\n".join(["| host cost of one prefill call | ours | vLLM |\n|---|---|---|", *lines])
 
 
-if __name__ == "__main__":
+def vllm_table(run: dict) -> str:
+    """Seconds and hits of each workload of bench_vllm.py."""
+    rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
+    lines = ["| workload | plugin | vLLM alone | ratio | hit: plugin | vLLM |\n|---|---|---|---|---|---|"]
+    for workload in dict.fromkeys(workload for workload, _ in rows):
+        plugin, vllm = rows[workload, "plugin"], rows[workload, "vllm"]
+        times = f"{plugin['seconds']:.3f} | {vllm['seconds']:.3f} | {plugin['seconds'] / vllm['seconds']:.2f}"
+        lines.append(f"| {workload} | {times} | {plugin['hit_tokens']:,} | {vllm['hit_tokens']:,} |")
+    return "\n".join(lines)
+
+
+def error_table(result: dict) -> str:
+    lines = ["| layers | plugin | vLLM alone | ratio |\n|---|---|---|---|"]
+    for name, model in result["models"].items():
+        plugin, vllm = model["rms"]["plugin"], model["rms"]["vllm"]
+        lines.append(f"| {LAYERS[name]}'s | {plugin:.4f} | {vllm:.4f} | {plugin / vllm:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
     figures = json.loads(Path(sys.argv[1]).read_text())
-    print(table(figures), host_table(figures), sep="\n\n")
+    if "runs" in figures:
+        print(*map(vllm_table, figures["runs"]), sep="\n\n")
+    elif "models" in figures:
+        print(error_table(figures))
+    else:
+        print(table(figures), host_table(figures), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

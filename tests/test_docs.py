@@ -1,0 +1,150 @@
+"""Every code block of README.md and docs/ runs, every link leads somewhere, and tables say what code and runs say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mambacache.demo.run import expected_hits
+from mambacache.kernels import state_bytes
+from mambacache.models.adapt import MODEL_TYPES, adapt
+from mambacache.models.attention import ATTENTION
+from mambacache.report import Loss
+from mambacache.runner.kv_pages import kv_block_bytes
+from mambacache.runner.sizing import weight_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "tests" / "README.md", *ROOT.glob("docs/*.md"))
+}
+README = PAGES["README.md"]
+BLOCKS = [
+    (page, kind, block) for page, text in PAGES.items() for kind, block in re.findall(r"```(\w*)\n(.*?)```", text, re.S)
+]
+PYTHON = [(page, block) for page, kind, block in BLOCKS if kind == "python"]
+COMMANDS = [line for _, kind, block in BLOCKS if kind == "bash" for line in block.splitlines()]
+CHECKPOINTS = json.loads((ROOT / "tests" / "checkpoint_configs.json").read_text())
+PRINTED = {"README.md": "Lima .", "docs/embedding.md": "num_tokens=128"}  # where no output follows the block
+
+
+def test_there_is_no_other_kind_of_block() -> None:
+    assert {kind for _, kind, _ in BLOCKS} == {"text", "bash", "python"}
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=[page for page, _ in PYTHON])
+def test_python_block(page: str, block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(block, page, "exec"), {})
+    if page in PRINTED:
+        assert PRINTED[page] in printed.getvalue()
+    else:
+        assert f"{block}```\n\n```text\n{printed.getvalue()}```" in PAGES[page]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str, tmp_path: Path) -> None:
+    """`make demo` and `make test` run elsewhere (test_recall, and whoever runs this): here their targets must exist."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        words.insert(1, "--dry-run")
+    elif words[0] == "pip":
+        options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", str(tmp_path)]
+        words = [sys.executable, "-m", *words, *options]
+    else:
+        words[0] = str(Path(sys.executable).with_name(words[0]))
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout or words[0] == sys.executable
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """To files, and to headings in them."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", PAGES[page]) + re.findall(r'(?:src|srcset)="([^"]+)"', PAGES[page])
+    for target in targets:
+        name, _, heading = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        titles = re.findall(r"^#+ (.*)$", path.read_text(), re.M) if heading else []
+        assert not heading or heading in [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in titles]
+
+
+def test_readme_is_a_page_that_is_read() -> None:
+    """About 120 lines, and no paragraph of more than four."""
+    assert len(README.splitlines()) <= 135
+    for paragraph in re.sub(r"```.*?```|<picture>.*?</picture>", "", README, flags=re.S).split("\n\n"):
+        lines = [line for line in paragraph.strip().splitlines() if not line.startswith(("|", "- ", "#"))]
+        assert len(lines) <= 4, paragraph
+
+
+def test_demo_output_is_of_the_demo_as_it_is() -> None:
+    rows = [list(map(int, row)) for row in re.findall(r"prompt +(\d+)  hit +(\d+)  ceiling +(\d+)", README)]
+    assert rows and [hit for _, hit, _ in rows] == expected_hits()[: len(rows)]
+    assert all(hit <= ceiling < prompt for prompt, hit, ceiling in rows)
+
+
+def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import host_table, table
+
+    figures, page = json.loads((RESULTS / "kernels-h200.json").read_text()), PAGES["docs/performance.md"]
+    assert table(figures) in page and host_table(figures) in page
+    assert f"commit {figures['commit'][:7]}" in page
+    compared = [row for row in figures["rows"] if row.get("peer_error")]
+    assert compared and all(row["ours_error"] <= 1.2 * row["peer_error"] for row in compared)
+
+
+def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import error_table, vllm_table
+
+    page = PAGES["docs/vllm.md"]
+    runs = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"]
+    assert [run["in_process"] for run in runs] == [True, False]
+    assert all(vllm_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
+    errors = json.loads((RESULTS / "vllm-accuracy-h200.json").read_text())
+    assert error_table(errors) in page
+    assert all(model["rms"]["plugin"] <= 1.2 * model["rms"]["vllm"] for model in errors["models"].values())
+
+
+def test_figures_of_readme_are_those_of_the_benchmark() -> None:
+    run = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"][0]
+    rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
+    cached, at_once = "64 x (4001 shared + 512)", "64 x (4001 shared + 512) at once, nothing cached"
+    hits = [f"{rows[cached, engine]['hit_tokens'] // 64:,}" for engine in ("plugin", "vllm")]
+    assert f"| tokens hit, of 4,513 in each prompt | {' | '.join(hits)} |" in README
+    for what, workload in (("the prefix cached", cached), ("nothing cached, all sent at once", at_once)):
+        times = [f"{rows[workload, engine]['seconds']:.3f}" for engine in ("plugin", "vllm")]
+        assert f"| seconds, {what} | {' | '.join(times)} |" in README
+
+
+def test_all_model_types_and_losses_are_listed() -> None:
+    assert all(f"`{name}`" in page for name in MODEL_TYPES for page in (README, PAGES["docs/models.md"]))
+    assert set(re.findall(r"^\| `([a-z ]+)` \|.*\|.*\|$", PAGES["docs/report.md"], re.M)) == set(Loss)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_sizes(name: str) -> None:
+    config = AutoConfig.for_model(**CHECKPOINTS[name])
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
+    model = adapt(module)
+    sizes = [weight_bytes(model), state_bytes(model.state_layers(torch.float32))]
+    if model.kv_layers:
+        sizes.append(kv_block_bytes(model.kv_layers, 64) // 64)
+    row = next(line for line in PAGES["docs/models.md"].splitlines() if line.startswith(f"| {name} |"))
+    assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]{5,}) bytes", row)] == sizes
