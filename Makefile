@@ -23,7 +23,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
-	$(PY) benchmarks/recall/demo.py
+	$(VENV)/bin/mambacache demo
 
 test: lint types pytest
 

@@ -1,4 +1,4 @@
-"""The command line: `mambacache generate` and `mambacache plan`."""
+"""The command line: `mambacache generate`, `mambacache plan` and `mambacache demo`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=_plan)
     plan.add_argument("model", help="directory of a checkpoint, or a Hub id")
     plan.add_argument("--memory-bytes", type=int, help="free memory to plan for, in place of this device's")
+    demo = commands.add_parser("demo", help="20 questions about one document, with the cache and without it")
+    demo.set_defaults(run=_demo)
+    demo.add_argument("--device", default="auto", help="auto, cpu or cuda")
     for command in (generate, plan):
         for name, kind in ENGINE_OPTIONS.items():
             command.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"see EngineConfig.{name}")
@@ -114,3 +117,9 @@ def _plan(args: argparse.Namespace) -> int:
     free = free_memory(config.device) if args.memory_bytes is None else args.memory_bytes
     print(describe(config, model, plan_memory(config, model, free)))
     return 0
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from mambacache.demo.run import run
+
+    return run(args.device)

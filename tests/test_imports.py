@@ -38,7 +38,9 @@ LAYERS: dict[str, set[str]] = {
     "engine.answers": {"plan", "config", "scheduler", "runner", "engine.outputs", "engine.text"},
     "engine.stepper": {"plan", "scheduler", "runner", "engine.answers", "engine.outputs"},
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},
-    "cli": {"config", "models", "runner", "engine"},
+    "demo": {"config", "report", "engine", "demo"},
+    "demo.task": set(),
+    "cli": {"config", "models", "runner", "engine", "demo"},
     "vllm": {"cache.prefix_cache", "config", "plan", "report", "kernels"},
 }
 # All that these parts may import from other distributions.
@@ -55,6 +57,8 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "engine.outputs": set(),
     "engine.text": set(),
     "engine.prompts": {"numpy", "torch"},
+    "demo": {"tqdm"},
+    "demo.task": {"numpy"},
     "vllm": {"numpy", "prometheus_client", "torch", "vllm"},
 }
 
@@ -181,6 +185,9 @@ def test_no_import_cycle() -> None:
         ("mambacache.vllm.scheduler", "mambacache.cache.pool"),
         ("mambacache.vllm.worker", "mambacache.runner.model_runner"),
         ("mambacache.engine.llm", "mambacache.vllm.config"),
+        ("mambacache.engine.llm", "mambacache.demo.run"),
+        ("mambacache.demo.task", "mambacache.demo.run"),
+        ("mambacache.demo.run", "mambacache.cli"),
     ],
 )
 def test_layers_forbid(importer: str, imported: str) -> None:

@@ -6,12 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_FILES = ("pyproject.toml", "Makefile", "README.md", "LICENSE", "mambacache", "kernels")
@@ -62,17 +62,21 @@ def test_wheel_imports_and_generates_away_from_the_checkout(source: Path, tmp_pa
     # The dependencies come from the running environment. A folder named in a .pth file is searched, but the .pth files
     # in it are not read, so an editable install of the checkout stays out of sight.
     (site_packages,) = environment.glob("lib/python*/site-packages")
-    (site_packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    (site_packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     code = "import mambacache, mambacache.kernels.reference as r; print(mambacache.__file__, r.__file__, sep='\\n')"
     imported = run(python, "-c", code, cwd=tmp_path)
     assert imported.returncode == 0, imported.stdout
     assert all(Path(line).is_relative_to(site_packages) for line in imported.stdout.splitlines())
 
     prompt = "Ada went to Paris . Max went to Oslo . Ada went to Rome . where is Max ?"
-    options = ("--model", ROOT / "benchmarks" / "recall" / "model", "--max-tokens", "2", "--prompt", prompt)
+    model = site_packages / "mambacache" / "demo" / "model"
+    options = ("--model", model, "--max-tokens", "2", "--prompt", prompt)
     generated = run(environment / "bin" / "mambacache", "generate", *options, cwd=tmp_path)
     assert generated.returncode == 0, generated.stdout
     assert "Oslo ." in generated.stdout.replace(prompt, "")
+    shown = run(environment / "bin" / "mambacache", "demo", "--device", "cpu", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stdout
+    assert "20 of 20 right" in shown.stdout
 
 
 def test_type_check_finds_a_mistake_in_a_call_into_the_kernels(source: Path) -> None:

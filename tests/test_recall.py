@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 
 from mambacache import LLM, SamplingParams
-
-RECALL = Path(__file__).resolve().parents[1] / "benchmarks" / "recall"
-sys.path.append(str(RECALL))
-
-from task import ANSWER_TOKENS, DEMO_SEED, Document, answer_text, demo_document, demo_questions, question_text  # noqa: E402
+from mambacache.demo import MODEL
+from mambacache.demo.task import (
+    ANSWER_TOKENS,
+    DEMO_SEED,
+    Document,
+    answer_text,
+    demo_document,
+    demo_questions,
+    question_text,
+)
 
 Tampering = Callable[[LLM, int, int], None]
 
@@ -47,7 +52,7 @@ def zero(llm: LLM, block: int, other: int) -> None:
 @pytest.mark.parametrize(("tamper", "least", "most"), [(leave, 19, 20), (swap, 0, 5), (zero, 0, 5)])
 def test_answers_come_from_the_cached_state(tamper: Tampering, least: int, most: int) -> None:
     """Another document's state, or none, in place of the cached one, its KV kept: the answers are wrong."""
-    llm = LLM(RECALL / "model", device="cpu", max_model_len=8192, max_num_seqs=4)
+    llm = LLM(MODEL, device="cpu", max_model_len=8192, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     documents = [demo_document(DEMO_SEED), demo_document(DEMO_SEED + 1)]
     llm.generate([document.text for document in documents], params, use_tqdm=False)
@@ -62,8 +67,10 @@ def test_answers_come_from_the_cached_state(tamper: Tampering, least: int, most:
     assert least <= right <= most
 
 
-def test_demo() -> None:
-    done = subprocess.run([sys.executable, RECALL / "demo.py"], capture_output=True, text=True, timeout=180)
+def test_demo(tmp_path: Path) -> None:
+    program = "import sys; from mambacache.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", program, "demo", "--device", "cpu"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     figures = re.fullmatch(r"(\d+) of 20 right; cache on ([\d.]+) s, off ([\d.]+) s: ([\d.]+) times as fast", last)

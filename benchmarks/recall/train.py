@@ -6,7 +6,7 @@ answers by itself, and the states would not matter. The curriculum starts with 2
 whenever 90 % of a batch's answers are right. The learning rate follows a cosine over the steps or over the minutes
 allowed, whichever ends first. On one H200 the 1,300 steps take about 2 minutes.
 
-    python benchmarks/recall/train.py --out benchmarks/recall/model
+    python benchmarks/recall/train.py --out mambacache/demo/model
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.cache_utils import LinearAttentionLayer
 
-from task import (
+from mambacache.demo.task import (
     EOS,
     FIRST_PLACE,
     NO_LABEL,

@@ -26,10 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from watched import LAST_ANSWER
 
 from engine_driver import tokens_of
-
-RECALL = Path(__file__).resolve().parents[2] / "benchmarks" / "recall"
-sys.path.append(str(RECALL))
-from task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text  # noqa: E402
+from mambacache.demo import MODEL
+from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text
 
 VOCABULARY = 136
 ROWS = 8  # a size for which a graph is captured, so that no mode pads
@@ -42,7 +40,7 @@ def serve(mode: str, gpus: int) -> Any:
     QwenNextMixtureOfExperts.set_moe_parameters = lambda self: None  # there are no experts to count
     graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": mode}} if mode == "FULL_DECODE_ONLY" else {}
     return LLM(
-        str(RECALL / "model"),
+        str(MODEL),
         dtype="bfloat16",
         enforce_eager=mode == "eager",
         tensor_parallel_size=gpus,
@@ -114,7 +112,7 @@ def check_states(llm: Any, out: Path) -> None:
         for view in layer:
             view.zero_()
     generate(llm, [prompt(seed, 100) for seed in range(ROWS)], 30, allowed_token_ids=[5])
-    kinds = json.loads((RECALL / "model" / "config.json").read_text())["layer_types"]
+    kinds = json.loads((MODEL / "config.json").read_text())["layer_types"]
     first = [view.cpu() for layer in pool_of(llm).layers[: kinds.index("full_attention")] for view in layer]
     torch.save(first, out)
 

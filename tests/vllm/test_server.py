@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
-from watched import FOLDER, FULL, check_end, output_of, started
+from watched import FULL, check_end, output_of, started
 
-RECALL = FOLDER.parents[1] / "benchmarks" / "recall"
-sys.path.append(str(RECALL))
-from task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text  # noqa: E402
+from mambacache.demo import MODEL
+from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text
 
 OPTIONS = (
     "--dtype float32 --enforce-eager --max-model-len 8192 --max-num-batched-tokens 2048 --max-num-seqs 8"
@@ -81,7 +79,7 @@ def test_served_recall(sent: signal.Signals, servers: int, tmp_path: Path) -> No
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path / "log"
-    command = ["-m", "vllm.entrypoints.cli.main", "serve", RECALL / "model", *OPTIONS.split(), "--port", str(port)]
+    command = ["-m", "vllm.entrypoints.cli.main", "serve", MODEL, *OPTIONS.split(), "--port", str(port)]
     command += ["--api-server-count", str(servers)] if servers > 1 else []
     settings = {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with started(*command, log=log, path=plugin(tmp_path), **settings) as process:

@@ -1,10 +1,7 @@
 """The last write wins: 20 questions about one document, with the prefix cache and without it.
 
-    python benchmarks/recall/demo.py
-
 10 questions as prompts of their own (document + question), then 10 as turns of one growing conversation. Prints for
-each what was reused and why not more; exit code 1 unless every answer is the same with the cache on and off, at least
-19 of 20 are right, and every hit is the one expected.
+each what was reused and why not more.
 """
 
 from __future__ import annotations
@@ -12,15 +9,15 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from tqdm import tqdm
 
-from mambacache import LLM, SamplingParams
+from mambacache.config import SamplingParams
+from mambacache.demo import MODEL
+from mambacache.demo.task import ANSWER_TOKENS, BLOCK_TOKENS, DEMO_SEED, demo_document, demo_questions, question_text
+from mambacache.engine.llm import LLM
 from mambacache.report import RequestReport
-from task import ANSWER_TOKENS, BLOCK_TOKENS, DEMO_SEED, demo_document, demo_questions, question_text
 
-MODEL = Path(__file__).parent / "model"
 SINGLE_QUESTIONS, TURNS = 10, 10
 LEAST_RIGHT = 19
 TURN_TOKENS = 6
@@ -66,8 +63,8 @@ def expected_hits() -> list[int]:
     return [0] + [floor(length)] * SINGLE_QUESTIONS + later_turns
 
 
-def timed(caching: bool) -> tuple[list[Asked], float]:
-    llm = LLM(MODEL, max_model_len=8192, enable_prefix_caching=caching)
+def timed(device: str, caching: bool) -> tuple[list[Asked], float]:
+    llm = LLM(MODEL, device=device, max_model_len=8192, enable_prefix_caching=caching)
     with tqdm(total=SINGLE_QUESTIONS + TURNS, desc=f"cache {'on' if caching else 'off'}", leave=False) as bar:
         start = time.perf_counter()
         asked = ask_all(llm, bar)
@@ -84,9 +81,11 @@ def line(number: int, asked: Asked) -> str:
     )
 
 
-def main() -> int:
-    cached, cached_seconds = timed(caching=True)
-    cold, cold_seconds = timed(caching=False)
+def run(device: str = "auto") -> int:
+    """Asks and prints; 1 unless every answer is the same with the cache on and off, at least 19 of 20 are right, and
+    every hit is the one expected."""
+    cached, cached_seconds = timed(device, caching=True)
+    cold, cold_seconds = timed(device, caching=False)
     for title, rows in (("cache on", cached), ("cache off", cold)):
         print(title)
         print(*(line(number + 1, row) for number, row in enumerate(rows)), sep="\n")
@@ -105,7 +104,3 @@ def main() -> int:
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
     return 1 if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

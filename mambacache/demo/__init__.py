@@ -1,0 +1,6 @@
+"""A tiny trained model that answers out of its states, its task, and what the prefix cache does for it."""
+
+from pathlib import Path
+
+MODEL = Path(__file__).with_name("model")
+"""A Qwen3-Next of 0.91 million parameters, trained by benchmarks/recall/train.py."""
