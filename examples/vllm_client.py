@@ -14,5 +14,5 @@ document = "Ada went to Oslo . Max went to Rome . Ada went to Lima . " * 20
 for name in ("Ada", "Max", "Ada"):
     answer = client.completions.create(model=model, prompt=f"{document}where is {name} ?", max_tokens=2, temperature=0)
     details = answer.usage.prompt_tokens_details
-    hit = details.cached_tokens if details else "an unknown number"
+    hit = details.cached_tokens if details else 0
     print(f"{answer.choices[0].text}  ({hit} of {answer.usage.prompt_tokens} tokens hit)")

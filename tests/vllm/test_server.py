@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from watched import FULL, check_end, output_of, started
 from mambacache.demo import MODEL
 from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vllm_client.py"
 OPTIONS = (
     "--dtype float32 --enforce-eager --max-model-len 8192 --max-num-batched-tokens 2048 --max-num-seqs 8"
     " --enable-prompt-tokens-details --host 127.0.0.1 --served-model-name recall"
@@ -86,6 +89,7 @@ def test_served_recall(sent: signal.Signals, servers: int, tmp_path: Path) -> No
         until_up(port, process, log)
         check_answers(port)
         check_metrics(port, log)
+        check_example(port)
         process.send_signal(sent)
         check_end(process, time.monotonic(), log)
 
@@ -125,3 +129,12 @@ def check_metrics(port: int, log: Path) -> None:
         f"{found['mambacache:prompt_tokens']:,.0f}",
         "granularity: {:,.0f}, not asked for: {:,.0f}".format(*lost),
     )
+
+
+def check_example(port: int) -> None:
+    command = [sys.executable, "-P", EXAMPLE, f"http://127.0.0.1:{port}/v1"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    expected = [("Lima", 0), ("Rome", 256), ("Lima", 256)]
+    assert [line.split() for line in said] == [
+        f"{place} . ({hit} of 304 tokens hit)".split() for place, hit in expected
+    ]
