@@ -25,7 +25,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vllm_host_time import host_time
+
 REQUESTS = 64
+HOST_MS = f"host time of a decode step of {REQUESTS} rows that is the plugin's, ms"
 ENGINES = ("plugin", "vllm", "vllm, FlashInfer")
 SHARED = ((4096, 64), (4001, 512))  # tokens in common, and of each prompt's own
 
@@ -78,6 +81,21 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
         yield row(f"decode {count} x 128 after 512", batches[1:], 128)
 
 
+def host_ms(llm: Any) -> float:
+    """Of a decode step of all rows, in the plugin: the median over the middle of three runs."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True, detokenize=False)
+    with host_time(llm.llm_engine.engine_core.engine_core.scheduler) as spent:
+        middle = []
+        for turn in range(3):
+            prompts = [{"prompt_token_ids": [2 + turn, request, *range(2, 100)]} for request in range(REQUESTS)]
+            spent.steps.clear()
+            llm.generate(prompts, params, use_tqdm=False)
+            middle += spent.steps[30:110]
+    return 1e3 * statistics.median(middle)
+
+
 def activate_flashinfer() -> None:
     """Where its prefill alone was put on the path, and not the package: vLLM must have looked for that before."""
     with suppress(ImportError):
@@ -112,23 +130,30 @@ def measure(arguments: argparse.Namespace, engine: str) -> None:
         times = ", ".join(f"{each:.3f}" for each in row.times)
         print(f"{engine:8}{row.workload:50}{times} s, hit {row.hit_tokens:,}", flush=True)
         rows.append(asdict(row))
-    Path(arguments.json).write_text(json.dumps(rows))
+    result: dict[str, Any] = {"rows": rows}
+    if engine == "plugin" and arguments.in_process:
+        result["host_ms"] = host_ms(llm)
+        print(f"{engine:8}{HOST_MS}: {result['host_ms']:.2f}")
+    Path(arguments.json).write_text(json.dumps(result))
     llm.llm_engine.engine_core.shutdown()
 
 
-def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every engine in a process of its own, which another follows in each round."""
+def compare(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
+    """Every engine in a process of its own, which another follows in each round: rows, and the plugin's host times."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
+    host = []
     for turn in range(arguments.rounds):
         for engine in arguments.engines[:: -1 if turn % 2 else 1]:
-            for row in run_apart(arguments, engine):
+            result = run_apart(arguments, engine)
+            host += [result["host_ms"]] if "host_ms" in result else []
+            for row in result["rows"]:
                 rows.setdefault((row["workload"], engine), row | {"times": []})["times"] += row["times"]
     for row in rows.values():
         row |= {"seconds": statistics.median(row["times"]), "best": min(row["times"])}
-    return list(rows.values())
+    return list(rows.values()), host
 
 
-def run_apart(arguments: argparse.Namespace, engine: str) -> list[dict[str, Any]]:
+def run_apart(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
         command = [sys.executable, __file__, arguments.model, "--engine", engine, "--json", str(out)]
@@ -136,6 +161,7 @@ def run_apart(arguments: argparse.Namespace, engine: str) -> list[dict[str, Any]
             "MAMBACACHE": "1" if engine == "plugin" else "0",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if arguments.in_process else "1",
         }
+        command += ["--in-process"] if arguments.in_process else []
         subprocess.run([*command, "--mode", arguments.mode], check=True, env=environment)
         return json.loads(out.read_text())
 
@@ -155,7 +181,7 @@ def main() -> None:
     if arguments.engine:
         measure(arguments, arguments.engine)
         return
-    rows = compare(arguments)
+    rows, host = compare(arguments)
     for workload in dict.fromkeys(row["workload"] for row in rows):
         times = {row["engine"]: row["seconds"] for row in rows if row["workload"] == workload}
         ratios = [f"{times['plugin'] / seconds:.2f} of {engine}" for engine, seconds in times.items()]
@@ -167,6 +193,7 @@ def main() -> None:
         versions = {name: version(name) for name in ("torch", "triton", "vllm", "transformers")}
         about = {"gpu": torch.cuda.get_device_name(), "versions": versions, "commit": head or None}
         about |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
+        about |= {"host_ms_of_a_decode_step": host} if host else {}
         Path(arguments.json).write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
