@@ -44,7 +44,7 @@ class Cached:
                 [block] = pool.take(1)
                 pool.commit(block, self.chain[entry], exact=entry not in near, hot=True)
         for entry in seen:
-            self.index.saw(self.chain[entry])
+            self.index.add_computed(self.chain[entry])
         return self
 
     def match(self, limit: int, host: int | None = None) -> Found:
@@ -118,8 +118,8 @@ def test_without_attention_a_state_is_enough() -> None:
 def test_seen_hashes_are_bounded_and_cleared() -> None:
     cached = Cached(chain_of([*range(5 * SIZE)]), attention=False, max_seen=2).put([], [], [1, 2, 3])
     assert cached.match(5).junction == 3
-    cached.index.saw(cached.chain[1])
-    cached.index.saw(cached.chain[2])
+    cached.index.add_computed(cached.chain[1])
+    cached.index.add_computed(cached.chain[2])
     assert cached.match(5).junction == 2
     cached.index.forget_seen()
     assert cached.match(5).junction == 0

@@ -94,17 +94,17 @@ def test_cold_blocks_go_first_then_the_least_recently_used(removed: Removed) -> 
 
 
 @pytest.mark.parametrize("referenced", [False, True])
-def test_heat_moves_a_block_to_the_hot_end(referenced: bool, removed: Removed) -> None:
+def test_promote_moves_a_block_to_the_hot_end(referenced: bool, removed: Removed) -> None:
     pool = BlockPool(3, removed)
     cold = commit(pool, 0, hot=False)
     commit(pool, 1)
     commit(pool, 2)
     if referenced:
         pool.share(cold)
-        pool.heat(cold)
+        pool.promote(cold)
         pool.release(cold)
     else:
-        pool.heat(cold)
+        pool.promote(cold)
     assert taken(pool, cold_only=True) is None
     while taken(pool) is not None:
         pass
@@ -209,7 +209,7 @@ def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
             pool.share(found)
             held.append(found)
             if rng.random() < 0.5:
-                pool.heat(found)
+                pool.promote(found)
         elif move == 5 and rng.random() < 0.1:
             pool.drop(name(rng.randrange(30)))
         assert [pool.references[b] for b in range(13)] == [held.count(b) for b in range(13)]

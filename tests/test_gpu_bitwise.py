@@ -51,7 +51,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("kda_decode", "BLOCK_V"): (4, 16),
     },
     "selective_scan": {
-        ("selective_scan_prefill", "MANY_WARPS"): (0, 1 << 30),
+        ("selective_scan_prefill", "SHORT_CHAIN_WARPS"): (0, 1 << 30),
         ("selective_scan_decode", "LANES"): (1, 2),
     },
 }

@@ -24,7 +24,7 @@ from .selective_scan_math import (
     tile_of,
 )
 
-LANES = 4  # that share a channel of 16 states
+LANES = 4  # of a warp share one channel, at a state size of 16
 
 
 @triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode"])

@@ -32,20 +32,17 @@ from .selective_scan_math import (
 
 @dataclass(frozen=True)
 class Tiles:
-    """Of 16 states: lanes that share a channel, channels of a lane, tokens of a group, most registers of a thread.
+    """How a warp divides its work, for a state size N of 16; a larger N takes more lanes, fewer tokens, one channel."""
 
-    Of more states more lanes take fewer tokens at a time, of one channel.
-    """
-
-    lanes: int
-    channels: int
-    tokens: int
-    registers: int
+    lanes: int  # that share one channel's N states
+    channels: int  # of each lane
+    tokens: int  # loaded at a time
+    registers: int  # of a thread, at most
 
 
-FEW = Tiles(lanes=4, channels=1, tokens=16, registers=255)  # where a sequence's time is that of its chain of tokens
-MANY = Tiles(lanes=2, channels=2, tokens=4, registers=128)  # where warps wait for their turn
-MANY_WARPS = 2112  # of FEW that are too many. Timed were 1024, which it suits, and 8192; others were not
+SHORT_CHAIN = Tiles(lanes=4, channels=1, tokens=16, registers=255)  # few warps: each takes its tokens as fast as it can
+MANY_WARPS = Tiles(lanes=2, channels=2, tokens=4, registers=128)  # more than run at once: each takes little room
+SHORT_CHAIN_WARPS = 2112  # with more warps than these MANY_WARPS takes over
 
 
 @triton.jit
@@ -282,7 +279,7 @@ def prefill(
     """Fills the prefill and padding tokens of `out` [F, dim] and stores states where `chunk_dst` says."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
-    tiles = FEW if dim // 8 * indices.num_prefills <= MANY_WARPS else MANY
+    tiles = SHORT_CHAIN if dim // 8 * indices.num_prefills <= SHORT_CHAIN_WARPS else MANY_WARPS
     block_N, lanes = tile_of(width, tiles.lanes)
     narrow = block_N <= 16
     per_lane = tiles.channels if narrow else 1

@@ -133,7 +133,7 @@ class Books:
         hit = self.lookup.hit(request, found)
         self.lookup.wait_no_more(request)
         life = self._begin(request, hit.num_tokens, len(request.tokens))
-        life.advanced = life.written = life.announced = found.hit
+        life.published = life.written = life.announced = found.hit
         life.near_from = self.lookup.near_from(request, found)
         if request.store:
             self.lookup.writes(life, request.chain)
@@ -168,7 +168,7 @@ class Books:
             if life is not None and life.computed == length and len(running) != max_running:
                 begun = self._begin(child, length, length)
                 if self.states.fork(life, begun):
-                    begun.written = begun.announced = life.advanced
+                    begun.written = begun.announced = life.published
                     if child.store and not child.stale:
                         self.lookup.writes(begun, child.chain)
                     running.append(child.request_id)

@@ -73,7 +73,7 @@ class Lookup:
 
     # --- what was computed ---
 
-    def saw(self, block_hash: bytes) -> None:
+    def add_computed(self, block_hash: bytes) -> None:
         """A block was computed."""
         self._seen[block_hash] = None
         self._seen.move_to_end(block_hash)

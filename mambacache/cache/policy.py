@@ -21,7 +21,7 @@ class Policy:
     """What is stored. Positions are in tokens and multiples of `block_size`.
 
     Asked-for states (every `Wish` but INTERVAL) may evict anything without references, and are evicted last. Others
-    take free and cold blocks only, and are evicted first, until a hit or the end of their request heats them.
+    take free and cold blocks only, and are evicted first, until a hit or the end of their request promotes them.
 
     Args:
         block_size: tokens in a block.

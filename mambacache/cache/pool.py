@@ -122,14 +122,14 @@ class BlockPool:
         self.born[block] = born
         return True
 
-    def heat(self, block: int) -> None:
+    def promote(self, block: int) -> None:
         """Moves a COMMITTED block from the cold blocks to the most recently used end of the hot ones."""
         if not self.references[block]:
             self._idle.remove(block, self.hot[block])
             self._idle.add(block, hot=True)
         self.hot[block] = True
 
-    def chill(self, block: int) -> None:
+    def demote(self, block: int) -> None:
         """Makes a COMMITTED block the first to be evicted."""
         if not self.references[block]:
             self._idle.remove(block, self.hot[block])

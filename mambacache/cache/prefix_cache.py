@@ -309,7 +309,7 @@ class PrefixCache:
         gone = list(hashes)
         with self._books as books:
             for block in filter(None, map(books.pool.lookup, gone)):
-                books.pool.chill(block)
+                books.pool.demote(block)
 
     def reset(self) -> None:
         """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""

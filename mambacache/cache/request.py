@@ -71,7 +71,7 @@ class Life:
     pages: array[int] = field(default_factory=lambda: array("i"))
     shared_pages: int = 0  # leading pages that others wrote
     copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then
-    advanced: int = 0  # leading blocks whose pages were committed and whose hashes were seen
+    published: int = 0  # leading blocks whose pages were committed and whose hashes were seen
     written: int = 0  # blocks up to here are computed; those up to `announced` are known to `Lookup`
     announced: int = 0
     wishes: dict[int, Wish] = field(default_factory=dict)

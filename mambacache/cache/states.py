@@ -39,14 +39,14 @@ class States:
         """Takes a reference to the state that was hit, and a block for the first row's dst."""
         if hit_block:
             life.state = self._pool.share(hit_block)
-            self._pool.heat(hit_block)
+            self._pool.promote(hit_block)
         life.reserve = self._pool.lease()
 
     def fork(self, parent: Life, child: Life) -> bool:
         """The child goes on from the parent's state; False, and nothing has changed, without room for a page."""
         if parent.state is None or not self._pages.fork(parent, child):
             return False
-        child.near_from, child.advanced = parent.near_from, parent.advanced
+        child.near_from, child.published = parent.near_from, parent.published
         child.state, child.window_offset = self._pool.share(parent.state.block), parent.window_offset
         if parent.window is not None:
             child.window = self._pool.share(parent.window.block)
@@ -257,7 +257,7 @@ class States:
         if finished and life.checkpoint is not None:
             last = self._pool.lookup(life.checkpoint[1])
             if last is not None:
-                self._pool.heat(last)
+                self._pool.promote(last)
         self._ledger.ended(life.trace)
         self._lookup.wrote(life, life.request.chain, life.announced)
         self._pages.unused(life)
@@ -326,14 +326,14 @@ class States:
         """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
         request, size = life.request, self._size
         self._ledger.computed(life.trace, life.computed)
-        if life.computed < (life.advanced + 1) * size:
+        if life.computed < (life.published + 1) * size:
             return
         self._lookup.wrote(life, request.chain, life.computed // size)
-        for depth in range(life.advanced + 1, min(life.computed, len(request.tokens)) // size + 1):
-            life.advanced = depth
+        for depth in range(life.published + 1, min(life.computed, len(request.tokens)) // size + 1):
+            life.published = depth
             if not request.store or request.stale:
                 continue
             block_hash = request.chain[depth]
-            self._lookup.saw(block_hash)
+            self._lookup.add_computed(block_hash)
             if self._pages.commit(life, depth, block_hash, self.num_issued):
                 self._ledger.stored("kv", block_hash, depth * size, request.request_id)
