@@ -9,13 +9,15 @@ from itertools import count
 from mambacache.accounting.ledger import Ledger, Trace
 from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Policy
+from mambacache.cache.policy import Chains, Policy
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
 from mambacache.report import Hit, RequestReport, Wait
+
+BLOCKS_OF_A_STATE = 110  # that caches hold for each state, where the host keeps them: 7,000 tokens
 
 
 class Books:
@@ -39,10 +41,13 @@ class Books:
     def _set_up(self) -> None:
         """Empty pools, and nothing known of any block."""
         config = self._config
-        self.pool = BlockPool(config.num_state_blocks, self._state_removed)
-        self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed)
+        chains = self.chains = Chains(
+            config.block_size, config.num_kv_blocks or BLOCKS_OF_A_STATE * config.num_state_blocks
+        )
+        self.pool = BlockPool(config.num_state_blocks, self._state_removed, chains)
+        self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed, chains)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
-        self.states = States(self.pool, self.pages, self.lookup, self._policy, self.ledger, self._row_numbers)
+        self.states = States(self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers)
 
     def __enter__(self) -> Books:
         self.torn = True
@@ -139,7 +144,12 @@ class Books:
             self.lookup.writes(life, request.chain)
         self.pages.begin(life, request.chain, found.coverage)
         self.states.begin(life, state)
-        life.wishes = self._policy.wishes(request.marks, hit.junction, (request.prompt_len, life.prefill_end))
+        if request.store and not request.judged:
+            shared = max(found.hit, found.junction)
+            request.proven, request.goes_on_from = self.chains.begin(request.chain, shared, request.prompt_len)
+            request.judged = True
+        junction = 0 if request.goes_on_from else hit.junction  # nobody branches at the end of a turn
+        life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
         ceiling = hit.num_tokens + sum(hit.losses.values())
         life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
         return hit
@@ -159,7 +169,7 @@ class Books:
             extend_chain(chain, tokens, size, parent.keys)
             made[child_id] = CachedRequest(
                 child_id, size, tokens, length, parent.salt, parent.keys, (), parent.read, parent.store, chain,
-                report=parent.report, stale=parent.stale,
+                report=parent.report, judged=True, proven=parent.proven, stale=parent.stale,
             )  # fmt: skip
         self.requests.update(made)
         running: list[str] = []

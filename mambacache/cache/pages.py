@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from mambacache.cache.policy import Chains
 from mambacache.cache.pool import BlockPool, RemovedCallback
 from mambacache.cache.request import ALWAYS_EXACT, Life
 from mambacache.plan import PageTables
@@ -13,9 +14,9 @@ from mambacache.plan import PageTables
 class Pages:
     """A pool of KV pages. Where it has none, the host keeps the KV, or nothing needs it: every call succeeds then."""
 
-    def __init__(self, block_size: int, num_pages: int, on_removed: RemovedCallback) -> None:
+    def __init__(self, block_size: int, num_pages: int, on_removed: RemovedCallback, chains: Chains) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_pages, on_removed)
+        self.pool = BlockPool(num_pages, on_removed, chains)
         self.present = num_pages > 0
         self._lacking = 0  # pages that admitted prompts will still take
 
@@ -90,7 +91,7 @@ class Pages:
         if depth <= life.shared_pages or not self.present:
             return False
         exact = depth * self.block_size <= life.near_from
-        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, hot=True, born=born)
+        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, hot=False, born=born)
 
     def tables(self, lives: Sequence[Life]) -> PageTables | None:
         """What a plan needs of the pages of these lives."""
@@ -109,6 +110,9 @@ class Pages:
         """Gives back all that a life holds."""
         self.copied(life)
         pages, life.pages = life.pages, array("i")
+        if life.request.proven:
+            for page in pages:
+                self.pool.hot[page] = True
         for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
             self.pool.release(page)
 

@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+from math import inf
+
+
+BRANCHING = 0.1
+"""Of turns that go on from a prompt, the share of second ones above which its state is kept after the first."""
+
+
+USEFUL = 0.05
+"""Of what its next turn may hit, the share that a second state of a request must add to be kept like the first."""
 
 
 class Wish(IntEnum):
@@ -20,8 +30,8 @@ class Wish(IntEnum):
 class Policy:
     """What is stored. Positions are in tokens and multiples of `block_size`.
 
-    Asked-for states (every `Wish` but INTERVAL) may evict anything without references, and are evicted last. Others
-    take free and cold blocks only, and are evicted first, until a hit or the end of their request promotes them.
+    Asked-for states (every `Wish` but INTERVAL) may evict anything without references; others take free and cold blocks
+    only. Hot, and so evicted after the others, are the asked-for ones, but a tail only in a chain that went on before.
 
     Args:
         block_size: tokens in a block.
@@ -64,9 +74,13 @@ class Policy:
         return found
 
     @staticmethod
-    def hot(wish: Wish | None) -> bool:
-        """Whether a state is kept among the hot ones, and may evict those to get its block."""
+    def may_evict_hot(wish: Wish | None) -> bool:
+        """Whether a state may evict hot ones to get its block."""
         return wish is not None and wish is not Wish.INTERVAL
+
+    def hot(self, wish: Wish | None, proven: bool) -> bool:
+        """Whether a state is kept among the hot ones."""
+        return self.may_evict_hot(wish) and (proven or wish is not Wish.TAIL)
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
         """Whether a state at the end of a step is given up once the request's next one is committed: in an answer, only
@@ -74,23 +88,106 @@ class Policy:
         return position > prefill_end and self.wish(wishes, position) is None
 
 
-class EvictionOrder:
-    """Which block goes first: cold ones (nobody asked for them) before hot ones, each least recently used first."""
+@dataclass(slots=True)
+class End:
+    """Of a prompt that was admitted at this time."""
 
-    def __init__(self) -> None:
-        self._cold: OrderedDict[int, None] = OrderedDict()
-        self._hot: OrderedDict[int, None] = OrderedDict()
+    admitted: int
+    gone_on: bool = False  # a later prompt begins with it
+    answered: int = 0  # blocks of prompt and answer together
+
+
+class Chains:
+    """Which chains go on: most prompts are never continued, and those that were are likely to be again.
+
+    A prompt that begins where an earlier one ended, and adds little, proves its chain. Time is counted in blocks that
+    were computed.
+
+    Args:
+        block_size: tokens in a block.
+        blocks: what the cache holds: half of it is the first guess of the time after which chains go on.
+    """
+
+    MOST_ENDS = 1 << 16
+    LONGEST_ANSWER = 64  # blocks, between a prompt's tail and what the next turn shares
+    LONGEST_TURN = 1024  # tokens that a next turn adds
+    MEMORY = 64  # turns over which averages forget
+
+    def __init__(self, block_size: int, blocks: int) -> None:
+        self._block_size = block_size
+        self.now = 0
+        self.mean_gap = blocks / 2
+        self._answers_kept = 0.5  # how often a next turn shares the answer too, and not the prompt alone
+        self._branches = 0.0  # how often a chain goes on from a prompt that it went on from before
+        self._ends: OrderedDict[bytes, tuple[int, bool]] = (
+            OrderedDict()
+        )  # tails: when admitted, and whether gone on from
+
+    def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> tuple[bool, int]:
+        """A prompt is admitted of whose chain so many blocks were ever computed.
+
+        Returns:
+            Whether the chain is proven, and after how many blocks the prompt ended that it goes on from (0: none).
+        """
+        tail = (prompt_len - 1) // self._block_size
+        start = next((d for d in range(shared, max(shared - self.LONGEST_ANSWER, 0), -1) if chain[d] in self._ends), 0)
+        if start:
+            end = self._ends[chain[start]]
+            self._branches += (end.gone_on - self._branches) / self.MEMORY
+            if not end.gone_on:
+                self.mean_gap += (self.now - end.admitted - self.mean_gap) / self.MEMORY
+            if end.answered > start:
+                self._answers_kept += ((shared >= end.answered) - self._answers_kept) / self.MEMORY
+            end.gone_on = True
+        self._ends[chain[tail]] = End(self.now)
+        self._ends.move_to_end(chain[tail])
+        if len(self._ends) > self.MOST_ENDS:
+            self._ends.popitem(last=False)
+        return start > 0 and prompt_len - shared * self._block_size <= self.LONGEST_TURN + self._block_size, start
+
+    def finish(self, chain: Sequence[bytes], tail: int, end: int) -> list[int]:
+        """A request ends whose prompt and answer have states after so many blocks; which of them are of no use.
+
+        The next turn resumes at the end of the answer, or at the prompt's tail where the answer was edited, or is asked
+        for once more.
+        """
+        if (noted := self._ends.get(chain[tail])) is not None:
+            noted.answered = end
+        kept = self._answers_kept
+        if kept * end > tail:
+            return [tail] if (1 - kept) * tail < USEFUL * end else []
+        return [end] if kept * (end - tail) < USEFUL * end else []
+
+    @property
+    def branching(self) -> bool:
+        """Whether the end of a prompt is of use after a chain went on from it."""
+        return self._branches > BRANCHING
+
+
+class EvictionOrder:
+    """Which block goes first: cold ones (nobody asked for them) before hot ones, each least recently used first.
+
+    But a hot block that was not used for much longer than the time after which chains go on, and than the cold ones,
+    goes before these: its chain is dead.
+    """
+
+    DEAD = 3  # times as long without use as the first cold block, to which the mean gap is added, as to the hot one's
+
+    def __init__(self, chains: Chains) -> None:
+        self._chains = chains
+        self._cold: OrderedDict[int, float] = OrderedDict()  # block -> when it was used last
+        self._hot: OrderedDict[int, float] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._cold) + len(self._hot)
 
     def add(self, block: int, hot: bool) -> None:
         """A block that was used just now."""
-        (self._hot if hot else self._cold)[block] = None
+        (self._hot if hot else self._cold)[block] = self._chains.now
 
     def put_first(self, block: int) -> None:
         """A cold block that is of no use to anyone."""
-        self._cold[block] = None
+        self._cold[block] = -inf
         self._cold.move_to_end(block, last=False)
 
     def remove(self, block: int, hot: bool) -> None:
@@ -98,10 +195,14 @@ class EvictionOrder:
 
     def first(self, cold_only: bool) -> int | None:
         """The block to evict; None if there is none, or only hot ones with `cold_only`."""
-        for order in (self._cold,) if cold_only else (self._cold, self._hot):
-            if order:
-                return next(iter(order))
-        return None
+        cold = next(iter(self._cold.items()), None)
+        hot = None if cold_only else next(iter(self._hot.items()), None)
+        if cold is None or hot is None:
+            found = cold or hot
+            return found[0] if found is not None else None
+        now, gap = self._chains.now, self._chains.mean_gap
+        dead = now - hot[1] + gap > self.DEAD * (now - cold[1] + gap)
+        return hot[0] if dead else cold[0]
 
     def blocks(self) -> set[int]:
         return {*self._cold, *self._hot}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from mambacache.cache.policy import EvictionOrder
+from mambacache.cache.policy import Chains, EvictionOrder
 
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a hash stops naming a block; `evicted` if room was needed."""
@@ -33,11 +33,11 @@ class BlockPool:
     order of `EvictionOrder`. Every call is O(1) a block.
     """
 
-    def __init__(self, num_blocks: int, on_removed: RemovedCallback) -> None:
+    def __init__(self, num_blocks: int, on_removed: RemovedCallback, chains: Chains) -> None:
         self.num_blocks = num_blocks
         self._on_removed = on_removed
         self._free = list(range(num_blocks, 0, -1))
-        self._idle = EvictionOrder()  # COMMITTED blocks without references
+        self._idle = EvictionOrder(chains)  # COMMITTED blocks without references
         self._blocks: dict[bytes, int] = {}
         self.lookup = self._blocks.get  # the COMMITTED block that a hash names, or None
         self.references = [0] * (num_blocks + 1)

@@ -38,6 +38,9 @@ class CachedRequest:
     issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
     in_flight: int = 0  # how many of them will give a token
     leaving: Row | None = None  # planned in a life that ended, and neither issued nor given up
+    judged: bool = False  # whether it was admitted before, and the next two are known
+    proven: bool = False  # its chain went on before it
+    goes_on_from: int = 0  # after how many blocks the prompt ended that it is the next turn of; 0: of none
     stale: bool = False  # holds blocks from before a reset: commits nothing more
 
     def token_bytes(self, start: int, end: int) -> bytes:

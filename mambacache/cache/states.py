@@ -8,7 +8,7 @@ from itertools import count
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Policy, Wish
+from mambacache.cache.policy import Chains, Policy, Wish
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Life, Row
 from mambacache.plan import CHUNK, NO_CHECKPOINTS, PLACEHOLDER, SequenceStep
@@ -21,13 +21,15 @@ class States:
     """
 
     def __init__(
-        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, ledger: Ledger, numbers: count[int]
-    ) -> None:
+        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, ledger: Ledger,
+        numbers: count[int],
+    ) -> None:  # fmt: skip
         self._size = pages.block_size
         self._pool = pool
         self._pages = pages
         self._lookup = lookup
         self._policy = policy
+        self._chains = chains
         self._ledger = ledger
         self._numbers = numbers  # of rows
         self.unwritten = 0  # checkpoint blocks of rows that are not issued yet
@@ -110,7 +112,7 @@ class States:
         if life.reserve is not None:
             return False
         wish = self._policy.wish(life.wishes, life.computed)
-        lease = pool.lease(cold_only=not self._policy.hot(wish))
+        lease = pool.lease(cold_only=not self._policy.may_evict_hot(wish))
         if lease is not None:
             life.reserve = lease
             return False
@@ -158,8 +160,8 @@ class States:
                 continue
             if planned.get(block_hash, -1) >= exact:
                 continue
-            hot = self._policy.hot(wish)
-            lease = self._pool.lease(cold_only=not hot) if self._has_checkpoint_room(hot) else None
+            may_evict = self._policy.may_evict_hot(wish)
+            lease = self._pool.lease(cold_only=not may_evict) if self._has_checkpoint_room(may_evict) else None
             if lease is None:
                 self._ledger.refused(block_hash)
                 continue
@@ -181,11 +183,11 @@ class States:
             if self._lookup.worth_a_wait(life, depth):
                 self._policy.promise(life.wishes, depth * size)
 
-    def _has_checkpoint_room(self, hot: bool) -> bool:
+    def _has_checkpoint_room(self, may_evict_hot: bool) -> bool:
         """Whether the budget holds one more checkpoint, if need be by evicting one."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
-        return not full or (most > 0 and self._pool.evict(cold_only=not hot))
+        return not full or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
 
     # --- after it ---
 
@@ -254,16 +256,30 @@ class States:
     def end(self, life: Life, finished: bool) -> None:
         """A life ends. What it holds is given back at once, or with its row if that is planned: that may be issued."""
         life.ended = True
-        if finished and life.checkpoint is not None:
-            last = self._pool.lookup(life.checkpoint[1])
-            if last is not None:
-                self._pool.promote(last)
         self._ledger.ended(life.trace)
         self._lookup.wrote(life, life.request.chain, life.announced)
         self._pages.unused(life)
         row = life.row
         if row is None or not row.planned:
             self.release(life)
+        if finished:
+            self._settle(life)
+
+    def _settle(self, life: Life) -> None:
+        """Of the states that a finished request leaves, its next turn needs one: the others are evicted first."""
+        request, size = life.request, self._size
+        tail = (request.prompt_len - 1) // size
+        before = request.goes_on_from if not self._chains.branching else 0
+        useless = [request.chain[before]] if 0 < before < tail else []
+        if life.checkpoint is not None and life.checkpoint[0] > tail * size:
+            end = life.checkpoint[0] // size
+            idle = self._chains.finish(request.chain, tail, end)
+            useless += [request.chain[depth] for depth in idle]
+            if request.proven and end not in idle and (last := self._pool.lookup(request.chain[end])):
+                self._pool.promote(last)
+        for block in filter(None, map(self._pool.lookup, useless)):
+            if not self._pool.references[block]:
+                self._pool.demote(block)
 
     def release(self, life: Life) -> None:
         """Gives back all that an ended life holds; what is committed stays."""
@@ -304,8 +320,8 @@ class States:
             life.pending.append((position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        hot = self._policy.hot(self._policy.wish(life.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self._has_checkpoint_room(hot):
+        may_evict = self._policy.may_evict_hot(self._policy.wish(life.wishes, position))
+        if self._pool.lookup(block_hash) is None and not self._has_checkpoint_room(may_evict):
             self._ledger.refused(block_hash)
             return
         self._name(life, position, lease.block)
@@ -317,7 +333,7 @@ class States:
 
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
-        hot = self._policy.hot(self._policy.wish(life.wishes, position))
+        hot = self._policy.hot(self._policy.wish(life.wishes, position), life.request.proven)
         exact = position <= life.near_from
         if self._pool.commit(block, block_hash, exact=exact, hot=hot, born=self.num_issued):
             self._ledger.stored("state", block_hash, position, life.request.request_id)
@@ -331,6 +347,7 @@ class States:
         self._lookup.wrote(life, request.chain, life.computed // size)
         for depth in range(life.published + 1, min(life.computed, len(request.tokens)) // size + 1):
             life.published = depth
+            self._chains.now += 1
             if not request.store or request.stale:
                 continue
             block_hash = request.chain[depth]
