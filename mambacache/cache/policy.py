@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from math import inf
 
-
 BRANCHING = 0.1
 """Of turns that go on from a prompt, the share of second ones above which its state is kept after the first."""
 
@@ -93,6 +92,7 @@ class End:
     """Of a prompt that was admitted at this time."""
 
     admitted: int
+    proven: bool
     gone_on: bool = False  # a later prompt begins with it
     answered: int = 0  # blocks of prompt and answer together
 
@@ -118,6 +118,7 @@ class Chains:
         self.now = 0
         self.mean_gap = blocks / 2
         self._answers_kept = 0.5  # how often a next turn shares the answer too, and not the prompt alone
+        self._begun, self._gone_on = [64, 64], [16, 48]  # prompts of chains unproven and proven; with a first guess
         self._branches = 0.0  # how often a chain goes on from a prompt that it went on from before
         self._ends: OrderedDict[bytes, tuple[int, bool]] = (
             OrderedDict()
@@ -135,15 +136,18 @@ class Chains:
             end = self._ends[chain[start]]
             self._branches += (end.gone_on - self._branches) / self.MEMORY
             if not end.gone_on:
+                self._gone_on[end.proven] += 1
                 self.mean_gap += (self.now - end.admitted - self.mean_gap) / self.MEMORY
             if end.answered > start:
                 self._answers_kept += ((shared >= end.answered) - self._answers_kept) / self.MEMORY
             end.gone_on = True
-        self._ends[chain[tail]] = End(self.now)
+        proven = start > 0 and prompt_len - shared * self._block_size <= self.LONGEST_TURN + self._block_size
+        self._ends[chain[tail]] = End(self.now, proven)
+        self._begun[proven] += 1
         self._ends.move_to_end(chain[tail])
         if len(self._ends) > self.MOST_ENDS:
             self._ends.popitem(last=False)
-        return start > 0 and prompt_len - shared * self._block_size <= self.LONGEST_TURN + self._block_size, start
+        return proven, start
 
     def finish(self, chain: Sequence[bytes], tail: int, end: int) -> list[int]:
         """A request ends whose prompt and answer have states after so many blocks; which of them are of no use.
@@ -159,6 +163,12 @@ class Chains:
         return [end] if kept * (end - tail) < USEFUL * end else []
 
     @property
+    def odds(self) -> float:
+        """How many times as likely as an unproven chain a proven one is to go on."""
+        unproven, proven = (gone_on / begun for gone_on, begun in zip(self._gone_on, self._begun, strict=True))
+        return max(proven / unproven, 1.0)
+
+    @property
     def branching(self) -> bool:
         """Whether the end of a prompt is of use after a chain went on from it."""
         return self._branches > BRANCHING
@@ -167,11 +177,9 @@ class Chains:
 class EvictionOrder:
     """Which block goes first: cold ones (nobody asked for them) before hot ones, each least recently used first.
 
-    But a hot block that was not used for much longer than the time after which chains go on, and than the cold ones,
-    goes before these: its chain is dead.
+    But a hot block goes before the cold ones when it was not used for so many times longer than they as proven chains are
+    likelier to go on, the mean time after which chains do added to both: its chain is dead.
     """
-
-    DEAD = 3  # times as long without use as the first cold block, to which the mean gap is added, as to the hot one's
 
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
@@ -201,7 +209,7 @@ class EvictionOrder:
             found = cold or hot
             return found[0] if found is not None else None
         now, gap = self._chains.now, self._chains.mean_gap
-        dead = now - hot[1] + gap > self.DEAD * (now - cold[1] + gap)
+        dead = now - hot[1] + gap > self._chains.odds * (now - cold[1] + gap)
         return hot[0] if dead else cold[0]
 
     def blocks(self) -> set[int]:
