@@ -118,7 +118,8 @@ class Chains:
         self.now = 0
         self.mean_gap = blocks / 2
         self._answers_kept = 0.5  # how often a next turn shares the answer too, and not the prompt alone
-        self._begun, self._gone_on = [64, 64], [16, 48]  # prompts of chains unproven and proven; with a first guess
+        self._begun, self._gone_on = [8, 8], [2, 6]  # prompts of chains unproven and proven; with a first guess
+        self._turns = 0
         self._branches = 0.0  # how often a chain goes on from a prompt that it went on from before
         self._ends: OrderedDict[bytes, tuple[int, bool]] = (
             OrderedDict()
@@ -133,13 +134,14 @@ class Chains:
         tail = (prompt_len - 1) // self._block_size
         start = next((d for d in range(shared, max(shared - self.LONGEST_ANSWER, 0), -1) if chain[d] in self._ends), 0)
         if start:
-            end = self._ends[chain[start]]
-            self._branches += (end.gone_on - self._branches) / self.MEMORY
+            self._turns += 1
+            weight, end = 1 / min(self._turns + 1, self.MEMORY), self._ends[chain[start]]
+            self._branches += (end.gone_on - self._branches) * weight
             if not end.gone_on:
                 self._gone_on[end.proven] += 1
-                self.mean_gap += (self.now - end.admitted - self.mean_gap) / self.MEMORY
+                self.mean_gap += (self.now - end.admitted - self.mean_gap) * weight
             if end.answered > start:
-                self._answers_kept += ((shared >= end.answered) - self._answers_kept) / self.MEMORY
+                self._answers_kept += ((shared >= end.answered) - self._answers_kept) * weight
             end.gone_on = True
         proven = start > 0 and prompt_len - shared * self._block_size <= self.LONGEST_TURN + self._block_size
         self._ends[chain[tail]] = End(self.now, proven)
