@@ -136,6 +136,11 @@ def test_prefix_cache_by_its_public_name_loads_no_torch(tmp_path: Path) -> None:
     assert not {"torch", "triton", "transformers"} & set(loaded.split())
 
 
+def test_import_is_quick(tmp_path: Path) -> None:
+    code = "from time import perf_counter as now; start = now(); import mambacache; print(now() - start)"
+    assert min(float(run_python(code, tmp_path)) for _ in range(5)) < 0.05
+
+
 def test_transformers_does_not_mistake_the_folder_kernels_for_another_package() -> None:
     code = "import kernels, transformers.utils as u; print(kernels.__file__, u.is_kernels_available())"
     assert run_python(code, ROOT).split() == [str(ROOT / "kernels" / "__init__.py"), "False"]

@@ -11,7 +11,7 @@ import torch
 
 from mambacache.config import EngineConfig
 from mambacache.kernels import state_bytes
-from mambacache.kernels.device import check_hopper
+from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
 from mambacache.runner.kv_pages import kv_block_bytes
 
@@ -154,7 +154,7 @@ def present_device(device: str) -> str:
     """`resolve_device`, of a device that is here.
 
     Raises:
-        ValueError: there is no such device, or the kernels are not made for it.
+        ValueError: there is no such device, or the kernels are not made for it or for the Triton that is installed.
     """
     resolved = resolve_device(device)
     if resolved == "cpu":
@@ -167,6 +167,7 @@ def present_device(device: str) -> str:
     if index >= count:
         raise ValueError(f"device is {device!r}, but the last of the {count} CUDA devices here is cuda:{count - 1}")
     check_hopper(index)
+    check_triton()
     return resolved
 
 
