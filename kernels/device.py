@@ -10,7 +10,7 @@ import torch
 HOPPER = 9  # its major compute capability
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-"""The releases that the kernels were tested with: the oldest on GPUs, both in the interpreter."""
+"""The releases that the kernels were tested with: the oldest on GPUs, those after it in the interpreter."""
 
 
 @cache
