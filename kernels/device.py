@@ -1,12 +1,16 @@
-"""What the ops ask of the GPU that runs them: once, and then it is known."""
+"""What the ops ask of the GPU that runs them, and of Triton: once, and then it is known."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import torch
 
 HOPPER = 9  # its major compute capability
+
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
+"""The releases that the kernels were tested with: the oldest on GPUs, those after it in the interpreter."""
 
 
 @cache
@@ -24,3 +28,17 @@ def check_hopper(index: int) -> None:
             f"cuda:{index} is an {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}, and the"
             f" kernels are made for {HOPPER}.x, which is Hopper: choose an H100 or H200, or the CPU."
         )
+
+
+@cache
+def check_triton() -> None:
+    """Raises ValueError unless Triton is there, of a release that the kernels were tested with."""
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST_TRITON, NEWEST_TRITON))
+    change = f"install a torch for CUDA that brings Triton {oldest} to {newest}, or choose the CPU."
+    try:
+        from triton import __version__ as installed
+    except ModuleNotFoundError as error:
+        raise ValueError(f"The kernels need Triton, and none is installed: {change}") from error
+    major, minor = re.findall(r"\d+", installed)[:2]
+    if not OLDEST_TRITON <= (int(major), int(minor)) <= NEWEST_TRITON:
+        raise ValueError(f"The kernels were not tested with Triton {installed}, which is installed: {change}")

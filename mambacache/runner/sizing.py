@@ -11,14 +11,17 @@ import torch
 
 from mambacache.config import EngineConfig
 from mambacache.kernels import state_bytes
-from mambacache.kernels.device import check_hopper
+from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
 from mambacache.runner.kv_pages import kv_block_bytes
 
 logger = logging.getLogger(__name__)
 
-CPU_SHARE, CUDA_SHARE = 0.25, 0.85
-"""Parts of the free memory that the default budgets take together."""
+SHARES = {
+    "cpu": (0.25, "a CPU's memory is shared with other programs"),
+    "cuda": (0.85, "the rest is for activations"),
+}
+"""Parts of what the weights leave free that the default budgets take together, and why not all of it."""
 
 MAX_DEFAULT_BLOCKS = 1 << 16
 
@@ -55,7 +58,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     """
     state = state_bytes(model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens))
     page = kv_block_bytes(model.kv_layers, config.block_size)
-    memory = int(free_bytes * (CPU_SHARE if resolve_device(config.device) == "cpu" else CUDA_SHARE))
+    memory = int(free_bytes * _share(config.device)[0])
     limit = config.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
     max_model_len = min(limit, getattr(model.config, "max_position_embeddings", None) or limit)
 
@@ -110,11 +113,30 @@ def weight_bytes(model: Model) -> int:
     return sum(x.numel() * x.element_size() for x in (*model.module.parameters(), *model.module.buffers()))
 
 
-def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
-    """The sizes as a table, and what the settings that change them cost."""
+def left_by_weights(model: Model, memory: int) -> int:
+    """Bytes that a model's weights leave of a memory in which they are not yet.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    weights = weight_bytes(model)
+    if weights >= memory:
+        raise ValueError(
+            f"the weights take {weights:,} bytes and {memory:,} are there: take a device with more memory, or a dtype "
+            "of fewer bytes"
+        )
+    return memory - weights
+
+
+def describe(config: EngineConfig, model: Model, sizes: Sizes, memory: int) -> str:
+    """The sizes as a table, and what the settings that change them cost. `memory` is that before weights are loaded."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
+    share, reason = _share(config.device)
+    taken = sizes.num_state_blocks * state + sizes.num_kv_blocks * page
     rows = [
-        ("weights", f"{weight_bytes(model):,} bytes"),
+        ("memory", f"{memory:,} bytes"),
+        ("weights", f"{weight_bytes(model):,} bytes, which leave {left_by_weights(model, memory):,}"),
+        ("states and KV", f"{taken:,} bytes; by default at most {share:.0%} of what is left: {reason}"),
         ("one state", f"{state:,} bytes in {len(model.mixers)} recurrent layers, {config.state_dtype}"),
         ("one KV block", f"{page:,} bytes in {len(model.kv_layers)} attention layers, {block} tokens"),
         ("one state equals", f"the KV of {state * block // page:,} tokens" if page else "(no attention layers)"),
@@ -137,6 +159,10 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
     return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
 
 
+def _share(device: str) -> tuple[float, str]:
+    return SHARES[resolve_device(device).partition(":")[0]]
+
+
 def resolve_device(device: str) -> str:
     """The device that a setting means, here or elsewhere: "auto" is cuda where there is one.
 
@@ -154,7 +180,7 @@ def present_device(device: str) -> str:
     """`resolve_device`, of a device that is here.
 
     Raises:
-        ValueError: there is no such device, or the kernels are not made for it.
+        ValueError: there is no such device, or the kernels are not made for it or for the Triton that is installed.
     """
     resolved = resolve_device(device)
     if resolved == "cpu":
@@ -167,6 +193,7 @@ def present_device(device: str) -> str:
     if index >= count:
         raise ValueError(f"device is {device!r}, but the last of the {count} CUDA devices here is cuda:{count - 1}")
     check_hopper(index)
+    check_triton()
     return resolved
 
 
