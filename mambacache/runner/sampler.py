@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mambacache.config import SamplingParams
+from mambacache.plan import NOT_FINITE
 
 DRAW_BITS = 31
 """Bits of a row's random number."""
@@ -60,12 +61,14 @@ def sample(
         parameters: int32 [5, R], see `draw_parameters`.
 
     Returns:
-        int64 [S].
+        int64 [S]; `NOT_FINITE` where the largest logit is NaN or infinite.
     """
-    tokens = logits.argmax(dim=-1)[sample_index]
+    likeliest = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+    finite = logits.gather(-1, likeliest).isfinite()[:, 0]
+    tokens = likeliest[sample_index, 0]
     if len(draw_index):
         tokens[draw_index] = _draw(logits[sample_index[draw_index]].float(), parameters)
-    return tokens
+    return tokens.masked_fill(~finite[sample_index], NOT_FINITE)
 
 
 def _draw(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
