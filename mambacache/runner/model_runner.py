@@ -68,7 +68,7 @@ class ModelRunner:
                     page[target] = page[source]
             batch = DeviceBatch.build(plan, sampling, self.states.buffer.device)
             logits = self.model.logits(batch.indices, self.states.layers, self.pages)
-            tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters)
+            tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
             scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
             scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)])
             columns = (scored, *score(logits[scored_at], scored, batch.num_top))
