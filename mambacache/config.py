@@ -205,6 +205,9 @@ class SamplingParams:
             object.__setattr__(self, "max_tokens", NO_LIMIT)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):  # the keys of a JSON object are strings
+            bias = {int(key) if str(key).isdecimal() else key: value for key, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
         _hold_to_annotations(self)
         _require(
             0 <= self.temperature < math.inf,

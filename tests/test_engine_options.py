@@ -225,6 +225,10 @@ def test_one_bad_prompt_among_a_thousand(engine: Engines, text_model: Path) -> N
     message = "prompt 17 cannot be encoded by the tokenizer .KeyError: 'planted'.: change it, or give token ids"
     with pytest.raises(ValueError, match=message):
         llm.generate(["good"] * 17 + ["bad"] + ["good"] * 982, greedy(1), use_tqdm=False)
+    good, bad = [{"role": "user", "content": "hi"}], [{"role": "user"}]
+    llm.tokenizer.chat_template = "{% for m in messages %}{{ m.content.strip() }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"conversation 2 makes no prompt \(.*\): change its messages, or the chat"):
+        llm.chat([good, good, bad, good], greedy(1), use_tqdm=False)
     assert llm.idle
 
 

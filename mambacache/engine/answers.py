@@ -79,7 +79,7 @@ class Answers:
 
     def _adjustments(self, step: SequenceStep, answer: list[int]) -> list[Adjustment]:
         """Each position counts the answer's tokens and the drafts before it."""
-        if not step.samples or not adjusts(self.params, len(answer)):
+        if not adjusts(self.params, len(answer)) or not step.samples:
             return []
         return [
             adjustment(self.params, self._prompt, [*answer, *step.drafts[:i]], tuple(self._all_ends))

@@ -22,7 +22,7 @@ from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.parts import build
 from mambacache.engine.prompts import Prompt, listed
 from mambacache.engine.stepper import alone
-from mambacache.engine.text import render_chat, rewritten_turns
+from mambacache.engine.text import chat_prompts
 from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftSource
 
@@ -131,23 +131,23 @@ class LLM:
 
         Warns when the template renders earlier turns otherwise than when they were answered: their states are then of
         no use, however much is cached.
+
+        Raises:
+            ValueError, RuntimeError: see `generate`; or there is no chat template, or it fails, and the message says
+                for which conversation.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.config.model} has no chat template: use generate with prompts of your own")
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item,assignment]
-        if any(rewritten_turns(self.tokenizer, each, **template_options) for each in conversations):
+        prompts, rewritten = chat_prompts(self.tokenizer, conversations, **template_options)
+        if rewritten:
             warnings.warn(
                 "the chat template rewrites earlier turns, so that only what comes before them can be reused: keep "
                 "them as they were answered, or use a template that does",
                 stacklevel=2,
             )
-        prompts = [render_chat(self.tokenizer, each, **template_options) for each in conversations]
-        tokens = [
-            {"prompt": prompt, "prompt_token_ids": self.tokenizer.encode(prompt, add_special_tokens=False)}
-            for prompt in prompts
-        ]
-        return self.generate(tokens, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answers one prompt, with an output after each step that added to it; `delta` is the new text.

@@ -260,11 +260,11 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
                 "another call is inside this LLM: call it from one thread at a time, and not out of its own tokenizer "
                 "or draft source"
             )
-        if stepper.closed:
-            raise RuntimeError("this LLM is closed: make a new one")
         # Not an acquire that gives up: an interrupt right after it would leave the lock taken for good. Of two threads
         # that both found it open the second one waits.
         with stepper.lock:
+            if stepper.closed:
+                raise RuntimeError("this LLM is closed: make a new one")
             stepper.giving = []
             try:
                 stepper.settle()

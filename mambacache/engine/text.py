@@ -18,7 +18,7 @@ MAX_PENDING = 16
 class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
@@ -191,3 +191,26 @@ def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **
     content = messages[last].get("content")  # None beside tool calls, a list of parts in some clients
     then = render_chat(tokenizer, messages[:last], **options) + (content if isinstance(content, str) else "")
     return not render_chat(tokenizer, messages, **options).startswith(then)
+
+
+def chat_prompts(
+    tokenizer: Tokenizer, conversations: Sequence[Sequence[dict[str, Any]]], **options: Any
+) -> tuple[list[dict[str, Any]], bool]:
+    """The prompts of conversations, each with its text and its token ids; and whether any has `rewritten_turns`.
+
+    Raises:
+        ValueError: one cannot be rendered or encoded; the message says which.
+    """
+    prompts, rewritten = [], False
+    for i, messages in enumerate(conversations):
+        try:
+            text = render_chat(tokenizer, messages, **options)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            rewritten = rewritten or rewritten_turns(tokenizer, messages, **options)
+        except Exception as error:
+            raise ValueError(
+                f"conversation {i} makes no prompt ({type(error).__name__}: {error}): change its messages, or the "
+                "chat template"
+            ) from error
+        prompts.append({"prompt": text, "prompt_token_ids": tokens})
+    return prompts, rewritten
