@@ -33,6 +33,7 @@ class _Read:
     count: int = 0
     window: tuple[int, ...] = ()  # tokens that are decoded again with each new one
     known: int = 0  # how many of them are in the text
+    shown: str = ""  # what these decode to
     text: str = ""
     stop: str | None = None  # that ended it
 
@@ -91,7 +92,7 @@ class Detokenizer:
             self._rewind(count)
         read = self._read
         if read.stop is None and read.known < len(read.window):
-            self._read = self._append(read, len(read.window))
+            self._read = self._append(read, len(read.window), self._decode(read.window))
         self._ended = True
 
     @property
@@ -123,29 +124,30 @@ class Detokenizer:
         """Reads one token more."""
         window = (*read.window, self._tokens[read.count])
         read = replace(read, count=read.count + 1, window=window)
-        new, pending = self._decode(window), len(window) - read.known
-        if new == self._decode(window[: read.known]):
+        new, waits = self._decode(window), len(window) - read.known <= MAX_PENDING
+        if new == read.shown:
             # Tokens without text are decoded again with the next: they may stand between two words. One of many does.
-            return replace(read, window=window[: read.known] + window[-1:]) if pending > MAX_PENDING else read
+            return read if waits else replace(read, window=window[: read.known] + window[-1:])
         if not new.endswith(REPLACEMENT):
-            return self._append(read, len(window))
-        return self._append(read, self._cut(window, read.known)) if pending > MAX_PENDING else read
+            return self._append(read, len(window), new)
+        if waits:
+            return read
+        end = self._cut(window, read.known, new)
+        return self._append(read, end, self._decode(window[:end]))
 
-    def _cut(self, window: tuple[int, ...], known: int) -> int:
+    def _cut(self, window: tuple[int, ...], known: int, whole: str) -> int:
         """Where no character is cut in two, so far from the end that what comes before will not change."""
-        whole = self._decode(window)
         for end in range(len(window) - LONGEST_CHARACTER, known, -1):
             if self._decode(window[:end]) + self._decode(window[end:]) == whole:
                 return end
         return len(window)
 
-    def _append(self, read: _Read, end: int) -> _Read:
-        """Takes the window's tokens up to `end` into the text."""
-        before, decoded = self._decode(read.window[: read.known]), self._decode(read.window[:end])
-        old = len(read.text)
-        text = read.text + decoded[len(before) :]
-        if decoded != before:
-            read = replace(read, text=text, window=read.window[read.known :], known=end - read.known)
+    def _append(self, read: _Read, end: int, decoded: str) -> _Read:
+        """Takes the window's tokens up to `end` into the text, and what they decode to."""
+        old, text = len(read.text), read.text + decoded[len(read.shown) :]
+        if decoded != read.shown:
+            window, known = read.window[read.known :], end - read.known
+            read = replace(read, text=text, window=window, known=known, shown=self._decode(window[:known]))
         if read.count <= self._min_tokens:
             return read
         # What ends in the new text; of several the one that begins first.
