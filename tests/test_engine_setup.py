@@ -123,7 +123,7 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
 
 
 def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mambacache.engine.llm.free_memory", lambda device: 100_000)
+    monkeypatch.setattr("mambacache.engine.parts.free_memory", lambda device: 100_000)
     refused(tiny_model("qwen3_next"), "one request takes .* free memory")
 
 

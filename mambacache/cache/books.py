@@ -202,6 +202,11 @@ class Books:
         for row in request.issued:
             del self.rows[row.step.row]
 
+    def discard(self, request: CachedRequest, blocks: int) -> None:
+        for block_hash in request.chain[blocks + 1 :]:
+            self.pool.drop(block_hash)
+            self.pages.pool.drop(block_hash)
+
     def abandon(self) -> None:
         for row in [row for row in self.rows.values() if not row.issue]:
             self._end_row(row)

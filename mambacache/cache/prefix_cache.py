@@ -147,6 +147,13 @@ class PrefixCache:
         with self._books as books:
             books.forget(request, finished)
 
+    def discard(self, request_id: str, start: int = 0) -> None:
+        """What is cached of a request's tokens beyond the first `start` is wrong, as where its logits are NaN: no later
+        request finds it, whoever computed it. Requests that hold blocks of it run on."""
+        request = self._known(request_id)
+        with self._books as books:
+            books.discard(request, start // self.config.block_size)
+
     def abandon(self) -> None:
         """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
         with self._books as books:

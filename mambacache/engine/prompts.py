@@ -58,7 +58,13 @@ class Limits:
         if isinstance(given, str):
             if tokenizer is None:
                 raise ValueError(f"{name} is a text and {self.model} has no tokenizer: give the prompt as token ids")
-            given = tokenizer.encode(given)
+            try:
+                given = tokenizer.encode(given)
+            except Exception as error:
+                raise ValueError(
+                    f"{name} cannot be encoded by the tokenizer ({type(error).__name__}: {error}): change it, or give "
+                    "token ids"
+                ) from error
         tokens = _integers(given, name)
         if not tokens:
             raise ValueError(f"{name} is empty: give at least one token")
@@ -77,6 +83,15 @@ class Limits:
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"the parameters of {name} are of type {type(params).__name__}: give SamplingParams")
+        outside = next((token for token in params.logit_bias or () if token >= self.vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"logit_bias of {name} holds token {outside}, out of the vocabulary: give ids from 0 to "
+                f"{self.vocab_size - 1}"
+            )
+        stops = tuple(token for token in params.stop_token_ids or () if 0 <= token < self.vocab_size)
+        if stops != params.stop_token_ids:  # the others never come
+            params = replace(params, stop_token_ids=stops)
         if params.max_tokens == NO_LIMIT:
             room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - num_tokens
             params = replace(params, max_tokens=max(room, 1))
