@@ -132,6 +132,13 @@ def test_figures_of_readme_are_those_of_the_benchmark() -> None:
         assert f"| seconds, {what} | {' | '.join(times)} |" in README
 
 
+def test_options_are_those_of_the_dataclasses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from make_options import page
+
+    assert PAGES["docs/options.md"] == page()
+
+
 def test_all_model_types_and_losses_are_listed() -> None:
     assert all(f"`{name}`" in page for name in MODEL_TYPES for page in (README, PAGES["docs/models.md"]))
     assert set(re.findall(r"^\| `([a-z ]+)` \|.*\|.*\|$", PAGES["docs/report.md"], re.M)) == set(Loss)
