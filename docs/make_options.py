@@ -9,7 +9,7 @@ from mambacache.cli.options import field_texts
 HEAD = """# Options
 
 Made of the docstrings by docs/make_options.py. The command line has a flag for each option of the first two tables,
-`--top-k` for `top_k`. What an `LLM` takes for vLLM's sake alone (`tensor_parallel_size=1` and the like) changes nothing.
+`--top-k` for `top_k`. What an `LLM` takes for vLLM's sake alone, such as `tensor_parallel_size=1`, changes nothing.
 """
 PARTS = {
     "LLM": (EngineConfig, "`LLM(model, **options)`. None stands for a default."),
