@@ -94,23 +94,17 @@ def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines) -> None:
 
 
 @pytest.mark.parametrize(("start", "found"), [(0, 0), (63, 0), (64, 64), (130, 128), (200, 192)])
-def test_what_is_discarded_is_not_found(start: int, found: int) -> None:
+def test_what_is_wrong_is_not_found(start: int, found: int) -> None:
     cache = watched()
     cache.add("a", text(200), checkpoint_at=(64, 128, 192))
     cache.admit("a")
     under_way(cache, "accepted")
     cache.add("b", text(200))
     assert cache.admit("b").num_tokens == 192  # type: ignore[union-attr]
-    cache.discard("a", start)
-    cache.free("a", finished=False)
+    cache.free("a", finished=False, wrong_from=start)
     assert look(cache, text(201)).num_tokens == found
     for step in [allocate(cache, "b", 8)]:
         cache.plan([step])
         cache.issued([step])
         cache.accept([step], {"b": [1]})
     all_free(cache)
-
-
-def test_unknown_request_is_not_discarded() -> None:
-    with pytest.raises(ValueError, match="'a'"):
-        watched().discard("a")

@@ -16,8 +16,8 @@ from mambacache.plan import SequenceStep
 Steps = Sequence[SequenceStep]
 MOMENTS = ("allocated", "planned", "issued", "accepted")  # of a row
 CALLS = (
-    "add", "match", "admit", "withdraw", "fork", "preempt", "free", "discard", "abandon", "allocate", "drop",
-    "plan_rows", "plan", "issued", "accept", "cancel", "kv_evicted", "reset",
+    "add", "match", "admit", "withdraw", "fork", "preempt", "free", "abandon", "allocate", "drop", "plan_rows", "plan",
+    "issued", "accept", "cancel", "kv_evicted", "reset",
 )  # fmt: skip
 
 

@@ -141,18 +141,12 @@ class PrefixCache:
             books.end_life(life, finished=False)
             books.ledger.preempted()
 
-    def free(self, request_id: str, *, finished: bool) -> None:
-        """Forgets a request; what it committed stays. `finished` is False for an aborted one."""
+    def free(self, request_id: str, *, finished: bool, wrong_from: int | None = None) -> None:
+        """Forgets a request; what it committed stays. `finished` is False for an aborted one. Of one whose logits were
+        NaN give `wrong_from`: what is cached of its tokens beyond that position, by whomever, is found no more."""
         request = self._known(request_id)
         with self._books as books:
-            books.forget(request, finished)
-
-    def discard(self, request_id: str, start: int = 0) -> None:
-        """What is cached of a request's tokens beyond the first `start` is wrong, as where its logits are NaN: no later
-        request finds it, whoever computed it. Requests that hold blocks of it run on."""
-        request = self._known(request_id)
-        with self._books as books:
-            books.discard(request, start // self.config.block_size)
+            books.forget(request, finished, wrong_from)
 
     def abandon(self) -> None:
         """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
@@ -171,8 +165,7 @@ class PrefixCache:
         reach, else the whole budget; 1 for a decoding request."""
         life = self._running(request_id)
         check_integer("budget", budget, 1)
-        budget = int(budget)
-        left = life.prefill_end - life.computed
+        left, budget = life.prefill_end - life.computed, int(budget)
         if left <= 1 or left <= budget:
             return max(left, 1)
         size = self.config.block_size

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from mambacache.config import EngineConfig, SamplingParams
 from mambacache.units import parse_bytes
 
-SAMPLING = {option.name: option for option in fields(SamplingParams)}
+SAMPLING = {option.name for option in fields(SamplingParams)}
 
 
 def field_texts(config: type) -> dict[str, str]:
@@ -62,13 +62,6 @@ def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:
     return {name: getattr(args, _destination(config, name)) for name in names if name != "model"}
 
 
-def from_json(option: Field[Any], value: Any) -> Any:
-    """A field's value out of JSON, where keys are strings only."""
-    if isinstance(value, Mapping) and "[int," in _kind(option):
-        return {_integer(key): item for key, item in value.items()}
-    return value
-
-
 def _destination(config: type, name: str) -> str:
     """Where the flag of a field is stored. Those of an engine give way to those of a request."""
     return f"engine_{name}" if config is EngineConfig and name in SAMPLING else name
@@ -89,7 +82,7 @@ def _reader(option: Field[Any]) -> Callable[[str], Any]:
     if kind in ("str", "str | Path"):
         return str
     readers: dict[str, Callable[[str], Any]] = {"int": _integer, "float": _number}
-    read = size if option.name.endswith("_bytes") else readers.get(kind, lambda text: _json(option, text))
+    read = size if option.name.endswith("_bytes") else readers.get(kind, _json)
     return lambda text: None if text.lower() == "none" else read(text)
 
 
@@ -115,8 +108,8 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _json(option: Field[Any], text: str) -> Any:
+def _json(text: str) -> Any:
     try:
-        return from_json(option, json.loads(text))
+        return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON") from error

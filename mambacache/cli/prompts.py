@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mambacache.cli.options import SAMPLING, from_json
+from mambacache.cli.options import SAMPLING
 from mambacache.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _of_json(line: str, where: str, options: dict[str, Any]) -> Asked:
         what = "a text" if form == "prompt" else "a list"
         raise ValueError(f"{where} has a {form} of type {type(prompt).__name__}: give {what}")
     try:
-        params = SamplingParams(**options | {name: from_json(SAMPLING[name], value) for name, value in given.items()})
+        params = SamplingParams(**options | given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     return Asked(prompt, params, is_chat=form == "messages")

@@ -379,15 +379,13 @@ class Scheduler:
         for request in [*requests, *(sibling for each in requests for sibling in each.siblings)]:
             if request.request_id not in self.requests:
                 continue
-            if request.wrong_from is not None:
-                self.cache.discard(request.request_id, request.wrong_from)
             self._touched[request] = None  # all that is told of it, then the rest: this may be broken off anywhere
             self._suspects.discard(request)
             request.waiting = False
-            del self.requests[request.request_id]
             if self.cache.knows(request.request_id):  # a further answer that did not begin is not there
                 finished = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-                self.cache.free(request.request_id, finished=finished)
+                self.cache.free(request.request_id, finished=finished, wrong_from=request.wrong_from)
+            del self.requests[request.request_id]
         if requests:
             self._running = [request for request in self._running if request.finish_reason is None]
         if not self.requests:
