@@ -19,6 +19,7 @@ import pytest
 from mambacache import LLM, SamplingParams
 from mambacache.cli import main
 from mambacache.demo import MODEL
+from mambacache.kernels import StatePool
 from mambacache.runner.model_runner import ModelRunner
 
 PROMPT = "A prompt of more than sixty-four bytes, so that it ends behind a boundary. "
@@ -185,7 +186,7 @@ def test_no_memory(
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr("mambacache.engine.llm.StatePool", fail)
+    monkeypatch.setattr(StatePool, "__init__", fail)
     assert main(generate(text_model, "one")) == 1
     said = str(error).partition(".")[0] or "no more can be had"
     last = capsys.readouterr().err.splitlines()[-1]
