@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -172,7 +173,8 @@ def test_errors(
     for name in ("empty", "strange"):
         places[name].mkdir()
     (places["strange"] / "config.json").write_text('{"model_type": "strange"}')
-    places |= {"model": text_model, "demo": MODEL}
+    places |= {"model": text_model, "demo": tmp_path / "demo"}
+    shutil.copytree(MODEL, places["demo"], ignore=shutil.ignore_patterns("chat_template.jinja"))
     assert main([each.format(**places) for each in arguments.split()]) == 1
     out, err = capsys.readouterr()
     last = err.splitlines()[-1]

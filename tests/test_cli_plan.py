@@ -103,3 +103,13 @@ def test_weights_are_subtracted(config_only: Path, capsys: pytest.CaptureFixture
     assert "one request takes" in capsys.readouterr().err
     assert main(["plan", str(config_only), "--device", "cpu", "--memory", str(weights)]) == 1
     assert f"the weights take {weights:,} bytes and {weights:,} are there: take" in capsys.readouterr().err
+
+
+def test_a_share_of_the_memory(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_only), *SMALL, "--memory", "1GB", "--gpu-memory-utilization", "0.5"]) == 0
+    assert numbers(table(capsys.readouterr().out)["memory"]) == [500_000_000]
+
+
+def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_only), *SMALL, "--max-model-len", "20000"]) == 1
+    assert "takes 16384 tokens: set it to 16384 or less" in capsys.readouterr().err

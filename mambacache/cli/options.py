@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -33,15 +33,16 @@ def field_texts(config: type) -> dict[str, str]:
     return texts
 
 
-def add_fields(parser: argparse.ArgumentParser, config: type, **defaults: Any) -> None:
+def add_fields(parser: argparse.ArgumentParser, config: type, without: Sequence[str] = (), **defaults: Any) -> None:
     """Adds a flag for every field but `model`; one that is not given stays out of the parsed arguments.
 
     Args:
+        without: fields for which this command has no use.
         defaults: of this command, where it has others than the dataclass.
     """
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):
-        if option.name == "model":
+        if option.name in ("model", *without):
             continue
         default = defaults.get(option.name, None if option.default is MISSING else option.default)
         how: dict[str, Any] = {"dest": _destination(config, option.name), "default": argparse.SUPPRESS}

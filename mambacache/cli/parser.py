@@ -70,8 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("demo", help="20 questions about one document, with the cache and without it")
     show.set_defaults(run=_demo)
     show.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    for command in (answer, talk, sizes):
-        add_fields(command, EngineConfig)
+    for command in (answer, talk):
+        add_fields(command, EngineConfig, without=("max_draft_tokens",))  # nothing proposes drafts here
+    add_fields(sizes, EngineConfig)
     return parser
 
 

@@ -14,7 +14,8 @@ def run(args: argparse.Namespace) -> int:
     from mambacache.models.adapt import model_skeleton
     from mambacache.runner.sizing import describe, free_memory, left_by_weights, plan_memory, resolve_device
 
-    model = model_skeleton(config.model, config.dtype, resolve_device(config.device))
+    model = model_skeleton(config.model, config.dtype, resolve_device(config.device), config.revision)
     memory = free_memory(config.device) if args.memory is None else args.memory
+    memory = int(memory * (config.gpu_memory_utilization or 1))
     print(describe(config, model, plan_memory(config, model, left_by_weights(model, memory)), memory))
     return 0

@@ -52,7 +52,6 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         raise ValueError(f"draft is {draft!r}: give a function of a request and a number of tokens")
     device = present_device(config.device)
     skeleton = model_skeleton(config.model, config.dtype, device, config.revision)
-    _check_length(config, skeleton)
     with _warnings_wait():
         free = _usable(config, device, 0 if _is_quantized(skeleton) else weight_bytes(skeleton))
         _cache_config(config, skeleton, plan_memory(config, skeleton, free))
@@ -130,15 +129,6 @@ def _usable(config: EngineConfig, device: str, weights: int) -> int:
 def _is_quantized(model: Model) -> bool:
     """Whether the weights may be smaller than a model's without them says."""
     return getattr(model.config, "quantization_config", None) is not None
-
-
-def _check_length(config: EngineConfig, model: Model) -> None:
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len} and {config.model} takes {limit} tokens: set it to {limit} or "
-            "less, or leave it out"
-        )
 
 
 def _warn_of_small_steps(config: EngineConfig, sizes: Sizes) -> None:

@@ -54,13 +54,12 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         free_bytes: of the device, once the weights are there.
 
     Raises:
-        ValueError: not even one request fits, or the budgets exceed the free memory.
+        ValueError: not even one request fits, the budgets exceed the free memory, or max_model_len the model's limit.
     """
     state = state_bytes(model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens))
     page = kv_block_bytes(model.kv_layers, config.block_size)
     memory = int(free_bytes * _share(config.device)[0])
-    limit = config.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
-    max_model_len = min(limit, getattr(model.config, "max_position_embeddings", None) or limit)
+    max_model_len = _longest(config, model)
 
     per_seq = 1 if not config.max_draft_tokens else config.max_draft_tokens + 3
     least = (per_seq + SPARE_STATES) * state + page
@@ -157,6 +156,17 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, memory: int) -> s
     ]
     table = "\n".join(f"{name:<28}{value}" for name, value in rows)
     return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
+
+
+def _longest(config: EngineConfig, model: Model) -> int:
+    """Tokens of prompt and answer together."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len} and {config.model} takes {limit} tokens: set it to {limit} or "
+            "less, or leave it out"
+        )
+    return config.max_model_len or limit or 1 << 20
 
 
 def _share(device: str) -> tuple[float, str]:
