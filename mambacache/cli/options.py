@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from types import MappingProxyType
 from typing import Any
 
 from mambacache.config import EngineConfig, SamplingParams
 from mambacache.units import parse_bytes
 
+NONE: Mapping[str, Any] = MappingProxyType({})
 SAMPLING = {option.name for option in fields(SamplingParams)}
 
 
@@ -33,12 +35,14 @@ def field_texts(config: type) -> dict[str, str]:
     return texts
 
 
-def add_fields(parser: argparse.ArgumentParser, config: type, without: Sequence[str] = (), **defaults: Any) -> None:
+def add_fields(
+    parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE, without: Sequence[str] = ()
+) -> None:
     """Adds a flag for every field but `model`; one that is not given stays out of the parsed arguments.
 
     Args:
-        without: fields for which this command has no use.
         defaults: of this command, where it has others than the dataclass.
+        without: fields for which it has no use.
     """
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):

@@ -53,12 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     form = answer.add_mutually_exclusive_group()
     form.add_argument("--jsonl", action="store_true", help="one JSON object an answer, with its cache report")
     form.add_argument("--stream", action="store_true", help="answer one prompt after another, text as it comes")
-    add_fields(answer, SamplingParams, **generate.DEFAULTS)
+    add_fields(answer, SamplingParams, generate.DEFAULTS)
 
     talk = commands.add_parser("chat", help="a conversation, a line a turn", allow_abbrev=False)
     talk.set_defaults(run=chat.run)
     talk.add_argument("model", metavar="MODEL", help=MODEL)
-    add_fields(talk, SamplingParams, **chat.DEFAULTS)
+    add_fields(talk, SamplingParams, chat.DEFAULTS)
 
     sizes = commands.add_parser(
         "plan", help="what a model's states and KV take, before anything is loaded", allow_abbrev=False
