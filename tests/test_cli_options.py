@@ -87,7 +87,7 @@ def test_values(flags: str, config: type, given: dict[str, Any]) -> None:
 def test_values_of_other_kinds() -> None:
     """Where no other kind is known, JSON."""
     parser = argparse.ArgumentParser()
-    add_fields(parser, Planted, rate=0.7)
+    add_fields(parser, Planted, {"rate": 0.7})
     args = parser.parse_args(["--bias", '{"5": 1.5}', "--rate", "0.1", "--left", "none", "--no-right"])
     assert given_fields(args, Planted) == {"rate": 0.1, "left": None, "right": False, "bias": {"5": 1.5}}
     assert "5 % of them all (default: 0.7)" in " ".join(parser.format_help().split())
