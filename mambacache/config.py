@@ -265,7 +265,8 @@ class EngineConfig:
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
-        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
+        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs LLM's `draft`, a function of a
+            request and a limit that gives token ids.
         seed: of the requests that bring none of their own; None for a fresh one.
 
     Raises:
