@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -18,7 +19,7 @@ from engine_driver import Engines, answer, ask, byte_tokenizer, greedy, hits, ru
 from mambacache import LLM, EngineConfig, SamplingParams
 from mambacache.engine.options import HARMLESS, EngineOptions, Options, engine_config
 from mambacache.models import adapt
-from mambacache.runner.sizing import weight_bytes
+from mambacache.runner.sizing import _position_limit, weight_bytes
 from tiny_models import save_tiny_model
 
 PROMPT = tokens_of(1, 70)
@@ -277,3 +278,35 @@ def test_closed(engine: Engines) -> None:
 def test_public_names() -> None:
     assert dir(mambacache) == sorted(mambacache.__all__)
     assert {"AsyncLLM", "RequestOutput", "Completion", "CacheStats"} <= set(mambacache.__all__)
+
+
+# --- lengths ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 500),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "factor": 4.0}}, 500),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}, 1500),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}},
+            800,
+        ),
+    ],
+)
+def test_scaled_rotations_reach_further(settings: dict[str, Any], limit: int) -> None:
+    assert _position_limit(SimpleNamespace(max_position_embeddings=500, **settings)) == limit
+
+
+def test_who_names_no_length_gets_what_there_is_room_for(engine: Engines, tmp_path: Path) -> None:
+    directory = save_tiny_model("qwen3_next", tmp_path)
+    set_in(directory / "generation_config.json", max_new_tokens=80)
+    llm = engine(directory, max_model_len=100)
+    assert len(llm.generate([[5] * 90], use_tqdm=False)[0].outputs[0].token_ids) <= 10
+    with pytest.raises(ValueError, match="prompt 0 has 90 tokens and max_tokens is 80"):
+        llm.generate([[5] * 90], SamplingParams(max_tokens=80), use_tqdm=False)
+    with pytest.raises(
+        ValueError, match="90 tokens, which leave room for 10, and min_tokens is 20: shorten the prompt"
+    ):
+        llm.generate([[5] * 90], SamplingParams(max_tokens=None, min_tokens=20), use_tqdm=False)

@@ -14,15 +14,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from mambacache.config import SamplingParams
 from mambacache.plan import NOT_FINITE
-from mambacache.runner.sampler import (
-    Adjustment,
-    Adjustments,
-    adjustment,
-    adjustment_arrays,
-    adjusts,
-    draw_parameters,
-    sample,
-)
+from mambacache.runner.adjustments import Adjustment, Adjustments, Tally, adjustment_arrays, adjusts
+from mambacache.runner.sampler import draw_parameters, sample
 
 VOCABULARY = 40
 PROMPT, ANSWER, ENDS = [3, 3, 5, 9], [5, 7, 7, 7, 11], (1, 7)
@@ -64,7 +57,7 @@ def on_device(adjusted: dict[int, Adjustment], drawn: Sequence[int]) -> Adjustme
 
 
 def adjustment_of(params: SamplingParams, answer: Sequence[int] = ANSWER) -> Adjustment:
-    return adjustment(params, np.unique(PROMPT), answer, ENDS)
+    return Tally(params, PROMPT, ENDS).after(answer)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,3 +129,20 @@ def test_nothing_is_counted_twice() -> None:
     assert change.tokens.tolist() == [1, 3, 5, 7, 9, 11]
     assert change.bias.tolist() == [-math.inf, 0, 2, -math.inf, 0, 0]
     assert change.penalty.tolist() == [1, 2, 2, 2, 2, 2] and change.cost.tolist() == [0, 0, 1, 3, 0, 1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_told_step_by_step(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives what all tokens at once give, after drafts too, and what was given stays as it was."""
+    params, rng = params_of(case), np.random.default_rng(2)
+    answer = rng.integers(0, VOCABULARY, 60).tolist()
+    tally, given, length = Tally(params, PROMPT, ENDS), [], 0
+    expected = [adjustment_of(params, answer[:end]) for end in range(len(answer) + 1)]
+    monkeypatch.setattr(np, "unique", None)  # a step sorts nothing
+    while length + 4 < len(answer):
+        given += enumerate(tally.after(answer[:length], answer[length : length + 4]), length)
+        length += int(rng.integers(1, 5))
+    monkeypatch.undo()
+    for end, found in given:
+        for name, array in expected[end]._asdict().items():
+            np.testing.assert_array_equal(getattr(found, name), array, err_msg=f"{name} after {end}")

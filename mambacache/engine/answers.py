@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cached_property
-
-import numpy as np
 
 from mambacache.config import SamplingParams
 from mambacache.engine.outputs import Completion, RequestMetrics, RequestOutput
 from mambacache.engine.text import Detokenizer, Tokenizer
 from mambacache.plan import SequenceStep
+from mambacache.runner.adjustments import Adjustment, Tally, adjusts
 from mambacache.runner.model_runner import RowOutput
-from mambacache.runner.sampler import Adjustment, RowSampling, adjustment, adjusts
+from mambacache.runner.sampler import RowSampling
 from mambacache.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -43,6 +41,7 @@ class Answers:
         stops = frozenset(params.stop_token_ids or ())
         self._all_ends = stops | end_tokens
         self._stops = stops if params.ignore_eos else stops - end_tokens
+        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are adjusted
         self._submitted = time.perf_counter()
         self._seeds = tuple(seed + i for i in range(params.n))
         self._given = [0] * params.n  # characters of each text that were handed out
@@ -75,21 +74,15 @@ class Answers:
         targets = self.requests[0].prompt[after] if step.prompt_logits else ()
         index = self._index(step)
         seeds = self._seeds if self.requests[0].siblings else self._seeds[index : index + 1]
-        return RowSampling(self.params, seeds, targets, self._adjustments(step, self.requests[index].output))
+        return RowSampling(self.params, seeds, targets, self._adjustments(step, index))
 
-    def _adjustments(self, step: SequenceStep, answer: list[int]) -> list[Adjustment]:
-        """Each position counts the answer's tokens and the drafts before it."""
-        if not adjusts(self.params, len(answer)) or not step.samples:
+    def _adjustments(self, step: SequenceStep, index: int) -> list[Adjustment]:
+        answer = self.requests[index].output
+        if not step.samples or not adjusts(self.params, len(answer)):
             return []
-        return [
-            adjustment(self.params, self._prompt, [*answer, *step.drafts[:i]], tuple(self._all_ends))
-            for i in range(1 + len(step.drafts))
-        ]
-
-    @cached_property
-    def _prompt(self) -> np.ndarray:
-        """The prompt's tokens, each once."""
-        return np.unique(np.array(self.output.prompt_token_ids))
+        if index not in self._tallies:
+            self._tallies[index] = Tally(self.params, self.output.prompt_token_ids, self._all_ends)
+        return self._tallies[index].after(answer, step.drafts)
 
     @property
     def request_id(self) -> str:

@@ -228,7 +228,8 @@ class LLM:
     ) -> Answers:
         """The answers that a prompt asks for; they are not in line yet."""
         tokens = self._limits.tokens_of(prompt, name, self.tokenizer)
-        params = self._limits.fit(self._default_sampling if params is None else params, len(tokens), name)
+        given = self._default_sampling if params is None else params
+        params = self._limits.fit(given, len(tokens), name, clip=params is None)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings and {self.config.model} has no tokenizer: use stop_token_ids")
         if not self.config.enable_prefix_caching:

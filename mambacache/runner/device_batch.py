@@ -11,7 +11,8 @@ import torch
 
 from mambacache.kernels import StateIndices
 from mambacache.plan import SequenceStep, StepPlan
-from mambacache.runner.sampler import Adjustment, Adjustments, RowSampling, adjustment_arrays, draw_parameters
+from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
+from mambacache.runner.sampler import RowSampling, draw_parameters
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from mambacache.config import SamplingParams
 from mambacache.plan import NOT_FINITE
+from mambacache.runner.adjustments import Adjustment, Adjustments
 
 DRAW_BITS = 31
 """Bits of a row's random number."""
-
-
-class Adjustment(NamedTuple):
-    """What becomes of the logits of some tokens, each of them once: `bias` is added, then positive ones are divided by
-    `penalty` and negative ones multiplied by it, then `cost` is taken away."""
-
-    tokens: np.ndarray  # int64 [k]
-    bias: np.ndarray  # float32 [k], as the rest
-    penalty: np.ndarray
-    cost: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,70 +33,6 @@ class RowSampling:
     seeds: Sequence[int]
     prompt_targets: Sequence[int] = ()
     adjustments: Sequence[Adjustment] = ()
-
-
-def adjusts(params: SamplingParams, num_answered: int) -> bool:
-    """Whether anything is done to the logits after so many answer tokens, before temperature."""
-    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalties or bool(params.logit_bias) or num_answered < params.min_tokens
-
-
-def adjustment(
-    params: SamplingParams, prompt: np.ndarray, answer: Sequence[int], end_tokens: Sequence[int]
-) -> Adjustment:
-    """What the parameters ask for after a prompt and the answer so far.
-
-    Args:
-        prompt: its tokens, in any number.
-        end_tokens: that end the answer, and must not come before `min_tokens` others.
-    """
-    answered, counts = np.unique(np.array(answer, dtype=np.int64), return_counts=True)
-    penalised = np.union1d(prompt, answered) if params.repetition_penalty != 1 else answered
-    given = params.logit_bias or {}
-    biased = np.array(list(given), dtype=np.int64)
-    banned = np.array(end_tokens if len(answer) < params.min_tokens else (), dtype=np.int64)
-    tokens = np.unique(np.concatenate([penalised, biased, banned]))
-    bias, cost = np.zeros((2, len(tokens)), dtype=np.float32)
-    penalty = np.ones(len(tokens), dtype=np.float32)
-    bias[tokens.searchsorted(biased)] = list(given.values())
-    bias[tokens.searchsorted(banned)] = -np.inf
-    penalty[tokens.searchsorted(penalised)] = params.repetition_penalty
-    cost[tokens.searchsorted(answered)] = params.presence_penalty + params.frequency_penalty * counts
-    return Adjustment(tokens, bias, penalty, cost)
-
-
-class Adjustments(NamedTuple):
-    """All adjustments of a step on the device, of the samples that ask for any.
-
-    `samples` int32 [D] are these, `draws` int32 [2, D'] which of the step's random draws are of which of them. `place`
-    int32 [2, A] are the number of the sample and the token of every logit that changes, `values` int32 [3, A] its bias,
-    penalty and cost as the bits of a float32.
-    """
-
-    samples: torch.Tensor
-    draws: torch.Tensor
-    place: torch.Tensor
-    values: torch.Tensor
-
-
-def adjustment_arrays(adjusted: Mapping[int, Adjustment], drawn: Sequence[int]) -> dict[str, np.ndarray]:
-    """The arrays of `Adjustments`.
-
-    Args:
-        adjusted: by the number of the sample.
-        drawn: the numbers of the samples that are drawn at random.
-    """
-    number = {sample: i for i, sample in enumerate(adjusted)}
-    draws = [(i, number[sample]) for i, sample in enumerate(drawn) if sample in number]
-    rows = np.repeat(np.arange(len(adjusted)), [len(each.tokens) for each in adjusted.values()])
-    empty = Adjustment(np.zeros(0, np.int64), *np.zeros((3, 0), np.float32))
-    tokens, *values = (np.concatenate(column) for column in zip(empty, *adjusted.values(), strict=True))
-    return {
-        "adjusted_samples": np.array(list(adjusted), dtype=np.int32),
-        "adjusted_draws": np.array(draws, dtype=np.int32).reshape(-1, 2).T.copy(),
-        "adjusted_place": np.stack([rows, tokens]).astype(np.int32),
-        "adjusted_values": np.stack(values).astype(np.float32).view(np.int32),
-    }
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:

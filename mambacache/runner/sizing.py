@@ -6,6 +6,7 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +23,9 @@ SHARES = {
     "cuda": (0.85, "the rest is for activations"),
 }
 """Parts of what the weights leave free that the default budgets take together, and why not all of it."""
+
+STRETCHING = ("linear", "dynamic", "yarn")
+"""Scalings of rotary positions by a factor."""
 
 MAX_DEFAULT_BLOCKS = 1 << 16
 
@@ -160,13 +164,22 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, memory: int) -> s
 
 def _longest(config: EngineConfig, model: Model) -> int:
     """Tokens of prompt and answer together."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = _position_limit(model.config)
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
         raise ValueError(
             f"max_model_len is {config.max_model_len} and {config.model} takes {limit} tokens: set it to {limit} or "
             "less, or leave it out"
         )
     return config.max_model_len or limit or 1 << 20
+
+
+def _position_limit(settings: Any) -> int | None:
+    """Positions that a model was made for; a scaled rotation stretches those that it was trained on."""
+    limit: int | None = getattr(settings, "max_position_embeddings", None)
+    rope = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
+    if limit is None or rope.get("rope_type") not in STRETCHING:
+        return limit
+    return max(limit, int(rope.get("original_max_position_embeddings", limit) * rope.get("factor", 1)))
 
 
 def _share(device: str) -> tuple[float, str]:
