@@ -130,7 +130,7 @@ def test_errors_of_one_request(model: Path, expected: list[list[int]]) -> None:
     """What is wrong with a prompt, an id or its tokens concerns nobody else."""
 
     async def act(llm: AsyncLLM) -> None:
-        tokenizer = llm.get_tokenizer()
+        tokenizer = llm._llm.get_tokenizer()
         encode, decode = tokenizer.encode, tokenizer.decode
         bad = byte_tokenizer().encode("!")[0]
 
@@ -179,28 +179,10 @@ def test_step_that_raises(model: Path, expected: list[list[int]]) -> None:
             raise LookupError("planted")
 
         scheduler.schedule = failing  # type: ignore[method-assign]
-        for error in await asyncio.gather(*readers, return_exceptions=True):
-            assert isinstance(error, LookupError)
+        errors = await asyncio.gather(*readers, return_exceptions=True)
+        assert all(isinstance(error, LookupError) and str(error) == "planted" for error in errors)
+        assert len(set(map(id, errors))) == 6
         scheduler.schedule = schedule  # type: ignore[method-assign]
         assert answer(await last(llm, PROMPTS[1], PARAMS[1])) == expected[1]
 
     run(model, act)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_thread_that_is_broken_off(model: Path) -> None:
-    """By what is no `Exception`: nobody waits for ever."""
-
-    async def main() -> None:
-        llm = AsyncLLM(model, **SMALL)
-
-        def leave() -> None:
-            raise SystemExit
-
-        llm._commands.put(leave)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="closed: make a new one"):
-                await last(llm, PROMPTS[0], PARAMS[0])
-        await llm.close()
-
-    asyncio.run(asyncio.wait_for(main(), 60))

@@ -79,7 +79,8 @@ class LLM:
     def _close(self) -> None:
         self._stepper.close()
         del self.runner
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
+            torch.cuda.empty_cache()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, of transformers; None where the checkpoint has none."""
