@@ -102,6 +102,21 @@ def test_prompts_stand_before_and_after_flags(arguments: str, prompts: list[str]
 
 
 @pytest.mark.parametrize(
+    ("words", "prompts"),
+    [
+        (["- buy milk"], ["- buy milk"]),
+        (["-5 + 3 =", "-5", "-.5"], ["-5 + 3 =", "-5", "-.5"]),
+        (["--", "-foo"], ["-foo"]),
+        (["a", "--", "--seed", "--", "x"], ["a", "--seed", "--", "x"]),
+    ],
+)
+def test_prompts_that_begin_as_flags_do(words: list[str], prompts: list[str]) -> None:
+    for before in ([], ["--max-tokens", "5"]):
+        args = parse(["generate", "m", *before, *words])
+        assert (args.prompt, hasattr(args, "seed")) == (prompts, False)
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("", "the following arguments are required: COMMAND: see mambacache --help"),
@@ -112,7 +127,10 @@ def test_prompts_stand_before_and_after_flags(arguments: str, prompts: list[str]
         ("generate m --kv-cache-bytes 5apples", "argument --kv-cache-bytes: '5apples' is no amount of memory: give"),
         ("generate m --prompt x", "unknown arguments --prompt x"),
         ("generate m --stream --jsonl", "not allowed with argument"),
+        ("generate m --seed 1 -x", "unknown arguments -x"),
         ("plan m x", "unknown arguments x"),
+        ("plan m -- x", "unknown arguments x"),
+        ("demo --dev cpu", "unknown arguments --dev cpu"),
     ],
 )
 def test_arguments_of_no_use(arguments: str, message: str) -> None:
