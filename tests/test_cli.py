@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from mambacache import LLM, SamplingParams
-from mambacache.cli import main
+from mambacache.cli import main, plan
+from mambacache.cli.prompts import read
 from mambacache.demo import MODEL
+from mambacache.engine.outputs import RequestOutput
 from mambacache.kernels import StatePool
 from mambacache.runner.model_runner import ModelRunner
 
@@ -82,6 +84,37 @@ def test_jsonl_in(
     assert [len(each["token_ids"]) for each in answers] == [5, 3, 5, 5, 5]
     assert [each["text"] for each in answers[::3]] == [text("two"), text("<user>two</><assistant>")]
     assert [len(each.get("logprobs", ())) for each in answers] == [0, 0, 0, 5, 5]
+
+
+@pytest.mark.parametrize("place", ["prompts.jsonl", "-"])
+def test_byte_order_mark(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some editors write before a UTF-8 text; JSON lines stay such."""
+    for text, prompt in (('{"prompt": "x"}', "x"), ("x", "x")):
+        (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
+        asked = read([place], None, {}) if place == "-" else read([], str(tmp_path / place), {})
+        assert [each.prompt for each in asked] == [prompt]
+
+
+def test_numbers_that_json_does_not_have(
+    text_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = LLM.generate
+
+    def planted(*arguments: Any, **options: Any) -> list[RequestOutput]:
+        outputs = answers(*arguments, **options)
+        outputs[0].outputs[0].logprobs = [{5: float("-inf"), 6: -0.5}]
+        outputs[0].prompt_logprobs = [None, {7: float("nan")}]
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", planted)
+    assert main(generate(text_model, "--jsonl", "one")) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    line = json.loads(capfd.readouterr().out, parse_constant=refuse)
+    assert (line["logprobs"], line["prompt_logprobs"]) == ([{"5": None, "6": -0.5}], [None, {"7": None}])
 
 
 def test_stream(text_model: Path, text: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +271,33 @@ def test_reader_that_leaves(text_model: Path) -> None:
         process.stdout.close()
         said = process.stderr.read()
     assert process.returncode == 1 and "Traceback" not in said and "Broken" not in said and "mambacache:" not in said
+
+
+def test_reader_of_both_that_leaves(tmp_path: Path) -> None:
+    """As `2>&1 | head` does: the sentence cannot be said."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([*PROCESS, "plan", tmp_path], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    assert done.returncode == 1
+
+
+class Left(io.TextIOBase):
+    """A stream that is no file, and whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_streams_that_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "run", lambda args: print("x") or 0)
+    monkeypatch.setattr(sys, "stdout", Left())
+    assert main(["plan", "m"]) == 1
+    monkeypatch.setattr(sys, "stderr", Left())
+    assert main(["grow"]) == 1
 
 
 def test_ctrl_c(text_model: Path) -> None:
