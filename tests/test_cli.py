@@ -273,15 +273,6 @@ def test_reader_that_leaves(text_model: Path) -> None:
     assert process.returncode == 1 and "Traceback" not in said and "Broken" not in said and "mambacache:" not in said
 
 
-def test_reader_of_both_that_leaves(tmp_path: Path) -> None:
-    """As `2>&1 | head` does: the sentence cannot be said."""
-    ours, theirs = os.pipe()
-    os.close(ours)
-    done = subprocess.run([*PROCESS, "plan", tmp_path], stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    assert done.returncode == 1
-
-
 class Left(io.TextIOBase):
     """A stream that is no file, and whose reader has gone."""
 
@@ -296,6 +287,10 @@ def test_streams_that_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "run", lambda args: print("x") or 0)
     monkeypatch.setattr(sys, "stdout", Left())
     assert main(["plan", "m"]) == 1
+
+
+def test_reader_of_errors_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `2>&1 | head` does: the sentence cannot be said."""
     monkeypatch.setattr(sys, "stderr", Left())
     assert main(["grow"]) == 1
 
