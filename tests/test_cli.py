@@ -19,7 +19,6 @@ import pytest
 
 from mambacache import LLM, SamplingParams
 from mambacache.cli import main, plan
-from mambacache.cli.prompts import read
 from mambacache.demo import MODEL
 from mambacache.engine.outputs import RequestOutput
 from mambacache.kernels import StatePool
@@ -84,16 +83,6 @@ def test_jsonl_in(
     assert [len(each["token_ids"]) for each in answers] == [5, 3, 5, 5, 5]
     assert [each["text"] for each in answers[::3]] == [text("two"), text("<user>two</><assistant>")]
     assert [len(each.get("logprobs", ())) for each in answers] == [0, 0, 0, 5, 5]
-
-
-@pytest.mark.parametrize("place", ["prompts.jsonl", "-"])
-def test_byte_order_mark(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What some editors write before a UTF-8 text; JSON lines stay such."""
-    for text, prompt in (('{"prompt": "x"}', "x"), ("x", "x")):
-        (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
-        asked = read([place], None, {}) if place == "-" else read([], str(tmp_path / place), {})
-        assert [each.prompt for each in asked] == [prompt]
 
 
 def test_numbers_that_json_does_not_have(
