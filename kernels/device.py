@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from functools import cache
 
 import torch
@@ -32,13 +33,19 @@ def check_hopper(index: int) -> None:
 
 @cache
 def check_triton() -> None:
-    """Raises ValueError unless Triton is there, of a release that the kernels were tested with."""
+    """Raises ValueError unless Triton is there and not older than the releases that the kernels were tested with; warns
+    of a newer one."""
     oldest, newest = (".".join(map(str, release)) for release in (OLDEST_TRITON, NEWEST_TRITON))
     change = f"install a torch for CUDA that brings Triton {oldest} to {newest}, or choose the CPU."
     try:
         from triton import __version__ as installed
-    except ModuleNotFoundError as error:
-        raise ValueError(f"The kernels need Triton, and none is installed: {change}") from error
-    major, minor = re.findall(r"\d+", installed)[:2]
-    if not OLDEST_TRITON <= (int(major), int(minor)) <= NEWEST_TRITON:
-        raise ValueError(f"The kernels were not tested with Triton {installed}, which is installed: {change}")
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "triton"
+        what = "none is installed" if absent else f"the one that is installed cannot be imported ({error})"
+        raise ValueError(f"The kernels need Triton, and {what}: {change}") from error
+    release = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+    untested = f"The kernels were not tested with Triton {installed}, which is installed: {change}"
+    if release < OLDEST_TRITON:
+        raise ValueError(untested)
+    if release > NEWEST_TRITON:
+        warnings.warn(untested, stacklevel=2)

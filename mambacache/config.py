@@ -72,7 +72,10 @@ def _typed(name: str, kind: str, value: Any) -> Any:
         isinstance(value, types) and isinstance(value, bool) == (kind == "bool"),
         f"{name} is {value!r}: set it to {what}",
     )
-    return convert(value)
+    try:
+        return convert(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is beyond the largest float: set it to a smaller number") from error
 
 
 @dataclass(frozen=True)
@@ -294,6 +297,8 @@ class EngineConfig:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if type(self.device).__module__ == "torch":
+            object.__setattr__(self, "device", str(self.device))
         for name in ("dtype", "state_dtype"):
             given = getattr(self, name)
             if given is not None:

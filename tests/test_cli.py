@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 from mambacache import LLM, SamplingParams
-from mambacache.cli import main
+from mambacache.cli import main, plan
 from mambacache.demo import MODEL
+from mambacache.engine.outputs import RequestOutput
 from mambacache.kernels import StatePool
 from mambacache.runner.model_runner import ModelRunner
 
@@ -82,6 +83,27 @@ def test_jsonl_in(
     assert [len(each["token_ids"]) for each in answers] == [5, 3, 5, 5, 5]
     assert [each["text"] for each in answers[::3]] == [text("two"), text("<user>two</><assistant>")]
     assert [len(each.get("logprobs", ())) for each in answers] == [0, 0, 0, 5, 5]
+
+
+def test_numbers_that_json_does_not_have(
+    text_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = LLM.generate
+
+    def planted(*arguments: Any, **options: Any) -> list[RequestOutput]:
+        outputs = answers(*arguments, **options)
+        outputs[0].outputs[0].logprobs = [{5: float("-inf"), 6: -0.5}]
+        outputs[0].prompt_logprobs = [None, {7: float("nan")}]
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", planted)
+    assert main(generate(text_model, "--jsonl", "one")) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    line = json.loads(capfd.readouterr().out, parse_constant=refuse)
+    assert (line["logprobs"], line["prompt_logprobs"]) == ([{"5": None, "6": -0.5}], [None, {"7": None}])
 
 
 def test_stream(text_model: Path, text: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -238,6 +260,28 @@ def test_reader_that_leaves(text_model: Path) -> None:
         process.stdout.close()
         said = process.stderr.read()
     assert process.returncode == 1 and "Traceback" not in said and "Broken" not in said and "mambacache:" not in said
+
+
+class Left(io.TextIOBase):
+    """A stream that is no file, and whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_streams_that_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "run", lambda args: print("x") or 0)
+    monkeypatch.setattr(sys, "stdout", Left())
+    assert main(["plan", "m"]) == 1
+
+
+def test_reader_of_errors_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `2>&1 | head` does: the sentence cannot be said."""
+    monkeypatch.setattr(sys, "stderr", Left())
+    assert main(["grow"]) == 1
 
 
 def test_ctrl_c(text_model: Path) -> None:

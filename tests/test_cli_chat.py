@@ -31,11 +31,11 @@ def chat(model: Path, text: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -
     return main(["chat", str(model), *FLAGS, "--max-tokens=6", *flags])
 
 
-def expected(model: Path, lines: list[str]) -> list[str]:
+def expected(model: Path, lines: list[str], max_tokens: int = 6) -> list[str]:
     llm, messages, answers = LLM(model, **ENGINE), [], []
     for line in lines:
         messages.append({"role": "user", "content": line.strip()})
-        output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)[0]
+        output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)[0]
         answers.append(output.outputs[0].text)
         messages.append({"role": "assistant", "content": answers[-1]})
     return answers
@@ -94,7 +94,7 @@ def test_ctrl_c_ends_the_answer(
 
 
 def test_a_terminal(text_model: Path) -> None:
-    """It asks for lines; Ctrl-C there leaves with 130, Ctrl-D with 0."""
+    """It asks for lines, beside the answers; Ctrl-C there leaves with 130, Ctrl-D with 0."""
     program = "import sys; from mambacache.cli import main; sys.exit(main())"
     for ending, code in ((b"\x04", 0), (signal.SIGINT, 130)):
         ours, theirs = pty.openpty()
@@ -104,7 +104,9 @@ def test_a_terminal(text_model: Path) -> None:
         ) as process:
             assert process.stdout is not None and process.stderr is not None
             os.close(theirs)
-            assert process.stdout.read(2) == b"> "
+            while not process.stderr.readline().startswith(b"/reset begins anew"):
+                pass
+            assert process.stderr.read(2) == b"> "
             os.write(ours, b"why\n")
             while not process.stderr.readline().startswith(b"prompt "):
                 pass
@@ -113,6 +115,7 @@ def test_a_terminal(text_model: Path) -> None:
                 os.write(ours, ending)
             else:
                 process.send_signal(ending)
-            said = process.stderr.read()
+            said, answers = process.stderr.read(), process.stdout.read()
         os.close(ours)
-        assert (process.returncode, said.strip()) == (code, b"")
+        assert (process.returncode, said) == (code, b"> ")
+        assert answers.decode() == f"{expected(text_model, ['why'], 2)[0]}\n"

@@ -1,16 +1,20 @@
-"""Flags: one for every field, with its text, and what their values become."""
+"""Flags: one for every field, with its text, and what their values become; prompts."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mambacache.cli.options import add_fields, field_texts, given_fields
 from mambacache.cli.parser import parse
+from mambacache.cli.prompts import read
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache.units import parse_bytes
 from mambacache.vllm.settings import Settings
@@ -102,6 +106,31 @@ def test_prompts_stand_before_and_after_flags(arguments: str, prompts: list[str]
 
 
 @pytest.mark.parametrize(
+    ("words", "prompts"),
+    [
+        (["- buy milk"], ["- buy milk"]),
+        (["-5 + 3 =", "-5", "-.5"], ["-5 + 3 =", "-5", "-.5"]),
+        (["--", "-foo"], ["-foo"]),
+        (["a", "--", "--seed", "--", "x"], ["a", "--seed", "--", "x"]),
+    ],
+)
+def test_prompts_that_begin_as_flags_do(words: list[str], prompts: list[str]) -> None:
+    for before in ([], ["--max-tokens", "5"]):
+        args = parse(["generate", "m", *before, *words])
+        assert (args.prompt, hasattr(args, "seed")) == (prompts, False)
+
+
+@pytest.mark.parametrize("place", ["prompts.jsonl", "-"])
+def test_byte_order_mark(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What some editors write before a UTF-8 text; JSON lines stay such."""
+    for text, prompt in (('{"prompt": "x"}', "x"), ("x", "x")):
+        (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))
+        asked = read([place], None, {}) if place == "-" else read([], str(tmp_path / place), {})
+        assert [each.prompt for each in asked] == [prompt]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("", "the following arguments are required: COMMAND: see mambacache --help"),
@@ -112,7 +141,10 @@ def test_prompts_stand_before_and_after_flags(arguments: str, prompts: list[str]
         ("generate m --kv-cache-bytes 5apples", "argument --kv-cache-bytes: '5apples' is no amount of memory: give"),
         ("generate m --prompt x", "unknown arguments --prompt x"),
         ("generate m --stream --jsonl", "not allowed with argument"),
+        ("generate m --seed 1 -x", "unknown arguments -x"),
         ("plan m x", "unknown arguments x"),
+        ("plan m -- x", "unknown arguments x"),
+        ("demo --dev cpu", "unknown arguments --dev cpu"),
     ],
 )
 def test_arguments_of_no_use(arguments: str, message: str) -> None:

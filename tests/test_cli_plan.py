@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mambacache import LLM
 from mambacache.cli import main
+from mambacache.engine import parts
+from mambacache.models.adapt import Model
+from mambacache.runner import sizing
 
 SMALL = ["--device=cpu", "--kv-cache-bytes=4MB", "--checkpoint-budget-bytes=1000000", "--max-num-seqs=4"]
 
@@ -108,6 +112,36 @@ def test_weights_are_subtracted(config_only: Path, capsys: pytest.CaptureFixture
 def test_a_share_of_the_memory(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config_only), *SMALL, "--memory", "1GB", "--gpu-memory-utilization", "0.5"]) == 0
     assert numbers(table(capsys.readouterr().out)["memory"]) == [500_000_000]
+    assert main(["plan", str(config_only), *SMALL, "--memory", "1GB", "--gpu-memory-utilization", "1e-6"]) == 1
+    assert "gpu_memory_utilization is 1e-06, which makes 1,000 bytes, and the weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("share", [None, 0.2, 0.5, 0.9])
+def test_plan_and_engine_mean_the_same_share(
+    text_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    """Of all memory, less the weights, and at most what is free."""
+    total, free = 100 << 20, 60 << 20
+    monkeypatch.setattr("os.sysconf", lambda name: total // 4096 if name == "SC_PHYS_PAGES" else 4096)
+    loaded: list[int] = []
+    load = parts.load_model
+
+    def loading(*arguments: Any) -> Model:
+        model = load(*arguments)
+        loaded.append(sizing.weight_bytes(model))
+        return model
+
+    monkeypatch.setattr(parts, "load_model", loading)
+    for module in (parts, sizing):
+        monkeypatch.setattr(module, "free_memory", lambda device: free - sum(loaded))
+    sizes = LLM(text_model, device="cpu", gpu_memory_utilization=share, max_num_seqs=4).sizes
+    loaded.clear()  # plan comes before any weights are there
+    flags = [] if share is None else ["--gpu-memory-utilization", str(share)]
+    assert main(["plan", str(text_model), "--device=cpu", "--max-num-seqs=4", *flags]) == 0
+    rows = table(capsys.readouterr().out)
+    assert numbers(rows["memory"]) == [min(int(total * (share or 1)), free)]
+    assert numbers(rows["cached states"])[0] == sizes.max_checkpoints
+    assert numbers(rows["KV blocks"])[0] == sizes.num_kv_blocks
 
 
 def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,8 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": float("nan")}, "temperature is nan: set it to 0"),
     ({"temperature": float("inf")}, "temperature is inf: set it to 0"),
     ({"temperature": True}, "temperature is True: set it to a number"),
+    ({"temperature": 10**400}, "temperature is beyond the largest float: set it to a smaller number"),
+    ({"logit_bias": {3: -(10**400)}}, "a value of logit_bias is beyond the largest float"),
     ({"top_k": 1.0}, "top_k is 1.0: set it to an integer"),
     ({"top_k": True}, "top_k is True: set it to an integer"),
     ({"top_p": "1"}, "top_p is '1': set it to a number"),
@@ -116,6 +118,11 @@ def test_options_that_are_taken() -> None:
     config = EngineConfig(Path("model"), dtype=None, max_num_seqs=np.int32(5), max_model_len=None, seed=None)
     assert (config.dtype, config.max_num_seqs, config.max_model_len) == ("auto", 5, None)
     assert type(config.max_num_seqs) is int
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_devices_of_torch(device: str) -> None:
+    assert EngineConfig("model", device=torch.device(device)) == EngineConfig("model", device=device)  # type: ignore[arg-type]
 
 
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [

@@ -17,7 +17,8 @@ import pytest
 import mambacache
 from engine_driver import Engines, answer, ask, byte_tokenizer, greedy, hits, run_until_idle, tokens_of
 from mambacache import LLM, EngineConfig, SamplingParams
-from mambacache.engine.options import HARMLESS, EngineOptions, Options, engine_config
+from mambacache.engine.checkpoint import load_tokenizer
+from mambacache.engine.options import HARMLESS, UNUSED, EngineOptions, Options, engine_config
 from mambacache.models import adapt
 from mambacache.runner.sizing import _position_limit, weight_bytes
 from tiny_models import save_tiny_model
@@ -46,7 +47,7 @@ def test_typed_options_are_the_fields() -> None:
         name: hint for name, hint in get_type_hints(EngineConfig).items() if name != "model"
     }
     assert list(EngineOptions.__annotations__) == list(annotations)
-    assert set(get_type_hints(Options)) == set(annotations) | set(HARMLESS)
+    assert set(get_type_hints(Options)) == set(annotations) | set(HARMLESS) | set(UNUSED)
 
 
 def test_options_of_vllm_that_change_nothing(engine: Engines, tiny_model: Callable[[str], Path]) -> None:
@@ -54,6 +55,7 @@ def test_options_of_vllm_that_change_nothing(engine: Engines, tiny_model: Callab
     llm = LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, **values)
     assert answer(ask(llm, [PROMPT], greedy(5))[0]) == answer(ask(engine(), [PROMPT], greedy(5))[0])
     assert engine_config("model", dict.fromkeys(HARMLESS)) == EngineConfig("model")
+    assert engine_config("model", {"swap_space": 4}) == EngineConfig("model")
 
 
 # --- what is refused, and when ---
@@ -64,7 +66,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "trust_remote_code is True and this engine takes False: .* vLLM plugin, MAMBACACHE=1",
     ),
     ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and this engine takes 1: for more use the vLLM plugin"),
-    ({"swap_space": 4}, "swap_space is 4 and this engine takes 0: for more use the vLLM plugin"),
+    ({"cpu_offload_gb": 4}, "cpu_offload_gb is 4 and this engine takes 0: for more use the vLLM plugin"),
     ({"quantization": "fp8"}, "quantization is 'fp8' and this engine takes None: for more use the vLLM plugin"),
     ({"max_model_len": 600}, "max_model_len is 600 and .* takes 500 tokens: set it to 500 or less, or leave it out"),
     ({"max_draft_tokens": 3}, "max_draft_tokens is 3 and nothing proposes drafts: give draft=, or leave"),
@@ -129,6 +131,20 @@ def test_no_tokenizer_files(engine: Engines, model: str) -> None:
         llm.generate("text", use_tqdm=False)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("tokenizer.json", "[]"), ("tokenizer.json", "{"), ("tokenizer.json", "{}"), ("tokenizer_config.json", "[]")],
+)
+def test_damaged_tokenizer(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next"}')
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.warns(match=r"has a damaged tokenizer \(\w+Error: .*\): give prompts as token ids$"):
+        assert load_tokenizer(tmp_path, None, None) is None
+    with pytest.raises(ValueError, match=r"tokenizer .* cannot be loaded: give a directory"):
+        load_tokenizer("model", tmp_path, None)
+
+
 def test_another_tokenizer(engine: Engines, tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path)
     directory = save_tiny_model("qwen3_next", tmp_path / "model", vocab_size=257)
@@ -163,6 +179,7 @@ def test_revision(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyP
     [
         ({}, SamplingParams()),
         ({"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}, SamplingParams(0.6, top_p=0.9, top_k=20)),
+        ({"temperature": 0.6, "top_k": 20, "do_sample": False}, SamplingParams(0.0, top_k=20)),
         ({"repetition_penalty": 1.2, "max_new_tokens": 7}, SamplingParams(repetition_penalty=1.2, max_tokens=7)),
     ],
 )

@@ -123,8 +123,11 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
 
 
 def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mambacache.engine.parts.free_memory", lambda device: 100_000)
-    refused(tiny_model("qwen3_next"), "one request takes .* free memory")
+    directory = tiny_model("qwen3_next")
+    weights = sizing.weight_bytes(model_skeleton(directory))
+    for free, message in ((100_000, "one request takes .* free memory"), (0, f"the weights take {weights:,} bytes")):
+        monkeypatch.setattr("mambacache.engine.parts.free_memory", lambda device, free=free: weights + free)
+        refused(directory, message)
 
 
 def test_lowered_number_of_requests(skeleton: Model, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -36,10 +36,25 @@ def test_releases_that_serve(unchecked: None, monkeypatch: pytest.MonkeyPatch, r
     device.check_triton()
 
 
-@pytest.mark.parametrize("release", ["2.3.1", "3.5.1", "3.10.0", "4.0.0"])
+@pytest.mark.parametrize("release", ["2.3.1", "3.5.1", "3"])
 def test_releases_that_are_refused(unchecked: None, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr(triton, "__version__", release)
     with pytest.raises(ValueError, match=f"^The kernels were not tested with Triton {release}, .*: {CHANGE}"):
+        device.check_triton()
+
+
+@pytest.mark.parametrize("release", ["3.10.0", "4.0.0"])
+def test_newer_releases_are_warned_of_once(unchecked: None, monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setattr(triton, "__version__", release)
+    with pytest.warns(match=f"^The kernels were not tested with Triton {release}, .*: {CHANGE}") as said:
+        device.check_triton()
+        device.check_triton()
+    assert len(said) == 1
+
+
+def test_one_that_cannot_be_imported_is_refused(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))  # it has no __version__
+    with pytest.raises(ValueError, match=f"^The kernels need Triton, and .* cannot be imported .*: {CHANGE}"):
         device.check_triton()
 
 
@@ -54,11 +69,11 @@ def test_the_installed_release_serves(unchecked: None) -> None:
 
 
 def test_the_engine_refuses_at_its_start(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
     monkeypatch.setattr(sizing, "check_hopper", lambda index: None)
     for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    with pytest.raises(ValueError, match="not tested with Triton 4"):
+    with pytest.raises(ValueError, match=r"not tested with Triton 3\.5\.1"):
         sizing.present_device("cuda")
 
 

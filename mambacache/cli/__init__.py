@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 INTERRUPTED = 130
 """What shells call the end by Ctrl-C."""
@@ -26,9 +27,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read has gone, such as `head`; what is left in the buffer goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _drop_output()
         return 1
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        print(f"mambacache: {sentence(error)}", file=sys.stderr)
+        try:
+            print(f"mambacache: {sentence(error)}", file=sys.stderr, flush=True)
+        except BrokenPipeError:
+            _drop_output()
         return 1
+
+
+def _drop_output() -> None:
+    """Whoever read has gone, such as `head`: what is left in the buffers goes nowhere, and nothing is said of it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            with suppress(OSError, AttributeError):  # of a stream that is no file
+                os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -43,8 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _line(terminal: bool) -> str | None:
     """The next line; None at the end."""
+    if terminal:
+        print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return input("> " if terminal else "").strip()
+        return input().strip()
     except EOFError:
         return None
 

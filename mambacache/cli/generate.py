@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         failed |= any(answer.error is not None for answer in output.outputs)
         if args.jsonl:
             for answer in output.outputs:
-                print(json.dumps(_as_json(index, each, output, answer)))
+                print(json.dumps(_finite(_as_json(index, each, output, answer)), allow_nan=False))
         else:
             if not args.stream:
                 print(*(answer.text for answer in output.outputs), sep="\n")
@@ -92,3 +93,12 @@ def _as_json(index: int, asked: Asked, output: RequestOutput, answer: Completion
     if output.prompt_logprobs is not None:
         line["prompt_logprobs"] = output.prompt_logprobs
     return line
+
+
+def _finite(value: Any) -> Any:
+    """A value with None for the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -18,6 +19,10 @@ PROMPTS = (
 )
 
 
+FLAG = re.compile(r"-(?!\d*\.?\d+$)\S+")
+"""What argparse takes for a flag: no `-` alone, no negative number, nothing with a space in it."""
+
+
 class Parser(argparse.ArgumentParser):
     """Its errors are raised: what is wrong is one sentence."""
 
@@ -26,14 +31,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command; `run` is its function.
+    """The arguments of a command; `run` is its function. What stands after `--` are prompts, whatever they begin with.
 
     Raises:
         ValueError: there is no such command, flag or value.
     """
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if any(word.startswith("-") and word != "-" for word in rest) or (rest and not hasattr(args, "prompt")):
+    parser, words = _parser(), list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    args, rest = parser.parse_known_args(words[:end])
+    unknown = any(FLAG.fullmatch(word) for word in rest)
+    rest += words[end + 1 :]
+    if unknown or (rest and not hasattr(args, "prompt")):
         parser.error(f"unknown arguments {' '.join(rest)}")
     if rest:
         args.prompt += rest  # those after a flag
@@ -67,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     sizes.add_argument("model", metavar="MODEL", help=MODEL)
     sizes.add_argument("--memory", type=size, help="to plan for, such as 80GB, in place of what is free here")
 
-    show = commands.add_parser("demo", help="20 questions about one document, with the cache and without it")
+    show = commands.add_parser(
+        "demo", help="20 questions about one document, with the cache and without it", allow_abbrev=False
+    )
     show.set_defaults(run=_demo)
     show.add_argument("--device", default="auto", help="auto, cpu or cuda")
     for command in (answer, talk):

@@ -12,10 +12,14 @@ def run(args: argparse.Namespace) -> int:
     """Prints the sizes that an engine would choose."""
     config = EngineConfig(args.model, **given_fields(args, EngineConfig))
     from mambacache.models.adapt import model_skeleton
-    from mambacache.runner.sizing import describe, free_memory, left_by_weights, plan_memory, resolve_device
+    from mambacache.runner import sizing
 
-    model = model_skeleton(config.model, config.dtype, resolve_device(config.device), config.revision)
-    memory = free_memory(config.device) if args.memory is None else args.memory
-    memory = int(memory * (config.gpu_memory_utilization or 1))
-    print(describe(config, model, plan_memory(config, model, left_by_weights(model, memory)), memory))
+    device = sizing.resolve_device(config.device)
+    model = model_skeleton(config.model, config.dtype, device, config.revision)
+    weights, free = sizing.weight_bytes(model), args.memory
+    if free is None:
+        free = sizing.free_memory(device)
+    total = sizing.total_memory(device) if args.memory is None else free
+    usable = sizing.usable_memory(config, weights, total, free - weights)
+    print(sizing.describe(config, model, sizing.plan_memory(config, model, usable), usable))
     return 0

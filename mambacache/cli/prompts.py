@@ -75,6 +75,7 @@ def _of_lines(file: str, options: dict[str, Any]) -> Iterator[Asked]:
         text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+    text = text.removeprefix("\ufeff")  # the mark that some editors put before a UTF-8 text
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines or not lines[0][1].lstrip().startswith("{"):
         params = SamplingParams(**options)

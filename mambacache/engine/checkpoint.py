@@ -30,16 +30,19 @@ def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | 
     Raises:
         ValueError: the one that was given cannot be loaded.
     """
-    own = given is None
+    own, problem = given is None, "has no tokenizer that can be loaded"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model if own else given, revision=revision if own else None)
-    except (OSError, ValueError, KeyError):
-        tokenizer = None
-    if tokenizer is not None and not _is_empty(tokenizer):
-        return tokenizer
+        if not _is_empty(tokenizer):
+            return tokenizer
+    except ImportError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error) is not ValueError:  # with which transformers finds none
+            problem = f"has a damaged tokenizer ({type(error).__name__}: {' '.join(str(error).split())})"
     if not own:
         raise ValueError(f"tokenizer {str(given)!r} cannot be loaded: give a directory that holds one, or a Hub id")
-    warnings.warn(f"{model} has no tokenizer that can be loaded: give prompts as token ids", stacklevel=4)
+    warnings.warn(f"{model} {problem}: give prompts as token ids", stacklevel=4)
     return None
 
 
@@ -59,10 +62,15 @@ def end_tokens(module: Any) -> frozenset[int]:
 
 
 def default_sampling(module: Any) -> SamplingParams:
-    """The sampling that the checkpoint's `generation_config.json` asks for; the rest as in `SamplingParams`."""
+    """The sampling that the checkpoint's `generation_config.json` asks for; the rest as in `SamplingParams`.
+
+    Where it says not to sample, answers are greedy, whatever its temperature.
+    """
     generation = getattr(module, "generation_config", None)
     asked = generation.to_diff_dict() if generation is not None else {}
     values = {ours: asked[theirs] for theirs, ours in GENERATION_SETTINGS.items() if asked.get(theirs) is not None}
+    if generation is not None and generation.do_sample is False:
+        values["temperature"] = 0.0
     try:
         return SamplingParams(**values)
     except ValueError as error:

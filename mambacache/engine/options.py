@@ -34,7 +34,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class Options(EngineOptions, total=False):
-    """All that `LLM` takes: see `EngineConfig`, and `HARMLESS` for the rest."""
+    """All that `LLM` takes: see `EngineConfig`, and `HARMLESS` and `UNUSED` for the rest."""
 
     trust_remote_code: bool
     tensor_parallel_size: int
@@ -58,7 +58,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
-    "swap_space": (0,),
     "cpu_offload_gb": (0,),
     "enforce_eager": (True, False),
     "disable_log_stats": (True, False),
@@ -72,6 +71,9 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 """Options of vLLM, and the values for which this engine does what they ask; None always is one."""
 
+UNUSED = ("swap_space",)
+"""Options of vLLM that may have any value: they size what this engine does not do, such as swapping."""
+
 
 def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of an engine.
@@ -82,7 +84,7 @@ def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig
     """
     known = [option.name for option in fields(EngineConfig)][1:]
     for name, value in options.items():
-        if name in known:
+        if name in known or name in UNUSED:
             continue
         if name not in HARMLESS:
             raise TypeError(f"LLM has no option {name!r}: choose from {', '.join(known)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,15 @@ from mambacache.models.adapt import Model, load_model, model_skeleton
 from mambacache.runner import sizing
 from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner
-from mambacache.runner.sizing import Sizes, free_memory, plan_memory, present_device, weight_bytes
+from mambacache.runner.sizing import (
+    Sizes,
+    free_memory,
+    plan_memory,
+    present_device,
+    total_memory,
+    usable_memory,
+    weight_bytes,
+)
 from mambacache.scheduler.drafts import DraftSource
 from mambacache.scheduler.scheduler import Scheduler
 
@@ -53,8 +60,9 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     device = present_device(config.device)
     skeleton = model_skeleton(config.model, config.dtype, device, config.revision)
     with _warnings_wait():
-        free = _usable(config, device, 0 if _is_quantized(skeleton) else weight_bytes(skeleton))
-        _cache_config(config, skeleton, plan_memory(config, skeleton, free))
+        weights = 0 if _is_quantized(skeleton) else weight_bytes(skeleton)
+        usable = usable_memory(config, weights, total_memory(device), free_memory(device) - weights)
+        _cache_config(config, skeleton, plan_memory(config, skeleton, usable))
     if config.max_draft_tokens and draft is None:
         raise ValueError(
             f"max_draft_tokens is {config.max_draft_tokens} and nothing proposes drafts: give draft=, or leave "
@@ -64,7 +72,8 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     del skeleton
 
     model = load_model(config.model, config.dtype, device, config.revision)
-    sizes = plan_memory(config, model, _usable(config, device, weight_bytes(model)))
+    usable = usable_memory(config, weight_bytes(model), total_memory(device), free_memory(device))
+    sizes = plan_memory(config, model, usable)
     _warn_of_small_steps(config, sizes)
     cache = PrefixCache(_cache_config(config, model, sizes))
     layers = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens)
@@ -106,24 +115,6 @@ def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConf
         checkpoint_interval=config.checkpoint_interval,
         strict_reuse=config.strict_reuse,
     )
-
-
-def _usable(config: EngineConfig, device: str, weights: int) -> int:
-    """Bytes for states and KV: what is free, and within the device's share less `weights`."""
-    free = free_memory(device)
-    if config.gpu_memory_utilization is None:
-        return free
-    if device == "cpu":
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        total = torch.cuda.get_device_properties(device).total_memory
-    share = int(total * config.gpu_memory_utilization)
-    if share <= weights:
-        raise ValueError(
-            f"gpu_memory_utilization is {config.gpu_memory_utilization}, which makes {share:,} bytes, and the weights "
-            f"take {weights:,}: raise it"
-        )
-    return min(free, share - weights)
 
 
 def _is_quantized(model: Model) -> bool:

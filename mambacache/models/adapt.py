@@ -118,17 +118,23 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
         revision: of the Hub's repository; None for its newest.
 
     Raises:
-        ValueError: no config.json there, or one of an unsupported model type.
+        ValueError: no config.json there, one that transformers cannot use, or one of an unsupported model type.
     """
+    whole, model_type = None, None
     try:
         raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        if raw and (model_type := raw.get("model_type")) in CONFIG_MAPPING:
+            whole = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
         raise ValueError(_no_config(model)) from error
+    except Exception as error:  # what transformers makes of such values has no type of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the config.json of {model} cannot be used ({reason}): put the one that belongs to its weights there"
+        ) from error
     if not raw:
         raise ValueError(_no_config(model))
-    model_type = raw.get("model_type")
-    if model_type in CONFIG_MAPPING:
-        whole = AutoConfig.from_pretrained(model, revision=revision)
+    if whole is not None:
         config = whole.get_text_config()
         if config.model_type in MODEL_TYPES and type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING:
             if config.model_type != model_type:

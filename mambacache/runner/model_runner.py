@@ -28,8 +28,8 @@ class RowOutput:
 
     `tokens` are the sampled ones: none if the row does not sample; for a decode row one after each of its tokens (after
     a draft it means something only if the draft is accepted); else one for each seed; `NOT_FINITE` where the logits are
-    no numbers. `logprobs` has one entry for each
-    of them if the request asks for it, `prompt_logprobs` one for each of the row's `prompt_targets`.
+    no numbers. `logprobs` has one entry for each of them if the request asks for it, `prompt_logprobs` one for each of
+    the row's `prompt_targets`.
     """
 
     tokens: list[int] = field(default_factory=list)

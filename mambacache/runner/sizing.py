@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,29 +117,41 @@ def weight_bytes(model: Model) -> int:
     return sum(x.numel() * x.element_size() for x in (*model.module.parameters(), *model.module.buffers()))
 
 
-def left_by_weights(model: Model, memory: int) -> int:
-    """Bytes that a model's weights leave of a memory in which they are not yet.
+def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> int:
+    """Bytes for states and KV: what the weights leave of the device's share, and at most what is free.
+
+    Args:
+        weights: bytes that they take.
+        total: bytes of the device, of which `gpu_memory_utilization` is a share.
+        free: of these, once the weights are there.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the weights do not fit.
     """
-    weights = weight_bytes(model)
-    if weights >= memory:
+    share = config.gpu_memory_utilization
+    left = free if share is None else int(total * share) - weights
+    if left <= 0 and share is not None:
         raise ValueError(
-            f"the weights take {weights:,} bytes and {memory:,} are there: take a device with more memory, or a dtype "
-            "of fewer bytes"
+            f"gpu_memory_utilization is {share}, which makes {left + weights:,} bytes, and the weights take "
+            f"{weights:,}: raise it"
         )
-    return memory - weights
+    if free <= 0:
+        raise ValueError(
+            f"the weights take {weights:,} bytes and {free + weights:,} are there: take a device with more memory, or "
+            "a dtype of fewer bytes"
+        )
+    return min(left, free)
 
 
-def describe(config: EngineConfig, model: Model, sizes: Sizes, memory: int) -> str:
-    """The sizes as a table, and what the settings that change them cost. `memory` is that before weights are loaded."""
+def describe(config: EngineConfig, model: Model, sizes: Sizes, usable: int) -> str:
+    """The sizes as a table, and what the settings that change them cost. `usable` is as of `usable_memory`."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
+    weights = weight_bytes(model)
     share, reason = _share(config.device)
     taken = sizes.num_state_blocks * state + sizes.num_kv_blocks * page
     rows = [
-        ("memory", f"{memory:,} bytes"),
-        ("weights", f"{weight_bytes(model):,} bytes, which leave {left_by_weights(model, memory):,}"),
+        ("memory", f"{usable + weights:,} bytes"),
+        ("weights", f"{weights:,} bytes, which leave {usable:,}"),
         ("states and KV", f"{taken:,} bytes; by default at most {share:.0%} of what is left: {reason}"),
         ("one state", f"{state:,} bytes in {len(model.mixers)} recurrent layers, {config.state_dtype}"),
         ("one KV block", f"{page:,} bytes in {len(model.kv_layers)} attention layers, {block} tokens"),
@@ -230,3 +243,10 @@ def free_memory(device: str) -> int:
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024
     return torch.cuda.mem_get_info(device)[0]
+
+
+def total_memory(device: str) -> int:
+    """Bytes of a device that is here, whoever uses them."""
+    if resolve_device(device) == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.get_device_properties(device).total_memory
