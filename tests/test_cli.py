@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from cli_process import PROCESS
 from mambacache import LLM, SamplingParams
 from mambacache.cli import main, plan
 from mambacache.demo import MODEL
@@ -26,7 +27,6 @@ from mambacache.runner.model_runner import ModelRunner
 
 PROMPT = "A prompt of more than sixty-four bytes, so that it ends behind a boundary. "
 SMALL = ["--device=cpu", "--kv-cache-bytes=4MB", "--checkpoint-budget-bytes=1MB", "--max-num-seqs=4", "--max-tokens=5"]
-PROCESS = (sys.executable, "-P", "-c", "import sys; from mambacache.cli import main; sys.exit(main())")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cli_process import PROCESS
 from engine_driver import byte_tokenizer
 from mambacache import LLM, SamplingParams
 from mambacache.cli import main
@@ -95,10 +96,9 @@ def test_ctrl_c_ends_the_answer(
 
 def test_a_terminal(text_model: Path) -> None:
     """It asks for lines, beside the answers; Ctrl-C there leaves with 130, Ctrl-D with 0."""
-    program = "import sys; from mambacache.cli import main; sys.exit(main())"
     for ending, code in ((b"\x04", 0), (signal.SIGINT, 130)):
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-P", "-c", program, "chat", text_model, *FLAGS, "--max-tokens=2"]
+        command = [*PROCESS, "chat", text_model, *FLAGS, "--max-tokens=2"]
         with subprocess.Popen(
             command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TERM": "dumb"}
         ) as process:
