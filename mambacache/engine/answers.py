@@ -78,7 +78,7 @@ class Answers:
 
     def _adjustments(self, step: SequenceStep, index: int) -> list[Adjustment]:
         answer = self.requests[index].output
-        if not step.samples or not adjusts(self.params, len(answer)):
+        if not adjusts(self.params, len(answer)) or not step.samples:
             return []
         if index not in self._tallies:
             self._tallies[index] = Tally(self.params, self.output.prompt_token_ids, self._all_ends)
