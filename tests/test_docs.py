@@ -97,6 +97,8 @@ def test_demo_output_is_of_the_demo_as_it_is() -> None:
     rows = [list(map(int, row)) for row in re.findall(r"prompt +(\d+)  hit +(\d+)  ceiling +(\d+)", README)]
     assert rows and [hit for _, hit, _ in rows] == expected_hits()[: len(rows)]
     assert all(hit <= ceiling < prompt for prompt, hit, ceiling in rows)
+    shown = next(block for page, kind, block in BLOCKS if page == "README.md" and block.startswith("cache on"))
+    assert set(shown.splitlines()) - {"..."} <= set((RESULTS / "demo-cpu.log").read_text().splitlines())
 
 
 def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
