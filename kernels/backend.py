@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .device import check_hopper
+from .device import check_hopper, check_triton
 
 
 def backend(x: Tensor) -> ModuleType:
@@ -17,7 +17,8 @@ def backend(x: Tensor) -> ModuleType:
     Triton is imported with the first op on a GPU. It launches on the current device, whatever its arguments lie on.
 
     Raises:
-        ValueError: the kernels are not made for that GPU, or it is not the current device.
+        ValueError: the kernels are not made for that GPU or the Triton that is installed, or the GPU is not the current
+            device.
     """
     if not x.is_cuda or x.dtype == torch.float64:
         return reference
@@ -28,6 +29,7 @@ def backend(x: Tensor) -> ModuleType:
             f"The tensors are on cuda:{index}, but the current device is cuda:{current}: call the op under"
             f" torch.cuda.device({index})."
         )
+    check_triton()
     from . import gpu
 
     return gpu

@@ -1,12 +1,17 @@
-"""What the ops ask of the GPU that runs them: once, and then it is known."""
+"""What the ops ask of the GPU that runs them, and of Triton: once, and then it is known."""
 
 from __future__ import annotations
 
+import re
+import warnings
 from functools import cache
 
 import torch
 
 HOPPER = 9  # its major compute capability
+
+OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
+"""The releases that the kernels were tested with: the oldest on GPUs, those after it in the interpreter."""
 
 
 @cache
@@ -24,3 +29,23 @@ def check_hopper(index: int) -> None:
             f"cuda:{index} is an {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}, and the"
             f" kernels are made for {HOPPER}.x, which is Hopper: choose an H100 or H200, or the CPU."
         )
+
+
+@cache
+def check_triton() -> None:
+    """Raises ValueError unless Triton is there and not older than the releases that the kernels were tested with; warns
+    of a newer one."""
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST_TRITON, NEWEST_TRITON))
+    change = f"install a torch for CUDA that brings Triton {oldest} to {newest}, or choose the CPU."
+    try:
+        from triton import __version__ as installed
+    except ImportError as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "triton"
+        what = "none is installed" if absent else f"the one that is installed cannot be imported ({error})"
+        raise ValueError(f"The kernels need Triton, and {what}: {change}") from error
+    release = tuple(map(int, re.findall(r"\d+", installed)[:2]))
+    untested = f"The kernels were not tested with Triton {installed}, which is installed: {change}"
+    if release < OLDEST_TRITON:
+        raise ValueError(untested)
+    if release > NEWEST_TRITON:
+        warnings.warn(untested, stacklevel=2)

@@ -10,20 +10,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mambacache.cache.prefix_cache import PrefixCache
     from mambacache.config import CacheConfig, EngineConfig, SamplingParams
+    from mambacache.engine.async_llm import AsyncLLM
     from mambacache.engine.llm import LLM
+    from mambacache.engine.outputs import Completion, RequestMetrics, RequestOutput
     from mambacache.kernels import StatePool
     from mambacache.plan import SequenceStep, StepPlan
-    from mambacache.report import CacheEvent, Hit
+    from mambacache.report import CacheEvent, CacheStats, Hit, RequestReport
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheConfig",
     "CacheEvent",
+    "CacheStats",
+    "Completion",
     "EngineConfig",
     "Hit",
     "PrefixCache",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestReport",
     "SamplingParams",
     "SequenceStep",
     "StatePool",
@@ -32,11 +40,17 @@ __all__ = [
 
 _MODULES = {
     "LLM": "mambacache.engine.llm",
+    "AsyncLLM": "mambacache.engine.async_llm",
     "CacheConfig": "mambacache.config",
     "CacheEvent": "mambacache.report",
+    "CacheStats": "mambacache.report",
+    "Completion": "mambacache.engine.outputs",
     "EngineConfig": "mambacache.config",
     "Hit": "mambacache.report",
     "PrefixCache": "mambacache.cache.prefix_cache",
+    "RequestMetrics": "mambacache.engine.outputs",
+    "RequestOutput": "mambacache.engine.outputs",
+    "RequestReport": "mambacache.report",
     "SamplingParams": "mambacache.config",
     "SequenceStep": "mambacache.plan",
     "StatePool": "mambacache.kernels",
@@ -47,6 +61,13 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    try:
+        value = getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{name} needs {error.name}, which is not installed: pip install {__name__}") from error
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return __all__

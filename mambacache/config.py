@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,22 @@ def _typed(name: str, kind: str, value: Any) -> Any:
             isinstance(value, Iterable) and not isinstance(value, str | bytes), f"{name} is {value!r}: set it to a list"
         )
         return tuple(_typed(f"an item of {name}", kind[len("Sequence[") : -1], item) for item in value)
+    if kind.startswith("Mapping["):
+        _require(isinstance(value, Mapping), f"{name} is {value!r}: set it to a dictionary")
+        of_keys, of_values = kind[len("Mapping[") : -1].split(", ")
+        return {
+            _typed(f"a key of {name}", of_keys, key): _typed(f"a value of {name}", of_values, item)
+            for key, item in value.items()
+        }
     types, convert, what = KINDS[kind]
     _require(
         isinstance(value, types) and isinstance(value, bool) == (kind == "bool"),
         f"{name} is {value!r}: set it to {what}",
     )
-    return convert(value)
+    try:
+        return convert(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is beyond the largest float: set it to a smaller number") from error
 
 
 @dataclass(frozen=True)
@@ -144,10 +154,18 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0, -1 or more than there are for all.
         top_p: keep the smallest set of tokens whose probability reaches top_p.
         min_p: drop tokens less likely than min_p times the most likely one.
+        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely: their logits are divided by
+            it, or multiplied where they are negative.
+        presence_penalty: taken from the logits of the answer's tokens, -2 to 2.
+        frequency_penalty: taken from them once for each time that they occur, -2 to 2.
+        logit_bias: what is added to the logits of these tokens, -100 to 100, before penalties and temperature.
         seed: any integer; makes draws repeatable whatever else runs. None draws a fresh seed for the request.
         max_tokens: answer tokens at most; None for as many as the model and its KV pool take.
+        min_tokens: answer tokens that come before any end token, stop token or stop string.
         stop: a string or strings that end the answer; they are cut off from the text.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
+        include_stop_str_in_output: leave the stop string, or the text of the stop token, in the text.
+        skip_special_tokens: leave special tokens out of the text.
         ignore_eos: go on after the model's own end tokens.
         n: answers for the prompt; they share its state and its KV.
         logprobs: give the log probabilities of each answer token and of so many most likely ones; None for none.
@@ -165,10 +183,17 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     seed: int | None = None
     max_tokens: int = 16
+    min_tokens: int = 0
     stop: Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
@@ -183,6 +208,9 @@ class SamplingParams:
             object.__setattr__(self, "max_tokens", NO_LIMIT)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.logit_bias, Mapping):  # the keys of a JSON object are strings
+            bias = {int(key) if str(key).isdecimal() else key: value for key, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
         _hold_to_annotations(self)
         _require(
             0 <= self.temperature < math.inf,
@@ -192,7 +220,21 @@ class SamplingParams:
         object.__setattr__(self, "top_k", min(max(self.top_k, 0), LARGEST_TOP_K))
         _require(0 < self.top_p <= 1, f"top_p is {self.top_p}: set it above 0 and at most 1")
         _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}: set it between 0 and 1")
+        _require(
+            0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty is {self.repetition_penalty}: set it above 0, or to 1 for none",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2 <= getattr(self, name) <= 2, f"{name} is {getattr(self, name)}: set it between -2 and 2")
+        wrong = next(
+            (each for each in (self.logit_bias or {}).items() if each[0] < 0 or not -100 <= each[1] <= 100), None
+        )
+        _require(wrong is None, f"logit_bias holds {wrong}: give token ids from 0 on, and numbers between -100 and 100")
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: set it to 1 or more")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"min_tokens is {self.min_tokens}: set it between 0 and max_tokens, which is {self.max_tokens}",
+        )
         _require(self.n >= 1, f"n is {self.n}: set it to 1 or more")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -207,6 +249,8 @@ class EngineConfig:
 
     Args:
         model: directory of a checkpoint, or a Hub id.
+        tokenizer: directory or Hub id of another tokenizer; None for the checkpoint's own.
+        revision: branch, tag or commit of the Hub's repository; None for its newest.
         device: "cpu", "cuda", or "auto" for cuda where there is one.
         dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32" or "float",
             "bfloat16", "float16" or "half", or torch's dtypes.
@@ -220,9 +264,12 @@ class EngineConfig:
         checkpoint_budget_bytes: memory for cached states, apart from those of running requests; None for a default from
             the device's memory, 0 for none.
         kv_cache_bytes: memory for KV pages; None for a default from the device's memory.
+        gpu_memory_utilization: share of the device's memory that weights and caches may take, above 0 and at most 1;
+            None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
-        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
+        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs LLM's `draft`, a function of a
+            request and a limit that gives token ids.
         seed: of the requests that bring none of their own; None for a fresh one.
 
     Raises:
@@ -230,6 +277,8 @@ class EngineConfig:
     """
 
     model: str | Path
+    tokenizer: str | Path | None = None
+    revision: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     state_dtype: str = "float32"
@@ -241,12 +290,15 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     checkpoint_budget_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     checkpoint_interval: int = 0
     strict_reuse: bool = False
     max_draft_tokens: int = 0
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if type(self.device).__module__ == "torch":
+            object.__setattr__(self, "device", str(self.device))
         for name in ("dtype", "state_dtype"):
             given = getattr(self, name)
             if given is not None:
@@ -269,6 +321,11 @@ class EngineConfig:
         for name in ("checkpoint_budget_bytes", "kv_cache_bytes"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")
+        share = self.gpu_memory_utilization
+        _require(
+            share is None or 0 < share <= 1,
+            f"gpu_memory_utilization is {share}: set it above 0 and at most 1, or to None",
+        )
         _require(
             self.state_dtype in STATE_DTYPES, f"state_dtype is {self.state_dtype!r}: choose {', '.join(STATE_DTYPES)}"
         )

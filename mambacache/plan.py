@@ -23,6 +23,9 @@ NULL_BLOCK = 0
 PLACEHOLDER = -1
 """A token that the host does not know yet: it is being sampled by a step that was issued before."""
 
+NOT_FINITE = -1
+"""What a runner gives as the token after logits that are NaN or infinite."""
+
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
 

@@ -71,6 +71,31 @@ class CacheStats:
         for reason, tokens in report.losses.items():
             self.losses[reason] += tokens
 
+    def __str__(self) -> str:
+        """A table."""
+        lost = {reason: tokens for reason, tokens in self.losses.items() if tokens}
+        rows = [
+            ("requests", f"{self.requests:,}"),
+            ("prompt tokens", f"{self.prompt_tokens:,}"),
+            ("hit", _share(self.hit_tokens, self.prompt_tokens)),
+            ("computed before", _share(self.ceiling_tokens, self.prompt_tokens)),
+            *((f"  lost: {reason}", f"{tokens:,}") for reason, tokens in lost.items()),
+            ("preemptions, waits", f"{self.preemptions:,}, {self.waits:,}"),
+            ("states stored, evicted", f"{self.states_stored:,}, {self.states_evicted:,}"),
+            ("state blocks", _in_words(self.state_blocks)),
+            ("KV blocks", _in_words(self.kv_blocks)),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _share(tokens: int, of: int) -> str:
+    return f"{tokens:,} ({tokens / of:.1%})" if of else f"{tokens:,}"
+
+
+def _in_words(blocks: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {status}" for status, count in blocks.items()) or "none"
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:

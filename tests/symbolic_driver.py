@@ -156,8 +156,8 @@ class CheckedCache(PrefixCache):
         super().preempt(request_id)
         self.sync()
 
-    def free(self, request_id: str, *, finished: bool) -> None:
-        super().free(request_id, finished=finished)
+    def free(self, request_id: str, *, finished: bool, wrong_from: int | None = None) -> None:
+        super().free(request_id, finished=finished, wrong_from=wrong_from)
         self.sync()
 
     def reset(self) -> None:

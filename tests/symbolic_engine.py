@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-import mambacache.engine.llm
+import mambacache.engine.parts
 from mambacache import LLM
 from mambacache.engine.text import REPLACEMENT
 from mambacache.plan import CHUNK, StepPlan
@@ -95,10 +95,11 @@ def symbolic_llm(
     )
     pool = SimpleNamespace(buffer=torch.zeros(1), layers=[])
     stubs = {
-        "load_model": lambda *_: loaded, "load_tokenizer": lambda _: Letters(), "plan_memory": lambda *_: sizes,
+        "model_skeleton": lambda *_: loaded, "load_model": lambda *_: loaded, "load_tokenizer": lambda *_: Letters(),
+        "weight_bytes": lambda _: 0, "usable_memory": lambda *_: 0, "plan_memory": lambda *_: sizes,
         "PrefixCache": make_cache, "StatePool": lambda *_: pool, "allocate_kv_pages": lambda *_: [],
     }  # fmt: skip
-    with patch.multiple(mambacache.engine.llm, **stubs):
+    with patch.multiple(mambacache.engine.parts, **stubs):
         llm = LLM(Path("symbolic"), device="cpu", block_size=CHUNK, **options)
     model = llm.runner.model = SymbolicModel(caches[0])  # type: ignore[assignment]
     execute = llm.runner.execute

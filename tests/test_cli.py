@@ -1,32 +1,32 @@
-"""The command line: what it prints, and its exit codes."""
+"""`mambacache generate`: what it prints; the exit codes and sentences of all commands."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from cli_process import PROCESS
 from mambacache import LLM, SamplingParams
-from mambacache.cli import main
+from mambacache.cli import main, plan
+from mambacache.demo import MODEL
+from mambacache.engine.outputs import RequestOutput
+from mambacache.kernels import StatePool
 from mambacache.runner.model_runner import ModelRunner
 
 PROMPT = "A prompt of more than sixty-four bytes, so that it ends behind a boundary. "
-SMALL = (
-    "--device",
-    "cpu",
-    "--kv-cache-bytes",
-    "4000000",
-    "--checkpoint-budget-bytes",
-    "1000000",
-    "--max-num-seqs",
-    "4",
-)
+SMALL = ["--device=cpu", "--kv-cache-bytes=4MB", "--checkpoint-budget-bytes=1MB", "--max-num-seqs=4", "--max-tokens=5"]
 
 
 @pytest.fixture
@@ -37,22 +37,23 @@ def text(text_model: Path) -> Callable[[str], str]:
 
 
 def generate(model: Path, *arguments: str) -> list[str]:
-    return ["generate", "--model", str(model), "--max-tokens", "5", *SMALL, *arguments]
+    return ["generate", str(model), *SMALL, *arguments]
 
 
 def test_generate(text_model: Path, text: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(generate(text_model, "--prompt", PROMPT, "--prompt", "two")) == 0
+    assert main(generate(text_model, PROMPT, "two")) == 0
     out, err = capfd.readouterr()
     assert out == f"{text(PROMPT)}\n{text('two')}\n"
     assert f"prompt {len(PROMPT)}, hit 0 of 0 computed before (lost: none), first token after " in err
 
 
-def test_prompts_from_a_file(text_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_jsonl_of_a_file(text_model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [PROMPT, PROMPT + "more", "ü"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n", encoding="utf-8")
-    assert main(generate(text_model, "--json", "--prompts", str(tmp_path / "prompts.txt"))) == 0
+    (tmp_path / "prompts.txt").write_text("\n" + "\n \n".join(prompts) + "\n", encoding="utf-8")
+    assert main(generate(text_model, "--jsonl", "--prompts", str(tmp_path / "prompts.txt"))) == 0
     out, err = capfd.readouterr()
     answers = [json.loads(line) for line in out.splitlines()]
+    assert [(each["index"], each["prompt"]) for each in answers] == list(enumerate(prompts))
     assert [each["cache"]["prompt"] for each in answers] == [len(prompt.encode()) for prompt in prompts]
     assert [each["cache"]["hit"] for each in answers] == [0, 64, 0]
     for each in answers:
@@ -60,13 +61,62 @@ def test_prompts_from_a_file(text_model: Path, tmp_path: Path, capfd: pytest.Cap
         assert (each["finish_reason"], each["error"], len(each["token_ids"])) == ("length", None, 5)
         assert each["time_to_first_token"] > 0
     assert "prompts: 100%" in err and "3/3" in err
-    assert f"hit 64 of {len(PROMPT)} computed before (lost: {len(PROMPT) - 64} granularity)" in err
+
+
+def test_jsonl_in(
+    text_model: Path, text: Callable[[str], str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of every form on standard input, beside one of the arguments, each with parameters of its own."""
+    said = [{"role": "user", "content": "two"}]
+    lines = [
+        {"prompt": PROMPT, "max_tokens": 3},
+        {"prompt_token_ids": [5, 6]},
+        {"messages": said, "n": 2, "logprobs": 1},
+    ]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n\n".join(map(json.dumps, lines))))
+    assert main(generate(text_model, "--jsonl", "two", "-")) == 0
+    answers = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [(each["index"], each["answer"], each["prompt"]) for each in answers] == [
+        *((0, 0, "two"), (1, 0, PROMPT), (2, 0, [5, 6])),
+        *((3, 0, said), (3, 1, said)),
+    ]
+    assert [len(each["token_ids"]) for each in answers] == [5, 3, 5, 5, 5]
+    assert [each["text"] for each in answers[::3]] == [text("two"), text("<user>two</><assistant>")]
+    assert [len(each.get("logprobs", ())) for each in answers] == [0, 0, 0, 5, 5]
+
+
+def test_numbers_that_json_does_not_have(
+    text_model: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = LLM.generate
+
+    def planted(*arguments: Any, **options: Any) -> list[RequestOutput]:
+        outputs = answers(*arguments, **options)
+        outputs[0].outputs[0].logprobs = [{5: float("-inf"), 6: -0.5}]
+        outputs[0].prompt_logprobs = [None, {7: float("nan")}]
+        return outputs
+
+    monkeypatch.setattr(LLM, "generate", planted)
+    assert main(generate(text_model, "--jsonl", "one")) == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    line = json.loads(capfd.readouterr().out, parse_constant=refuse)
+    assert (line["logprobs"], line["prompt_logprobs"]) == ([{"5": None, "6": -0.5}], [None, {"7": None}])
+
+
+def test_stream(text_model: Path, text: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(generate(text_model, "--stream", PROMPT, PROMPT + "more")) == 0
+    out, err = capfd.readouterr()
+    assert out == f"{text(PROMPT)}\n{text(PROMPT + 'more')}\n"
+    assert "hit 0 of 0" in err and f"hit 64 of {len(PROMPT)} computed before" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "hit", "losses"),
     [
-        (["--no-prefix-caching"], 0, {"not asked for": len(PROMPT)}),
+        (["--no-enable-prefix-caching"], 0, {"not asked for": len(PROMPT)}),
         (["--strict-reuse"], 64, {"granularity": len(PROMPT) - 64}),
         (
             ["--strict-reuse", "--max-num-batched-tokens", "50"],
@@ -79,7 +129,7 @@ def test_prompts_from_a_file(text_model: Path, tmp_path: Path, capfd: pytest.Cap
 def test_options_reach_the_engine(
     text_model: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], hit: int, losses: dict[str, int]
 ) -> None:
-    one_by_one = ("--json", "--prompt", PROMPT, "--prompt", PROMPT + "more", "--max-num-seqs", "1")
+    one_by_one = ("--jsonl", PROMPT, PROMPT + "more", "--max-num-seqs", "1")
     assert main(generate(text_model, *one_by_one, *arguments)) == 0
     second = json.loads(capfd.readouterr().out.splitlines()[1])
     assert (second["cache"]["hit"], second["cache"]["losses"]) == (hit, losses)
@@ -92,111 +142,155 @@ def test_request_that_fails(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(ModelRunner, "execute", fail)
-    assert main(generate(text_model, "--prompt", "one")) == 1
+    assert main(generate(text_model, "one")) == 1
     assert capfd.readouterr().err.splitlines()[-1] == "error: RuntimeError: planted"
-
-
-def table(out: str) -> dict[str, str]:
-    """The lines that `plan` prints, by their first column."""
-    return {line[:26].strip(): line[26:] for line in out.splitlines() if line[:26].strip()}
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word.replace(",", "")) for word in text.split() if word.replace(",", "").isdigit()]
-
-
-@pytest.fixture
-def config_only(tmp_path: Path, tiny_model: Callable[[str], Path]) -> Path:
-    """A checkpoint's config.json and nothing else."""
-    (tmp_path / "config.json").write_text((tiny_model("qwen3_next") / "config.json").read_text())
-    return tmp_path
-
-
-# Each recurrent layer has a conv window of 3 rows of 192 channels, and 4 heads of 32 x 16; attention has 2 heads of
-# 32 + 32.
-WINDOW, MATRIX, PAGE = 3 * 192 * 4, 4 * 32 * 16 * 4, 64 * 2 * 64 * 4
-STATE = 3 * (WINDOW + MATRIX)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "state", "page"),
-    [
-        ((), STATE, PAGE),
-        (("--state-dtype", "bfloat16"), STATE - 3 * MATRIX // 2, PAGE),
-        (("--max-draft-tokens", "2"), STATE + 3 * 2 * 192 * 4, PAGE),
-        (("--dtype", "bfloat16"), STATE - 3 * 1024, PAGE // 2),  # windows of 1,152 bytes begin at multiples of 256
-    ],
-)
-def test_plan(
-    config_only: Path, capsys: pytest.CaptureFixture[str], arguments: Sequence[str], state: int, page: int
-) -> None:
-    seqs = ("--max-num-seqs", "2", "--checkpoint-budget-bytes", "1000000", "--kv-cache-bytes", "500000")
-    assert main(["plan", str(config_only), "--device", "cpu", *seqs, *arguments]) == 0
-    rows = table(capsys.readouterr().out)
-    assert numbers(rows["one state"])[0] == state and numbers(rows["one KV block"])[0] == page
-    assert numbers(rows["one state equals"]) == [state * 64 // page]
-    drafts = "--max-draft-tokens" in arguments
-    assert numbers(rows["running states"]) == [2 * (5 if drafts else 1) + 2, 2]
-    assert numbers(rows["cached states"]) == [1_000_000 // state, 1_000_000 // state * state]
-    assert numbers(rows["KV blocks"]) == [500_000 // page, 500_000 // page * 64]
-    assert numbers(rows["longest request"]) == [16384] and numbers(rows["shortest hit"]) == [64, 65]
-    assert numbers(rows["max_num_seqs + 1"]) == [(5 if drafts else 1) * state]
-
-
-def test_plan_for_a_device_that_is_not_here(
-    config_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    memory = 80 << 30
-    assert main(["plan", str(config_only), "--device", "cuda", "--memory-bytes", str(memory)]) == 0
-    rows = table(capsys.readouterr().out)
-    taken = numbers(rows["cached states"])[1] + numbers(rows["running states"])[0] * numbers(rows["one state"])[0]
-    assert taken + numbers(rows["KV blocks"])[0] * numbers(rows["one KV block"])[0] < 0.85 * memory
-    assert main(["plan", str(config_only), "--device", "cuda"]) == 1
-    assert "there is no CUDA device here" in capsys.readouterr().err
-
-
-def test_plan_agrees_with_the_engine(text_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(text_model), *SMALL]) == 0
-    rows = table(capsys.readouterr().out)
-    llm = LLM(text_model, device="cpu", kv_cache_bytes=4_000_000, checkpoint_budget_bytes=1_000_000, max_num_seqs=4)
-    states, pages = llm.runner.states, [page for layer in llm.runner.pages for page in layer]
-    assert numbers(rows["one state"])[0] == states.block_bytes
-    assert numbers(rows["running states"])[0] + numbers(rows["cached states"])[0] == states.num_blocks
-    assert numbers(rows["one KV block"])[0] == sum(page[0].nbytes for page in pages)
-    assert numbers(rows["KV blocks"])[0] == len(pages[0]) - 1
-    assert numbers(rows["weights"])[0] == sum(x.nbytes for x in llm.runner.model.module.parameters()) + sum(
-        x.nbytes for x in llm.runner.model.module.buffers()
-    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--model", "{empty}", "--prompt", "x"], "holds no readable config.json"),
-        (["generate", "--model", "{model}"], "there is no prompt: give --prompt TEXT or --prompts FILE"),
-        (["generate", "--model", "{model}", "--prompts", "{empty}/absent.txt"], "No such file"),
-        (["generate", "--model", "{model}", "--prompt", ""], "prompt 0 is empty: give"),
-        (["generate", "--model", "{model}", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0: set it to 1"),
-        (["generate", "--model", "{model}", "--prompt", "x", "--temperature", "-1"], "temperature is -1.0: set it to"),
-        (["generate", "--model", "{model}", "--prompt", "x", "--kv-cache-bytes", "10"], "raise kv_cache_bytes"),
-        (["generate", "--model", "{model}", "--prompt", "x", "--device", "tpu"], "device is 'tpu': set it to"),
-        (["plan", "{empty}"], "holds no readable config.json"),
-        (["plan", "{model}", "--checkpoint-budget-bytes", "-1"], "checkpoint_budget_bytes is -1: set it to 0"),
-        (["plan", "{model}", "--memory-bytes", "1000"], "free memory"),
+        ("", "the following arguments are required: COMMAND"),
+        ("generate {empty} x", "holds no readable config.json: give the directory"),
+        ("generate {empty}/absent x", "holds no readable config.json: give the directory"),
+        ("generate {strange} x", "model type 'strange' of "),
+        ("generate {model}", "there is no prompt: give some after the model, --prompts FILE, or - for standard input"),
+        ("generate {model} --prompts {empty}/absent.txt", "cannot use {empty}/absent.txt: no such file or directory"),
+        ("generate {model} --prompts {empty}", "cannot use {empty}: is a directory"),
+        ("generate {model} --prompts {lines}", "line 4 of {lines} is no JSON: "),
+        ("generate {model} --prompts {other}", "line 1 of {other} has 'heat', which is no sampling parameter: remove"),
+        ("generate {model} --prompts {wrong}", "line 1 of {wrong}: max_tokens is 'x': set it to an integer"),
+        ("generate {model} --prompts {bytes}", "{bytes} is no UTF-8 text: invalid start byte at byte 2"),
+        ("generate {model} x --max-tokens 0", "max_tokens is 0: set it to 1"),
+        ("generate {model} x --max-tokens two", "argument --max-tokens: 'two' is no integer"),
+        ("generate {model} x --temperature -1", "temperature is -1.0: set it to"),
+        ("generate {model} x --kv-cache-bytes 10", "raise kv_cache_bytes"),
+        ("generate {model} x --kv-cache-bytes 900TB", "are free: lower kv_cache_bytes"),
+        ("generate {model} x --device tpu", "device is 'tpu': set it to"),
+        ("generate {model} x --stream --n 2", "--stream prints one answer a prompt: leave n at 1"),
+        ("generate {model} --prompts {chat}", "the chat template refuses the messages: "),
+        ("generate {demo} --prompts {chat}", "has no chat template: use generate, with prompts of your own"),
+        ("plan {empty}", "holds no readable config.json"),
+        ("plan {model} --checkpoint-budget-bytes -1", "no amount of memory"),
+        ("plan {model} --memory 1000", "take a device with more memory"),
+        ("plan {model} --memory plenty", "argument --memory: 'plenty' is no amount of memory: give bytes, or such as"),
+        ("chat {empty}", "holds no readable config.json"),
+        ("chat {demo}", "has no chat template"),
+        ("demo --device tpu", "device is 'tpu': set it to"),
     ],
 )
 def test_errors(
-    text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert main([each.format(empty=tmp_path, model=text_model) for each in arguments]) == 1
+    files = {
+        "lines": b'\n{"prompt": "x"}\n\n{"prompt": x}\n',
+        "other": b'{"prompt": "x", "heat": 1}',
+        "wrong": b'{"prompt": "x", "max_tokens": "x"}',
+        "chat": b'{"messages": [5]}',
+        "bytes": b"ab\xff",
+    }
+    places = {name: tmp_path / f"{name}.txt" for name in files}
+    for name, content in files.items():
+        places[name].write_bytes(content)
+    places |= {name: tmp_path / name for name in ("empty", "strange")}
+    for name in ("empty", "strange"):
+        places[name].mkdir()
+    (places["strange"] / "config.json").write_text('{"model_type": "strange"}')
+    places |= {"model": text_model, "demo": tmp_path / "demo"}
+    shutil.copytree(MODEL, places["demo"], ignore=shutil.ignore_patterns("chat_template.jinja"))
+    assert main([each.format(**places) for each in arguments.split()]) == 1
     out, err = capsys.readouterr()
     last = err.splitlines()[-1]
-    assert not out and last.startswith("mambacache: ") and message in last and "Traceback" not in err
+    assert not out and last.startswith("mambacache: ") and message.format(**places) in last and "Traceback" not in err
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0")])
+def test_no_memory(
+    error: Exception, text_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(StatePool, "__init__", fail)
+    assert main(generate(text_model, "one")) == 1
+    said = str(error).partition(".")[0] or "no more can be had"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"mambacache: there is not enough memory ({said}): `mambacache plan` says what a model takes"
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HF_ENDPOINT": "http://127.0.0.1:{port}"}, "cannot reach the Hub (connection refused): give a directory, or"),
+        ({"HF_HUB_OFFLINE": "1"}, "the model is not cached, and HF_HUB_OFFLINE keeps it from being fetched: give a d"),
+    ],
+)
+def test_hub_that_cannot_be_reached(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+    with socket.socket() as unheard:  # bound, but nobody listens
+        unheard.bind(("127.0.0.1", 0))
+        port = unheard.getsockname()[1]
+        where = {name: value.format(port=port) for name, value in environment.items()}
+        quick = "import time; time.sleep = lambda seconds: None; "  # between its attempts
+        command = [*PROCESS[:3], quick + PROCESS[3], "plan", "some/model"]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        done = subprocess.run(
+            command, env={**inherited, **where, "HF_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120
+        )
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert last.startswith(f"mambacache: {message}")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("mambacache 0.")
 
 
 def test_exit_code_of_the_process(tmp_path: Path) -> None:
-    program = "import sys; from mambacache.cli import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-P", "-c", program, "plan", tmp_path], capture_output=True, text=True)
+    done = subprocess.run([*PROCESS, "plan", tmp_path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("mambacache: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_reader_that_leaves(text_model: Path) -> None:
+    """As `| head` does: no traceback, and nothing said."""
+    command = [*PROCESS, *generate(text_model, "--jsonl", *("prompt",) * 40, "--max-tokens", "60")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1 and "Traceback" not in said and "Broken" not in said and "mambacache:" not in said
+
+
+class Left(io.TextIOBase):
+    """A stream that is no file, and whose reader has gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_streams_that_are_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "run", lambda args: print("x") or 0)
+    monkeypatch.setattr(sys, "stdout", Left())
+    assert main(["plan", "m"]) == 1
+
+
+def test_reader_of_errors_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `2>&1 | head` does: the sentence cannot be said."""
+    monkeypatch.setattr(sys, "stderr", Left())
+    assert main(["grow"]) == 1
+
+
+def test_ctrl_c(text_model: Path) -> None:
+    command = [*PROCESS, *generate(text_model, "--stream", PROMPT, "--max-tokens", "7000", "--ignore-eos")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)  # it answers
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        process.stdout.read()
+    assert process.returncode == 130 and b"Traceback" not in said

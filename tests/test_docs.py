@@ -57,8 +57,10 @@ def test_python_block(page: str, block: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tmp_path: Path) -> None:
-    """`make demo` and `make test` run elsewhere (test_recall, and whoever runs this): here their targets must exist."""
+    """Demo and tests run elsewhere (test_recall, and whoever runs this): here their targets must exist."""
     words = shlex.split(command)
+    if words == ["mambacache", "demo"]:
+        words.append("--help")
     if words[0] == "make":
         words.insert(1, "--dry-run")
     elif words[0] == "pip":
@@ -95,6 +97,8 @@ def test_demo_output_is_of_the_demo_as_it_is() -> None:
     rows = [list(map(int, row)) for row in re.findall(r"prompt +(\d+)  hit +(\d+)  ceiling +(\d+)", README)]
     assert rows and [hit for _, hit, _ in rows] == expected_hits()[: len(rows)]
     assert all(hit <= ceiling < prompt for prompt, hit, ceiling in rows)
+    shown = next(block for page, kind, block in BLOCKS if page == "README.md" and block.startswith("cache on"))
+    assert set(shown.splitlines()) - {"..."} <= set((RESULTS / "demo-cpu.log").read_text().splitlines())
 
 
 def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +134,13 @@ def test_figures_of_readme_are_those_of_the_benchmark() -> None:
     for what, workload in (("the prefix cached", cached), ("nothing cached, all sent at once", at_once)):
         times = [f"{rows[workload, engine]['seconds']:.3f}" for engine in ("plugin", "vllm")]
         assert f"| seconds, {what} | {' | '.join(times)} |" in README
+
+
+def test_options_are_those_of_the_dataclasses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from make_options import page
+
+    assert PAGES["docs/options.md"] == page()
 
 
 def test_all_model_types_and_losses_are_listed() -> None:

@@ -31,6 +31,10 @@ from mambacache.runner.sampler import draw_parameters
         ({"max_tokens": None}, {"max_tokens": NO_LIMIT}),
         ({"logprobs": None, "prompt_logprobs": np.int8(2)}, {"logprobs": None, "prompt_logprobs": 2}),
         ({"seed": -(10**30)}, {"seed": -(10**30)}),
+        ({"repetition_penalty": 2, "presence_penalty": None}, {"repetition_penalty": 2.0, "presence_penalty": 0.0}),
+        ({"frequency_penalty": np.float32(-2), "min_tokens": 16}, {"frequency_penalty": -2.0, "min_tokens": 16}),
+        ({"logit_bias": {np.int64(3): 1, "4": np.float32(-0.5)}}, {"logit_bias": {3: 1.0, 4: -0.5}}),
+        ({"logit_bias": None, "skip_special_tokens": None}, {"logit_bias": None, "skip_special_tokens": True}),
     ],
 )  # fmt: skip
 def test_parameters_that_are_taken(options: dict[str, Any], kept: dict[str, Any]) -> None:
@@ -46,6 +50,8 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": float("nan")}, "temperature is nan: set it to 0"),
     ({"temperature": float("inf")}, "temperature is inf: set it to 0"),
     ({"temperature": True}, "temperature is True: set it to a number"),
+    ({"temperature": 10**400}, "temperature is beyond the largest float: set it to a smaller number"),
+    ({"logit_bias": {3: -(10**400)}}, "a value of logit_bias is beyond the largest float"),
     ({"top_k": 1.0}, "top_k is 1.0: set it to an integer"),
     ({"top_k": True}, "top_k is True: set it to an integer"),
     ({"top_p": "1"}, "top_p is '1': set it to a number"),
@@ -72,6 +78,22 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"salt": b"tenant"}, "salt is b'tenant': set it to a string"),
     ({"ignore_eos": 1}, "ignore_eos is 1: set it to True or False"),
     ({"read_cache": "no"}, "read_cache is 'no': set it to True or False"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0: set it above 0, or to 1 for none"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty is inf: set it above 0"),
+    ({"presence_penalty": 2.5}, "presence_penalty is 2.5: set it between -2 and 2"),
+    ({"frequency_penalty": float("nan")}, "frequency_penalty is nan: set it between -2 and 2"),
+    ({"logit_bias": [3]}, "logit_bias is [3]: set it to a dictionary"),
+    ({"logit_bias": {"a": 1}}, "a key of logit_bias is 'a': set it to an integer"),
+    ({"logit_bias": {3: "a"}}, "a value of logit_bias is 'a': set it to a number"),
+    (
+        {"logit_bias": {3: 101}},
+        "logit_bias holds (3, 101.0): give token ids from 0 on, and numbers between -100 and 100",
+    ),
+    ({"logit_bias": {-1: 1}}, "logit_bias holds (-1, 1.0): give token ids from 0 on"),
+    ({"logit_bias": {3: float("nan")}}, "logit_bias holds (3, nan): give token ids"),
+    ({"min_tokens": -1}, "min_tokens is -1: set it between 0 and max_tokens, which is 16"),
+    ({"min_tokens": 17}, "min_tokens is 17: set it between 0 and max_tokens, which is 16"),
+    ({"include_stop_str_in_output": "yes"}, "include_stop_str_in_output is 'yes': set it to True or False"),
 ]
 
 
@@ -98,6 +120,11 @@ def test_options_that_are_taken() -> None:
     assert type(config.max_num_seqs) is int
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:1"])
+def test_devices_of_torch(device: str) -> None:
+    assert EngineConfig("model", device=torch.device(device)) == EngineConfig("model", device=device)  # type: ignore[arg-type]
+
+
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model is None: set it to a string or a path"),
     ({"model": 5}, "model is 5: set it to a string or a path"),
@@ -113,6 +140,10 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"enable_prefix_caching": 0}, "enable_prefix_caching is 0: set it to True or False"),
     ({"strict_reuse": "yes"}, "strict_reuse is 'yes': set it to True or False"),
     ({"seed": 0.5}, "seed is 0.5: set it to an integer"),
+    ({"tokenizer": 5}, "tokenizer is 5: set it to a string or a path"),
+    ({"revision": 1}, "revision is 1: set it to a string"),
+    ({"gpu_memory_utilization": 0}, "gpu_memory_utilization is 0.0: set it above 0 and at most 1, or to None"),
+    ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization is '0.9': set it to a number"),
 ]
 
 

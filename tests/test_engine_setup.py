@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from mambacache import LLM, EngineConfig
 from mambacache.models.adapt import Model, model_skeleton
 from mambacache.runner import sizing
-from mambacache.runner.sizing import CPU_SHARE, plan_memory
+from mambacache.runner.sizing import SHARES, plan_memory
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no step": ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0: set it to 1 or more"),
@@ -113,9 +113,9 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
     state, page, per_request = ample.state_bytes, ample.kv_block_bytes, drafts + 3 if drafts else 1
     least = (per_request + 2) * state + page
     with pytest.raises(ValueError, match=f"one request takes {least:,} bytes .* free memory"):
-        plan_memory(config, skeleton, int((least - 1) / CPU_SHARE))
+        plan_memory(config, skeleton, int((least - 1) / SHARES["cpu"][0]))
     for share in (least, least + page, 2 * least, 5 * least, 30 * least, 300 * least):
-        sizes = plan_memory(config, skeleton, int(share / CPU_SHARE))
+        sizes = plan_memory(config, skeleton, int(share / SHARES["cpu"][0]))
         assert sizes.num_state_blocks * state + sizes.num_kv_blocks * page <= share
         assert sizes.max_num_seqs >= 1 and sizes.num_kv_blocks >= 1
         assert sizes.num_running_states == sizes.max_num_seqs * per_request + 2
@@ -123,8 +123,11 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
 
 
 def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mambacache.engine.llm.free_memory", lambda device: 100_000)
-    refused(tiny_model("qwen3_next"), "one request takes .* free memory")
+    directory = tiny_model("qwen3_next")
+    weights = sizing.weight_bytes(model_skeleton(directory))
+    for free, message in ((100_000, "one request takes .* free memory"), (0, f"the weights take {weights:,} bytes")):
+        monkeypatch.setattr("mambacache.engine.parts.free_memory", lambda device, free=free: weights + free)
+        refused(directory, message)
 
 
 def test_lowered_number_of_requests(skeleton: Model, caplog: pytest.LogCaptureFixture) -> None:

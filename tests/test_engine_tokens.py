@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -184,10 +185,10 @@ def test_boundary_inside_drafts(engine: Engines, original: Originals, offset: in
         {"num_kv_blocks": 7, "num_checkpoints": 0},
         {"num_kv_blocks": 7, "enable_prefix_caching": False},
         {"num_kv_blocks": 7, "num_checkpoints": 1, "max_num_batched_tokens": 50},
-        {"num_kv_blocks": 7, "max_num_seqs": 3, "max_draft_tokens": 2},
+        {"num_kv_blocks": 7, "max_num_seqs": 3, "max_draft_tokens": 2, "draft": lambda *_: []},
     ],
 )
-def test_preemption(engine: Engines, original: Originals, options: dict[str, int]) -> None:
+def test_preemption(engine: Engines, original: Originals, options: dict[str, Any]) -> None:
     """Answers that outgrow the pool: the youngest make room and start again from what is cached."""
     prompts = [tokens_of(40 + i, 115 + i) for i in range(5)]
     llm = engine(**options)

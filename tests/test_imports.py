@@ -33,15 +33,19 @@ LAYERS: dict[str, set[str]] = {
     "engine": set(),
     "engine.outputs": {"report"},
     "engine.text": set(),
-    "engine.checkpoint": set(),
+    "engine.options": {"config"},
+    "engine.checkpoint": {"config"},
     "engine.prompts": {"config", "engine.text"},
     "engine.answers": {"plan", "config", "scheduler", "runner", "engine.outputs", "engine.text"},
     "engine.stepper": {"plan", "scheduler", "runner", "engine.answers", "engine.outputs"},
+    "engine.parts": {"config", "cache", "scheduler", "kernels", "models", "runner", "engine"},
+    "engine.async_llm": {"config", "engine", "report", "scheduler"},
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "demo": {"config", "report", "engine", "demo"},
     "demo.task": set(),
-    "cli": {"config", "models", "runner", "engine", "demo"},
-    "vllm": {"cache.prefix_cache", "config", "plan", "report", "kernels"},
+    "units": set(),
+    "cli": {"config", "models", "runner", "engine", "demo", "units"},
+    "vllm": {"cache.prefix_cache", "config", "plan", "report", "units", "kernels"},
 }
 # All that these parts may import from other distributions.
 DISTRIBUTIONS: dict[str, set[str]] = {
@@ -49,6 +53,8 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "report": set(),
     "checks": {"numpy"},
     "config": {"numpy"},
+    "units": set(),
+    "cli": set(),
     "accounting": set(),
     "cache": {"numpy"},
     "scheduler": {"numpy"},
@@ -56,6 +62,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "engine": set(),
     "engine.outputs": set(),
     "engine.text": set(),
+    "engine.options": set(),
     "engine.prompts": {"numpy", "torch"},
     "demo": {"tqdm"},
     "demo.task": {"numpy"},
@@ -136,6 +143,11 @@ def test_prefix_cache_by_its_public_name_loads_no_torch(tmp_path: Path) -> None:
     assert not {"torch", "triton", "transformers"} & set(loaded.split())
 
 
+def test_import_is_quick(tmp_path: Path) -> None:
+    code = "from time import perf_counter as now; start = now(); import mambacache; print(now() - start)"
+    assert min(float(run_python(code, tmp_path)) for _ in range(5)) < 0.05
+
+
 def test_transformers_does_not_mistake_the_folder_kernels_for_another_package() -> None:
     code = "import kernels, transformers.utils as u; print(kernels.__file__, u.is_kernels_available())"
     assert run_python(code, ROOT).split() == [str(ROOT / "kernels" / "__init__.py"), "False"]
@@ -188,6 +200,7 @@ def test_no_import_cycle() -> None:
         ("mambacache.engine.llm", "mambacache.demo.run"),
         ("mambacache.demo.task", "mambacache.demo.run"),
         ("mambacache.demo.run", "mambacache.cli"),
+        ("mambacache.cli.chat", "torch"),
     ],
 )
 def test_layers_forbid(importer: str, imported: str) -> None:

@@ -123,6 +123,26 @@ def test_no_config(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ({"model_type": "mamba2", "hidden_size": "x"}, "'hidden_size' expected int, got str"),
+        ({"model_type": "mamba2", "num_heads": 7}, "must equal num_heads"),
+        ({"model_type": "mamba2", "dtype": "wide"}, "no attribute 'wide'"),
+        ({"model_type": ["mamba2"]}, "unhashable type"),
+        (["mamba2"], "list"),
+        (5, "'int' "),
+    ],
+)
+def test_config_of_no_use(tmp_path: Path, written: object, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=r"^the config\.json of .* cannot be used \(.*\): put the one") as raised:
+        read_config(tmp_path)
+    assert reason in str(raised.value) and "\n" not in str(raised.value)
+    assert main(["plan", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"mambacache: {raised.value}"
+
+
 @pytest.mark.parametrize("model_type", ["llama", "lfm2_vl", "no_such_type", None])
 def test_unknown_model_type(tmp_path: Path, model_type: str | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": 64}))

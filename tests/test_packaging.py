@@ -10,12 +10,29 @@ import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_FILES = ("pyproject.toml", "Makefile", "README.md", "LICENSE", "mambacache", "kernels")
 MAKE_VARIABLES = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+NOT_INSTALLED = "mambacache: {} is not installed: pip install mambacache\n"
+PREFIX_CACHE = """
+from mambacache import CacheConfig, PrefixCache
+
+cache = PrefixCache(CacheConfig(num_state_blocks=8, has_attention=False))
+for name in ("first", "again"):
+    cache.add(name, list(range(150)))
+    print(cache.admit(name))
+    step = cache.allocate(name, cache.chunk(name, budget=200))
+    plan = cache.plan([step])
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {name: [7]})
+    cache.free(name, finished=True)
+    cache.check()
+print(cache.stats)
+"""
 MISTAKE = """
 from mambacache.kernels import conv1d
 
@@ -44,7 +61,8 @@ def source(tmp_path: Path) -> Path:
     return copy
 
 
-def test_wheel_imports_and_generates_away_from_the_checkout(source: Path, tmp_path: Path) -> None:
+def test_wheel_works_away_from_the_checkout(source: Path, tmp_path: Path) -> None:
+    """With nothing beside it, with numpy, and with all that it asks for."""
     pip = (sys.executable, "-m", "pip")
     built = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ".", cwd=source)
     assert built.returncode == 0, built.stdout
@@ -59,9 +77,27 @@ def test_wheel_imports_and_generates_away_from_the_checkout(source: Path, tmp_pa
     python = environment / "bin" / "python"
     installed = run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
     assert installed.returncode == 0, installed.stdout
+    (site_packages,) = environment.glob("lib/python*/site-packages")
+    command = environment / "bin" / "mambacache"
+    alone = run(command, "generate", "nothing", "x", cwd=tmp_path)
+    assert alone.returncode == 1 and alone.stdout == NOT_INSTALLED.format("numpy"), alone.stdout
+
+    for path in Path(np.__file__).parents[1].glob("numpy*"):
+        (site_packages / path.name).symlink_to(path)
+    cached = run(python, "-c", PREFIX_CACHE, cwd=tmp_path)
+    assert cached.returncode == 0, cached.stdout
+    assert cached.stdout.splitlines()[0].startswith("Hit(num_tokens=0,")
+    assert cached.stdout.splitlines()[1].startswith("Hit(num_tokens=128,")
+    for words in (("generate", "nothing", "x"), ("chat", "nothing"), ("plan", "nothing")):
+        without = run(command, *words, cwd=tmp_path)
+        assert without.returncode == 1 and without.stdout == NOT_INSTALLED.format("torch"), without.stdout
+    imported = run(python, "-c", "from mambacache import LLM", cwd=tmp_path)
+    assert imported.stdout.splitlines()[-1] == (
+        "ImportError: LLM needs torch, which is not installed: pip install mambacache"
+    )
+
     # The dependencies come from the running environment. A folder named in a .pth file is searched, but the .pth files
     # in it are not read, so an editable install of the checkout stays out of sight.
-    (site_packages,) = environment.glob("lib/python*/site-packages")
     (site_packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     code = "import mambacache, mambacache.kernels.reference as r; print(mambacache.__file__, r.__file__, sep='\\n')"
     imported = run(python, "-c", code, cwd=tmp_path)
@@ -70,11 +106,10 @@ def test_wheel_imports_and_generates_away_from_the_checkout(source: Path, tmp_pa
 
     prompt = "Ada went to Paris . Max went to Oslo . Ada went to Rome . where is Max ?"
     model = site_packages / "mambacache" / "demo" / "model"
-    options = ("--model", model, "--max-tokens", "2", "--prompt", prompt)
-    generated = run(environment / "bin" / "mambacache", "generate", *options, cwd=tmp_path)
+    generated = run(command, "generate", model, prompt, "--max-tokens", "2", cwd=tmp_path)
     assert generated.returncode == 0, generated.stdout
     assert "Oslo ." in generated.stdout.replace(prompt, "")
-    shown = run(environment / "bin" / "mambacache", "demo", "--device", "cpu", cwd=tmp_path)
+    shown = run(command, "demo", "--device", "cpu", cwd=tmp_path)
     assert shown.returncode == 0, shown.stdout
     assert "20 of 20 right" in shown.stdout
 

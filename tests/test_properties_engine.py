@@ -255,11 +255,12 @@ class User:
         try:
             with self.faults.traced():
                 move()
-        except (PlantedError, KeyboardInterrupt) as error:
-            new = [fault for fault in self.faults.raised[known:] if fault.error is error]
+        except (PlantedError, KeyboardInterrupt, ValueError) as error:
+            of_prompt = isinstance(error, ValueError)
+            new = [fault for fault in self.faults.raised[known:] if fault.error is (error.__cause__ or error)]
             assert new, f"{error} comes late"
-            if isinstance(error, PlantedError):
-                assert new[0].site in ("encode", *PLANNING), f"{error} reaches the caller"
+            if not isinstance(error, KeyboardInterrupt):
+                assert new[0].site in (("encode",) if of_prompt else PLANNING), f"{error} reaches the caller"
             self.gone |= self.concerned
         llm = self.llm
         llm.cache.quietly(llm.cache.check)

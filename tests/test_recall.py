@@ -70,7 +70,7 @@ def test_answers_come_from_the_cached_state(tamper: Tampering, least: int, most:
 def test_demo(tmp_path: Path) -> None:
     program = "import sys; from mambacache.cli import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", program, "demo", "--device", "cpu"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     figures = re.fullmatch(r"(\d+) of 20 right; cache on ([\d.]+) s, off ([\d.]+) s: ([\d.]+) times as fast", last)

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from mambacache.config import SamplingParams
+from mambacache.plan import NOT_FINITE
 from mambacache.runner.sampler import DRAW_BITS, draw_parameters, random_bits, sample, score
 
 STRATA = 1 << 14
@@ -119,8 +120,10 @@ def test_score() -> None:
     assert score(logits, torch.tensor([0, 1]), 10)[1].shape == (2, 3)
 
 
-def test_logits_without_meaning_give_some_token() -> None:
-    logits = torch.tensor([[torch.nan] * 4, [-torch.inf] * 4])
-    parameters = torch.from_numpy(draw_parameters([SamplingParams()] * 2, [0, 0], [0, 1]))
-    tokens = sample(logits, torch.arange(2), torch.arange(2), parameters)
-    assert all(0 <= token < 4 for token in tokens.tolist())
+def test_logits_that_are_not_finite_are_told() -> None:
+    """Drawn or greedy, and whatever stands beside them."""
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor([[nan] * 4, [-inf] * 4, [0, nan, 5, 1], [0, inf, 5, 1], [-inf, 0, -inf, -inf]])
+    parameters = torch.from_numpy(draw_parameters([SamplingParams()] * 5, [0] * 5, range(5)))
+    tokens = sample(logits, torch.arange(5).repeat(2), torch.arange(5), parameters)
+    assert tokens.tolist() == [*[NOT_FINITE] * 4, 1] * 2

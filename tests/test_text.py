@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine_driver import byte_tokenizer
 from mambacache.engine.text import Detokenizer, render_chat, rewritten_turns
@@ -60,6 +61,65 @@ def test_words_with_tokens_that_have_no_text_between(tokens: list[int]) -> None:
 def test_a_character_comes_when_it_is_whole() -> None:
     texts, _ = feed(BYTES, BYTES.encode("né🚀."))
     assert texts == ["n", "n", "né", "né", "né", "né", "né🚀", "né🚀.", "né🚀."]
+
+
+INVALID = st.sampled_from([*"né🚀".encode(), 0x80, 0xC3, 0xE2, 0xF0, 0xFF, 256]).map(
+    lambda byte: byte if byte == 256 else BYTES.convert_tokens_to_ids(bytes_to_unicode()[byte])
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.lists(INVALID, min_size=1, max_size=6).flatmap(lambda run: st.integers(1, 30).map(run.__mul__)), max_size=5
+    )
+)
+def test_long_runs_that_are_no_text(runs: list[list[int]]) -> None:
+    tokens = [token for run in runs for token in run]
+    texts, _ = feed(BYTES, tokens)
+    assert is_never_taken_back(texts)
+    assert texts[-1] == BYTES.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    "endless", [[0x80], [0xE2, 0x82], [0xF0, 0x9F, 0x9A], [256], [0xFF, 256], [0x80] * 40 + [256] * 40]
+)
+def test_what_never_becomes_text_is_not_decoded_again_and_again(
+    endless: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The work for a token does not grow with their number."""
+    decode, longest = BYTES.decode, []
+
+    def decoding(tokens: list[int], **options: Any) -> str:
+        longest.append(len(tokens))
+        return decode(tokens, **options)
+
+    monkeypatch.setattr(BYTES, "decode", decoding)
+    tokens = [byte if byte == 256 else BYTES.convert_tokens_to_ids(bytes_to_unicode()[byte]) for byte in endless]
+    feed(BYTES, tokens * (800 // len(tokens)))
+    assert max(longest) < 40 and len(longest) < 12 * 800
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "stop"),
+    [
+        ({}, "a stop b st", None),
+        ({"stop": ["stop"]}, "a ", "stop"),
+        ({"stop": ["b", "op"], "keep_stop": True}, "a stop", "op"),
+        ({"stop": ["stop", "b"], "min_tokens": 5}, "a ", "stop"),
+        ({"stop": ["stop", "b"], "min_tokens": 6}, "a stop ", "b"),
+        ({"stop": ["stop"], "min_tokens": 6}, "a stop b st", None),
+        ({"skip_special_tokens": False}, "a stop b st<eos>", None),
+        ({"stop": ["<eos>"], "skip_special_tokens": False}, "a stop b st", "<eos>"),
+    ],
+)
+def test_options(options: dict[str, Any], text: str, stop: str | None) -> None:
+    """A stop string that is complete among the first tokens does not count."""
+    detokenizer = Detokenizer(BYTES, **options)
+    tokens = [*BYTES.encode("a stop b st"), 256]
+    stopped = next((i for i, token in enumerate(tokens) if detokenizer.completes_stop(i, token)), None)
+    detokenizer.finish(len(tokens) if stopped is None else stopped + 1)
+    assert (detokenizer.text, detokenizer.stop) == (text, stop)
 
 
 def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:

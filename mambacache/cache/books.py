@@ -204,7 +204,10 @@ class Books:
             self._rehash(request)
         self.lookup.wait(request)
 
-    def forget(self, request: CachedRequest, finished: bool) -> None:
+    def forget(self, request: CachedRequest, finished: bool, wrong_from: int | None) -> None:
+        for block_hash in () if wrong_from is None else request.chain[wrong_from // self._config.block_size + 1 :]:
+            self.pool.drop(block_hash)
+            self.pages.pool.drop(block_hash)
         del self.requests[request.request_id]
         if request.life is not None:
             self.end_life(request.life, finished)

@@ -141,11 +141,12 @@ class PrefixCache:
             books.end_life(life, finished=False)
             books.ledger.preempted()
 
-    def free(self, request_id: str, *, finished: bool) -> None:
-        """Forgets a request; what it committed stays. `finished` is False for an aborted one."""
+    def free(self, request_id: str, *, finished: bool, wrong_from: int | None = None) -> None:
+        """Forgets a request; what it committed stays. `finished` is False for an aborted one. Of one whose logits were
+        NaN give `wrong_from`: what is cached of its tokens beyond that position, by whomever, is found no more."""
         request = self._known(request_id)
         with self._books as books:
-            books.forget(request, finished)
+            books.forget(request, finished, wrong_from)
 
     def abandon(self) -> None:
         """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
@@ -164,8 +165,7 @@ class PrefixCache:
         reach, else the whole budget; 1 for a decoding request."""
         life = self._running(request_id)
         check_integer("budget", budget, 1)
-        budget = int(budget)
-        left = life.prefill_end - life.computed
+        left, budget = life.prefill_end - life.computed, int(budget)
         if left <= 1 or left <= budget:
             return max(left, 1)
         size = self.config.block_size

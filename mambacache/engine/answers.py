@@ -6,9 +6,10 @@ import logging
 import time
 
 from mambacache.config import SamplingParams
-from mambacache.engine.outputs import Completion, RequestOutput
+from mambacache.engine.outputs import Completion, RequestMetrics, RequestOutput
 from mambacache.engine.text import Detokenizer, Tokenizer
 from mambacache.plan import SequenceStep
+from mambacache.runner.adjustments import Adjustment, Tally, adjusts
 from mambacache.runner.model_runner import RowOutput
 from mambacache.runner.sampler import RowSampling
 from mambacache.scheduler.request import FinishReason, Request
@@ -20,9 +21,10 @@ class Answers:
     """`params.n` requests on one prompt, and the output that is made of them.
 
     Args:
-        end_tokens: that end an answer.
+        end_tokens: the model's own, which end an answer unless that ignores them.
         tokenizer: None where there is no text.
         seed: of the first answer's draws; the others count on from it.
+        text: of the prompt, if that was given.
     """
 
     def __init__(
@@ -33,21 +35,24 @@ class Answers:
         end_tokens: frozenset[int],
         tokenizer: Tokenizer | None,
         seed: int,
+        text: str | None = None,
     ) -> None:
         self.params = params
+        stops = frozenset(params.stop_token_ids or ())
+        self._all_ends = stops | end_tokens
+        self._stops = stops if params.ignore_eos else stops - end_tokens
+        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are adjusted
         self._submitted = time.perf_counter()
         self._seeds = tuple(seed + i for i in range(params.n))
         self._given = [0] * params.n  # characters of each text that were handed out
         self._handed_out: list[tuple[int, str | None]] = [(0, None)] * params.n
-        self._texts = (
-            [Detokenizer(tokenizer, params.stop or ()) for _ in range(params.n)] if tokenizer is not None else []
-        )
+        self._texts = [_detokenizer(tokenizer, params) for _ in range(params.n)] if tokenizer is not None else []
         self.requests = [
             Request(
                 f"{request_id}/{i}" if i else request_id,
                 prompt,
                 params,
-                end_tokens,
+                stops if params.ignore_eos else self._all_ends,
                 self._texts[i].completes_stop if self._texts else None,
             )
             for i in range(params.n)
@@ -55,7 +60,12 @@ class Answers:
         self.requests[0].siblings = self.requests[1:]
         completions = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         self.output = RequestOutput(
-            request_id, prompt, completions, prompt_logprobs=None if params.prompt_logprobs is None else []
+            request_id,
+            prompt,
+            completions,
+            RequestMetrics(time.time()),
+            text,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
         )
 
     def sampling(self, step: SequenceStep) -> RowSampling:
@@ -64,7 +74,15 @@ class Answers:
         targets = self.requests[0].prompt[after] if step.prompt_logits else ()
         index = self._index(step)
         seeds = self._seeds if self.requests[0].siblings else self._seeds[index : index + 1]
-        return RowSampling(self.params, seeds, targets)
+        return RowSampling(self.params, seeds, targets, self._adjustments(step, index))
+
+    def _adjustments(self, step: SequenceStep, index: int) -> list[Adjustment]:
+        answer = self.requests[index].output
+        if not adjusts(self.params, len(answer)) or not step.samples:
+            return []
+        if index not in self._tallies:
+            self._tallies[index] = Tally(self.params, self.output.prompt_token_ids, self._all_ends)
+        return self._tallies[index].after(answer, step.drafts)
 
     @property
     def request_id(self) -> str:
@@ -92,8 +110,10 @@ class Answers:
             if completion.finish_reason is None:
                 self._refresh(i, completion)
         output.cache = self.requests[0].report
+        since, metrics = time.perf_counter() - self._submitted, output.metrics
         if output.time_to_first_token is None and self.requests[0].output:
-            output.time_to_first_token = time.perf_counter() - self._submitted
+            output.time_to_first_token, metrics.first_token_time = since, metrics.arrival_time + since
+        self._note_end()
 
     def _refresh(self, i: int, completion: Completion) -> None:
         request = self.requests[i]
@@ -104,6 +124,9 @@ class Answers:
         if self._texts:
             text = self._texts[i]
             try:
+                if reason is FinishReason.STOP and self.params.include_stop_str_in_output:
+                    for position in range(text.count, len(request.output)):  # the stop token, which nobody read
+                        text.completes_stop(position, request.output[position])
                 if reason is not None:
                     text.finish(len(request.output))
             except Exception as failure:
@@ -111,13 +134,25 @@ class Answers:
                 reason, error = FinishReason.ERROR, error or f"{type(failure).__name__}: {failure}"
             if text.count <= len(request.output):
                 completion.text = text.text
+        if reason is FinishReason.STOP:
+            completion.stop_reason = self._stop_reason(i)
         completion.finish_reason, completion.error = reason, error
+
+    def _stop_reason(self, i: int) -> str | int | None:
+        last = self.requests[i].output[-1]
+        return last if last in self._stops else self._texts[i].stop if self._texts else None
+
+    def _note_end(self) -> None:
+        metrics = self.output.metrics
+        if metrics.finished_time is None and self.output.finished:
+            metrics.finished_time = metrics.arrival_time + time.perf_counter() - self._submitted
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends the answers that go on, whatever becomes of their requests."""
         for completion in self.output.outputs:
             if completion.finish_reason is None:
                 completion.finish_reason, completion.error = reason, error
+        self._note_end()
 
     @property
     def has_news(self) -> bool:
@@ -141,3 +176,13 @@ class Answers:
 
     def _index(self, step: SequenceStep) -> int:
         return next(i for i, request in enumerate(self.requests) if request.request_id == step.request_id)
+
+
+def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer:
+    return Detokenizer(
+        tokenizer,
+        params.stop or (),
+        keep_stop=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+        skip_special_tokens=params.skip_special_tokens,
+    )

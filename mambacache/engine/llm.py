@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import logging
 import random
+import re
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from itertools import count
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import torch
 from tqdm import tqdm
 
-from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.config import CacheConfig, EngineConfig, SamplingParams
+from mambacache.config import SamplingParams
 from mambacache.engine.answers import Answers
-from mambacache.engine.checkpoint import end_tokens, load_tokenizer
+from mambacache.engine.options import Options, engine_config
 from mambacache.engine.outputs import RequestOutput
-from mambacache.engine.prompts import Limits, Prompt, listed
-from mambacache.engine.stepper import Stepper, alone
-from mambacache.engine.text import render_chat, rewritten_turns
-from mambacache.kernels import StatePool
-from mambacache.models.adapt import load_model
+from mambacache.engine.parts import build
+from mambacache.engine.prompts import Prompt, listed
+from mambacache.engine.stepper import alone
+from mambacache.engine.text import chat_prompts
 from mambacache.report import CacheStats
-from mambacache.runner.kv_pages import allocate_kv_pages
-from mambacache.runner.model_runner import ModelRunner
-from mambacache.runner.sizing import free_memory, plan_memory, present_device
 from mambacache.scheduler.drafts import DraftSource
-from mambacache.scheduler.scheduler import Scheduler
-
-logger = logging.getLogger(__name__)
 
 Messages = Sequence[dict[str, Any]]
+
+OWN_ID = re.compile(r"request-(\d{1,18})(?:/|$)")
+"""What the ids look like that requests get which bring none, and their further answers."""
 
 
 class LLM:
@@ -42,72 +37,58 @@ class LLM:
 
     It takes one caller at a time: a call from a second thread, or out of a tokenizer or a draft source while another
     call is under way, raises a RuntimeError at once and disturbs nothing. Streams that take turns are no such calls.
+    As a context manager it closes itself.
 
     Args:
         model: directory of a checkpoint, or a Hub id.
         draft: proposes tokens that may follow a request's known ones, to be verified in one step; needs
             `max_draft_tokens`.
-        options: see `EngineConfig`.
+        options: see `EngineConfig`; and those of vLLM that change nothing here, as `tensor_parallel_size=1`.
 
     Raises:
         TypeError: an unknown option.
         ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
     """
 
-    def __init__(self, model: str | Path, *, draft: DraftSource | None = None, **options: Any) -> None:
-        known = [option.name for option in fields(EngineConfig)]
-        unknown = next((name for name in options if name not in known), None)
-        if unknown is not None:
-            raise TypeError(f"LLM has no option {unknown!r}: choose from {', '.join(known[1:])}")
-        if draft is not None and not callable(draft):
-            raise ValueError(f"draft is {draft!r}: give a function of a request and a number of tokens")
-        self.config = EngineConfig(model, **options)
-        device = present_device(self.config.device)
-        loaded = load_model(model, self.config.dtype, device)
-        self.sizes = plan_memory(self.config, loaded, free_memory(device))
-        layers = loaded.state_layers(getattr(torch, self.config.state_dtype), self.config.max_draft_tokens)
-        self.cache = PrefixCache(
-            CacheConfig(
-                num_state_blocks=self.sizes.num_state_blocks,
-                num_kv_blocks=self.sizes.num_kv_blocks,
-                block_size=self.config.block_size,
-                max_draft_tokens=self.config.max_draft_tokens,
-                model_key=f"{model} {self.config.state_dtype}",
-                has_attention=bool(loaded.kv_layers),
-                max_checkpoints=self.sizes.max_checkpoints,
-                checkpoint_interval=self.config.checkpoint_interval,
-                strict_reuse=self.config.strict_reuse,
-            )
-        )
-        self.runner = ModelRunner(
-            loaded,
-            StatePool(layers, self.sizes.num_state_blocks, device),
-            allocate_kv_pages(loaded.kv_layers, self.sizes.num_kv_blocks, self.config.block_size, device),
-        )
-        aligned = self.sizes.max_num_seqs + self.config.block_size
-        if self.config.max_num_batched_tokens < aligned:
-            logger.warning(
-                "max_num_batched_tokens is %d: with %d requests at a time prompts may be cut inside blocks, set it to "
-                "%d or more",
-                self.config.max_num_batched_tokens,
-                self.sizes.max_num_seqs,
-                aligned,
-            )
-        scheduler = Scheduler(
-            self.cache,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_num_seqs=self.sizes.max_num_seqs,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-            draft=draft,
-            vocab_size=loaded.config.vocab_size,
-        )
-        self._stepper = Stepper(scheduler, self.runner, torch.device(device))
-        self.tokenizer = load_tokenizer(model)
-        kv_tokens = self.sizes.num_kv_blocks * self.config.block_size
-        self._limits = Limits(str(model), loaded.config.vocab_size, self.sizes.max_model_len, kv_tokens)
-        self._end_tokens = end_tokens(loaded.module)
-        self._ids = count()
+    def __init__(self, model: str | Path, *, draft: DraftSource | None = None, **options: Unpack[Options]) -> None:
+        self.config = engine_config(model, options)
+        parts = build(self.config, draft)
+        self.sizes, self.cache, self.runner, self.tokenizer = parts.sizes, parts.cache, parts.runner, parts.tokenizer
+        self._stepper, self._limits = parts.stepper, parts.limits
+        self._end_tokens, self._default_sampling = parts.end_tokens, parts.default_sampling
+        self._next_id = 0
         self._rng = random.Random(self.config.seed)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all requests with "abort" and gives the memory of model and pools back. Later calls but this one raise a
+        RuntimeError.
+
+        Raises:
+            RuntimeError: another call is inside this engine.
+        """
+        if not self._stepper.closed:
+            self._close()
+
+    @alone
+    def _close(self) -> None:
+        self._stepper.close()
+        del self.runner
+        with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
+            torch.cuda.empty_cache()
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, of transformers; None where the checkpoint has none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How prompts are sampled that come without parameters: as the checkpoint's generation_config.json says."""
+        return self._default_sampling
 
     # --- one call for all ---
 
@@ -123,10 +104,10 @@ class LLM:
 
         Args:
             prompts: one, or a list of them: texts, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
-            sampling_params: for all, or one for each prompt.
+            sampling_params: for all, or one for each prompt; None for `get_default_sampling_params`.
 
         Raises:
-            ValueError: see `submit`; nothing is generated then.
+            ValueError: see `submit`; nothing is generated then, and the message says which prompt it is.
             RuntimeError: see `submit`; or nothing can run although requests are left.
         """
         every, names = listed(prompts)
@@ -151,20 +132,23 @@ class LLM:
 
         Warns when the template renders earlier turns otherwise than when they were answered: their states are then of
         no use, however much is cached.
+
+        Raises:
+            ValueError, RuntimeError: see `generate`; or there is no chat template, or it fails, and the message says
+                for which conversation.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.config.model} has no chat template: use generate with prompts of your own")
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item,assignment]
-        if any(rewritten_turns(self.tokenizer, each, **template_options) for each in conversations):
+        prompts, rewritten = chat_prompts(self.tokenizer, conversations, **template_options)
+        if rewritten:
             warnings.warn(
                 "the chat template rewrites earlier turns, so that only what comes before them can be reused: keep "
                 "them as they were answered, or use a template that does",
                 stacklevel=2,
             )
-        prompts = [render_chat(self.tokenizer, each, **template_options) for each in conversations]
-        tokens = [self.tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
-        return self.generate(tokens, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Answers one prompt, with an output after each step that added to it; `delta` is the new text.
@@ -235,7 +219,7 @@ class LLM:
 
     @property
     def stats(self) -> CacheStats:
-        """Totals of hits, losses by reason, and blocks, since the engine was made."""
+        """Totals of hits, losses by reason, and blocks, since the engine was made; it prints as a table."""
         return self.cache.stats
 
     # --- inside ---
@@ -245,24 +229,41 @@ class LLM:
     ) -> Answers:
         """The answers that a prompt asks for; they are not in line yet."""
         tokens = self._limits.tokens_of(prompt, name, self.tokenizer)
-        params = self._limits.fit(SamplingParams() if params is None else params, len(tokens), name)
+        given = self._default_sampling if params is None else params
+        params = self._limits.fit(given, len(tokens), name, clip=params is None)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{name} has stop strings and {self.config.model} has no tokenizer: use stop_token_ids")
         if not self.config.enable_prefix_caching:
             params = replace(params, read_cache=False, store_cache=False)
-        if request_id is None:
-            request_id = next(free for i in self._ids if (free := f"request-{i}") not in self._stepper.answers)
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id is {request_id!r}: give a string")
-        ending = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._end_tokens)
         seed = self._rng.getrandbits(63) if params.seed is None else params.seed
-        answers = Answers(request_id, tokens, params, ending, self.tokenizer, seed)
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        answers = Answers(
+            self._id(request_id),
+            tokens,
+            params,
+            self._end_tokens,
+            self.tokenizer,
+            seed,
+            text if isinstance(text, str) else None,
+        )
         if any(request.request_id in self._stepper.answers for request in answers.requests):
             raise ValueError(f"request id {request_id!r} is in use: choose another")
         return answers
 
+    def _id(self, given: str | None) -> str:
+        """A request's id: the caller's, or one of our own that no caller has given before."""
+        if given is None:
+            self._next_id += 1
+            return f"request-{self._next_id - 1}"
+        if not isinstance(given, str):
+            raise ValueError(f"request_id is {given!r}: give a string")
+        if (like_ours := OWN_ID.match(given)) is not None:
+            self._next_id = max(self._next_id, int(like_ours[1]) + 1)
+        return given
+
     def _run(self, asked: Sequence[Answers], use_tqdm: bool) -> list[RequestOutput]:
         left = {answers.request_id for answers in asked}
+        began, tokens, prompt_tokens, hit_tokens = time.perf_counter(), 0, 0, 0
         with tqdm(total=len(left), desc="prompts", disable=not use_tqdm) as bar:
             while left:
                 self._stepper.advance()
@@ -270,6 +271,11 @@ class LLM:
                 for answers in ended:
                     self._stepper.hand_out(answers)
                     left.remove(answers.request_id)
+                    tokens += sum(len(completion.token_ids) for completion in answers.output.outputs)
+                    if (cache := answers.output.cache) is not None:
+                        prompt_tokens, hit_tokens = prompt_tokens + cache.prompt, hit_tokens + cache.hit
+                    rate, share = tokens / (time.perf_counter() - began), hit_tokens / max(prompt_tokens, 1)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s, {share:.0%} of prompts hit", refresh=False)
                     bar.update()
         return [answers.output for answers in asked]
 

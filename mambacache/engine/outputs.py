@@ -14,7 +14,11 @@ Logprobs = dict[int, float]
 class Completion:
     """One answer so far. `delta` is the text added since the request's last output; `text` holds all of it.
 
-    `finish_reason` is None while the answer goes on; then "stop", "length", "abort" or "error" (see `error`).
+    Attributes:
+        finish_reason: None while the answer goes on; then "stop", "length", "abort" or "error" (see `error`).
+        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for the model's own end
+            tokens and for other reasons.
+        logprobs: one entry for each token, if asked for.
     """
 
     index: int
@@ -24,6 +28,21 @@ class Completion:
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[Logprobs] | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of the tokens' log probabilities; None unless they were asked for."""
+        return None if self.logprobs is None else sum(next(iter(entry.values())) for entry in self.logprobs)
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When it happened, in seconds since the epoch; None for what has not."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
 
 
 @dataclass(slots=True)
@@ -31,6 +50,7 @@ class RequestOutput:
     """A request's answers so far.
 
     Attributes:
+        prompt: its text, if that was given.
         time_to_first_token: seconds from submission to the first token; None before it.
         cache: what was reused of the prompt, and why not more; None before the request first ran.
         prompt_logprobs: one entry for each prompt token but the first, if asked for.
@@ -39,9 +59,16 @@ class RequestOutput:
     request_id: str
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    metrics: RequestMetrics
+    prompt: str | None = None
     time_to_first_token: float | None = None
     cache: RequestReport | None = None
     prompt_logprobs: list[Logprobs] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens that were not computed; None before the request first ran."""
+        return None if self.cache is None else self.cache.hit
 
     @property
     def finished(self) -> bool:

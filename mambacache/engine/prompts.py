@@ -58,7 +58,13 @@ class Limits:
         if isinstance(given, str):
             if tokenizer is None:
                 raise ValueError(f"{name} is a text and {self.model} has no tokenizer: give the prompt as token ids")
-            given = tokenizer.encode(given)
+            try:
+                given = tokenizer.encode(given)
+            except Exception as error:
+                raise ValueError(
+                    f"{name} cannot be encoded by the tokenizer ({type(error).__name__}: {error}): change it, or give "
+                    "token ids"
+                ) from error
         tokens = _integers(given, name)
         if not tokens:
             raise ValueError(f"{name} is empty: give at least one token")
@@ -69,17 +75,34 @@ class Limits:
             )
         return tokens
 
-    def fit(self, params: SamplingParams, num_tokens: int, name: str) -> SamplingParams:
+    def fit(self, params: SamplingParams, num_tokens: int, name: str, clip: bool = False) -> SamplingParams:
         """The parameters for a prompt of so many tokens: where the answer had no limit, it has one.
+
+        Args:
+            clip: whether an answer's limit is lowered to what there is room for, since the caller did not name it.
 
         Raises:
             ValueError: they are none, or prompt and answer are too long together.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"the parameters of {name} are of type {type(params).__name__}: give SamplingParams")
-        if params.max_tokens == NO_LIMIT:
-            room = min(self.max_model_len, self.kv_tokens or self.max_model_len) - num_tokens
-            params = replace(params, max_tokens=max(room, 1))
+        outside = next((token for token in params.logit_bias or () if token >= self.vocab_size), None)
+        if outside is not None:
+            raise ValueError(
+                f"logit_bias of {name} holds token {outside}, out of the vocabulary: give ids from 0 to "
+                f"{self.vocab_size - 1}"
+            )
+        stops = tuple(token for token in params.stop_token_ids or () if 0 <= token < self.vocab_size)
+        if stops != params.stop_token_ids:  # the others never come
+            params = replace(params, stop_token_ids=stops)
+        if params.max_tokens == NO_LIMIT or clip:
+            room = max(min(self.max_model_len, self.kv_tokens or self.max_model_len) - num_tokens, 1)
+            if params.min_tokens > room:
+                raise ValueError(
+                    f"{name} has {num_tokens} tokens, which leave room for {room}, and min_tokens is "
+                    f"{params.min_tokens}: shorten the prompt, or lower min_tokens"
+                )
+            params = replace(params, max_tokens=min(params.max_tokens, room))
         length, asked = num_tokens + params.max_tokens, f"{num_tokens} tokens and max_tokens is {params.max_tokens}"
         if length > self.max_model_len:
             raise ValueError(

@@ -49,6 +49,7 @@ class Stepper:
         self._stale: dict[str, Answers] = {}  # that a step ran since their output was brought up to date
         self._under_way: StepPlan | None = None
         self._failure: str | None = None
+        self.closed = False
 
     @property
     def idle(self) -> bool:
@@ -95,6 +96,13 @@ class Stepper:
         except Exception as error:
             self._contain(plan, error)
         self._refresh()
+
+    def close(self) -> None:
+        """Ends all requests, and lets go of the runner."""
+        self.left.extend(dict.fromkeys(chain(self.answers.values(), self.fresh.values())))
+        self.settle()
+        self.closed = True
+        del self._runner
 
     def settle(self) -> None:
         """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs; and forgets
@@ -241,7 +249,7 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
     a second Ctrl-C.
 
     Raises:
-        RuntimeError: another call is under way.
+        RuntimeError: another call is under way; or the engine is closed.
     """
 
     @wraps(method)
@@ -255,6 +263,8 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
         # Not an acquire that gives up: an interrupt right after it would leave the lock taken for good. Of two threads
         # that both found it open the second one waits.
         with stepper.lock:
+            if stepper.closed:
+                raise RuntimeError("this LLM is closed: make a new one")
             stepper.giving = []
             try:
                 stepper.settle()

@@ -8,11 +8,17 @@ from typing import Any, Protocol
 
 REPLACEMENT = "\ufffd"
 
+LONGEST_CHARACTER = 4
+"""Bytes of UTF-8, and so tokens, that one character takes."""
+
+MAX_PENDING = 16
+"""Tokens that are waited for at most until they make a character, or a text at all."""
+
 
 class Tokenizer(Protocol):
     """What is used of a transformers tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
@@ -25,23 +31,42 @@ class _Read:
     leaves the one before."""
 
     count: int = 0
-    context: int = 0  # tokens from here are decoded again with each new one
-    known: int = 0  # tokens up to here are in the text
+    window: tuple[int, ...] = ()  # tokens that are decoded again with each new one
+    known: int = 0  # how many of them are in the text
+    shown: str = ""  # what these decode to
     text: str = ""
-    stopped: bool = False
+    stop: str | None = None  # that ended it
 
 
 class Detokenizer:
     """Turns an answer's tokens into text as they come, and watches for stop strings.
 
     Text is held back while it may still change (an unfinished multi-byte character) or may turn out to be the beginning
-    of a stop string. Each call decodes the last few tokens only. What the tokenizer raises goes through, and changes
-    nothing.
+    of a stop string. Each call decodes the last few tokens only, whatever they are. What the tokenizer raises goes
+    through, and changes nothing.
+
+    Args:
+        stop: strings that end the text.
+        keep_stop: whether the one that does stays in it.
+        min_tokens: what ends among so many first tokens is no stop.
+        skip_special_tokens: whether special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._longest_stop = max(map(len, self._stop), default=0)
+        self._keep_stop = keep_stop
+        self._min_tokens = min_tokens
+        self._skip_special_tokens = skip_special_tokens
         self._tokens: list[int] = []
         self._read = _Read()
         self._ended = False
@@ -59,15 +84,15 @@ class Detokenizer:
             self._rewind(position)
         self._tokens[position:] = [token]
         self._read = self._next(self._read)
-        return self._read.stopped
+        return self._read.stop is not None
 
     def finish(self, count: int) -> None:
         """No tokens come but the first `count`: nothing is held back any more."""
         if count < self.count:
             self._rewind(count)
         read = self._read
-        if not read.stopped and read.known < read.count:
-            self._read = self._append(read, self._decode(read.context, read.count))
+        if read.stop is None and read.known < len(read.window):
+            self._read = self._append(read, len(read.window), self._decode(read.window))
         self._ended = True
 
     @property
@@ -79,9 +104,14 @@ class Detokenizer:
     def text(self) -> str:
         """The text that is certain."""
         read = self._read
-        if read.stopped or self._ended:
+        if read.stop is not None or self._ended:
             return read.text
         return read.text[: len(read.text) - self._held_back()]
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._read.stop
 
     def _rewind(self, position: int) -> None:
         assert position <= len(self._tokens), "no token is left out"
@@ -92,35 +122,60 @@ class Detokenizer:
 
     def _next(self, read: _Read) -> _Read:
         """Reads one token more."""
-        read = replace(read, count=read.count + 1)
-        new = self._decode(read.context, read.count)
-        return read if new.endswith(REPLACEMENT) else self._append(read, new)
+        window = (*read.window, self._tokens[read.count])
+        read = replace(read, count=read.count + 1, window=window)
+        new, waits = self._decode(window), len(window) - read.known <= MAX_PENDING
+        if new == read.shown:
+            # Tokens without text are decoded again with the next: they may stand between two words. One of many does.
+            return read if waits else replace(read, window=window[: read.known] + window[-1:])
+        if not new.endswith(REPLACEMENT):
+            return self._append(read, len(window), new)
+        if waits:
+            return read
+        end = self._cut(window, read.known, new)
+        return self._append(read, end, self._decode(window[:end]))
 
-    def _append(self, read: _Read, decoded: str) -> _Read:
-        before = self._decode(read.context, read.known)
-        searched = len(read.text) - max((len(stop) for stop in self._stop), default=1) + 1
-        if decoded != before:  # tokens without text are decoded again with the next: they may stand between two words
-            text = read.text + decoded[len(before) :]
-            read = replace(read, text=text, context=read.known, known=read.count)
-        found = [at for stop in self._stop if (at := read.text.find(stop, max(searched, 0))) >= 0]
-        return replace(read, text=read.text[: min(found)], stopped=True) if found else read
+    def _cut(self, window: tuple[int, ...], known: int, whole: str) -> int:
+        """Where no character is cut in two, so far from the end that what comes before will not change."""
+        for end in range(len(window) - LONGEST_CHARACTER, known, -1):
+            if self._decode(window[:end]) + self._decode(window[end:]) == whole:
+                return end
+        return len(window)
 
-    def _decode(self, start: int, end: int) -> str:
-        if end == start:
+    def _append(self, read: _Read, end: int, decoded: str) -> _Read:
+        """Takes the window's tokens up to `end` into the text, and what they decode to."""
+        old, text = len(read.text), read.text + decoded[len(read.shown) :]
+        if decoded != read.shown:
+            window, known = read.window[read.known :], end - read.known
+            read = replace(read, text=text, window=window, known=known, shown=self._decode(window[:known]))
+        if read.count <= self._min_tokens:
+            return read
+        # What ends in the new text; of several the one that begins first.
+        found = [
+            (at, len(stop), stop) for stop in self._stop if (at := text.find(stop, max(old - len(stop) + 1, 0))) >= 0
+        ]
+        if not found:
+            return read
+        at, length, stop = min(found)
+        return replace(read, text=text[: at + length if self._keep_stop else at], stop=stop)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if not tokens:
             return ""
-        text = self._tokenizer.decode(self._tokens[start:end], skip_special_tokens=True)
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=self._skip_special_tokens)
         if not isinstance(text, str):
             raise TypeError(f"the tokenizer decodes to {type(text).__name__}: it must give a str")
         return text
 
     def _held_back(self) -> int:
         """Characters at the end that may begin a stop string."""
-        return max((self._overlap(stop) for stop in self._stop), default=0)
+        end = self._read.text[-self._longest_stop :]  # all of it where there is no stop string, which costs nothing
+        return max((_overlap(end, stop) for stop in self._stop), default=0)
 
-    def _overlap(self, stop: str) -> int:
-        text = self._read.text
-        lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-        return next((length for length in lengths if text.endswith(stop[:length])), 0)
+
+def _overlap(text: str, stop: str) -> int:
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
@@ -138,3 +193,26 @@ def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **
     content = messages[last].get("content")  # None beside tool calls, a list of parts in some clients
     then = render_chat(tokenizer, messages[:last], **options) + (content if isinstance(content, str) else "")
     return not render_chat(tokenizer, messages, **options).startswith(then)
+
+
+def chat_prompts(
+    tokenizer: Tokenizer, conversations: Sequence[Sequence[dict[str, Any]]], **options: Any
+) -> tuple[list[dict[str, Any]], bool]:
+    """The prompts of conversations, each with its text and its token ids; and whether any has `rewritten_turns`.
+
+    Raises:
+        ValueError: one cannot be rendered or encoded; the message says which.
+    """
+    prompts, rewritten = [], False
+    for i, messages in enumerate(conversations):
+        try:
+            text = render_chat(tokenizer, messages, **options)
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            rewritten = rewritten or rewritten_turns(tokenizer, messages, **options)
+        except Exception as error:
+            raise ValueError(
+                f"conversation {i} makes no prompt ({type(error).__name__}: {error}): change its messages, or the "
+                "chat template"
+            ) from error
+        prompts.append({"prompt": text, "prompt_token_ids": tokens})
+    return prompts, rewritten

@@ -110,24 +110,31 @@ class Model:
         return output.logits[0]
 
 
-def read_config(model: str | Path) -> PreTrainedConfig:
+def read_config(model: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """The configuration of a checkpoint's text part, read without its weights.
 
     Args:
         model: directory or Hub id.
+        revision: of the Hub's repository; None for its newest.
 
     Raises:
-        ValueError: no config.json there, or one of an unsupported model type.
+        ValueError: no config.json there, one that transformers cannot use, or one of an unsupported model type.
     """
+    whole, model_type = None, None
     try:
-        raw, _ = PreTrainedConfig.get_config_dict(model)
+        raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
+        if raw and (model_type := raw.get("model_type")) in CONFIG_MAPPING:
+            whole = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
         raise ValueError(_no_config(model)) from error
+    except Exception as error:  # what transformers makes of such values has no type of its own
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the config.json of {model} cannot be used ({reason}): put the one that belongs to its weights there"
+        ) from error
     if not raw:
         raise ValueError(_no_config(model))
-    model_type = raw.get("model_type")
-    if model_type in CONFIG_MAPPING:
-        whole = AutoConfig.from_pretrained(model)
+    if whole is not None:
         config = whole.get_text_config()
         if config.model_type in MODEL_TYPES and type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING:
             if config.model_type != model_type:
@@ -136,21 +143,25 @@ def read_config(model: str | Path) -> PreTrainedConfig:
     raise ValueError(f"model type {model_type!r} of {model} is not supported: use one of {', '.join(MODEL_TYPES)}")
 
 
-def load_model(model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu") -> Model:
+def load_model(
+    model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
+) -> Model:
     """Loads a checkpoint's text part and puts our layers in place of its own.
 
     Args:
         model: directory or Hub id of a checkpoint with safetensors weights.
         dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own, on a CPU float32.
         device: where the weights go.
+        revision: of the Hub's repository; None for its newest.
 
     Raises:
         ValueError: see `read_config`; or weights are absent, unreadable, or do not fit the configuration.
     """
-    config = read_config(model)
+    config = read_config(model, revision)
     try:
         module, info = AutoModelForCausalLM.from_pretrained(
             model,
+            revision=revision,
             dtype=_resolve_dtype(dtype, config, device),
             attn_implementation=ATTENTION,
             use_safetensors=True,
@@ -168,13 +179,15 @@ def load_model(model: str | Path, dtype: str = "auto", device: str | torch.devic
     return adapt(module.eval().requires_grad_(False).to(device))
 
 
-def model_skeleton(model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu") -> Model:
+def model_skeleton(
+    model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
+) -> Model:
     """The model that `load_model` would give, without memory or weights: for its layouts and sizes.
 
     Raises:
         ValueError: see `read_config`.
     """
-    config = read_config(model)
+    config = read_config(model, revision)
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(
             config, dtype=_resolve_dtype(dtype, config, device), attn_implementation=ATTENTION

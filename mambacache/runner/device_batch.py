@@ -11,6 +11,7 @@ import torch
 
 from mambacache.kernels import StateIndices
 from mambacache.plan import SequenceStep, StepPlan
+from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
 from mambacache.runner.sampler import RowSampling, draw_parameters
 
 
@@ -28,6 +29,7 @@ class DeviceBatch:
         prompt_index, prompt_token: int32 [K], the logits from which log probabilities of prompt tokens are taken, row
             by row, and of which tokens.
         scored_samples: int32 [K'], the samples whose log probabilities are wanted.
+        adjustments: of the logits before tokens are chosen; None if no row asks for any.
     """
 
     indices: StateIndices
@@ -39,6 +41,7 @@ class DeviceBatch:
     prompt_index: torch.Tensor
     prompt_token: torch.Tensor
     scored_samples: torch.Tensor
+    adjustments: Adjustments | None
 
     @classmethod
     def build(cls, plan: StepPlan, sampling: Sequence[RowSampling], device: torch.device | str) -> DeviceBatch:
@@ -46,6 +49,7 @@ class DeviceBatch:
         rows = list(zip(plan.steps, sampling, _logits_bounds(plan), strict=True))
         samples = [_samples(step, row, *bounds) for step, row, bounds in rows]
         each = [(row.params, *sample) for row, its in zip(sampling, samples, strict=True) for sample in its]
+        adjusted = {i: change for i, (*_, change) in enumerate(each) if change is not None}
         drawn = [i for i, (params, *_) in enumerate(each) if params.temperature > 0]
         prompts = [
             (first + i, token)
@@ -54,7 +58,7 @@ class DeviceBatch:
             for i, token in enumerate(row.prompt_targets)
         ]
         lists = {
-            "sample_index": [offset for _, offset, _, _ in each],
+            "sample_index": [offset for _, offset, *_ in each],
             "draw_index": drawn,
             "prompt_index": [offset for offset, _ in prompts],
             "prompt_token": [token for _, token in prompts],
@@ -64,10 +68,12 @@ class DeviceBatch:
         arrays["draw_parameters"] = draw_parameters(
             [each[i][0] for i in drawn], [each[i][2] for i in drawn], [each[i][3] for i in drawn]
         )
-        indices = StateIndices.from_arrays({**plan.arrays, **arrays}, device)
+        changes = adjustment_arrays(adjusted, drawn) if adjusted else {}
+        indices = StateIndices.from_arrays({**plan.arrays, **arrays, **changes}, device)
+        adjustments = Adjustments(*(getattr(indices, name) for name in changes)) if changes else None
         num_top = max(max(row.params.logprobs or 0, row.params.prompt_logprobs or 0) for row in sampling)
         tensors = {name: getattr(indices, name) for name in arrays}
-        return cls(indices, tuple(len(its) for its in samples), num_top, **tensors)
+        return cls(indices, tuple(len(its) for its in samples), num_top, **tensors, adjustments=adjustments)
 
 
 def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
@@ -78,10 +84,16 @@ def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _samples(step: SequenceStep, row: RowSampling, first: int, end: int) -> list[tuple[int, int, int]]:
-    """The offset in `logits_index`, the seed and the position of every token that a row samples."""
+def _samples(
+    step: SequenceStep, row: RowSampling, first: int, end: int
+) -> list[tuple[int, int, int, Adjustment | None]]:
+    """The offset in `logits_index`, the seed, the position and the adjustment of every token that a row samples."""
     if not step.samples:
         return []
     if step.prefill:
-        return [(end - 1, seed, step.start + step.num_tokens) for seed in row.seeds]
-    return [(first + i, row.seeds[0], step.start + i + 1) for i in range(step.num_tokens)]
+        change = row.adjustments[0] if row.adjustments else None
+        return [(end - 1, seed, step.start + step.num_tokens, change) for seed in row.seeds]
+    return [
+        (first + i, row.seeds[0], step.start + i + 1, row.adjustments[i] if row.adjustments else None)
+        for i in range(step.num_tokens)
+    ]

@@ -27,8 +27,9 @@ class RowOutput:
     """What a step gives for one row.
 
     `tokens` are the sampled ones: none if the row does not sample; for a decode row one after each of its tokens (after
-    a draft it means something only if the draft is accepted); else one for each seed. `logprobs` has one entry for each
-    of them if the request asks for it, `prompt_logprobs` one for each of the row's `prompt_targets`.
+    a draft it means something only if the draft is accepted); else one for each seed; `NOT_FINITE` where the logits are
+    no numbers. `logprobs` has one entry for each of them if the request asks for it, `prompt_logprobs` one for each of
+    the row's `prompt_targets`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -67,9 +68,9 @@ class ModelRunner:
                     page[target] = page[source]
             batch = DeviceBatch.build(plan, sampling, self.states.buffer.device)
             logits = self.model.logits(batch.indices, self.states.layers, self.pages)
-            tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters)
+            tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
             scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
-            scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples]])
+            scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)])
             columns = (scored, *score(logits[scored_at], scored, batch.num_top))
             scores = list(zip(*(column.tolist() for column in columns), strict=True))
             return _by_rows(tokens.tolist(), scores, batch, sampling)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 from mambacache.config import SamplingParams
+from mambacache.plan import NOT_FINITE
+from mambacache.runner.adjustments import Adjustment, Adjustments
 
 DRAW_BITS = 31
 """Bits of a row's random number."""
@@ -24,11 +26,13 @@ class RowSampling:
             seed and on the position of the token drawn, on nothing else: it is the same in any batch, after a
             preemption and with drafts.
         prompt_targets: for prompt log probabilities: the prompt tokens that follow the row's first wanted positions.
+        adjustments: one for each position after which a token is sampled; empty for none.
     """
 
     params: SamplingParams
     seeds: Sequence[int]
     prompt_targets: Sequence[int] = ()
+    adjustments: Sequence[Adjustment] = ()
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -49,7 +53,11 @@ def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], posi
 
 
 def sample(
-    logits: torch.Tensor, sample_index: torch.Tensor, draw_index: torch.Tensor, parameters: torch.Tensor
+    logits: torch.Tensor,
+    sample_index: torch.Tensor,
+    draw_index: torch.Tensor,
+    parameters: torch.Tensor,
+    adjustments: Adjustments | None = None,
 ) -> torch.Tensor:
     """Tokens, the most likely or random ones.
 
@@ -58,14 +66,32 @@ def sample(
         sample_index: int32 [S], after which logits to sample.
         draw_index: int32 [R], which of these to draw at random.
         parameters: int32 [5, R], see `draw_parameters`.
+        adjustments: None where no sample asks for any.
 
     Returns:
-        int64 [S].
+        int64 [S]; `NOT_FINITE` where the largest logit is NaN or infinite.
     """
-    tokens = logits.argmax(dim=-1)[sample_index]
+    likeliest = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+    finite = logits.gather(-1, likeliest).isfinite()[:, 0]
+    tokens = likeliest[sample_index, 0]
+    if adjustments is not None:
+        adjusted = _adjust(logits[sample_index[adjustments.samples]].float(), adjustments)
+        tokens[adjustments.samples] = adjusted.argmax(dim=-1)
     if len(draw_index):
-        tokens[draw_index] = _draw(logits[sample_index[draw_index]].float(), parameters)
-    return tokens
+        drawn = logits[sample_index[draw_index]].float()
+        if adjustments is not None:
+            drawn[adjustments.draws[0]] = adjusted[adjustments.draws[1]]
+        tokens[draw_index] = _draw(drawn, parameters)
+    return tokens.masked_fill(~finite[sample_index], NOT_FINITE)
+
+
+def _adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
+    """Changes logits, float32 [D, vocabulary], in place."""
+    row, token = adjustments.place
+    bias, penalty, cost = adjustments.values.view(torch.float32)
+    biased = logits[row, token] + bias
+    logits[row, token] = torch.where(biased > 0, biased / penalty, biased * penalty) - cost
+    return logits
 
 
 def _draw(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mambacache.config import EngineConfig
 from mambacache.kernels import state_bytes
-from mambacache.kernels.device import check_hopper
+from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
 from mambacache.runner.kv_pages import kv_block_bytes
 
 logger = logging.getLogger(__name__)
 
-CPU_SHARE, CUDA_SHARE = 0.25, 0.85
-"""Parts of the free memory that the default budgets take together."""
+SHARES = {
+    "cpu": (0.25, "a CPU's memory is shared with other programs"),
+    "cuda": (0.85, "the rest is for activations"),
+}
+"""Parts of what the weights leave free that the default budgets take together, and why not all of it."""
+
+STRETCHING = ("linear", "dynamic", "yarn")
+"""Scalings of rotary positions by a factor."""
 
 MAX_DEFAULT_BLOCKS = 1 << 16
 
@@ -51,13 +59,12 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         free_bytes: of the device, once the weights are there.
 
     Raises:
-        ValueError: not even one request fits, or the budgets exceed the free memory.
+        ValueError: not even one request fits, the budgets exceed the free memory, or max_model_len the model's limit.
     """
     state = state_bytes(model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens))
     page = kv_block_bytes(model.kv_layers, config.block_size)
-    memory = int(free_bytes * (CPU_SHARE if resolve_device(config.device) == "cpu" else CUDA_SHARE))
-    limit = config.max_model_len or getattr(model.config, "max_position_embeddings", None) or 1 << 20
-    max_model_len = min(limit, getattr(model.config, "max_position_embeddings", None) or limit)
+    memory = int(free_bytes * _share(config.device)[0])
+    max_model_len = _longest(config, model)
 
     per_seq = 1 if not config.max_draft_tokens else config.max_draft_tokens + 3
     least = (per_seq + SPARE_STATES) * state + page
@@ -110,11 +117,42 @@ def weight_bytes(model: Model) -> int:
     return sum(x.numel() * x.element_size() for x in (*model.module.parameters(), *model.module.buffers()))
 
 
-def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
-    """The sizes as a table, and what the settings that change them cost."""
+def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> int:
+    """Bytes for states and KV: what the weights leave of the device's share, and at most what is free.
+
+    Args:
+        weights: bytes that they take.
+        total: bytes of the device, of which `gpu_memory_utilization` is a share.
+        free: of these, once the weights are there.
+
+    Raises:
+        ValueError: the weights do not fit.
+    """
+    share = config.gpu_memory_utilization
+    left = free if share is None else int(total * share) - weights
+    if left <= 0 and share is not None:
+        raise ValueError(
+            f"gpu_memory_utilization is {share}, which makes {left + weights:,} bytes, and the weights take "
+            f"{weights:,}: raise it"
+        )
+    if free <= 0:
+        raise ValueError(
+            f"the weights take {weights:,} bytes and {free + weights:,} are there: take a device with more memory, or "
+            "a dtype of fewer bytes"
+        )
+    return min(left, free)
+
+
+def describe(config: EngineConfig, model: Model, sizes: Sizes, usable: int) -> str:
+    """The sizes as a table, and what the settings that change them cost. `usable` is as of `usable_memory`."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
+    weights = weight_bytes(model)
+    share, reason = _share(config.device)
+    taken = sizes.num_state_blocks * state + sizes.num_kv_blocks * page
     rows = [
-        ("weights", f"{weight_bytes(model):,} bytes"),
+        ("memory", f"{usable + weights:,} bytes"),
+        ("weights", f"{weights:,} bytes, which leave {usable:,}"),
+        ("states and KV", f"{taken:,} bytes; by default at most {share:.0%} of what is left: {reason}"),
         ("one state", f"{state:,} bytes in {len(model.mixers)} recurrent layers, {config.state_dtype}"),
         ("one KV block", f"{page:,} bytes in {len(model.kv_layers)} attention layers, {block} tokens"),
         ("one state equals", f"the KV of {state * block // page:,} tokens" if page else "(no attention layers)"),
@@ -137,6 +175,30 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes) -> str:
     return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
 
 
+def _longest(config: EngineConfig, model: Model) -> int:
+    """Tokens of prompt and answer together."""
+    limit = _position_limit(model.config)
+    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len} and {config.model} takes {limit} tokens: set it to {limit} or "
+            "less, or leave it out"
+        )
+    return config.max_model_len or limit or 1 << 20
+
+
+def _position_limit(settings: Any) -> int | None:
+    """Positions that a model was made for; a scaled rotation stretches those that it was trained on."""
+    limit: int | None = getattr(settings, "max_position_embeddings", None)
+    rope = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
+    if limit is None or rope.get("rope_type") not in STRETCHING:
+        return limit
+    return max(limit, int(rope.get("original_max_position_embeddings", limit) * rope.get("factor", 1)))
+
+
+def _share(device: str) -> tuple[float, str]:
+    return SHARES[resolve_device(device).partition(":")[0]]
+
+
 def resolve_device(device: str) -> str:
     """The device that a setting means, here or elsewhere: "auto" is cuda where there is one.
 
@@ -154,7 +216,7 @@ def present_device(device: str) -> str:
     """`resolve_device`, of a device that is here.
 
     Raises:
-        ValueError: there is no such device, or the kernels are not made for it.
+        ValueError: there is no such device, or the kernels are not made for it or for the Triton that is installed.
     """
     resolved = resolve_device(device)
     if resolved == "cpu":
@@ -167,6 +229,7 @@ def present_device(device: str) -> str:
     if index >= count:
         raise ValueError(f"device is {device!r}, but the last of the {count} CUDA devices here is cuda:{count - 1}")
     check_hopper(index)
+    check_triton()
     return resolved
 
 
@@ -180,3 +243,10 @@ def free_memory(device: str) -> int:
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024
     return torch.cuda.mem_get_info(device)[0]
+
+
+def total_memory(device: str) -> int:
+    """Bytes of a device that is here, whoever uses them."""
+    if resolve_device(device) == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return torch.cuda.get_device_properties(device).total_memory

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mambacache.config import SamplingParams
+from mambacache.plan import SequenceStep
 from mambacache.report import RequestReport
 
 
@@ -14,7 +15,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # an end token, a stop token or a stop string
     LENGTH = "length"  # max_tokens
     ABORT = "abort"
-    ERROR = "error"  # its step failed when it ran alone, or its tokens could not be taken
+    ERROR = "error"  # its step failed when it ran alone, its logits were not finite, or its tokens could not be taken
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,7 @@ class Request:
     siblings: list[Request] = field(default_factory=list)  # further answers, to be forked when the prompt is computed
     waiting: bool = False  # in line, or set aside
     passed_at: int | None = None  # how many admissions there had been when another one was first let ahead of it
+    wrong_from: int | None = None  # after so many tokens its logits were not finite
 
     def until_stop(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Sampled tokens up to a stop, which is included, and why the answer ends there, if it does; takes nothing."""
@@ -49,6 +51,16 @@ class Request:
             if position + 1 >= self.params.max_tokens:
                 return taken, FinishReason.LENGTH
         return taken, None
+
+    def fail_numerically(self, step: SequenceStep, sound: int) -> None:
+        """The answer ends: the logits of a row, after the first `sound` tokens that it gave, were not finite. Before a
+        decode row they were: its start is sound."""
+        self.wrong_from = 0 if step.prefill else step.start
+        self.finish_reason, known = FinishReason.ERROR, len(self.prompt) + len(self.output) + sound
+        self.error = (
+            f"the model's logits after {known} tokens are NaN or infinite: use another dtype, as float32, or check the "
+            "weights"
+        )
 
     def fail(self, error: BaseException) -> None:
         """The answer ends with an error."""

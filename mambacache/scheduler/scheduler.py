@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Sequence
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.plan import SequenceStep, StepPlan
+from mambacache.plan import NOT_FINITE, SequenceStep, StepPlan
 from mambacache.report import Progress, Wait
 from mambacache.scheduler.drafts import Drafts, DraftSource
 from mambacache.scheduler.line import Line
@@ -306,7 +306,8 @@ class Scheduler:
 
         Args:
             sampled: for each row of `plan.steps` the sampled tokens: none if it does not sample; one after each of its
-                tokens for a decode row; one for each answer wanted where a prompt ends.
+                tokens for a decode row; one for each answer wanted where a prompt ends. A request that is given
+                `NOT_FINITE` ends with an error, and what it computed is not found any more.
 
         Returns:
             The requests that got tokens, or ended, since that was last told.
@@ -321,8 +322,13 @@ class Scheduler:
                 continue
             if not self.cache.counts(step):
                 continue  # a step before it failed
-            ends[request] = self._until_stop(request, tokens[:1] if step.prefill else _agreed(step.drafts, tokens))
-            accepted[step.request_id] = ends[request][0]
+            given = tokens[:1] if step.prefill else _agreed(step.drafts, tokens)
+            sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
+            taken, reason = self._until_stop(request, sound)
+            if reason is None and len(sound) < len(given):
+                request.fail_numerically(step, len(taken))
+                reason = request.finish_reason
+            ends[request], accepted[step.request_id] = (taken, reason), taken
         self.cache.accept(plan.steps, accepted)
         for request, (taken, reason) in ends.items():
             self._take(request, taken, reason)
@@ -376,10 +382,10 @@ class Scheduler:
             self._touched[request] = None  # all that is told of it, then the rest: this may be broken off anywhere
             self._suspects.discard(request)
             request.waiting = False
-            del self.requests[request.request_id]
             if self.cache.knows(request.request_id):  # a further answer that did not begin is not there
                 finished = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-                self.cache.free(request.request_id, finished=finished)
+                self.cache.free(request.request_id, finished=finished, wrong_from=request.wrong_from)
+            del self.requests[request.request_id]
         if requests:
             self._running = [request for request in self._running if request.finish_reason is None]
         if not self.requests:

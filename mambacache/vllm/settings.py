@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from mambacache.config import CacheConfig
-
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+from mambacache.units import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,11 @@ class Settings:
             raise ValueError(f"mambacache takes {', '.join(names)} in --additional-config, and got {given!r}")
         values = {name: value for name, value in given.items() if value is not None}
         if "state_bytes" in values:
-            values["state_bytes"] = parse_bytes(values["state_bytes"])
+            try:
+                values["state_bytes"] = parse_bytes(values["state_bytes"])
+            except ValueError as error:
+                given_bytes = f"state_bytes is {values['state_bytes']!r} in --additional-config"
+                raise ValueError(f'mambacache: {given_bytes}: give bytes, or "20GiB"') from error
         for name, value in values.items():
             if type(value) is not int or value < (0 if name == "checkpoint_interval" else 1):
                 raise ValueError(f"mambacache: {name} is {value!r} in --additional-config: give a positive integer")
@@ -49,11 +50,3 @@ class Settings:
             num_state_blocks=settings.num_state_blocks or 2, checkpoint_interval=settings.checkpoint_interval
         )
         return settings
-
-
-def parse_bytes(value: object) -> int:
-    """Bytes of an integer, or of a text such as "20GiB" or "500 MB"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
-    if match is None or isinstance(value, bool):
-        raise ValueError(f'mambacache: state_bytes is {value!r} in --additional-config: give bytes, or "20GiB"')
-    return int(float(match[1]) * UNITS[match[2] or ""])

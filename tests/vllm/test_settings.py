@@ -10,7 +10,7 @@ import torch
 import vllm.distributed
 
 from mambacache.vllm import sizing
-from mambacache.vllm.settings import Settings, parse_bytes
+from mambacache.vllm.settings import Settings
 
 CPU = torch.device("cpu")
 
@@ -65,14 +65,6 @@ def test_settings_of_no_use(given: object, sentence: str) -> None:
     with pytest.raises(ValueError) as raised:
         Settings.of(configured(given))
     assert sentence in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [(12, 12), ("12", 12), ("1.5KiB", 1536), ("500 MB", 500_000_000), ("2g", 2 * 10**9), ("1Ti", 1 << 40)],
-)
-def test_bytes(text: object, count: int) -> None:
-    assert parse_bytes(text) == count
 
 
 def test_pool_of_so_many_bytes() -> None:

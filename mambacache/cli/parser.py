@@ -1,0 +1,92 @@
+"""The commands and their arguments."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mambacache import __version__
+from mambacache.cli import chat, generate, plan
+from mambacache.cli.options import add_fields, size
+from mambacache.config import EngineConfig, SamplingParams
+
+MODEL = "directory of a checkpoint, or a Hub id"
+PROMPTS = (
+    'a file with a prompt a line; or, where its first line begins with "{", a JSON object a line, with "prompt", '
+    '"prompt_token_ids" or "messages", and sampling parameters of its own; - for standard input'
+)
+
+
+FLAG = re.compile(r"-(?!\d*\.?\d+$)\S+")
+"""What argparse takes for a flag: no `-` alone, no negative number, nothing with a space in it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Its errors are raised: what is wrong is one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}: see {self.prog} --help")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command; `run` is its function. What stands after `--` are prompts, whatever they begin with.
+
+    Raises:
+        ValueError: there is no such command, flag or value.
+    """
+    parser, words = _parser(), list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    args, rest = parser.parse_known_args(words[:end])
+    unknown = any(FLAG.fullmatch(word) for word in rest)
+    rest += words[end + 1 :]
+    if unknown or (rest and not hasattr(args, "prompt")):
+        parser.error(f"unknown arguments {' '.join(rest)}")
+    if rest:
+        args.prompt += rest  # those after a flag
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="mambacache", description="Prefix caching for models with recurrent state.")
+    parser.add_argument("--version", action="version", version=f"mambacache {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    answer = commands.add_parser("generate", help="answer prompts", allow_abbrev=False)
+    answer.set_defaults(run=generate.run)
+    answer.add_argument("model", metavar="MODEL", help=MODEL)
+    answer.add_argument("prompt", metavar="PROMPT", nargs="*", help="a prompt; - for those on standard input")
+    answer.add_argument("--prompts", metavar="FILE", help=PROMPTS)
+    form = answer.add_mutually_exclusive_group()
+    form.add_argument("--jsonl", action="store_true", help="one JSON object an answer, with its cache report")
+    form.add_argument("--stream", action="store_true", help="answer one prompt after another, text as it comes")
+    add_fields(answer, SamplingParams, generate.DEFAULTS)
+
+    talk = commands.add_parser("chat", help="a conversation, a line a turn", allow_abbrev=False)
+    talk.set_defaults(run=chat.run)
+    talk.add_argument("model", metavar="MODEL", help=MODEL)
+    add_fields(talk, SamplingParams, chat.DEFAULTS)
+
+    sizes = commands.add_parser(
+        "plan", help="what a model's states and KV take, before anything is loaded", allow_abbrev=False
+    )
+    sizes.set_defaults(run=plan.run)
+    sizes.add_argument("model", metavar="MODEL", help=MODEL)
+    sizes.add_argument("--memory", type=size, help="to plan for, such as 80GB, in place of what is free here")
+
+    show = commands.add_parser(
+        "demo", help="20 questions about one document, with the cache and without it", allow_abbrev=False
+    )
+    show.set_defaults(run=_demo)
+    show.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    for command in (answer, talk):
+        add_fields(command, EngineConfig, without=("max_draft_tokens",))  # nothing proposes drafts here
+    add_fields(sizes, EngineConfig)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from mambacache.demo.run import run
+
+    return run(args.device)

@@ -1,0 +1,108 @@
+"""What is asked: prompts out of arguments, files and standard input, each with its sampling parameters."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mambacache.cli.options import SAMPLING
+from mambacache.config import SamplingParams
+
+if TYPE_CHECKING:
+    from mambacache.engine.llm import LLM
+
+FORMS = ("prompt", "prompt_token_ids", "messages")
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt as it was written: a text, token ids, or messages."""
+
+    prompt: str | list[Any]
+    params: SamplingParams
+    is_chat: bool = False
+
+
+def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> list[Asked]:
+    """Prompts of the arguments, `-` for those on standard input, and then those of a file.
+
+    Args:
+        options: sampling parameters of all prompts that have none of their own.
+
+    Raises:
+        ValueError: there is none, a line is no JSON, or a value is of no use.
+        OSError: the file cannot be read.
+    """
+    params = SamplingParams(**options)
+    asked: list[Asked] = []
+    for prompt in prompts:
+        asked += _of_lines(STDIN, options) if prompt == STDIN else [Asked(prompt, params)]
+    if file is not None:
+        asked += _of_lines(file, options)
+    if not asked:
+        raise ValueError("there is no prompt: give some after the model, --prompts FILE, or - for standard input")
+    return asked
+
+
+def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
+    """The prompt that the model's chat template makes of messages.
+
+    Raises:
+        ValueError: there is no template, or it refuses these messages.
+    """
+    from mambacache.engine.text import render_chat
+
+    if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
+        raise ValueError(f"{llm.config.model} has no chat template: use generate, with prompts of your own")
+    try:
+        prompt = render_chat(llm.tokenizer, messages)
+    except ImportError:
+        raise
+    except Exception as error:  # the template is code of others
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return list(llm.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def _of_lines(file: str, options: dict[str, Any]) -> Iterator[Asked]:
+    """A prompt a line, blank ones left out; JSON objects if the first of them begins as one."""
+    name = "standard input" if file == STDIN else file
+    try:
+        text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no UTF-8 text: {error.reason} at byte {error.start}") from error
+    text = text.removeprefix("\ufeff")  # the mark that some editors put before a UTF-8 text
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines or not lines[0][1].lstrip().startswith("{"):
+        params = SamplingParams(**options)
+        return (Asked(line.removesuffix("\r"), params) for _, line in lines)
+    return (_of_json(line, f"line {number} of {name}", options) for number, line in lines)
+
+
+def _of_json(line: str, where: str, options: dict[str, Any]) -> Asked:
+    try:
+        given = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ValueError(f'{where} is no JSON object: write {{"prompt": ...}}')
+    forms = [form for form in FORMS if form in given]
+    if len(forms) != 1:
+        raise ValueError(f"{where} has {' and '.join(forms) or 'no prompt'}: give one of {', '.join(FORMS)}")
+    (form,) = forms
+    prompt = given.pop(form)
+    unknown = [name for name in given if name not in SAMPLING]
+    if unknown:
+        raise ValueError(f"{where} has {unknown[0]!r}, which is no sampling parameter: remove it")
+    if not isinstance(prompt, str if form == "prompt" else list):
+        what = "a text" if form == "prompt" else "a list"
+        raise ValueError(f"{where} has a {form} of type {type(prompt).__name__}: give {what}")
+    try:
+        params = SamplingParams(**options | given)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Asked(prompt, params, is_chat=form == "messages")

@@ -1,0 +1,270 @@
+"""`AsyncLLM`: an engine for asyncio, owned by one thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from copy import copy, deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar, Unpack
+
+from mambacache.config import SamplingParams
+from mambacache.engine.llm import LLM
+from mambacache.engine.options import Options
+from mambacache.engine.outputs import RequestOutput
+from mambacache.engine.prompts import Prompt
+from mambacache.report import CacheStats
+from mambacache.scheduler.drafts import DraftSource
+
+CLOSED = "this AsyncLLM is closed: make a new one"
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Consumer:
+    """Who reads the outputs of one request, and what is not read yet: one output at most, and the error after it."""
+
+    loop: asyncio.AbstractEventLoop
+    request_id: str | None = None  # once it is in line
+    _output: RequestOutput | None = None
+    _error: Exception | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)  # set while anything is unread
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def give(self, item: RequestOutput | Exception) -> bool:
+        """Leaves an output, or the error that ends them; False where nobody can read it, as the loop is closed."""
+        with self._lock:
+            wakes = self._output is None and self._error is None
+            if isinstance(item, Exception):
+                self._error = item
+            else:
+                self._output = item if self._output is None else _joined(self._output, item)
+        if wakes:
+            with suppress(RuntimeError):  # closed
+                self.loop.call_soon_threadsafe(self._news.set)
+        return not self.loop.is_closed()
+
+    async def take(self) -> RequestOutput:
+        """The output that is unread, or the next one.
+
+        Raises:
+            Exception: it ended the outputs, and all of them are read.
+        """
+        await self._news.wait()
+        with self._lock:
+            output, self._output = self._output, None
+            if self._error is None:
+                self._news.clear()
+        if output is None:
+            assert self._error is not None, "nobody is woken for nothing"
+            raise self._error
+        return output
+
+
+class AsyncLLM:
+    """Answers any number of prompts at once, each as its own stream.
+
+    One thread owns the `LLM` and runs steps while there is work. Loading blocks the caller. Use it as an asynchronous
+    context manager, or await `close`.
+
+    Args:
+        model, draft, options: as of `LLM`, which raises the same errors.
+    """
+
+    def __init__(self, model: str | Path, *, draft: DraftSource | None = None, **options: Unpack[Options]) -> None:
+        self._llm = LLM(model, draft=draft, **options)
+        self._tokenizer = deepcopy(self._llm.get_tokenizer())  # before the thread begins to use the other
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: close
+        self._consumers: dict[str, _Consumer] = {}  # by the id of their request; the thread's own
+        self._lock = threading.Lock()
+        self._closed = False
+        self._cause: BaseException | None = None  # what broke the thread off
+        self._thread = threading.Thread(target=self._work, name="mambacache", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Answers one prompt, with an output of its own after each step that added to it; `delta` is the new text.
+
+        Who reads slowly gets what several steps added as one output: none of its text is left out. Whoever stops
+        reading, is cancelled, or whose event loop is closed, aborts the request.
+
+        Raises:
+            ValueError: see `LLM.submit`.
+            RuntimeError: the engine is closed, or was while the answer went on, and `__cause__` is what broke it off if
+                anything did; or the device has failed.
+            Exception: from a step that failed as a whole, in a copy for each reader.
+        """
+        consumer = _Consumer(asyncio.get_running_loop())
+        self._tell(lambda: self._submit(consumer, prompt, sampling_params, request_id))
+        try:
+            while True:
+                output = await consumer.take()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            with suppress(RuntimeError):  # closed: its request has ended
+                self._tell(lambda: self._abort(consumer))
+
+    async def stats(self) -> CacheStats:
+        """As of `LLM.stats`."""
+        return await self._ask(lambda: self._llm.stats)
+
+    async def reset_prefix_cache(self) -> None:
+        """As of `LLM.reset_prefix_cache`."""
+        await self._ask(self._llm.reset_prefix_cache)
+
+    def get_tokenizer(self) -> Any:
+        """As of `LLM.get_tokenizer`; a copy, as the engine's own is in use by its thread."""
+        return self._tokenizer
+
+    async def close(self) -> None:
+        """Ends all requests, whose readers get a RuntimeError, and the thread; gives the memory back."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        with self._lock:  # nothing comes after the command that closes
+            if self._closed:
+                raise self._closed_error()
+            self._commands.put(command)
+
+    def _closed_error(self) -> RuntimeError:
+        error = RuntimeError(CLOSED)
+        error.__cause__ = self._cause
+        return error
+
+    async def _ask(self, call: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._tell(answer)
+        return await asyncio.wrap_future(future)
+
+    # --- in the thread ---
+
+    def _work(self) -> None:
+        try:
+            while self._run_commands():
+                self._step()
+        except BaseException as error:
+            self._cause = error
+            raise
+        finally:
+            with self._lock:
+                self._closed = True
+            try:
+                self._end_all(self._closed_error)
+                self._llm.close()
+            finally:
+                while not self._commands.empty():  # only where it was broken off: each is told that it is closed
+                    if (command := self._commands.get()) is not None:
+                        command()
+
+    def _run_commands(self) -> bool:
+        """Does what was asked for, and waits for more while there is no request; False when it is to close."""
+        while True:
+            try:
+                command = self._commands.get(block=self._llm.idle)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _step(self) -> None:
+        unread = []
+        try:
+            for output in self._llm.step():
+                consumer = self._consumers.get(output.request_id)
+                if consumer is None or not consumer.give(_snapshot(output)):  # None: an abort of it has failed
+                    unread.append(output.request_id)
+                elif output.finished:
+                    del self._consumers[output.request_id]
+        except Exception as error:
+            self._end_all(partial(_own, error))
+        for request_id in unread:
+            self._consumers.pop(request_id, None)
+            self._llm.abort(request_id)
+
+    def _submit(
+        self, consumer: _Consumer, prompt: Prompt, params: SamplingParams | None, request_id: str | None
+    ) -> None:
+        try:
+            if self._closed:  # the engine may not be, if closing it failed
+                raise self._closed_error()
+            consumer.request_id = self._llm.submit(prompt, params, request_id)
+        except Exception as error:
+            consumer.give(error)
+        except BaseException as error:  # it goes on to end the thread, which does not know this reader
+            self._cause = error
+            consumer.give(self._closed_error())
+            raise
+        else:
+            self._consumers[consumer.request_id] = consumer
+
+    def _abort(self, consumer: _Consumer) -> None:
+        request_id = consumer.request_id
+        if request_id is not None and self._consumers.get(request_id) is consumer:  # else it has ended
+            del self._consumers[request_id]
+            self._llm.abort(request_id)
+
+    def _end_all(self, make_error: Callable[[], Exception]) -> None:
+        """Gives each reader an error, and only then aborts: whatever that raises, nobody waits."""
+        ended, self._consumers = self._consumers, {}
+        for consumer in ended.values():
+            consumer.give(make_error())
+        for request_id in ended:
+            with suppress(Exception):
+                self._llm.abort(request_id)
+
+
+def _own(error: Exception) -> Exception:
+    """A copy for one reader of several: whoever raises an exception writes a traceback into it."""
+    try:
+        own = copy(error)
+    except Exception:  # its class is not called with its `args`
+        own = RuntimeError(f"{type(error).__name__}: {error}")
+    own.__cause__ = error
+    return own
+
+
+def _joined(unread: RequestOutput, newer: RequestOutput) -> RequestOutput:
+    """The newer output, with the text of both as new."""
+    for before, completion in zip(unread.outputs, newer.outputs, strict=True):
+        completion.delta = before.delta + completion.delta
+    return newer
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy for another thread: the engine goes on to change its own."""
+    outputs = [
+        replace(each, token_ids=list(each.token_ids), logprobs=None if each.logprobs is None else list(each.logprobs))
+        for each in output.outputs
+    ]
+    prompt_logprobs = None if output.prompt_logprobs is None else list(output.prompt_logprobs)
+    return replace(output, outputs=outputs, metrics=replace(output.metrics), prompt_logprobs=prompt_logprobs)

@@ -1,0 +1,144 @@
+"""The parts of an engine; what its options ask for is checked in full before any weights are loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.config import CacheConfig, EngineConfig, SamplingParams
+from mambacache.engine.checkpoint import default_sampling, end_tokens, load_tokenizer
+from mambacache.engine.prompts import Limits
+from mambacache.engine.stepper import Stepper
+from mambacache.kernels import StatePool
+from mambacache.models.adapt import Model, load_model, model_skeleton
+from mambacache.runner import sizing
+from mambacache.runner.kv_pages import allocate_kv_pages
+from mambacache.runner.model_runner import ModelRunner
+from mambacache.runner.sizing import (
+    Sizes,
+    free_memory,
+    plan_memory,
+    present_device,
+    total_memory,
+    usable_memory,
+    weight_bytes,
+)
+from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an `LLM` is made of."""
+
+    sizes: Sizes
+    cache: PrefixCache
+    runner: ModelRunner
+    stepper: Stepper
+    tokenizer: Any
+    limits: Limits
+    end_tokens: frozenset[int]
+    default_sampling: SamplingParams
+
+
+def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
+    """Loads a model, and makes its pools and its scheduler.
+
+    Raises:
+        ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
+    """
+    if draft is not None and not callable(draft):
+        raise ValueError(f"draft is {draft!r}: give a function of a request and a number of tokens")
+    device = present_device(config.device)
+    skeleton = model_skeleton(config.model, config.dtype, device, config.revision)
+    with _warnings_wait():
+        weights = 0 if _is_quantized(skeleton) else weight_bytes(skeleton)
+        usable = usable_memory(config, weights, total_memory(device), free_memory(device) - weights)
+        _cache_config(config, skeleton, plan_memory(config, skeleton, usable))
+    if config.max_draft_tokens and draft is None:
+        raise ValueError(
+            f"max_draft_tokens is {config.max_draft_tokens} and nothing proposes drafts: give draft=, or leave "
+            "max_draft_tokens at 0"
+        )
+    tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
+    del skeleton
+
+    model = load_model(config.model, config.dtype, device, config.revision)
+    usable = usable_memory(config, weight_bytes(model), total_memory(device), free_memory(device))
+    sizes = plan_memory(config, model, usable)
+    _warn_of_small_steps(config, sizes)
+    cache = PrefixCache(_cache_config(config, model, sizes))
+    layers = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens)
+    runner = ModelRunner(
+        model,
+        StatePool(layers, sizes.num_state_blocks, device),
+        allocate_kv_pages(model.kv_layers, sizes.num_kv_blocks, config.block_size, device),
+    )
+    vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
+    scheduler = Scheduler(
+        cache,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        draft=draft,
+        vocab_size=vocab_size,
+    )
+    return Parts(
+        sizes,
+        cache,
+        runner,
+        Stepper(scheduler, runner, torch.device(device)),
+        tokenizer,
+        Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens),
+        frozenset(token for token in end_tokens(model.module) if token < vocab_size),
+        default_sampling(model.module),
+    )
+
+
+def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConfig:
+    return CacheConfig(
+        num_state_blocks=sizes.num_state_blocks,
+        num_kv_blocks=sizes.num_kv_blocks,
+        block_size=config.block_size,
+        max_draft_tokens=config.max_draft_tokens,
+        model_key=f"{config.model} {config.revision or ''} {config.state_dtype}",
+        has_attention=bool(model.kv_layers),
+        max_checkpoints=sizes.max_checkpoints,
+        checkpoint_interval=config.checkpoint_interval,
+        strict_reuse=config.strict_reuse,
+    )
+
+
+def _is_quantized(model: Model) -> bool:
+    """Whether the weights may be smaller than a model's without them says."""
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def _warn_of_small_steps(config: EngineConfig, sizes: Sizes) -> None:
+    aligned = sizes.max_num_seqs + config.block_size
+    if config.max_num_batched_tokens < aligned:
+        logger.warning(
+            "max_num_batched_tokens is %d: with %d requests at a time prompts may be cut inside blocks, set it to %d "
+            "or more",
+            config.max_num_batched_tokens,
+            sizes.max_num_seqs,
+            aligned,
+        )
+
+
+@contextmanager
+def _warnings_wait() -> Iterator[None]:
+    """What is warned of while memory is planned will be so again when the weights are there."""
+    sizing.logger.disabled = True
+    try:
+        yield
+    finally:
+        sizing.logger.disabled = False

@@ -1,0 +1,114 @@
+"""What becomes of logits before tokens are chosen: penalties, biases, end tokens that would come too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from mambacache.config import SamplingParams
+
+
+class Adjustment(NamedTuple):
+    """What becomes of the logits of some tokens, each of them once: `bias` is added, then positive ones are divided by
+    `penalty` and negative ones multiplied by it, then `cost` is taken away."""
+
+    tokens: np.ndarray  # int64 [k]
+    bias: np.ndarray  # float32 [k], as the rest
+    penalty: np.ndarray
+    cost: np.ndarray
+
+
+def adjusts(params: SamplingParams, num_answered: int) -> bool:
+    """Whether anything is done to the logits after so many answer tokens, before temperature."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalties or bool(params.logit_bias) or num_answered < params.min_tokens
+
+
+class Tally:
+    """The adjustments of one answer. It is told the answer's tokens as they come, so that a step costs what is new.
+
+    Args:
+        prompt: the prompt's tokens.
+        end_tokens: that end the answer, and must not come before `min_tokens` others.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int], end_tokens: Iterable[int]) -> None:
+        self._params = params
+        self._read = 0  # tokens of the answer
+        given, ends = params.logit_bias or {}, sorted(end_tokens) if params.min_tokens else []
+        seen = prompt if params.repetition_penalty != 1 else ()
+        self._tokens = np.unique(np.array([*seen, *given, *ends], dtype=np.int64))
+        self._bias, self._penalty, self._count = np.zeros((3, len(self._tokens)), dtype=np.float32)
+        self._bias[self._tokens.searchsorted(list(given))] = list(given.values())
+        self._penalty[:] = 1
+        self._penalty[self._tokens.searchsorted(np.unique(np.array(seen, dtype=np.int64)))] = params.repetition_penalty
+        self._ends = np.array(ends, dtype=np.int64)
+
+    def after(self, answer: Sequence[int], drafts: Sequence[int] = ()) -> list[Adjustment]:
+        """Of the logits after the answer so far, which only grows, and after each of the drafts."""
+        self._note(answer[self._read :])
+        self._read = len(answer)
+        found, known = [self._adjustment(len(answer))], (self._tokens, self._bias, self._penalty, self._count)
+        for number, draft in enumerate(drafts, 1):
+            self._count = self._count.copy()  # what was given before stays as it is, and so does what is known
+            self._penalty = self._penalty.copy()
+            self._note([draft])
+            found.append(self._adjustment(len(answer) + number))
+        self._tokens, self._bias, self._penalty, self._count = known
+        return found
+
+    def _note(self, answer: Sequence[int]) -> None:
+        for token in answer:
+            place = int(self._tokens.searchsorted(token))
+            if place == len(self._tokens) or self._tokens[place] != token:
+                self._tokens = np.insert(self._tokens, place, token)
+                self._bias = np.insert(self._bias, place, 0)
+                self._penalty = np.insert(self._penalty, place, 1)
+                self._count = np.insert(self._count, place, 0)
+            self._count[place] += 1
+            self._penalty[place] = self._params.repetition_penalty
+
+    def _adjustment(self, num_answered: int) -> Adjustment:
+        params, bias = self._params, self._bias
+        if num_answered < params.min_tokens:
+            bias = bias.copy()
+            bias[self._tokens.searchsorted(self._ends)] = -np.inf
+        cost = params.presence_penalty * (self._count > 0) + params.frequency_penalty * self._count
+        return Adjustment(self._tokens, bias, self._penalty.copy(), cost.astype(np.float32))
+
+
+class Adjustments(NamedTuple):
+    """All adjustments of a step on the device, of the samples that ask for any.
+
+    `samples` int32 [D] are these, `draws` int32 [2, D'] which of the step's random draws are of which of them. `place`
+    int32 [2, A] are the number of the sample and the token of every logit that changes, `values` int32 [3, A] its bias,
+    penalty and cost as the bits of a float32.
+    """
+
+    samples: torch.Tensor
+    draws: torch.Tensor
+    place: torch.Tensor
+    values: torch.Tensor
+
+
+def adjustment_arrays(adjusted: Mapping[int, Adjustment], drawn: Sequence[int]) -> dict[str, np.ndarray]:
+    """The arrays of `Adjustments`.
+
+    Args:
+        adjusted: by the number of the sample.
+        drawn: the numbers of the samples that are drawn at random.
+    """
+    number = {sample: i for i, sample in enumerate(adjusted)}
+    draws = [(i, number[sample]) for i, sample in enumerate(drawn) if sample in number]
+    rows = np.repeat(np.arange(len(adjusted)), [len(each.tokens) for each in adjusted.values()])
+    empty = Adjustment(np.zeros(0, np.int64), *np.zeros((3, 0), np.float32))
+    tokens, *values = (np.concatenate(column) for column in zip(empty, *adjusted.values(), strict=True))
+    return {
+        "adjusted_samples": np.array(list(adjusted), dtype=np.int32),
+        "adjusted_draws": np.array(draws, dtype=np.int32).reshape(-1, 2).T.copy(),
+        "adjusted_place": np.stack([rows, tokens]).astype(np.int32),
+        "adjusted_values": np.stack(values).astype(np.float32).view(np.int32),
+    }

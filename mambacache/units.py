@@ -1,0 +1,20 @@
+"""Amounts of memory as users write them."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def parse_bytes(value: object) -> int:
+    """Bytes of an integer, or of a text such as "20GiB" or "500 MB".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
+    if match is None or isinstance(value, bool):
+        raise ValueError(f'{value!r} is no amount of memory: give bytes, or such as "20GiB"')
+    return int(float(match[1]) * UNITS[match[2] or ""])

@@ -1,0 +1,188 @@
+"""`AsyncLLM`: many streams at once, each with the answer that it gets alone, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_driver import answer, byte_tokenizer, floor, greedy, tokens_of
+from mambacache import LLM, AsyncLLM, RequestOutput, SamplingParams
+
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "kv_cache_bytes": 8 << 20,
+    "checkpoint_budget_bytes": 4 << 20,
+    "max_num_seqs": 8,
+    "seed": 0,
+}
+SHARED = tokens_of(0, 130)
+PROMPTS = [[*(SHARED if i % 2 else SHARED[:70]), *tokens_of(i, 5 + i)] for i in range(20)]
+PARAMS = [SamplingParams(temperature=i % 3 / 2, seed=i, max_tokens=8 + i, ignore_eos=True) for i in range(20)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from engine_driver import save_text_model
+
+    return save_text_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with LLM(model, **SMALL) as llm:
+        return [answer(output) for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def run(model: Path, act: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    """What a test does with an engine, which then balances its books and is gone."""
+
+    async def main() -> None:
+        async with AsyncLLM(model, **SMALL) as llm:
+            await act(llm)
+            stats = await llm.stats()
+            assert stats.state_blocks["writing"] == stats.kv_blocks["writing"] == 0
+            assert llm._llm.idle and not llm._consumers
+        assert not llm._thread.is_alive()
+        with pytest.raises(RuntimeError, match="this AsyncLLM is closed: make a new one"):
+            await last(llm, PROMPTS[0], PARAMS[0])
+        await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+async def last(llm: AsyncLLM, *args: Any) -> RequestOutput:
+    """The last output, and that the others led to it."""
+    text, count = "", 0
+    async for output in llm.generate(*args):
+        text += output.outputs[0].delta
+        assert output.outputs[0].text == text and len(answer(output)) > count - output.finished
+        count = len(answer(output))
+    assert output.finished
+    return output
+
+
+def test_streams_at_once(model: Path, expected: list[list[int]]) -> None:
+    async def act(llm: AsyncLLM) -> None:
+        outputs = await asyncio.gather(*(last(llm, *each) for each in zip(PROMPTS, PARAMS, strict=True)))
+        assert [answer(output) for output in outputs] == expected
+        assert sum(output.num_cached_tokens or 0 for output in outputs) >= 12 * floor(70)
+        assert len({output.request_id for output in outputs}) == 20
+        assert (await llm.stats()).requests == 20
+        assert llm.get_tokenizer().decode(expected[0]) == outputs[0].outputs[0].text
+
+    run(model, act)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cancelled_at_random(model: Path, expected: list[list[int]], seed: int) -> None:
+    """By a task's cancellation, or by a reader who stops; the others are answered as ever."""
+    rng = random.Random(seed)
+    leaving = rng.sample(range(20), 8)
+
+    async def leave(llm: AsyncLLM, i: int, after: int) -> None:
+        async for output in llm.generate(PROMPTS[i], PARAMS[i]):
+            if len(answer(output)) >= after:
+                break
+
+    async def act(llm: AsyncLLM) -> None:
+        tasks: dict[int, asyncio.Task[Any]] = {}
+        for i in range(20):
+            quits = i in leaving[:4]
+            job = leave(llm, i, rng.randint(1, 6)) if quits else last(llm, PROMPTS[i], PARAMS[i])
+            tasks[i] = asyncio.create_task(job)
+            if rng.random() < 0.3:
+                await asyncio.sleep(rng.random() / 50)
+        for i in leaving[4:]:
+            await asyncio.sleep(rng.random() / 20)
+            tasks[i].cancel()
+        for i, task in tasks.items():
+            if i not in leaving:
+                assert answer(await task) == expected[i]
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await asyncio.sleep(0.1)  # generators that were left are closed by the loop
+        await llm.reset_prefix_cache()
+
+    run(model, act)
+
+
+def test_closed_in_mid_stream(model: Path) -> None:
+    """Those who read are told, and those who come later."""
+
+    async def main() -> None:
+        llm = AsyncLLM(model, **SMALL)
+        readers = [asyncio.create_task(last(llm, PROMPTS[i], greedy(500))) for i in range(12)]
+        async for _ in llm.generate(PROMPTS[0], greedy(3)):
+            pass
+        await asyncio.gather(llm.close(), llm.close())
+        for error in await asyncio.gather(*readers, return_exceptions=True):
+            assert isinstance(error, RuntimeError) and "is closed: make a new one" in str(error)
+        assert not llm._thread.is_alive()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_errors_of_one_request(model: Path, expected: list[list[int]]) -> None:
+    """What is wrong with a prompt, an id or its tokens concerns nobody else."""
+
+    async def act(llm: AsyncLLM) -> None:
+        tokenizer = llm._llm.get_tokenizer()
+        encode, decode = tokenizer.encode, tokenizer.decode
+        bad = byte_tokenizer().encode("!")[0]
+
+        def encoding(text: str, **options: Any) -> list[int]:
+            if text == "bad":
+                raise KeyError("planted")
+            return encode(text, **options)
+
+        def decoding(tokens: list[int], **options: Any) -> str:
+            if bad in tokens:
+                raise KeyError("planted")
+            return decode(tokens, **options)
+
+        tokenizer.encode, tokenizer.decode = encoding, decoding
+        others = [asyncio.create_task(last(llm, PROMPTS[i], PARAMS[i], f"mine-{i}")) for i in range(6)]
+        await asyncio.sleep(0)
+        for prompt, params, request_id, message in (
+            ("bad", None, None, "the prompt cannot be encoded by the tokenizer .KeyError: 'planted'.: change it"),
+            ([], None, None, "the prompt is empty"),
+            (PROMPTS[0], {"n": 1}, None, "give SamplingParams"),
+            (PROMPTS[0], None, "mine-5", "request id 'mine-5' is in use"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await last(llm, prompt, params, request_id)
+        biased = SamplingParams(temperature=0, logit_bias={bad: 100}, max_tokens=5)
+        assert (await last(llm, "ok", biased)).outputs[0].error == "KeyError: 'planted'"
+        for i, other in enumerate(others):
+            output = await other
+            if bad not in expected[i]:
+                assert (answer(output), output.request_id) == (expected[i], f"mine-{i}")
+
+    run(model, act)
+
+
+def test_step_that_raises(model: Path, expected: list[list[int]]) -> None:
+    """All who read get the error; who comes later is answered."""
+
+    async def act(llm: AsyncLLM) -> None:
+        scheduler = llm._llm._stepper._scheduler
+        schedule = scheduler.schedule
+        readers = [asyncio.create_task(last(llm, PROMPTS[i], greedy(300))) for i in range(6)]
+        async for _ in llm.generate(PROMPTS[0], greedy(2)):
+            pass
+
+        def failing() -> Any:
+            raise LookupError("planted")
+
+        scheduler.schedule = failing  # type: ignore[method-assign]
+        errors = await asyncio.gather(*readers, return_exceptions=True)
+        assert all(isinstance(error, LookupError) and str(error) == "planted" for error in errors)
+        assert len(set(map(id, errors))) == 6
+        scheduler.schedule = schedule  # type: ignore[method-assign]
+        assert answer(await last(llm, PROMPTS[1], PARAMS[1])) == expected[1]
+
+    run(model, act)

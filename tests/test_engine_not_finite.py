@@ -1,0 +1,110 @@
+"""Logits that are NaN end the request that has them, and nothing that was computed on the way to them stays cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from cache_calls import allocate
+from engine_driver import Engines, Original, answer, ask, greedy, hits, report_of, tokens_of
+from mambacache import LLM
+from mambacache.scheduler.request import Request
+from symbolic import text
+from test_cache_surface import look
+from watched_cache import all_free, under_way, watched
+
+Originals = Callable[[str], Original]
+
+BAD = 3
+"""The token whose embedding is spoilt."""
+
+
+def prompt_of(seed: int, count: int) -> list[int]:
+    return [token + (token == BAD) for token in tokens_of(seed, count)]
+
+
+def embedding(llm: LLM, token: int) -> torch.Tensor:
+    return llm.runner.model.module.get_input_embeddings().weight.data[token]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("budget", [80, 8192])
+def test_prompt(engine: Engines, original: Originals, value: float, n: int, budget: int) -> None:
+    """Cut into several steps too, of which the first ones have no logits and are stored."""
+    llm = engine(max_num_batched_tokens=budget)
+    sound, weights = [prompt_of(1, 150), prompt_of(2, 100)], embedding(llm, BAD).clone()
+    bad = [*prompt_of(3, 20), BAD, *prompt_of(4, 180)]
+    ask(llm, sound[:1], greedy(1))
+    embedding(llm, BAD).fill_(value)
+    outputs = ask(llm, [sound[0], bad, sound[1]], [greedy(5), greedy(5, n=n, logprobs=1), greedy(5)])
+    original("qwen3_next").check_all(sound, outputs[::2])
+    assert [len(answer(output)) for output in outputs] == [5, 0, 5] and hits(outputs)[0] == 128
+    for completion in outputs[1].outputs:
+        assert completion.finish_reason == "error" and not completion.logprobs
+        assert completion.error is not None and "\n" not in completion.error
+        assert completion.error.startswith("the model's logits after 201 tokens are NaN or infinite: use another dtype")
+    embedding(llm, BAD).copy_(weights)
+    again = ask(llm, [bad, sound[0]], greedy(5))
+    original("qwen3_next").check_all([bad, sound[0]], again)
+    assert hits(again) == [0, 128]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_answer(engine: Engines, original: Originals, drafts: bool) -> None:
+    """What came before, and was told by finite logits, is kept."""
+    prompts = [[4 + token % 50 for token in prompt_of(seed, 200 - 50 * seed)] for seed in (1, 2)]
+    truth = [answer(output) for output in ask(engine(), prompts, greedy(40))]
+    token = next(token for token in truth[0][5:] if token > 53 and token not in [*truth[0][:5], *truth[1]])
+    place = truth[0].index(token) + 1
+
+    def draft(request: Request, limit: int) -> list[int]:
+        """Right ones, up to the token: beside what is NaN, masked attention is NaN too."""
+        return truth[0][: place - 1][len(request.output) :][:limit] if list(request.prompt) == prompts[0] else []
+
+    llm = engine(draft=draft, max_draft_tokens=3) if drafts else engine()
+    embedding(llm, token).fill_(torch.nan)
+    outputs = ask(llm, prompts, greedy(40))
+    completion = outputs[0].outputs[0]
+    assert completion.finish_reason == "error" and f"after {150 + place} tokens" in (completion.error or "")
+    assert [answer(output) for output in outputs] == [truth[0][:place], truth[1]]
+    again = ask(llm, prompts, greedy(3))
+    original("qwen3_next").check_all(prompts, again)
+    assert hits(again) == [128, 64]
+
+
+def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines) -> None:
+    """Stored by a request that was aborted before it had logits."""
+    llm = engine(max_num_batched_tokens=80, checkpoint_interval=64)
+    bad = [*prompt_of(3, 20), BAD, *prompt_of(4, 180)]
+    weights = embedding(llm, BAD).clone()
+    embedding(llm, BAD).fill_(torch.nan)
+    aborted = llm.submit(bad, greedy(2))
+    llm.step()
+    llm.abort(aborted)
+    embedding(llm, BAD).copy_(weights)
+    first, second = (ask(llm, [bad], greedy(2))[0] for _ in range(2))
+    assert (report_of(first).hit, first.outputs[0].finish_reason) == (64, "error")
+    assert (report_of(second).hit, second.outputs[0].finish_reason) == (0, "length")
+
+
+# --- the cache itself ---
+
+
+@pytest.mark.parametrize(("start", "found"), [(0, 0), (63, 0), (64, 64), (130, 128), (200, 192)])
+def test_what_is_wrong_is_not_found(start: int, found: int) -> None:
+    cache = watched()
+    cache.add("a", text(200), checkpoint_at=(64, 128, 192))
+    cache.admit("a")
+    under_way(cache, "accepted")
+    cache.add("b", text(200))
+    assert cache.admit("b").num_tokens == 192  # type: ignore[union-attr]
+    cache.free("a", finished=False, wrong_from=start)
+    assert look(cache, text(201)).num_tokens == found
+    for step in [allocate(cache, "b", 8)]:
+        cache.plan([step])
+        cache.issued([step])
+        cache.accept([step], {"b": [1]})
+    all_free(cache)
