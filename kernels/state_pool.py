@@ -1,4 +1,4 @@
-"""Device memory of states: what one layer's share of a state is made of, and the pool of all states."""
+"""Device memory of states, and of KV pages: what a block is made of, and the pool of all blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class StatePool:
 
     `layers` holds, for each layer, views [num_blocks + 1, *shape] of its tensors: slot `block` is the state with that
     id. Slot 0 is the null block: it is never written, and never read, so that its contents mean nothing. The memory is
-    not cleared, and nothing but the ops of `mambacache.kernels` may read or write it.
+    not cleared, and nothing but the ops of `mambacache.kernels` may read or write it. `slabs` are the same slots as
+    uint8 [num_blocks + 1, block_bytes].
 
     Args:
         layers: the tensors of one state, layer by layer.
@@ -77,7 +78,7 @@ class StatePool:
         slots = buffer.numel() // self.block_bytes
         self.num_blocks = slots - 1
         self.buffer = buffer
-        slabs = buffer[: slots * self.block_bytes].view(slots, self.block_bytes)
+        self.slabs = slabs = buffer[: slots * self.block_bytes].view(slots, self.block_bytes)
         offsets = accumulate((_padded(tensor) for layer in layers for tensor in layer), initial=0)
         self.layers = [tuple(_view(slabs, tensor, next(offsets)) for tensor in layer) for layer in layers]
 

@@ -165,8 +165,8 @@ class Engines:
             "kv_cache_bytes": num_kv_blocks * one.kv_block_bytes,
         }
         llm = LLM(directory, draft=draft, **{**budgets, **options})
-        for tensor in (llm.runner.states.buffer, *(page for layer in llm.runner.pages for page in layer)):
-            tensor.view(torch.uint8).fill_(0xFF)
+        for pool in filter(None, (llm.runner.states, llm.runner.pages)):
+            pool.buffer.fill_(0xFF)
         self.watch.add(llm.runner.states.buffer)
         self._made.append(llm)
         return llm

@@ -68,8 +68,9 @@ class Driver:
         device = model.module.device
         states = StatePool(model.state_layers(state_dtype, max_draft_tokens), num_state_blocks, device)
         pages = allocate_kv_pages(model.kv_layers, num_kv_blocks, block_size, device)
-        for tensor in [x for layer in [*states.layers, *pages] for x in layer]:
-            tensor.fill_(torch.nan)
+        for pool in filter(None, (states, pages)):
+            for tensor in (x for layer in pool.layers for x in layer):
+                tensor.fill_(torch.nan)
         self.runner = ModelRunner(model, states, pages)
         self.free_states = list(range(1, num_state_blocks + 1))
         self.free_kv = list(range(1, num_kv_blocks + 1))
@@ -111,7 +112,8 @@ class Driver:
         """Runs a step; the logits [L, vocabulary] after the wanted tokens."""
         plan = self.plan(rows)
         indices = StateIndices.from_arrays(plan.arrays, self.runner.model.module.device)
-        logits = self.runner.model.logits(indices, self.runner.states.layers, self.runner.pages)
+        pages = self.runner.pages.layers if self.runner.pages is not None else []
+        logits = self.runner.model.logits(indices, self.runner.states.layers, pages)
         self.advance(rows, plan, accepted)
         return logits.cpu()
 

@@ -177,11 +177,13 @@ def test_kv_copies_come_before_the_pass(model: Model) -> None:
     first = driver.execute([Row(request, 20)], [RowSampling(GREEDY, (0,))])[0].tokens
     source, target = request.kv_blocks[0], driver.free_kv.pop()
     fork = Request([*tokens, *tokens_of(1, 1)], [target], 20, request.state, request.conv_state)
-    before = [page[source, :20].clone() for layer in driver.runner.pages for page in layer]
+    assert driver.runner.pages is not None
+    pages = [page for layer in driver.runner.pages.layers for page in layer]
+    before = [page[source, :20].clone() for page in pages]
     plan = replace(driver.plan([Row(fork, drafts=())]), kv_copies=((source, target),))
     output = driver.runner.execute(plan, [RowSampling(GREEDY, (0,))])[0]
     assert output.tokens == [all_logits(model, fork.tokens)[-1].argmax().item()] != first
-    for page, old in zip((page for layer in driver.runner.pages for page in layer), before, strict=True):
+    for page, old in zip(pages, before, strict=True):
         assert torch.equal(page[source, :20], old) and page[source, 20:].isnan().all()
 
 

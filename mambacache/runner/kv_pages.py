@@ -6,22 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from mambacache.kernels import StatePool, StateTensor, state_bytes
 from mambacache.models.layer import KVLayer
 
-KVPages = list[tuple[torch.Tensor, torch.Tensor]]
+
+def _tensors(layers: Sequence[KVLayer], block_size: int) -> list[tuple[StateTensor, StateTensor]]:
+    """For each attention layer the key page and the value page of one block."""
+
+    def page(layer: KVLayer, dim: int) -> StateTensor:
+        return StateTensor((block_size, layer.heads, dim), layer.dtype)
+
+    return [(page(layer, layer.key_dim), page(layer, layer.value_dim)) for layer in layers]
 
 
 def kv_block_bytes(layers: Sequence[KVLayer], block_size: int) -> int:
-    """Bytes of one KV block: `block_size` tokens' keys and values of all attention layers."""
-    return sum(block_size * x.heads * (x.key_dim + x.value_dim) * x.dtype.itemsize for x in layers)
+    """Bytes of one KV block: `block_size` tokens' keys and values of all attention layers, aligned as a state is."""
+    return state_bytes(_tensors(layers, block_size))
 
 
 def allocate_kv_pages(
     layers: Sequence[KVLayer], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-) -> KVPages:
-    """For each attention layer its key pages [num_blocks + 1, block_size, heads, key_dim] and value pages."""
-
-    def pages(layer: KVLayer, dim: int) -> torch.Tensor:
-        return torch.empty(num_blocks + 1, block_size, layer.heads, dim, dtype=layer.dtype, device=device)
-
-    return [(pages(layer, layer.key_dim), pages(layer, layer.value_dim)) for layer in layers]
+) -> StatePool | None:
+    """A pool whose blocks are contiguous, as states are; its `layers` are, for each attention layer, its key pages
+    [num_blocks + 1, block_size, heads, key_dim] and value pages. None without such layers."""
+    return StatePool(_tensors(layers, block_size), num_blocks, device) if layers else None

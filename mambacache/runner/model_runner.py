@@ -12,7 +12,6 @@ from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model
 from mambacache.plan import StepPlan
 from mambacache.runner.device_batch import DeviceBatch
-from mambacache.runner.kv_pages import KVPages
 from mambacache.runner.sampler import RowSampling, sample, score
 
 Logprobs = dict[int, float]
@@ -43,10 +42,10 @@ class ModelRunner:
     Args:
         model: whose layers read and write the pools.
         states: the state pool, laid out for the model's `state_layers`.
-        pages: key and value pages for the model's `kv_layers`.
+        pages: the pool of KV pages for the model's `kv_layers`; None if it has none.
     """
 
-    def __init__(self, model: Model, states: StatePool, pages: KVPages) -> None:
+    def __init__(self, model: Model, states: StatePool, pages: StatePool | None) -> None:
         self.model = model
         self.states = states
         self.pages = pages
@@ -63,11 +62,12 @@ class ModelRunner:
             For each row what it gives.
         """
         with torch.cuda.device_of(self.states.buffer):  # where Triton launches, whatever its arguments lie on
+            pages = self.pages.layers if self.pages is not None else []
             for source, target in plan.kv_copies:
-                for page in (page for layer in self.pages for page in layer):
+                for page in (page for layer in pages for page in layer):
                     page[target] = page[source]
             batch = DeviceBatch.build(plan, sampling, self.states.buffer.device)
-            logits = self.model.logits(batch.indices, self.states.layers, self.pages)
+            logits = self.model.logits(batch.indices, self.states.layers, pages)
             tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
             scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
             scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)])
