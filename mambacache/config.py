@@ -95,6 +95,14 @@ class CacheConfig:
         max_seen_blocks: hashes of computed blocks remembered, to find junctions after their KV is gone.
         record_tokens: tokens remembered for the report's ceiling, at 4 to 5 bytes each and some 400 a branch.
         accounting: False leaves out ceilings, losses, counters and events.
+        num_host_states: slots for states in host memory, to which `PrefixCache.transfers` has copied what the device
+            would evict; 0 for no such tier.
+        num_host_pages: slots for KV pages there; 0 for a model without attention.
+        state_bytes: of one state, which say how much a transfer moves; 0 if that shall not matter.
+        page_bytes: of one KV page.
+        host_bytes_per_token: bytes that may be moved for each token that a prompt need not compute: a hit in host memory
+            that takes more is left alone. The default is moved by PCIe 5 in about 5 us, in which an H200 prefills less
+            than a token of a model with 1 B active parameters.
     """
 
     num_state_blocks: int
@@ -109,6 +117,11 @@ class CacheConfig:
     max_seen_blocks: int = 1 << 18
     record_tokens: int = 1 << 24
     accounting: bool = True
+    num_host_states: int = 0
+    num_host_pages: int = 0
+    state_bytes: int = 0
+    page_bytes: int = 0
+    host_bytes_per_token: int = 1 << 18
 
     @property
     def host_keeps_kv(self) -> bool:
@@ -142,6 +155,22 @@ class CacheConfig:
         )
         _require(
             self.max_seen_blocks >= 0 and self.record_tokens >= 0, "max_seen_blocks and record_tokens must be 0 or more"
+        )
+        self._check_host_tier()
+
+    def _check_host_tier(self) -> None:
+        for name in ("num_host_states", "num_host_pages", "state_bytes", "page_bytes", "host_bytes_per_token"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} is {value}: set it to 0 or more")
+        _require(
+            not (self.num_host_states and self.host_keeps_kv),
+            f"num_host_states is {self.num_host_states} and the host keeps the KV: states are of use only where the KV "
+            "before them is, set num_kv_blocks, or num_host_states to 0",
+        )
+        _require(
+            (self.num_host_pages > 0) == (self.num_host_states > 0 and self.num_kv_blocks > 0),
+            f"num_host_states is {self.num_host_states} and num_host_pages {self.num_host_pages}: a state is of use only "
+            "with the KV before it, set both, or for a model without attention num_host_states alone",
         )
 
 

@@ -1,7 +1,8 @@
 """What a scheduler hands to a runner: pure data, host integers and numpy int32 arrays, and how the arrays are laid out.
 
-A `SequenceStep` is one row of a step, a `StepPlan` the whole mixed batch: decode rows first, then prefill rows. Every
-src, dst and checkpoint block in it was chosen by the cache; whoever reads a plan only follows it.
+A `SequenceStep` is one row of a step, a `StepPlan` the whole mixed batch: decode rows first, then prefill rows. A
+`Transfer` is what is to be copied between device and host beside the steps. Every block in them was chosen by the
+cache; whoever reads a plan only follows it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,15 @@ class PageTables(NamedTuple):
     pages: Sequence[array[int]]
     num_shared: Sequence[int]  # leading pages that others wrote
     copied: Sequence[int]  # the page whose contents the first one after those begins with; 0 for none
+
+
+class Transfer(NamedTuple):
+    """Blocks to copy between the device's pools and the host's, pairs of (device block, host slot)."""
+
+    number: int  # transfers are numbered as they begin
+    to_host: bool
+    states: tuple[tuple[int, int], ...]
+    pages: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)

@@ -23,17 +23,20 @@ class RequestReport:
     """What the cache did for one prompt, in tokens. `losses` add up to `ceiling - hit`.
 
     `ceiling` is the longest prefix that the prompt shares with anything computed so far, at most its length - 1.
+    `from_host` is how much of the hit was loaded from the tier in host memory.
     """
 
     prompt: int
     hit: int
     ceiling: int
     losses: dict[Loss, int]
+    from_host: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """A block's hash came to name a block, or ceased to: what a router needs to know where a prefix is cached.
+    """A block's hash came to name a block on the device, or ceased to: what a router needs to know where a prefix is
+    cached.
 
     `number` counts events; after a gap some were lost, and what the router believes is to be dropped.
     """
@@ -60,13 +63,21 @@ class CacheStats:
     states_stored: int = 0
     states_evicted: int = 0
     kv_evicted: int = 0
+    host_hit_tokens: int = 0  # of `hit_tokens`, those whose state or KV was loaded from host memory
+    loads: int = 0  # begun, each for one prompt or more
+    bytes_to_host: int = 0
+    bytes_from_host: int = 0
+    failed_transfers: int = 0
     state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
     kv_blocks: dict[str, int] = field(default_factory=dict)  # empty where the host keeps the KV, and without attention
+    host_states: dict[str, int] = field(default_factory=dict)  # slots in host memory; empty without such a tier
+    host_pages: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: RequestReport) -> None:
         self.requests += 1
         self.prompt_tokens += report.prompt
         self.hit_tokens += report.hit
+        self.host_hit_tokens += report.from_host
         self.ceiling_tokens += report.ceiling
         for reason, tokens in report.losses.items():
             self.losses[reason] += tokens
@@ -84,9 +95,20 @@ class CacheStats:
             ("states stored, evicted", f"{self.states_stored:,}, {self.states_evicted:,}"),
             ("state blocks", _in_words(self.state_blocks)),
             ("KV blocks", _in_words(self.kv_blocks)),
+            *(self._host_rows() if self.host_states else ()),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+    def _host_rows(self) -> list[tuple[str, str]]:
+        return [
+            ("hit from host memory", _share(self.host_hit_tokens, self.prompt_tokens)),
+            ("loads, failed transfers", f"{self.loads:,}, {self.failed_transfers:,}"),
+            ("bytes to host, back", f"{self.bytes_to_host:,}, {self.bytes_from_host:,}"),
+            ("host states", _in_words(self.host_states)),
+            ("host KV blocks", _in_words(self.host_pages)),
+        ]
 
 
 def _share(tokens: int, of: int) -> str:
@@ -122,9 +144,10 @@ class Wait:
     """Why a request cannot run now; nothing was taken.
 
     Attributes:
-        reason: "no room" (of states or KV), "prefix" (another request computes it) or "in flight" (tokens of a step
-            that was issued for it have not been read).
-        on: for "prefix" the request that computes it, and `until` the position after which it is there.
+        reason: "no room" (of states or KV), "prefix" (another request computes it), "loading" (it is being copied from
+            host memory) or "in flight" (tokens of a step that was issued for it have not been read).
+        on: for "prefix" the request that computes it, for "loading" the one for which that began; and `until` the
+            position after which it is there.
     """
 
     reason: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 TOKEN_BYTES = 4
@@ -73,16 +74,17 @@ class CacheModel:
         if kind == "kv":
             self.without_kv.add(prefix)
 
-    def check(self, num_states: int, num_kv: int) -> None:
+    def check(self, num_states: int, num_kv: int, elsewhere: Set[Prefix] = frozenset()) -> None:
         """Once all events are told: a state goes with the KV block that ends where it stands, and none goes in silence.
 
         Args:
             num_states, num_kv: how many the cache holds.
+            elsewhere: prefixes whose last KV block is kept elsewhere.
         """
-        orphans = self.states.keys() & self.without_kv - self.kv.keys()
+        orphans = self.states.keys() & self.without_kv - self.kv.keys() - elsewhere
         assert not orphans, "a state outlives the KV of its block"
         assert (len(self.states), len(self.kv)) == (num_states, num_kv), "events do not tell of all that went"
-        self.without_kv.clear()
+        self.without_kv &= elsewhere
 
     def clear(self) -> None:
         self.seen.clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -15,10 +14,11 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.cache.request import CachedRequest, Life
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import SequenceStep, StepPlan
-from mambacache.report import Hit, Wait
+from mambacache.report import CacheEvent, Hit, Wait
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 from symbolic import WINDOW, StepFailed, SymbolicRunner, answer, true_page, true_state
+from symbolic_jobs import Job, Mix
 
 MAX_STEPS = 20_000
 
@@ -195,19 +195,27 @@ class CheckedCache(PrefixCache):
             if event.action == "removed":
                 self.model.remove(event.kind, self._names.pop((event.kind, event.block_hash)))
                 continue
-            s = self._owners[event.request_id]
-            assert s.store and not s.stale, "a request that may not store stores"
-            tokens = s.tokens.tobytes()
-            assert event.num_tokens <= len(s.tokens), "a block of unknown tokens is readable"
-            prefix = s.salt, tokens[: event.num_tokens * 4]
+            prefix = self.prefix_of(event)
             assert prefix not in held
             self._names[event.kind, event.block_hash] = prefix
             held[prefix] = self._check_stored(event.kind, event.block_hash, prefix[1])
         self._events_seen = self._books.ledger._num_events
-        self.model.check(self.states.num_committed, self.kv.num_committed if self.kv is not None else 0)
+        num_kv = self.kv.num_committed if self.kv is not None else 0
+        self.model.check(self.states.num_committed, num_kv, self.kv_elsewhere())
         self.runner.written[self.states._free] = False
         if self.kv is not None:
             self.runner.kv_written.reshape(-1, self.config.block_size)[self.kv._free] = False
+
+    def prefix_of(self, event: CacheEvent) -> Prefix:
+        """The prefix that was stored: known tokens of a request that may store."""
+        s = self._owners[event.request_id]
+        assert s.store and not s.stale, "a request that may not store stores"
+        assert event.num_tokens <= len(s.tokens), "a block of unknown tokens is readable"
+        return s.salt, s.tokens.tobytes()[: event.num_tokens * 4]
+
+    def kv_elsewhere(self) -> set[Prefix]:
+        """Prefixes whose last block's KV is held elsewhere than on the device."""
+        return set()
 
     def check_contents(self) -> None:
         """Every committed block still holds what its hash stands for."""
@@ -285,38 +293,6 @@ class CheckedCache(PrefixCache):
         assert self._shared(s, other) > max(hit, life.computed)
 
 
-@dataclass
-class Job:
-    """One request of a mix; steps are counted from the beginning."""
-
-    prompt: list[int]
-    max_tokens: int = 4
-    arrives: int = 0
-    aborts: int | None = None
-    stop: tuple[int, ...] = ()
-    salt: str = ""
-    n: int = 1
-    marks: tuple[int, ...] = ()
-    read: bool = True
-    store: bool = True
-
-
-@dataclass
-class Mix:
-    """Jobs, and how they are run."""
-
-    jobs: list[Job]
-    budget: int = 200
-    max_num_seqs: int = 8
-    long_prefill: int = 0
-    ahead: int = 0  # steps that are scheduled and issued before the tokens of the oldest are read
-    draft_errors: int | None = None  # None: no drafts; else every so many proposed tokens one is wrong
-    fails: frozenset[int] = frozenset()  # steps that fail
-    bad: int | None = None  # the job whose every step fails
-    resets: frozenset[int] = frozenset()
-    cache: dict[str, Any] = field(default_factory=dict)  # of CacheConfig
-
-
 class Driver:
     """Runs a mix to its end. `outputs` and `requests` are keyed by job, and by answer for n > 1."""
 
@@ -375,9 +351,10 @@ class Driver:
 
     def step(self) -> None:
         """Schedules and issues a step, and reads the oldest one in flight if there are enough."""
-        plan = self.scheduler.schedule()
+        plan = self.schedule()
         if plan is None:
-            assert self.plans or self.scheduler.idle, "requests are left, nothing is in flight, and nothing runs"
+            waits = not self.plans and self.wait()
+            assert self.plans or waits or self.scheduler.idle, "requests are left, nothing is in flight, and nothing runs"
             if self.plans:
                 self.read()
             return
@@ -398,6 +375,13 @@ class Driver:
         self.plans.append((plan, outputs))
         if len(self.plans) > self.mix.ahead:
             self.read()
+
+    def schedule(self) -> StepPlan | None:
+        return self.scheduler.schedule()
+
+    def wait(self) -> bool:
+        """Waits for what is under way beside the steps; False if nothing is."""
+        return False
 
     def read(self) -> None:
         plan, outputs = self.plans.popleft()

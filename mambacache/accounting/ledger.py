@@ -64,6 +64,12 @@ class Ledger:
             self._fates.pop(block_hash, None)
             self._stats.states_stored += 1
 
+    def loaded(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
+        """A block came back from the host's memory."""
+        if self.on:
+            self._event("stored", kind, block_hash, position, request_id)
+            self._fates.pop(block_hash, None)
+
     def removed(self, kind: str, block_hash: bytes, evicted: bool) -> None:
         if not self.on:
             return
@@ -89,6 +95,20 @@ class Ledger:
     def ended(self, trace: Trace) -> None:
         if self._unrecorded.pop(trace, 0) is None:
             self._add_to_record(trace)
+
+    def loads(self) -> None:
+        self._stats.loads += self.on
+
+    def transferred(self, to_host: bool, num_bytes: int, failed: bool) -> None:
+        """So much was copied between device and host, or that failed."""
+        if not self.on:
+            return
+        if failed:
+            self._stats.failed_transfers += 1
+        elif to_host:
+            self._stats.bytes_to_host += num_bytes
+        else:
+            self._stats.bytes_from_host += num_bytes
 
     def waited(self) -> None:
         self._stats.waits += self.on

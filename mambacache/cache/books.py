@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 from mambacache.accounting.ledger import Ledger, Trace
@@ -14,7 +14,9 @@ from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.states import States
+from mambacache.cache.tier import Tier
 from mambacache.config import CacheConfig
+from mambacache.plan import Transfer
 from mambacache.report import Hit, RequestReport, Wait
 
 BLOCKS_OF_A_STATE = 110  # that caches hold for each state, where the host keeps them: 7,000 tokens
@@ -22,24 +24,24 @@ BLOCKS_OF_A_STATE = 110  # that caches hold for each state, where the host keeps
 
 class Books:
     """As a context manager it marks a change of the books. One that an exception breaks off leaves them torn; the next
-    call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
+    call then rebuilds them (`repair.mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self._config = config
         self.requests: dict[str, CachedRequest] = {}
         self.rows = Rows(self.requests)
-        self._life_numbers, self._row_numbers = count(1), count(1)
+        self._life_numbers, self._row_numbers, self._transfer_numbers = count(1), count(1), count(1)
         self._generation = 0
         self.torn = False
-        self._accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
+        self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
         self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
         most = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
         self._policy = Policy(config.block_size, config.checkpoint_interval, most)
-        self._set_up()
+        self.set_up(())
 
-    def _set_up(self) -> None:
-        """Empty pools, and nothing known of any block."""
+    def set_up(self, under_way: Iterable[Transfer]) -> None:
+        """Empty pools, and nothing known of any block but those that are being copied."""
         config = self._config
         chains = self.chains = Chains(
             config.block_size, config.num_kv_blocks or BLOCKS_OF_A_STATE * config.num_state_blocks
@@ -48,6 +50,10 @@ class Books:
         self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed, chains)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers)
+        self.tier = Tier(
+            config, self.pool, self.states, self.pages, chains, self.ledger, self._host_page_removed,
+            self._transfer_numbers, under_way,
+        )  # fmt: skip
 
     def __enter__(self) -> Books:
         self.torn = True
@@ -55,34 +61,6 @@ class Books:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.torn = kind is not None
-
-    def mend(self) -> None:
-        """Rebuilds torn books: what was cached is given up, nothing else."""
-        for row, known, tokens in self._accepting:
-            row.life.request.tokens[known:] = tokens
-        accepted = [row for row, _, _ in self._accepting]
-        num_issued = self.states.num_issued
-        self._set_up()
-        self.states.num_issued = num_issued
-        self.ledger.start_over()
-        for request in self.requests.values():
-            request.life = request.leaving = None
-            request.issued, request.in_flight = [], 0
-            self._rehash(request)
-            self.lookup.wait(request)
-        for row in sorted(self.rows.values(), key=lambda row: row.issue):
-            request = row.life.request
-            row.life.ended = True
-            if row.issue and row not in accepted and self.requests.get(request.request_id) is request:
-                request.issued.append(row)
-                request.in_flight += row.step.samples
-            elif not row.issue:
-                self.rows.lost.add(row.step.row)
-        rows = [row for request in self.requests.values() for row in request.issued]
-        self.rows.clear()
-        self.rows.update((row.step.row, row) for row in rows)
-        self._accepting = []
-        self.torn = False
 
     # --- chains ---
 
@@ -92,7 +70,7 @@ class Books:
         extend_chain(chain, tokens, config.block_size, keys)
         return chain
 
-    def _rehash(self, request: CachedRequest) -> None:
+    def rehash(self, request: CachedRequest) -> None:
         request.chain = self.chain(request.tokens, request.salt, request.keys)
         request.stale, request.waits = False, None
 
@@ -102,14 +80,20 @@ class Books:
         """One look along the request's chain; the arguments are those of `PrefixCache.match`."""
         if not request.read:
             return Found()
-        size = self._config.block_size
+        size, limit = self._config.block_size, self._limit(request, max_tokens)
         last = (len(request.tokens) - 1) // size
-        limit = last if max_tokens is None else min(last, int(max_tokens) // size)
         host_coverage = int(kv_tokens) // size if self._config.host_keeps_kv and kv_tokens is not None else None
         return self.lookup.find(request.chain, limit, last, host_coverage, waits=self._policy.max_checkpoints > 0)
 
+    def _limit(self, request: CachedRequest, max_tokens: int | None) -> int:
+        """The blocks after which a request may resume at most: one token at least is computed."""
+        bound = len(request.tokens) - 1
+        return (bound if max_tokens is None else min(bound, int(max_tokens))) // self._config.block_size
+
     def still_waits(self, request: CachedRequest) -> Wait | None:
         """The wait that a request was told, unless the state is there or given up by now."""
+        if request.load is not None and not request.load.done:
+            return self.tier.wait(request.load)
         if request.waits is None:
             return None
         writer, boundary = request.waits
@@ -122,9 +106,13 @@ class Books:
     def admit(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Hit | Wait:
         if (wait := self.still_waits(request)) is not None:
             return wait
-        if not self.pool.num_available:
+        self.tier.leave(request)
+        if not self.pool.num_available and not self.tier.let_go():
             return Wait("no room")
         found = self.find(request, kv_tokens, max_tokens)
+        load = self.tier.fetch(request, found, self._limit(request, max_tokens)) if request.read else None
+        if load is not None:
+            return load
         if found.writer is not None:
             boundary = found.promised * self._config.block_size
             request.waits = found.writer, boundary
@@ -134,7 +122,7 @@ class Books:
         state = self.pool.lookup(request.chain[found.hit]) or 0 if found.hit else 0
         room = self.pool.num_available - (state > 0 and not self.pool.references[state])  # beside what is hit
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
-            return Wait("no room")
+            return self.admit(request, kv_tokens, max_tokens) if self.tier.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
         self.lookup.wait_no_more(request)
         life = self._begin(request, hit.num_tokens, len(request.tokens))
@@ -151,7 +139,9 @@ class Books:
         junction = 0 if request.goes_on_from else hit.junction  # nobody branches at the end of a turn
         life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
         ceiling = hit.num_tokens + sum(hit.losses.values())
-        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
+        before, request.hit_before, request.may_load = request.hit_before, None, True
+        loaded = 0 if before is None else max(found.hit - before, 0) * self._config.block_size
+        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses, loaded)
         return hit
 
     def _begin(self, request: CachedRequest, computed: int, prefill_end: int) -> Life:
@@ -185,9 +175,18 @@ class Books:
                     continue
                 child.life = None
             if child.stale:
-                self._rehash(child)
+                self.rehash(child)
             self.lookup.wait(child)
         return running
+
+    def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
+        """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
+        row = self.states.allocate(life, num_tokens, drafts, decode)
+        if row is None and self.tier.let_go():
+            row = self.states.allocate(life, num_tokens, drafts, decode)
+        if row is not None:
+            self.rows[row.step.row] = row
+        return row
 
     # --- the end of a life ---
 
@@ -201,13 +200,17 @@ class Books:
             self.rows.pop(row.step.row, None)
         self.states.end(life, finished)
         if request.stale:
-            self._rehash(request)
+            self.rehash(request)
         self.lookup.wait(request)
 
     def forget(self, request: CachedRequest, finished: bool, wrong_from: int | None) -> None:
-        for block_hash in () if wrong_from is None else request.chain[wrong_from // self._config.block_size + 1 :]:
-            self.pool.drop(block_hash)
-            self.pages.pool.drop(block_hash)
+        if wrong_from is not None:
+            wrong = request.chain[wrong_from // self._config.block_size + 1 :]
+            for block_hash in wrong:
+                self.pool.drop(block_hash)
+                self.pages.pool.drop(block_hash)
+            self.tier.drop(wrong)
+        self.tier.leave(request)
         del self.requests[request.request_id]
         if request.life is not None:
             self.end_life(request.life, finished)
@@ -227,14 +230,16 @@ class Books:
         self._generation += 1
         self.pool.clear()
         self.pages.pool.clear()
+        self.tier.clear()
         self.lookup.forget_seen()
         for request in self.requests.values():
+            request.may_load, request.hit_before = True, None
             if request.life is not None:
                 self.lookup.wrote(request.life, request.chain, request.life.announced)
                 request.stale = True
             else:
                 self.lookup.wait_no_more(request)
-                self._rehash(request)
+                self.rehash(request)
                 self.lookup.wait(request)
 
     # --- rows ---
@@ -265,8 +270,8 @@ class Books:
         request.in_flight += row.step.samples
 
     def accept(self, taken: Sequence[tuple[Row, array[int]]]) -> None:
-        self._accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
-        for row, known, tokens in self._accepting:
+        self.accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
+        for row, known, tokens in self.accepting:
             life, request = row.life, row.life.request
             del self.rows[row.step.row]
             request.issued.remove(row)
@@ -281,7 +286,7 @@ class Books:
                     self.lookup.writes(life, request.chain)
             if not life.ended:
                 self.states.accept(row)
-        self._accepting = []
+        self.accepting = []
 
     def cancel(self, rows: Sequence[Row]) -> None:
         since = min((row.issue for row in rows if row.issue), default=0)
@@ -319,12 +324,19 @@ class Books:
         """A row failed on the device after it was issued: what was committed since, and who resumed there, is void."""
         self.pool.drop_born(issue)
         self.pages.pool.drop_born(issue)
+        self.tier.drop_born(issue)
         for request in self.requests.values():
             life = request.life
             if life is not None and (life.hit or life.shared_pages) and life.admitted_at >= issue:
                 self._void(life, 0)
                 self.end_life(life, finished=False)
                 self.ledger.preempted()
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Blocks by status, for `CacheStats`."""
+        pools = {"state_blocks": self.pool, "kv_blocks": self.pages.pool}
+        pools |= {"host_states": self.tier.states, "host_pages": self.tier.pages}
+        return {name: pool.counts() for name, pool in pools.items() if pool.num_blocks}
 
     # --- what is removed ---
 
@@ -333,19 +345,14 @@ class Books:
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted:
-            self.pool.drop(block_hash, evicted=True)
+        if evicted and self.tier.pages.lookup(block_hash) is None:
+            self._drop_state(block_hash)
 
-    def check(self) -> None:
-        """See `PrefixCache.check`."""
-        running = [request.life for request in self.requests.values() if request.life is not None]
-        leaving = [row.life for row in self.rows.values() if row.life.ended and not row.issue]
-        lives = [*running, *leaving]
-        self.pool.check(lease.block for life in lives for lease in self.states.held(life, life.row))
-        self.pages.check(lives, running)
-        self.lookup.check(list(self.requests.values()))
-        unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
-        assert self.states.unwritten == unwritten, "checkpoints that are not written yet"
-        rows = [row for request in self.requests.values() for row in request.issued]
-        rows += [life.row for life in lives if life.row is not None]
-        assert {row.step.row: row for row in rows} == self.rows, "rows under way"
+    def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:
+        if evicted and self.pages.pool.lookup(block_hash) is None:
+            self._drop_state(block_hash)
+
+    def _drop_state(self, block_hash: bytes) -> None:
+        """The KV of its last block is nowhere any more."""
+        self.pool.drop(block_hash, evicted=True)
+        self.tier.states.drop(block_hash)

@@ -39,8 +39,9 @@ class Pages:
         if not self.present:
             return True
         references = self.pool.references
-        idle = sum(not references[page] for page in self._covering(chain, coverage))
-        return self._blocks(num_tokens) - coverage <= self.pool.num_available - idle - self._lacking
+        shared = self._covering(chain, coverage)
+        idle = sum(not references[page] for page in shared)
+        return self._blocks(num_tokens) - len(shared) <= self.pool.num_available - idle - self._lacking
 
     def begin(self, life: Life, chain: Sequence[bytes], coverage: int) -> None:
         """Takes references to the pages that cover a life's beginning."""
@@ -120,10 +121,10 @@ class Pages:
         """A life that ended needs no more pages than it has."""
         self._lacking -= self._lack(life)
 
-    def check(self, lives: Sequence[Life], running: Sequence[Life]) -> None:
-        """Raises AssertionError unless the books balance."""
+    def check(self, lives: Sequence[Life], running: Sequence[Life], others: Sequence[int]) -> None:
+        """Raises AssertionError unless the books balance, these `others` being held by whoever is no life."""
         copies = [life.copy_page.block for life in lives if life.copy_page is not None]
-        self.pool.check([*(page for life in lives for page in life.pages), *copies])
+        self.pool.check([*(page for life in lives for page in life.pages), *copies, *others])
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"
 
     def _covering(self, chain: Sequence[bytes], coverage: int) -> list[int]:

@@ -200,19 +200,46 @@ class EvictionOrder:
         self._cold[block] = -inf
         self._cold.move_to_end(block, last=False)
 
-    def remove(self, block: int, hot: bool) -> None:
-        del (self._hot if hot else self._cold)[block]
+    def put_back(self, block: int, hot: bool, used: float) -> None:
+        """A block that `remove` gave with the time when it was used last, and that was among the first to go."""
+        order = self._hot if hot else self._cold
+        order[block] = used
+        order.move_to_end(block, last=False)
+
+    def remove(self, block: int, hot: bool) -> float:
+        """Gives the time when the block was used last."""
+        return (self._hot if hot else self._cold).pop(block)
 
     def first(self, cold_only: bool) -> int | None:
         """The block to evict; None if there is none, or only hot ones with `cold_only`."""
         cold = next(iter(self._cold.items()), None)
         hot = None if cold_only else next(iter(self._hot.items()), None)
+        found = self._sooner(cold, hot)
+        return found[0] if found is not None else None
+
+    def coldest(self, count: int) -> list[int]:
+        """Of the first `count` blocks to be evicted those that may be of use."""
+        cold_ones, hot_ones = iter(self._cold.items()), iter(self._hot.items())
+        cold, hot = next(cold_ones, None), next(hot_ones, None)
+        found: list[int] = []
+        for _ in range(count):
+            entry = self._sooner(cold, hot)
+            if entry is None:
+                break
+            if entry[1] > -inf:
+                found.append(entry[0])
+            if entry is cold:
+                cold = next(cold_ones, None)
+            else:
+                hot = next(hot_ones, None)
+        return found
+
+    def _sooner(self, cold: tuple[int, float] | None, hot: tuple[int, float] | None) -> tuple[int, float] | None:
         if cold is None or hot is None:
-            found = cold or hot
-            return found[0] if found is not None else None
+            return cold or hot
         now, gap = self._chains.now, self._chains.mean_gap
         dead = now - hot[1] + gap > self._chains.odds * (now - cold[1] + gap)
-        return hot[0] if dead else cold[0]
+        return hot if dead else cold
 
     def blocks(self) -> set[int]:
         return {*self._cold, *self._hot}

@@ -11,18 +11,22 @@ RemovedCallback = Callable[[bytes, int, bool], None]
 
 
 class Lease:
-    """A block held by someone. However often it is ended, the block is given back once."""
+    """A block held by someone. However often it is ended, the block is given back once.
 
-    __slots__ = ("block", "pool")
+    `used`: where it is to return to in the order of eviction; None if being held makes it the last one used.
+    """
 
-    def __init__(self, pool: BlockPool, block: int) -> None:
+    __slots__ = ("block", "pool", "used")
+
+    def __init__(self, pool: BlockPool, block: int, used: float | None = None) -> None:
         self.pool = pool
         self.block = block
+        self.used = used
 
     def end(self) -> None:
         block, self.block = self.block, 0
         if block:
-            self.pool.release(block)
+            self.pool.release(block, self.used)
 
 
 class BlockPool:
@@ -45,11 +49,16 @@ class BlockPool:
         self.exact = [False] * (num_blocks + 1)
         self.hot = [False] * (num_blocks + 1)
         self.born = [0] * (num_blocks + 1)  # number of the issue that wrote a COMMITTED block
+        self.moves = 0  # how often a block was taken, or came to be evictable or ceased to
 
     @property
     def num_available(self) -> int:
         """Blocks that `take` can give: free ones and those it may evict."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
 
     @property
     def num_committed(self) -> int:
@@ -73,6 +82,7 @@ class BlockPool:
             self.evict()
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
+        self.moves += count
         for block in blocks:
             self.references[block] = 1
         return blocks
@@ -92,18 +102,35 @@ class BlockPool:
         """`share` without a lease, for who gives back many blocks together."""
         if not self.references[block]:
             self._idle.remove(block, self.hot[block])
+            self.moves += 1
         self.references[block] += 1
 
-    def release(self, block: int) -> None:
-        """One reference less; the last one frees a private block and makes a COMMITTED one evictable."""
+    def lend(self, block: int) -> Lease:
+        """`share` of a COMMITTED block for whom reading it is no use of it."""
+        used = None if self.references[block] else self._idle.remove(block, self.hot[block])
+        self.references[block] += 1
+        return Lease(self, block, used)
+
+    def seize(self, block: int) -> Lease:
+        """Takes this very block out of those that are free."""
+        self._free.remove(block)
+        self.references[block] = 1
+        return Lease(self, block)
+
+    def release(self, block: int, used: float | None = None) -> None:
+        """One reference less; the last one frees a private block and makes a COMMITTED one evictable, as the one used
+        last, or `used` at that time and among the first to go."""
         references = self.references[block] - 1
         self.references[block] = references
         if references:
             return
         if self.hashes[block] is None:
             self._free.append(block)
-        else:
+        elif used is None:
             self._idle.add(block, self.hot[block])
+            self.moves += 1
+        else:
+            self._idle.put_back(block, self.hot[block], used)
 
     # --- hashes ---
 
@@ -143,6 +170,10 @@ class BlockPool:
             return False
         self._forget(block, evicted=True)
         return True
+
+    def coldest(self, count: int) -> list[int]:
+        """Of the first `count` blocks that `evict` would free those that may be of use."""
+        return self._idle.coldest(count)
 
     def withdraw(self, block: int) -> None:
         """COMMITTED back to private, for the block's sole holder."""

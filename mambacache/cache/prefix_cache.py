@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mambacache.cache.books import Books
+from mambacache.cache.moves import check_under_way
+from mambacache.cache.repair import check, mend
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import check_fork, check_next_row
 from mambacache.checks import accepted_tokens, block_keys, boundaries, check_bounds, check_integer, prompt_array
 from mambacache.config import CacheConfig
-from mambacache.plan import SequenceStep, StepPlan, build_plan
+from mambacache.plan import SequenceStep, StepPlan, Transfer, build_plan
 from mambacache.report import CacheEvent, CacheStats, Hit, Progress, RequestReport, Wait
 
 
@@ -98,7 +100,8 @@ class PrefixCache:
             return books.admit(request, kv_tokens, max_tokens)
 
     def waits(self, request_id: str) -> bool:
-        """Whether the prefix that the last `admit` said to wait for is still to come. Costs next to nothing."""
+        """Whether the prefix that the last `admit` said to wait for, computed or loaded, is still to come. Costs next to
+        nothing."""
         return self._books.still_waits(self._known(request_id)) is not None
 
     def withdraw(self, request_id: str) -> None:
@@ -191,9 +194,7 @@ class PrefixCache:
         guesses = check_next_row(life, num_tokens, drafts, decode, self.config.max_draft_tokens)
         books = self._books
         books.torn = True  # as `with books` does, which takes as long as a third of the rest
-        row = books.states.allocate(life, int(num_tokens), guesses, decode)
-        if row is not None:
-            books.rows[row.step.row] = row
+        row = books.allocate(life, int(num_tokens), guesses, decode)
         books.torn = False
         return row.step if row is not None else None
 
@@ -264,14 +265,32 @@ class PrefixCache:
         with self._books as books:
             books.cancel(rows)
 
+    # --- the tier in host memory ---
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What is to be copied between device and host: all transfers under way, the oldest first. To be called between
+        steps, after `admit`: launch those whose numbers are new, behind what the device was told before. Whoever never
+        calls it has no such tier."""
+        with self._books as books:
+            return books.tier.transfers()
+
+    def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
+        """A transfer is done; or it failed, and what it wrote is never read. Either way it has ended on the device.
+
+        Raises:
+            RuntimeError: it is not under way.
+        """
+        check_under_way(transfer, self._books.tier.moves)
+        with self._books as books:
+            books.tier.transferred(transfer.number, bool(failed))
+
     # --- the cache as a whole ---
 
     @property
     def stats(self) -> CacheStats:
         """A snapshot: totals, and how many blocks are in use at this moment."""
         books = self._books
-        kv_blocks = books.pages.pool.counts() if self.config.num_kv_blocks else {}
-        return replace(books.ledger.stats(), state_blocks=books.pool.counts(), kv_blocks=kv_blocks)
+        return replace(books.ledger.stats(), **books.counts())
 
     @property
     def request_ids(self) -> list[str]:
@@ -322,7 +341,7 @@ class PrefixCache:
 
     def check(self) -> None:
         """Raises AssertionError unless the books balance: every block is free, held or evictable, and counted once."""
-        self._books.check()
+        check(self._books)
 
     # --- what stands behind it ---
 
@@ -330,7 +349,7 @@ class PrefixCache:
     def _books(self) -> Books:
         """The books in order: a change of them that was broken off is mended before they are looked at."""
         if self._kept.torn:
-            self._kept.mend()
+            mend(self._kept)
         return self._kept
 
     def _known(self, request_id: str) -> CachedRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from mambacache.cache.policy import Wish
 from mambacache.cache.pool import Lease
 from mambacache.plan import SequenceStep
 from mambacache.report import RequestReport
+
+if TYPE_CHECKING:
+    from mambacache.cache.moves import Load
 
 ALWAYS_EXACT = 1 << 62
 
@@ -34,6 +38,9 @@ class CachedRequest:
     report: RequestReport | None = None  # made when it first ran
     life: Life | None = None  # None while it waits
     waits: tuple[Life, int] | None = None  # who is about to compute a prefix of it, and up to where
+    load: Load | None = None  # what it waits for from the host's memory
+    may_load: bool = True  # it has begun no load since it ran last
+    hit_before: int | None = None  # after how many blocks it could have resumed without the load that it waited for
     lined: int = 0  # leading blocks of the chain that `Lookup` counts as waited for
     issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
     in_flight: int = 0  # how many of them will give a token

@@ -34,6 +34,8 @@ class States:
         self._numbers = numbers  # of rows
         self.unwritten = 0  # checkpoint blocks of rows that are not issued yet
         self.num_issued = 0
+        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * (pool.num_blocks + 1)  # of a committed state: its
+        # chain, and after how many blocks of it it stands
 
     # --- a life begins ---
 
@@ -161,7 +163,7 @@ class States:
             if planned.get(block_hash, -1) >= exact:
                 continue
             may_evict = self._policy.may_evict_hot(wish)
-            lease = self._pool.lease(cold_only=not may_evict) if self._has_checkpoint_room(may_evict) else None
+            lease = self._pool.lease(cold_only=not may_evict) if self.has_checkpoint_room(may_evict) else None
             if lease is None:
                 self._ledger.refused(block_hash)
                 continue
@@ -183,11 +185,19 @@ class States:
             if self._lookup.worth_a_wait(life, depth):
                 self._policy.promise(life.wishes, depth * size)
 
-    def _has_checkpoint_room(self, may_evict_hot: bool) -> bool:
+    def has_checkpoint_room(self, may_evict_hot: bool) -> bool:
         """Whether the budget holds one more checkpoint, if need be by evicting one."""
         most = self._policy.max_checkpoints
-        full = self._pool.num_committed + self.unwritten >= most
-        return not full or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
+        return self._budget_left > 0 or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
+
+    @property
+    def room(self) -> int:
+        """How many more may be committed before one is evicted."""
+        return min(self._pool.num_free, self._budget_left)
+
+    @property
+    def _budget_left(self) -> int:
+        return self._policy.max_checkpoints - self._pool.num_committed - self.unwritten
 
     # --- after it ---
 
@@ -321,7 +331,7 @@ class States:
             return
         block_hash = request.chain[position // self._size]
         may_evict = self._policy.may_evict_hot(self._policy.wish(life.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self._has_checkpoint_room(may_evict):
+        if self._pool.lookup(block_hash) is None and not self.has_checkpoint_room(may_evict):
             self._ledger.refused(block_hash)
             return
         self._name(life, position, lease.block)
@@ -336,6 +346,7 @@ class States:
         hot = self._policy.hot(self._policy.wish(life.wishes, position), life.request.proven)
         exact = position <= life.near_from
         if self._pool.commit(block, block_hash, exact=exact, hot=hot, born=self.num_issued):
+            self.prefix[block] = life.request.chain, position // self._size
             self._ledger.stored("state", block_hash, position, life.request.request_id)
 
     def _advance(self, life: Life) -> None:

@@ -185,7 +185,7 @@ class Scheduler:
                 self._run(request)
                 if not self._schedule_row(request, self.cache.progress(request.request_id)):
                     break
-            elif found.reason == "prefix":
+            elif found.reason in ("prefix", "loading"):
                 line.set_aside(found.on, found.until, self._admissions)
             elif found.reason == "in flight":
                 line.pop()

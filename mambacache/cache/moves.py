@@ -1,0 +1,60 @@
+"""Transfers between device and host, and what they hold until they are done: data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mambacache.cache.pool import BlockPool, Lease
+from mambacache.cache.request import CachedRequest
+from mambacache.plan import Transfer
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A block that a transfer writes, and what it is once that is done."""
+
+    pool: BlockPool
+    block: int
+    block_hash: bytes
+    exact: bool
+    hot: bool
+    born: int
+    depth: int  # blocks of the prefix that it ends
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What a request waits for: the blocks that the device lacks of its prefix. Others may wait for it as well."""
+
+    request_id: str
+    chain: Sequence[bytes]
+    depth: int  # blocks of the prefix
+    leases: list[Lease]  # of its blocks on the device, old and new, until all who wait have come
+    waiting: set[CachedRequest] = field(default_factory=set)
+    done: bool = False
+
+    def let_go(self) -> bool:
+        """Gives back what is held, the end of the chain first; whether that was anything."""
+        held, self.leases = self.leases, []
+        for lease in reversed(held):
+            lease.end()
+        return bool(held)
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A transfer under way, and what is held for it."""
+
+    transfer: Transfer
+    leases: list[Lease] = field(default_factory=list)  # by turns a block on the device and a slot
+    arrivals: list[Arrival] = field(default_factory=list)
+    load: Load | None = None  # for whom it comes from the host
+    void: bool = False  # what it brings does not count
+
+
+def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
+    """Raises, as `PrefixCache.transferred` does, unless a transfer is one of these."""
+    move = moves.get(transfer.number)
+    if move is None or move.transfer != transfer:
+        raise RuntimeError(f"transfer {transfer.number} is not under way: end each of `transfers` once")

@@ -1,0 +1,53 @@
+"""Whether the books balance, and how torn ones are rebuilt."""
+
+from __future__ import annotations
+
+from mambacache.cache.books import Books
+
+
+def check(books: Books) -> None:
+    """See `PrefixCache.check`."""
+    requests = list(books.requests.values())
+    running = [request.life for request in requests if request.life is not None]
+    leaving = [row.life for row in books.rows.values() if row.life.ended and not row.issue]
+    lives, states, tier = [*running, *leaving], books.states, books.tier
+    held = [lease.block for life in lives for lease in states.held(life, life.row)]
+    books.pool.check([*held, *tier.held(books.pool)])
+    books.pages.check(lives, running, tier.held(books.pages.pool))
+    books.lookup.check(requests)
+    tier.check(requests)
+    unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
+    assert states.unwritten == unwritten, "checkpoints that are not written yet"
+    rows = [row for request in requests for row in request.issued]
+    rows += [life.row for life in lives if life.row is not None]
+    assert {row.step.row: row for row in rows} == books.rows, "rows under way"
+
+
+def mend(books: Books) -> None:
+    """Rebuilds torn books: what was cached is given up, nothing else. Transfers under way keep their blocks."""
+    for row, known, tokens in books.accepting:
+        row.life.request.tokens[known:] = tokens
+    accepted = [row for row, _, _ in books.accepting]
+    num_issued = books.states.num_issued
+    books.set_up([move.transfer for move in books.tier.moves.values()])
+    books.states.num_issued = num_issued
+    books.ledger.start_over()
+    for request in books.requests.values():
+        request.life = request.leaving = request.load = request.hit_before = None
+        request.may_load = True
+        request.issued, request.in_flight = [], 0
+        books.rehash(request)
+        books.lookup.wait(request)
+    for row in sorted(books.rows.values(), key=lambda row: row.issue):
+        request = row.life.request
+        row.life.ended = True
+        if row.issue and row not in accepted and books.requests.get(request.request_id) is request:
+            request.issued.append(row)
+            request.in_flight += row.step.samples
+        elif not row.issue:
+            books.rows.lost.add(row.step.row)
+    rows = [row for request in books.requests.values() for row in request.issued]
+    books.rows.clear()
+    books.rows.update((row.step.row, row) for row in rows)
+    books.accepting = []
+    books.torn = False

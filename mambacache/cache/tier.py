@@ -1,0 +1,352 @@
+"""The tier in host memory: copies of what the device is about to evict, and their way back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+from mambacache.accounting.ledger import Ledger
+from mambacache.cache.lookup import Found
+from mambacache.cache.moves import Arrival, Load, Move
+from mambacache.cache.pages import Pages
+from mambacache.cache.policy import Chains
+from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+from mambacache.cache.request import CachedRequest
+from mambacache.cache.states import States
+from mambacache.config import CacheConfig
+from mambacache.plan import Transfer
+from mambacache.report import Wait
+
+AHEAD = 8
+"""Copied before they are evicted are the blocks that would go first, up to one in so many of a pool: more than a step
+evicts, and few enough that most of what is used again in time is not copied for nothing."""
+
+LEAST_AHEAD = 2
+
+STATES_A_TRANSFER, PAGES_A_TRANSFER = 4, 128
+"""Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them."""
+
+
+class Tier:
+    """Slots in host memory, found by the hashes that name blocks on the device.
+
+    A request resumes where its state and all KV before it are, each on the device or here; what only the host has is
+    loaded first. So a page here keeps the state of its block alive, on either side, as one on the device does. Without
+    slots no call does anything.
+
+    Args:
+        pool, states, pages: the device's.
+        on_page_removed: called as a `BlockPool` does when a page here is lost.
+        numbers: of transfers.
+        under_way: transfers that nobody wants any more, and that may yet read and write the blocks that they name.
+    """
+
+    def __init__(
+        self, config: CacheConfig, pool: BlockPool, states: States, pages: Pages, chains: Chains, ledger: Ledger,
+        on_page_removed: RemovedCallback, numbers: count[int], under_way: Iterable[Transfer],
+    ) -> None:  # fmt: skip
+        self.present = config.num_host_states > 0
+        self._config, self._size = config, config.block_size
+        self._states, self._device, self._pages = pool, states, pages
+        self._ledger = ledger
+        self._numbers = numbers
+        self.states = BlockPool(config.num_host_states, lambda *_: None, chains)
+        self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
+        self._slots = {pool: self.states, pages.pool: self.pages}  # of what the device's pools hold
+        self.moves: dict[int, Move] = {}
+        self._loading: dict[bytes, Load] = {}  # by the hashes of the blocks that the device lacks
+        self._arrived: dict[Load, None] = {}  # which still hold blocks
+        self._next: dict[BlockPool, deque[int]] = {each: deque() for each in self._slots}  # to be copied to the host
+        self._looked = {each: -each.num_blocks for each in self._slots}  # after so many moves
+        for transfer in under_way:
+            self.moves[transfer.number] = move = Move(transfer, void=True)
+            for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
+                move.leases += [side.seize(b) for pair in pairs for side, b in zip((device, host), pair, strict=True)]
+
+    # --- to the host ---
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All that are under way; one more to the host is begun if there is need and none is on its way."""
+        if self.present and not any(move.transfer.to_host for move in self.moves.values()):
+            self._copy_out()
+        return tuple(move.transfer for move in self.moves.values())
+
+    def _copy_out(self) -> None:
+        states, pages = self._slots
+        self._look_ahead(states, self._device.room)
+        self._look_ahead(pages, pages.num_free)
+        move = Move(Transfer(0, True, (), ()))
+        self._copy_states(move, min(STATES_A_TRANSFER, states.num_available // 2))
+        while self._next[pages] and self._room_for_pages(move) > 0:
+            page = self._next[pages].popleft()
+            if self._due(pages, page):
+                self._copy(move, pages, page)
+        self._begin(move)
+
+    def _look_ahead(self, pool: BlockPool, room: int) -> None:
+        """Notes the blocks that will be evicted first, once half as many as these have come to the pool or gone."""
+        ahead = max(pool.num_blocks // AHEAD, LEAST_AHEAD)
+        if room < ahead and pool.moves - self._looked[pool] >= ahead // 2:
+            self._next[pool] = deque(pool.coldest(ahead - room))
+            self._looked[pool] = pool.moves
+
+    def _copy_states(self, move: Move, most: int) -> None:
+        """A state goes once the KV before it is here or goes along, and not at all if some of it is nowhere."""
+        states, pages = self._slots
+        waiting = self._next[states]
+        while waiting and most > 0:
+            missing = self._missing_pages(move, waiting[0]) if self._due(states, waiting[0]) else None
+            if missing is None:
+                waiting.popleft()
+                continue
+            room = max(self._room_for_pages(move), 0)
+            for page in missing[:room]:
+                self._copy(move, pages, page)
+            if len(missing) > room:
+                break  # the rest goes with the next transfer
+            self._copy(move, states, waiting.popleft())
+            most -= 1
+
+    def _due(self, pool: BlockPool, block: int) -> bool:
+        """Whether a block that was noted is still to be copied: it may have been evicted or hit since."""
+        block_hash = pool.hashes[block]
+        if block_hash is None or pool.references[block] or (self._config.strict_reuse and not pool.exact[block]):
+            return False
+        slot = self._slots[pool].lookup(block_hash)
+        return slot is None or pool.exact[block] > self._slots[pool].exact[slot]
+
+    def _missing_pages(self, move: Move, state: int) -> list[int] | None:
+        """The device's pages before a state that are neither here nor in the transfer, the deepest first; None if one is
+        nowhere."""
+        chain, depth = self._device.prefix[state]
+        missing: list[int] = []
+        coming = {arrival.block_hash for arrival in move.arrivals}
+        for block_hash in chain[depth:0:-1] if self._pages.present else ():
+            if block_hash in coming or self._held(block_hash, self.pages):
+                continue
+            page = self._held(block_hash, self._pages.pool)
+            if not page:
+                return None
+            missing.append(page)
+        return missing
+
+    def _room_for_pages(self, move: Move) -> int:
+        """So many that half of the pages that can be taken stay so."""
+        taken = sum(arrival.pool is self.pages for arrival in move.arrivals)
+        return min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken
+
+    def _copy(self, move: Move, pool: BlockPool, block: int) -> None:
+        """Adds a block to a transfer to the host, if there is a slot for it."""
+        slot = self._slots[pool].lease()
+        block_hash = pool.hashes[block]  # now: the slot's page may have been all that kept this state
+        if slot is None or block_hash is None:
+            if slot is not None:
+                slot.end()
+            return
+        move.leases += [pool.lend(block), slot]
+        flags = pool.exact[block], pool.hot[block], pool.born[block]
+        move.arrivals.append(Arrival(slot.pool, slot.block, block_hash, *flags, 0))
+
+    def _begin(self, move: Move) -> None:
+        """Numbers a transfer, if it has any blocks, and names them."""
+        pairs = list(zip(move.leases[::2], move.leases[1::2], strict=True))
+        if pairs:
+            states, pages = (
+                tuple((lease.block, slot.block) for lease, slot in pairs if lease.pool is pool) for pool in self._slots
+            )
+            move.transfer = Transfer(next(self._numbers), move.load is None, states, pages)
+            self.moves[move.transfer.number] = move
+
+    # --- from the host ---
+
+    def fetch(self, request: CachedRequest, found: Found, limit: int) -> Wait | None:
+        """Begins to load a longer prefix than was found, at most `limit` blocks, or joins who does. None if there is
+        none, it is not worth it, there is no room, or the request's own load has ended."""
+        if not (self.states.num_committed or self.pages.num_committed) or self._config.max_checkpoints == 0:
+            return None
+        chain, depth = request.chain, self._depth(request.chain, found, limit)
+        if depth <= max(found.hit, found.promised):
+            return None
+        depths = range(1, depth + 1) if self._pages.present else ()
+        lacks = [i for i in depths if not self._held(chain[i], self._pages.pool)]
+        lacks_state = not self._held(chain[depth], self._states)
+        lacking = [chain[i] for i in lacks] + [chain[depth]] * lacks_state
+        load = next((self._loading[h] for h in lacking if h in self._loading), None)
+        moved = lacks_state * self._config.state_bytes + len(lacks) * self._config.page_bytes
+        if load is None and request.may_load:
+            worth = moved <= self._config.host_bytes_per_token * (depth - found.hit) * self._size
+            load = self._load(request, depth, lacks, lacks_state) if worth else None
+        if load is None:
+            return None
+        load.waiting.add(request)
+        request.load = load
+        if request.hit_before is None:
+            request.hit_before = found.hit
+        return self.wait(load)
+
+    def wait(self, load: Load) -> Wait:
+        """What a request is told that waits for a load."""
+        return Wait("loading", load.request_id, load.depth * self._size)
+
+    def _held(self, block_hash: bytes, *pools: BlockPool) -> int:
+        """The block of this hash that may be reused, in the first of these pools that has one; 0 for none."""
+        for pool in pools:
+            block = pool.lookup(block_hash)
+            if block is not None and (pool.exact[block] or not self._config.strict_reuse):
+                return block
+        return 0
+
+    def _depth(self, chain: Sequence[bytes], found: Found, limit: int) -> int:
+        """After how many blocks, at most `limit`, a request resumes with what device and host have together."""
+        depth = min(found.coverage, limit)
+        while depth < limit and self._held(chain[depth + 1], self._pages.pool, self.pages):
+            depth += 1
+        while depth > found.hit and not self._held(chain[depth], self._states, self.states):
+            depth -= 1
+        return depth
+
+    def _load(self, request: CachedRequest, depth: int, lacks: Sequence[int], lacks_state: bool) -> Load | None:
+        """Takes blocks on the device, evicting others if it must. None, and none is taken, without room for them and for
+        the rest of the request."""
+        chain, (states, pages) = request.chain, self._slots
+        if not self._pages.has_room(chain, depth, len(request.tokens)):
+            return None
+        slots = [self.pages.share(self._held(chain[i], self.pages)) for i in lacks]
+        kept = {i: pages.share(page) for i in range(1, depth + 1) if (page := self._held(chain[i], pages))}
+        state = self.states.share(self._held(chain[depth], self.states)) if lacks_state else None
+        if state is None:
+            kept[depth + 1] = states.share(self._held(chain[depth], states))
+        else:
+            slots.append(state)
+        if pages.num_available < len(lacks) or states.num_available < 1 + lacks_state:
+            for lease in [*slots, *kept.values()]:
+                lease.end()
+            return None
+        fresh = [Lease(pages, page) for page in pages.take(len(lacks))]
+        fresh += [Lease(states, block) for block in states.take(int(lacks_state))]
+        places = [*lacks, depth + 1] if lacks_state else lacks
+        held = kept | dict(zip(places, fresh, strict=True))
+        load = Load(request.request_id, chain, depth, [held[i] for i in sorted(held)])
+        move = Move(Transfer(0, False, (), ()), load=load)
+        for place, lease, slot in zip(places, fresh, slots, strict=True):
+            block_hash, flags = chain[min(place, depth)], (slot.pool.exact, slot.pool.hot, slot.pool.born)
+            each = (values[slot.block] for values in flags)
+            move.arrivals.append(Arrival(lease.pool, lease.block, block_hash, *each, min(place, depth)))
+            move.leases += [lease, slot]
+            self._loading[block_hash] = load
+        request.may_load = False
+        self._begin(move)
+        self._ledger.loads()
+        return load
+
+    def leave(self, request: CachedRequest) -> None:
+        """A request waits for its load no more: that has ended and the request is admitted, or it is gone."""
+        load, request.load = request.load, None
+        if load is not None:
+            load.waiting.discard(request)
+            if load in self._arrived and not load.waiting:
+                del self._arrived[load]
+                load.let_go()
+
+    def let_go(self) -> bool:
+        """Room is needed more than what loads brought whose requests have not come yet; whether that makes any."""
+        arrived, self._arrived = self._arrived, {}
+        return any([load.let_go() for load in arrived])
+
+    # --- the end of a transfer ---
+
+    def transferred(self, number: int, failed: bool) -> None:
+        """A transfer is done, or has failed: neither reads nor writes its blocks any more."""
+        move = self.moves.pop(number)
+        load, good = move.load, not (failed or move.void)
+        for arrival in move.arrivals if good else ():
+            if load is None:
+                self._name(arrival)
+            else:
+                self._arrive(arrival, load)
+        for lease in move.leases if load is None else move.leases[1::2]:
+            lease.end()
+        if load is not None:
+            self._end(load, move)
+            if good and load.waiting:
+                self._arrived[load] = None
+            else:
+                load.let_go()
+        moved = (
+            len(move.transfer.states) * self._config.state_bytes + len(move.transfer.pages) * self._config.page_bytes
+        )
+        self._ledger.transferred(move.transfer.to_host, moved, failed)
+
+    def _name(self, arrival: Arrival) -> bool:
+        flags = {"exact": arrival.exact, "hot": arrival.hot, "born": arrival.born}
+        return arrival.pool.commit(arrival.block, arrival.block_hash, **flags)
+
+    def _arrive(self, arrival: Arrival, load: Load) -> None:
+        kind = "kv" if arrival.pool is self._pages.pool else "state"
+        new = arrival.pool.lookup(arrival.block_hash) is None
+        if kind == "state" and new and not self._device.has_checkpoint_room(may_evict_hot=True):
+            return
+        if self._name(arrival):
+            if kind == "state":
+                self._device.prefix[arrival.block] = load.chain, arrival.depth
+            self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)
+
+    def _end(self, load: Load, move: Move) -> None:
+        """Nobody waits for a load any more."""
+        load.done = True
+        for arrival in move.arrivals:
+            if self._loading.get(arrival.block_hash) is load:
+                del self._loading[arrival.block_hash]
+
+    # --- what is given up ---
+
+    def void(self) -> None:
+        """What is being copied is not what it was taken for: it is named by no hash, and nobody waits for it."""
+        for move in self.moves.values():
+            move.void = True
+            if move.load is not None:
+                self._end(move.load, move)
+
+    def drop_born(self, since: int) -> None:
+        """What was written by this issue or a later one is wrong."""
+        self.void()
+        self.states.drop_born(since)
+        self.pages.drop_born(since)
+
+    def drop(self, block_hashes: Iterable[bytes]) -> None:
+        """So is what has one of these hashes."""
+        self.void()
+        for block_hash in block_hashes:
+            self.states.drop(block_hash)
+            self.pages.drop(block_hash)
+
+    def clear(self) -> None:
+        """Forgets every hash."""
+        self.void()
+        self.let_go()
+        self.states.clear()
+        self.pages.clear()
+
+    # --- the books ---
+
+    def held(self, pool: BlockPool) -> list[int]:
+        """The blocks of a pool that transfers and loads hold, each as often as it is held."""
+        leases = [
+            lease for move in self.moves.values() for lease in (move.leases if move.load is None else move.leases[1::2])
+        ]
+        loads = [*self._arrived, *(move.load for move in self.moves.values() if move.load is not None)]
+        leases += [lease for load in loads for lease in load.leases]
+        return [lease.block for lease in leases if lease.pool is pool]
+
+    def check(self, requests: Sequence[CachedRequest]) -> None:
+        """Raises AssertionError unless the books balance."""
+        self.states.check(self.held(self.states))
+        self.pages.check(self.held(self.pages))
+        loads = [move.load for move in self.moves.values() if move.load is not None and not move.load.done]
+        assert {id(load) for load in self._loading.values()} == set(map(id, loads)), "what is being loaded"
+        waiting = {request for load in [*loads, *self._arrived] for request in load.waiting}
+        assert waiting <= set(requests) and all(request.load is not None for request in waiting), "who waits for a load"
+        for block, block_hash in enumerate(self._states.hashes):
+            chain, depth = self._device.prefix[block]
+            assert block_hash is None or chain[depth] == block_hash, "the prefix of a state"

@@ -1,0 +1,180 @@
+"""The tier in host memory on the symbolic model: transfers end late, in any order, or fail, and every slot is checked."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from cache_model import Prefix
+from mambacache.config import CacheConfig
+from mambacache.plan import Transfer
+from mambacache.report import CacheEvent, Wait
+from symbolic import WINDOW, true_page, true_state
+from symbolic_driver import CheckedCache, Driver
+from symbolic_jobs import Mix
+
+
+class HostMemory:
+    """Slots of states and pages; a transfer tears what it writes when it begins, and reads when it ends."""
+
+    def __init__(self, cache: TieredCache) -> None:
+        runner, config = cache.runner, cache.config
+        size = config.block_size
+        self.device = [
+            [runner.written, runner.states, runner.exact, runner.windows],
+            [pool.reshape(-1, size) for pool in (runner.kv_written, runner.kv_tokens, runner.kv_digests, runner.kv_exact)],
+        ]  # fmt: skip
+        counts = config.num_host_states, config.num_host_pages
+        self.slots = [
+            [pool[:1].repeat(count + 1, axis=0) for pool in pools]
+            for pools, count in zip(self.device, counts, strict=True)
+        ]
+        for pools in self.slots:
+            pools[0][:] = False  # nothing is written there
+        self.launched: dict[int, Transfer] = {}
+        self._cache = cache
+
+    def busy(self, kind: int) -> set[int]:
+        """The device's blocks that transfers read or write."""
+        return {block for each in self.launched.values() for block, _ in (each.states, each.pages)[kind]}
+
+    def launch(self, transfer: Transfer) -> None:
+        assert transfer.states or transfer.pages
+        pools = self._cache.states, self._cache._books.pages.pool
+        for kind, pairs in enumerate((transfer.states, transfer.pages)):
+            target, side = (self.slots, 1) if transfer.to_host else (self.device, 0)
+            assert not self.busy(kind) & {block for block, _ in pairs}, "a block under two transfers"
+            for pair in pairs:
+                assert all(pair), "the null block is copied"
+                assert pools[kind].references[pair[0]], "a block in transfer may be taken"
+                target[kind][0][pair[side]] = False
+        self.launched[transfer.number] = transfer
+
+    def end(self, number: int, failed: bool) -> None:
+        transfer = self.launched.pop(number)
+        for kind, pairs in enumerate((transfer.states, transfer.pages) if not failed else ()):
+            for device, slot in zip(self.device[kind], self.slots[kind], strict=True):
+                for block, host in pairs:
+                    if transfer.to_host:
+                        slot[host] = device[block]
+                    else:
+                        device[block] = slot[host]
+
+
+class TieredCache(CheckedCache):
+    """A `CheckedCache` whose transfers run beside the steps, and end when and as chance will have it."""
+
+    def __init__(self, config: CacheConfig, seed: int = 0, failing: float = 0.0, slow: float = 0.5) -> None:
+        super().__init__(config)
+        self.memory = HostMemory(self)
+        self.rng = random.Random(seed)
+        self.failing, self.slow = failing, slow
+        self._prefixes: dict[bytes, Prefix] = {}
+        self._arriving = False
+        self.longest_wait = 0
+        state, page = self.runner._may_write_state, self.runner._may_write_page
+        self.runner._may_write_state = lambda block: state(block) and block not in self.memory.busy(0)
+        self.runner._may_write_page = lambda block: page(block) and block not in self.memory.busy(1)
+
+    def transfers(self) -> tuple[Transfer, ...]:
+        found = super().transfers()
+        self.sync()
+        return found
+
+    def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
+        self._arriving = True
+        try:
+            super().transferred(transfer, failed=failed)
+            self.sync()
+        finally:
+            self._arriving = False
+        self.quietly(self.check)
+
+    def prefix_of(self, event: CacheEvent) -> Prefix:
+        known = self._prefixes.get(event.block_hash)
+        if self._arriving:
+            assert known is not None and len(known[1]) == event.num_tokens * 4
+            return known
+        prefix = self._prefixes[event.block_hash] = super().prefix_of(event)
+        assert known in (None, prefix)
+        return prefix
+
+    def kv_elsewhere(self) -> set[Prefix]:
+        return {self._prefixes[each] for each in self._books.tier.pages.hashes if each is not None}
+
+    def launch(self) -> None:
+        """What a host does after it has planned a step."""
+        for transfer in self.transfers():
+            if transfer.number not in self.memory.launched:
+                self.memory.launch(transfer)
+
+    def finish(self, all_of_them: bool = False) -> None:
+        """What a host does before it plans the next one."""
+        for number, transfer in list(self.memory.launched.items()):
+            if all_of_them or self.rng.random() > self.slow:
+                failed = self.rng.random() < self.failing
+                self.memory.end(number, failed)
+                self.transferred(transfer, failed=failed)
+
+    def check_contents(self) -> None:
+        super().check_contents()
+        size, tier = self.config.block_size, self._books.tier
+        written, digests, exact, windows = self.memory.slots[0]
+        for slot, block_hash in enumerate(tier.states.hashes):
+            if block_hash is not None:
+                tokens = self._prefixes[block_hash][1]
+                digest, window = true_state(tokens, len(tokens) // 4)
+                assert written[slot] and int(digests[slot]) == digest and windows[slot, :WINDOW].tolist() == window
+                assert bool(exact[slot]) == tier.states.exact[slot]
+        written, _, digests, exact = self.memory.slots[1]
+        for slot, block_hash in enumerate(tier.pages.hashes):
+            if block_hash is not None:
+                tokens = self._prefixes[block_hash][1]
+                end = len(tokens) // 4
+                assert written[slot].all() and (digests[slot] == true_page(tokens, end - size, end)).all()
+                assert bool(exact[slot].all()) == tier.pages.exact[slot]
+
+    def check_no_leak(self) -> None:
+        self.finish(all_of_them=True)
+        self._books.tier.let_go()
+        super().check_no_leak()
+        for pool in (self._books.tier.states, self._books.tier.pages):
+            assert not any(pool.references) and not self._books.tier.moves
+            assert pool.num_free + pool.num_committed == pool.num_blocks
+
+
+class TieredDriver(Driver):
+    """A `Driver` as an engine with a tier is: it ends transfers before a step is planned, and launches after."""
+
+    def __init__(self, mix: Mix, **options: Any) -> None:
+        super().__init__(mix)
+        self.cache: TieredCache = TieredCache(self.config, **options)
+        self.scheduler.cache = self.cache
+        self.loading = 0  # answers of this kind
+
+    def step(self) -> None:
+        self.cache.finish()
+        super().step()
+
+    def schedule(self) -> Any:
+        plan = self.scheduler.schedule()
+        self.cache.launch()
+        self.loading += any(request.load is not None for request in self.cache._books.requests.values())
+        return plan
+
+    def wait(self) -> bool:
+        """Nothing can run but what a transfer holds up."""
+        waits = bool(self.cache.memory.launched)
+        self.cache.finish(all_of_them=True)
+        return waits
+
+
+def tiered(jobs: Any, seed: int = 0, failing: float = 0.0, slow: float = 0.5, **options: Any) -> TieredDriver:
+    """Runs jobs; options are those of `Mix` and, for everything else, of `CacheConfig`."""
+    cache: dict[str, Any] = {"num_host_states": 50, "num_host_pages": 300}
+    mix: dict[str, Any] = {}
+    for name, value in options.items():
+        (mix if name in Mix.__dataclass_fields__ else cache)[name] = value
+    driver = TieredDriver(Mix(list(jobs), cache=cache, **mix), seed=seed, failing=failing, slow=slow)
+    driver.run()
+    return driver
