@@ -100,9 +100,9 @@ class CacheConfig:
         num_host_pages: slots for KV pages there; 0 for a model without attention.
         state_bytes: of one state, which say how much a transfer moves; 0 if that shall not matter.
         page_bytes: of one KV page.
-        host_bytes_per_token: bytes that may be moved for each token that a prompt need not compute: a hit in host memory
-            that takes more is left alone. The default is moved by PCIe 5 in about 5 us, in which an H200 prefills less
-            than a token of a model with 1 B active parameters.
+        host_bytes_per_token: bytes that may be loaded for each token that is not computed then: a hit in host memory
+            that takes more is left alone. PCIe 5 moves the default in about 5 us, the time in which an H200 prefills a
+            token of a model with 1 B active parameters.
     """
 
     num_state_blocks: int
@@ -169,7 +169,7 @@ class CacheConfig:
         )
         _require(
             (self.num_host_pages > 0) == (self.num_host_states > 0 and self.num_kv_blocks > 0),
-            f"num_host_states is {self.num_host_states} and num_host_pages {self.num_host_pages}: a state is of use only "
+            f"num_host_states is {self.num_host_states} and num_host_pages is {self.num_host_pages}: a state is of use "
             "with the KV before it, set both, or for a model without attention num_host_states alone",
         )
 

@@ -100,7 +100,6 @@ class CacheStats:
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
-
     def _host_rows(self) -> list[tuple[str, str]]:
         return [
             ("hit from host memory", _share(self.host_hit_tokens, self.prompt_tokens)),

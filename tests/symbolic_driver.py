@@ -354,7 +354,9 @@ class Driver:
         plan = self.schedule()
         if plan is None:
             waits = not self.plans and self.wait()
-            assert self.plans or waits or self.scheduler.idle, "requests are left, nothing is in flight, and nothing runs"
+            assert self.plans or waits or self.scheduler.idle, (
+                "requests are left, nothing is in flight, and nothing runs"
+            )
             if self.plans:
                 self.read()
             return

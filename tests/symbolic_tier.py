@@ -1,4 +1,4 @@
-"""The tier in host memory on the symbolic model: transfers end late, in any order, or fail, and every slot is checked."""
+"""The tier in host memory on the symbolic model: transfers end late, in any order, or fail; every slot is checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from cache_model import Prefix
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
-from mambacache.report import CacheEvent, Wait
+from mambacache.report import CacheEvent
 from symbolic import WINDOW, true_page, true_state
 from symbolic_driver import CheckedCache, Driver
 from symbolic_jobs import Mix
@@ -22,8 +22,8 @@ class HostMemory:
         size = config.block_size
         self.device = [
             [runner.written, runner.states, runner.exact, runner.windows],
-            [pool.reshape(-1, size) for pool in (runner.kv_written, runner.kv_tokens, runner.kv_digests, runner.kv_exact)],
-        ]  # fmt: skip
+            [x.reshape(-1, size) for x in (runner.kv_written, runner.kv_tokens, runner.kv_digests, runner.kv_exact)],
+        ]
         counts = config.num_host_states, config.num_host_pages
         self.slots = [
             [pool[:1].repeat(count + 1, axis=0) for pool in pools]

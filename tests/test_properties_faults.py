@@ -38,7 +38,10 @@ MAX_FAULTS = 15  # of one mix: with small steps, faults without end would leave 
 class Faults:
     """Raises on a line of the books, each time after so many lines on the average."""
 
-    def __init__(self, seed: int, every: float, kinds: tuple[type[BaseException], ...]) -> None:
+    def __init__(
+        self, seed: int, every: float, kinds: tuple[type[BaseException], ...], paths: tuple[str, ...] = FOLDERS
+    ) -> None:
+        self.paths = paths
         self.rng = random.Random(seed)
         self.every, self.kinds = every, kinds
         self.left = self._next()
@@ -49,7 +52,7 @@ class Faults:
         return 1 + int(self.rng.expovariate(1 / self.every))
 
     def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(FOLDERS):
+        if not frame.f_code.co_filename.startswith(self.paths):
             return None
         if event == "line":
             self.left -= 1

@@ -24,7 +24,7 @@ BLOCKS_OF_A_STATE = 110  # that caches hold for each state, where the host keeps
 
 class Books:
     """As a context manager it marks a change of the books. One that an exception breaks off leaves them torn; the next
-    call then rebuilds them (`repair.mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
+    call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
     """
 
     def __init__(self, config: CacheConfig) -> None:

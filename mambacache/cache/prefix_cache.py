@@ -100,8 +100,7 @@ class PrefixCache:
             return books.admit(request, kv_tokens, max_tokens)
 
     def waits(self, request_id: str) -> bool:
-        """Whether the prefix that the last `admit` said to wait for, computed or loaded, is still to come. Costs next to
-        nothing."""
+        """Whether the prefix that the last `admit` said to wait for is still to come. Costs next to nothing."""
         return self._books.still_waits(self._known(request_id)) is not None
 
     def withdraw(self, request_id: str) -> None:

@@ -117,8 +117,7 @@ class Tier:
         return slot is None or pool.exact[block] > self._slots[pool].exact[slot]
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
-        """The device's pages before a state that are neither here nor in the transfer, the deepest first; None if one is
-        nowhere."""
+        """The device's pages before a state that are not here, nor coming, the deepest first; None if one is nowhere."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
         coming = {arrival.block_hash for arrival in move.arrivals}
@@ -207,8 +206,7 @@ class Tier:
         return depth
 
     def _load(self, request: CachedRequest, depth: int, lacks: Sequence[int], lacks_state: bool) -> Load | None:
-        """Takes blocks on the device, evicting others if it must. None, and none is taken, without room for them and for
-        the rest of the request."""
+        """Takes blocks on the device, evicting others if it must; None without room for them and the rest of the request."""
         chain, (states, pages) = request.chain, self._slots
         if not self._pages.has_room(chain, depth, len(request.tokens)):
             return None

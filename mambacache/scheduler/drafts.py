@@ -36,3 +36,13 @@ class Drafts:
                 logger.exception("the draft source failed, which is said once: %s goes on without", request.request_id)
             self._failed = True
             return ()
+
+
+def agreed(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
+    """The sampled tokens whose inputs, the drafts before them, were sampled too."""
+    taken = [sampled[0]]
+    for draft, token in zip(drafts, sampled[1:], strict=True):
+        if draft != taken[-1]:
+            break
+        taken.append(token)
+    return taken

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.plan import NOT_FINITE, SequenceStep, StepPlan
+from mambacache.plan import NOT_FINITE, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
-from mambacache.scheduler.drafts import Drafts, DraftSource
+from mambacache.scheduler.drafts import Drafts, DraftSource, agreed
 from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
 
@@ -258,6 +258,20 @@ class Scheduler:
                 return True
         return False
 
+    # --- beside it ---
+
+    def transfers(self, ended: Mapping[Transfer, bool]) -> tuple[Transfer, ...]:
+        """What is under way between device and host, see `PrefixCache.transfers`. It is told first what has `ended`, and
+        whether that failed; what it knows no more is passed over."""
+        self._mend()
+        self._torn = True
+        for transfer in self.cache.transfers() if ended else ():
+            if transfer in ended:
+                self.cache.transferred(transfer, failed=ended[transfer])
+        under_way = self.cache.transfers()
+        self._torn = False
+        return under_way
+
     # --- after it ---
 
     def issued(self, plan: StepPlan) -> None:
@@ -322,7 +336,7 @@ class Scheduler:
                 continue
             if not self.cache.counts(step):
                 continue  # a step before it failed
-            given = tokens[:1] if step.prefill else _agreed(step.drafts, tokens)
+            given = tokens[:1] if step.prefill else agreed(step.drafts, tokens)
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
             taken, reason = self._until_stop(request, sound)
             if reason is None and len(sound) < len(given):
@@ -430,13 +444,3 @@ class Scheduler:
                 self._line.push(request)
         self._end(ended)
         self._torn = False
-
-
-def _agreed(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """The sampled tokens whose inputs, the drafts before them, were sampled too."""
-    agreed = [sampled[0]]
-    for draft, token in zip(drafts, sampled[1:], strict=True):
-        if draft != agreed[-1]:
-            break
-        agreed.append(token)
-    return agreed

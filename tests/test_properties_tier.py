@@ -1,0 +1,213 @@
+"""Random mixes with a tier in host memory: no wrong state or KV on either side, no leak, no stall.
+
+Transfers end late and in any order, fail, and are overtaken by resets, aborts, preemptions and failing steps.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mambacache.config import CacheConfig
+from mambacache.plan import Transfer
+from symbolic import text
+from symbolic_jobs import Job, Mix
+from symbolic_tier import TieredCache, TieredDriver, tiered
+from test_properties import any_mix, mixes
+from test_properties_faults import PACKAGE, Faults, FaultyDriver, faulty_mixes
+from test_properties_illegal import IllegalHost
+
+TIER = tuple(str(PACKAGE / "cache" / name) for name in ("tier.py", "moves.py"))
+
+
+@st.composite
+def tiers(draw: st.DrawFn, attention: bool) -> dict[str, int]:
+    """The fields of `CacheConfig` that make a tier, tiny and roomy ones."""
+    worth = draw(st.sampled_from([{}, {}, {"state_bytes": 6400, "page_bytes": 640, "host_bytes_per_token": 60}]))
+    pages = draw(st.sampled_from([1, 3, 12, 200])) if attention else 0
+    return {"num_host_states": draw(st.sampled_from([1, 2, 5, 50])), "num_host_pages": pages, **worth}
+
+
+@st.composite
+def tiered_mixes(draw: st.DrawFn, faults: bool = False) -> tuple[Mix, dict[str, Any]]:
+    """Mixes in which prompts come back late, so that the device has lost them."""
+    mix = draw(any_mix(drafts=draw(st.integers(0, 3)) == 0, faults=faults))
+    again = [Job(list(job.prompt), job.max_tokens, job.arrives + 15, salt=job.salt) for job in mix.jobs]
+    mix.jobs += again[: draw(st.integers(0, 6))]
+    cache = mix.cache
+    cache |= draw(tiers(bool(cache["num_kv_blocks"])))
+    least = max(-(-(len(job.prompt) + job.max_tokens) // cache["block_size"]) for job in mix.jobs)
+    if cache["num_kv_blocks"]:
+        cache["num_kv_blocks"] = draw(st.sampled_from([least, least + 1, least + 4, 60]))
+    chance = {
+        "seed": draw(st.integers(0, 1 << 30)),
+        "failing": draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        "slow": draw(st.sampled_from([0.0, 0.5, 0.9])),
+    }
+    return mix, chance
+
+
+@mixes(400)
+@given(tiered_mixes())
+def test_any_mix_with_a_tier(tiered: tuple[Mix, dict[str, Any]]) -> None:
+    TieredDriver(tiered[0], **tiered[1]).run()
+
+
+@mixes(400)
+@given(tiered_mixes(faults=True))
+def test_any_mix_with_a_tier_failing_steps_and_resets(tiered: tuple[Mix, dict[str, Any]]) -> None:
+    TieredDriver(tiered[0], **tiered[1]).run()
+
+
+class FaultyTieredDriver(FaultyDriver, TieredDriver):
+    """Faults on any line of the books, of the tier's too. What a call that broke off did, its caller does not know: it
+    asks `transfers` what is under way."""
+
+    def __init__(self, mix: Mix, faults: Faults, **chance: Any) -> None:
+        TieredDriver.__init__(self, mix, **chance)
+        self.faults = faults
+        self.under_way = []
+        self.ended: dict[Transfer, bool] = {}  # on the device, and not told
+
+    def step(self) -> None:
+        memory, rng = self.cache.memory, self.cache.rng
+        try:
+            for number, transfer in list(memory.launched.items()):
+                if rng.random() > self.cache.slow:
+                    memory.end(number, failed=False)
+                    self.ended[transfer] = False
+            with self.faults.planted():
+                self.tell()
+        except self.faults.kinds:
+            pass
+        FaultyDriver.step(self)
+
+    def tell(self) -> None:
+        found = self.scheduler.transfers(self.ended)
+        self.ended = {}
+        for transfer in found:
+            if transfer.number not in self.cache.memory.launched:
+                self.cache.memory.launch(transfer)
+
+    def run(self) -> FaultyTieredDriver:
+        super().run()
+        return self
+
+    def check(self) -> None:
+        self.tell()
+        super().check()
+
+
+@st.composite
+def faulty(draw: st.DrawFn) -> tuple[Mix, Faults, dict[str, Any]]:
+    """Half of them with faults in the tier alone, which runs few of the books' lines."""
+    mix, chance = draw(tiered_mixes())
+    _, faults = draw(faulty_mixes())
+    if draw(st.booleans()):
+        faults = Faults(draw(st.integers(0, 1 << 30)), draw(st.sampled_from([50, 150])), faults.kinds, TIER)
+    return mix, faults, {**chance, "failing": 0.0}
+
+
+@mixes(110)
+@given(faulty())
+def test_a_fault_on_any_line_costs_no_answer_and_no_block(faulty: tuple[Mix, Faults, dict[str, Any]]) -> None:
+    mix, faults, chance = faulty
+    FaultyTieredDriver(mix, faults, **chance).run()
+
+
+def test_faults_are_planted_all_over_the_tier() -> None:
+    places: set[tuple[str, int]] = set()
+    for seed in range(60):
+        jobs = [Job(text(250, i % 3) + text(30, i), 6, arrives=3 * i) for i in range(9)]
+        cache = {"num_state_blocks": 5, "num_kv_blocks": 12, "num_host_states": 9, "num_host_pages": 30}
+        faults = Faults(seed, 150, (KeyboardInterrupt,), TIER)
+        places |= FaultyTieredDriver(Mix(jobs, max_num_seqs=2, cache=cache), faults, seed=seed).run().faults.places
+    assert len(places) > 90
+
+
+class IllegalTieredHost(IllegalHost):
+    """Tells of transfers at any time, of old ones, of ones that never were, and twice."""
+
+    def __init__(self, seed: int, config: CacheConfig) -> None:
+        super().__init__(seed, config)
+        self.cache: TieredCache = TieredCache(config, seed)
+        self.old_ones: list[Transfer] = []
+        self.ended = self.loads = 0
+
+    def attempt(self, move: Any) -> None:
+        for _ in range(self.rng.choice([0, 1, 1, 2])):
+            super().attempt(self.rng.choice([self.launch, self.launch, self.end, self.end, self.end_wrongly]))
+        super().attempt(move)
+        self.loads += sum(not transfer.to_host for transfer in self.cache.memory.launched.values())
+
+    def launch(self) -> None:
+        self.cache.launch()
+
+    def end(self) -> None:
+        launched = self.cache.memory.launched
+        if launched:
+            number, transfer = self.rng.choice(list(launched.items()))
+            failed = self.rng.random() < 0.2
+            self.cache.memory.end(number, failed)
+            self.cache.transferred(transfer, failed=failed)
+            self.old_ones.append(transfer)
+            self.ended += 1
+
+    def end_wrongly(self) -> None:
+        made_up = Transfer(self.rng.randint(-1, 99), True, ((99, 99),), ())
+        self.cache.transferred(self.rng.choice([*self.old_ones[-3:], made_up]))
+        raise AssertionError("a transfer that is not under way ends")
+
+    def finish(self) -> None:
+        self.cache.launch()
+        self.cache.finish(all_of_them=True)
+        for name in [each for each in self.cache.request_ids if self.cache.knows(each)]:
+            self.cache._books.requests[name].may_load = False  # `finish` of the base knows no waits
+        super().finish()
+
+
+@st.composite
+def illegal_hosts(draw: st.DrawFn) -> tuple[int, CacheConfig]:
+    attention = draw(st.booleans())
+    config = CacheConfig(
+        num_state_blocks=draw(st.sampled_from([6, 8])),
+        max_draft_tokens=draw(st.sampled_from([0, 3])),
+        max_checkpoints=draw(st.sampled_from([None, None, 0, 2])),
+        has_attention=attention,
+        num_kv_blocks=draw(st.sampled_from([6, 9, 20])) * attention,
+        **draw(tiers(attention)),
+    )
+    return draw(st.integers(0, 1 << 30)), config
+
+
+@mixes(200)
+@given(illegal_hosts())
+def test_any_illegal_host_with_a_tier(host: tuple[int, CacheConfig]) -> None:
+    IllegalTieredHost(*host).run(200)
+
+
+def test_an_illegal_host_copies_both_ways() -> None:
+    hosts = [
+        IllegalTieredHost(seed, CacheConfig(num_state_blocks=6, num_kv_blocks=9, num_host_states=9, num_host_pages=40))
+        for seed in range(60)
+    ]
+    for host in hosts:
+        host.run(600)
+    assert sum(host.ended for host in hosts) > 150 and sum(host.cache.stats.loads for host in hosts) > 4
+
+
+def test_the_mixes_load() -> None:
+    """What the tests above say is said of loads, of failed ones and of void ones too."""
+    rng = random.Random(0)
+    stems = [text(300, i) for i in range(6)]
+    jobs = [Job(stems[rng.randrange(6)] + text(20, 9 + i), 8, arrives=4 * i) for i in range(40)]
+    pools: dict[str, Any] = {"num_state_blocks": 6, "num_kv_blocks": 24, "max_num_seqs": 3}
+    d = tiered(jobs, **pools)
+    assert d.cache.stats.loads > 15 and d.cache.stats.host_hit_tokens > 4000 and d.loading > 15
+    failing = tiered(jobs, failing=0.5, **pools).cache.stats
+    assert failing.failed_transfers > 20 and failing.loads > 5
+    void = tiered(jobs, slow=0.9, resets=frozenset(range(10, 160, 12)), **pools).cache.stats
+    assert void.loads > 3
