@@ -3,7 +3,7 @@
 They know nothing of the rest of mambacache: an engine of one's own calls them with the index arrays of a plan.
 """
 
-from .api import conv1d, gated_delta_rule, gated_rms_norm, kda, paged_attention, selective_scan, ssd
+from .api import conv1d, copy_blocks, gated_delta_rule, gated_rms_norm, kda, paged_attention, selective_scan, ssd
 from .indices import DecodeBuffers, StateIndices, pack_arrays
 from .state_pool import StatePool, StateTensor, state_bytes
 
@@ -13,6 +13,7 @@ __all__ = [
     "StatePool",
     "StateTensor",
     "conv1d",
+    "copy_blocks",
     "gated_delta_rule",
     "gated_rms_norm",
     "kda",

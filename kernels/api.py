@@ -23,6 +23,7 @@ from . import reference
 from .backend import backend
 from .checks import (
     ACTIVATION_DTYPES,
+    check_blocks,
     check_delta_rule,
     check_devices,
     check_dtype,
@@ -208,6 +209,20 @@ def gated_rms_norm(
     if not x.device == gate.device == weight.device:
         raise ValueError(f"x, gate and weight are on {x.device}, {gate.device} and {weight.device}: move them to one.")
     return backend(x).gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed, out)
+
+
+def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Copies whole blocks of one pool to another: the block `pairs[i, 0]` of `source` to `pairs[i, 1]` of `target`.
+
+    Shapes: source and target uint8 [blocks, bytes], as `StatePool.slabs`, bytes a multiple of 16; pairs int32 [n, 2],
+    of which no two name the same target, nor one the source of another. With pairs on a GPU all is copied by one launch
+    of few programs on the current stream, and either pool may be pinned memory of the host, which the GPU then reads
+    and writes by itself: it must outlive the copy.
+
+    This is how states and KV pages leave the device and come back, and the only op that copies a state.
+    """
+    check_blocks(source, target, pairs)
+    backend(pairs).copy_blocks(source, target, pairs)
 
 
 def paged_attention(

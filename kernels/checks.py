@@ -105,3 +105,24 @@ def check_delta_rule(q: Tensor, k: Tensor, v: Tensor, state: Tensor, indices: St
     check_shape("v", v, q.shape[0], heads, width)
     check_shape("state", state, state.shape[0], heads, width, q.shape[2])
     check_pool(state)
+
+
+def check_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
+    """Pools whose blocks may be copied as `pairs` say, by whoever serves these."""
+    check_rank("pairs", pairs, "n, 2")
+    check_dtype("pairs", pairs, torch.int32)
+    check_shape("pairs", pairs, len(pairs), 2)
+    for name, pool in (("source", source), ("target", target)):
+        check_rank(name, pool, "blocks, bytes")
+        check_dtype(name, pool, torch.uint8)
+        check_shape(name, pool, len(pool), source.shape[1])
+        if pool.stride(1) != 1 or pool.stride(0) % SLOT_ALIGNMENT or pool.data_ptr() % SLOT_ALIGNMENT:
+            raise ValueError(
+                f"The blocks of {name} must be contiguous, and begin at multiples of {SLOT_ALIGNMENT} bytes."
+            )
+        if pool.device != pairs.device and not (pairs.is_cuda and pool.is_pinned()):
+            raise ValueError(
+                f"{name} is on {pool.device} and pairs on {pairs.device}: move it there, or pin its memory."
+            )
+    if source.shape[1] % SLOT_ALIGNMENT:
+        raise ValueError(f"A block has {source.shape[1]} bytes, but it must be a multiple of {SLOT_ALIGNMENT}.")

@@ -5,10 +5,11 @@ loads.
 """
 
 from .conv1d import conv1d
+from .copy_blocks import copy_blocks
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
 from .selective_scan import selective_scan
 from .ssd import ssd
 
-__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm", "kda", "selective_scan", "ssd"]
+__all__ = ["conv1d", "copy_blocks", "gated_delta_rule", "gated_rms_norm", "kda", "selective_scan", "ssd"]

@@ -1,6 +1,7 @@
 """Every op in plain torch and any float dtype: the CPU backend, and the oracle of the GPU kernels."""
 
 from .conv1d import conv1d
+from .copy_blocks import copy_blocks
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
@@ -8,4 +9,13 @@ from .paged_attention import paged_attention
 from .selective_scan import selective_scan
 from .ssd import ssd
 
-__all__ = ["conv1d", "gated_delta_rule", "gated_rms_norm", "kda", "paged_attention", "selective_scan", "ssd"]
+__all__ = [
+    "conv1d",
+    "copy_blocks",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "kda",
+    "paged_attention",
+    "selective_scan",
+    "ssd",
+]

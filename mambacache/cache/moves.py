@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mambacache.cache.pool import BlockPool, Lease
-from mambacache.cache.request import CachedRequest
+from mambacache.cache.request import Load
 from mambacache.plan import Transfer
 
 
@@ -21,25 +21,6 @@ class Arrival:
     hot: bool
     born: int
     depth: int  # blocks of the prefix that it ends
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """What a request waits for: the blocks that the device lacks of its prefix. Others may wait for it as well."""
-
-    request_id: str
-    chain: Sequence[bytes]
-    depth: int  # blocks of the prefix
-    leases: list[Lease]  # of its blocks on the device, old and new, until all who wait have come
-    waiting: set[CachedRequest] = field(default_factory=set)
-    done: bool = False
-
-    def let_go(self) -> bool:
-        """Gives back what is held, the end of the chain first; whether that was anything."""
-        held, self.leases = self.leases, []
-        for lease in reversed(held):
-            lease.end()
-        return bool(held)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,9 +13,6 @@ from mambacache.cache.policy import Wish
 from mambacache.cache.pool import Lease
 from mambacache.plan import SequenceStep
 from mambacache.report import RequestReport
-
-if TYPE_CHECKING:
-    from mambacache.cache.moves import Load
 
 ALWAYS_EXACT = 1 << 62
 
@@ -107,3 +103,22 @@ class Row:
     checkpoints: dict[int, Lease] = field(default_factory=dict)
     planned: bool = False
     issue: int = 0  # its number among all issued rows; 0 before
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What a request waits for: the blocks that the device lacks of its prefix. Others may wait for it as well."""
+
+    request_id: str
+    chain: Sequence[bytes]
+    depth: int  # blocks of the prefix
+    leases: list[Lease]  # of its blocks on the device, old and new, until all who wait have come
+    waiting: set[CachedRequest] = field(default_factory=set)
+    done: bool = False
+
+    def let_go(self) -> bool:
+        """Gives back what is held, the end of the chain first; whether that was anything."""
+        held, self.leases = self.leases, []
+        for lease in reversed(held):
+            lease.end()
+        return bool(held)

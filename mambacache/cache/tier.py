@@ -8,11 +8,11 @@ from itertools import count
 
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.lookup import Found
-from mambacache.cache.moves import Arrival, Load, Move
+from mambacache.cache.moves import Arrival, Move
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Chains
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
-from mambacache.cache.request import CachedRequest
+from mambacache.cache.request import CachedRequest, Load
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
@@ -117,7 +117,7 @@ class Tier:
         return slot is None or pool.exact[block] > self._slots[pool].exact[slot]
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
-        """The device's pages before a state that are not here, nor coming, the deepest first; None if one is nowhere."""
+        """The device's pages before a state that are not here nor coming, the deepest first; None if one is nowhere."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
         coming = {arrival.block_hash for arrival in move.arrivals}
@@ -206,7 +206,7 @@ class Tier:
         return depth
 
     def _load(self, request: CachedRequest, depth: int, lacks: Sequence[int], lacks_state: bool) -> Load | None:
-        """Takes blocks on the device, evicting others if it must; None without room for them and the rest of the request."""
+        """Takes blocks on the device, evicting others if it must; None without room for the request."""
         chain, (states, pages) = request.chain, self._slots
         if not self._pages.has_room(chain, depth, len(request.tokens)):
             return None

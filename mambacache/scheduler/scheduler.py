@@ -261,8 +261,8 @@ class Scheduler:
     # --- beside it ---
 
     def transfers(self, ended: Mapping[Transfer, bool]) -> tuple[Transfer, ...]:
-        """What is under way between device and host, see `PrefixCache.transfers`. It is told first what has `ended`, and
-        whether that failed; what it knows no more is passed over."""
+        """What is under way between device and host, see `PrefixCache.transfers`. It is told first what has `ended`,
+        and whether that failed; what it knows no more is passed over."""
         self._mend()
         self._torn = True
         for transfer in self.cache.transfers() if ended else ():
