@@ -22,6 +22,9 @@ NO_LIMIT = sys.maxsize
 LARGEST_TOP_K = (1 << 31) - 1
 """It goes to the device as an int32; no vocabulary is as large, so that more than this means the same."""
 
+HOST_BYTES_PER_TOKEN = 1 << 18
+"""PCIe 5 moves so many in about 5 us, in which an H200 prefills a token of a model with 1 B active parameters."""
+
 # What fields are annotated with: the types taken, what they become, and their name in an error.
 KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
     "bool": ((bool,), bool, "True or False"),
@@ -101,8 +104,7 @@ class CacheConfig:
         state_bytes: of one state, which say how much a transfer moves; 0 if that shall not matter.
         page_bytes: of one KV page.
         host_bytes_per_token: bytes that may be loaded for each token that is not computed then: a hit in host memory
-            that takes more is left alone. PCIe 5 moves the default in about 5 us, the time in which an H200 prefills a
-            token of a model with 1 B active parameters.
+            that takes more is left alone.
     """
 
     num_state_blocks: int
@@ -121,7 +123,7 @@ class CacheConfig:
     num_host_pages: int = 0
     state_bytes: int = 0
     page_bytes: int = 0
-    host_bytes_per_token: int = 1 << 18
+    host_bytes_per_token: int = HOST_BYTES_PER_TOKEN
 
     @property
     def host_keeps_kv(self) -> bool:
@@ -293,6 +295,10 @@ class EngineConfig:
         checkpoint_budget_bytes: memory for cached states, apart from those of running requests; None for a default from
             the device's memory, 0 for none.
         kv_cache_bytes: memory for KV pages; None for a default from the device's memory.
+        host_cache_bytes: memory of the host for states and KV that the device has no room for, pinned where the device
+            is a GPU; 0 for none.
+        host_bytes_per_token: bytes that may be loaded from there for each token that is not computed then; what takes
+            more is computed.
         gpu_memory_utilization: share of the device's memory that weights and caches may take, above 0 and at most 1;
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
@@ -319,6 +325,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     checkpoint_budget_bytes: int | None = None
     kv_cache_bytes: int | None = None
+    host_cache_bytes: int = 0
+    host_bytes_per_token: int = HOST_BYTES_PER_TOKEN
     gpu_memory_utilization: float | None = None
     checkpoint_interval: int = 0
     strict_reuse: bool = False
@@ -350,6 +358,8 @@ class EngineConfig:
         for name in ("checkpoint_budget_bytes", "kv_cache_bytes"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")
+        for name in ("host_cache_bytes", "host_bytes_per_token"):
+            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}: set it to 0 or more")
         share = self.gpu_memory_utilization
         _require(
             share is None or 0 < share <= 1,

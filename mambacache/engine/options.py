@@ -26,6 +26,8 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     checkpoint_budget_bytes: int | None
     kv_cache_bytes: int | None
+    host_cache_bytes: int
+    host_bytes_per_token: int
     gpu_memory_utilization: float | None
     checkpoint_interval: int
     strict_reuse: bool

@@ -18,6 +18,7 @@ from mambacache.engine.stepper import Stepper
 from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model, load_model, model_skeleton
 from mambacache.runner import sizing
+from mambacache.runner.host_tier import HostTier
 from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.runner.sizing import (
@@ -95,7 +96,7 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         sizes,
         cache,
         runner,
-        Stepper(scheduler, runner, torch.device(device)),
+        Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner)),
         tokenizer,
         Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens),
         frozenset(token for token in end_tokens(model.module) if token < vocab_size),
@@ -114,7 +115,27 @@ def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConf
         max_checkpoints=sizes.max_checkpoints,
         checkpoint_interval=config.checkpoint_interval,
         strict_reuse=config.strict_reuse,
+        num_host_states=sizes.num_host_states,
+        num_host_pages=sizes.num_host_pages,
+        state_bytes=sizes.state_bytes,
+        page_bytes=sizes.kv_block_bytes,
+        host_bytes_per_token=config.host_bytes_per_token,
     )
+
+
+def _host_tier(sizes: Sizes, runner: ModelRunner) -> HostTier | None:
+    """The host's memory for what the runner's pools have no room for.
+
+    Raises:
+        ValueError: the host has not so much.
+    """
+    if not sizes.num_host_states:
+        return None
+    taken = sizes.num_host_states * sizes.state_bytes + sizes.num_host_pages * sizes.kv_block_bytes
+    if taken > (free := free_memory("cpu")):
+        raise ValueError(f"host_cache_bytes takes {taken:,} bytes and the host has {free:,} free: lower it")
+    pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
+    return HostTier(pools, (sizes.num_host_states, sizes.num_host_pages)[: len(pools)])
 
 
 def _is_quantized(model: Model) -> bool:

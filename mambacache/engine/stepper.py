@@ -15,6 +15,7 @@ import torch
 from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import RequestOutput
 from mambacache.plan import StepPlan
+from mambacache.runner.host_tier import HostTier
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
@@ -34,12 +35,16 @@ class Stepper:
         scheduler: plans steps, and is told what became of them.
         runner: executes them.
         device: where it does so.
+        tier: runs the transfers between device and host, if there is one.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, device: torch.device) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: ModelRunner, device: torch.device, tier: HostTier | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._device = device
+        self._tier = tier
         self.lock = threading.Lock()
         self.answers: dict[str, Answers] = {}  # by the id of each of their requests
         self.fresh: dict[str, Answers] = {}  # whose output has news that were not given yet
@@ -80,9 +85,12 @@ class Stepper:
         if self._failure is not None and self.fresh:
             return  # not all know yet that their requests ended
         self._check_device_works()
+        self._move(ended=True)  # what has come is found by the requests that wait for it
         plan = self._under_way = self._plan()
+        self._move()
         if plan is None:
-            self._check_all_ended()
+            if not self._wait_for_transfer():
+                self._check_all_ended()
             return
         ran = (self.answers.get(step.request_id) for step in plan.steps)
         self._stale.update((answers.request_id, answers) for answers in ran if answers is not None)
@@ -103,6 +111,9 @@ class Stepper:
         self.settle()
         self.closed = True
         del self._runner
+        if self._tier is not None and self._failure is None:
+            self._tier.close()
+        del self._tier
 
     def settle(self) -> None:
         """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs; and forgets
@@ -150,6 +161,32 @@ class Stepper:
             except Exception:
                 logger.exception("planning a step failed: it is tried again")
         return self._scheduler.schedule()
+
+    def _move(self, ended: bool = False) -> None:
+        """Tells which transfers are over, and launches those that are due; with `ended` only if any is over. Whatever
+        is wrong with them costs a miss."""
+        if self._tier is None:
+            return
+        try:
+            over = self._tier.ended()
+            if over or not ended:
+                self._tier.launch(self._scheduler.transfers(over))
+                self._tier.forget(over)
+        except Exception:
+            logger.exception("the tier in host memory failed in this step")
+
+    def _wait_for_transfer(self) -> bool:
+        """Nothing can run: requests that are left may wait for a transfer, or for what one holds."""
+        if self._tier is None or not self._tier.under_way or not self.answers:
+            return False
+        try:
+            self._tier.wait()
+        except Exception:
+            failure = self._device_failure()
+            if failure is None:
+                raise
+            self._end_all(failure)
+        return True
 
     def _check_all_ended(self) -> None:
         """Nothing can run: with requests left, whoever waits for them would wait for ever."""

@@ -30,6 +30,9 @@ STRETCHING = ("linear", "dynamic", "yarn")
 
 MAX_DEFAULT_BLOCKS = 1 << 16
 
+TOKENS_A_STATE = 7000
+"""KV tokens for each state in host memory: of what is hit again, a state comes with about so many."""
+
 SPARE_STATES = 2
 """Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
 
@@ -45,6 +48,8 @@ class Sizes:
     num_kv_blocks: int
     max_num_seqs: int
     max_model_len: int
+    num_host_states: int = 0
+    num_host_pages: int = 0
 
     @property
     def num_state_blocks(self) -> int:
@@ -94,7 +99,25 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
             f"states and KV take {needed:,} bytes and {free_bytes:,} are free: lower kv_cache_bytes, "
             "checkpoint_budget_bytes or max_num_seqs"
         )
-    return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len)
+    host = _host_slots(config, state, page, max_checkpoints)
+    return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host)
+
+
+def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: int) -> tuple[int, int]:
+    """States and KV pages that the host's memory holds: one state for `TOKENS_A_STATE` tokens of KV."""
+    budget = config.host_cache_bytes
+    if budget and not max_checkpoints:
+        logger.warning("host_cache_bytes is %d and not used: nothing is cached on the device", budget)
+        return 0, 0
+    if 0 < budget < state + page:
+        raise ValueError(
+            f"host_cache_bytes is {budget:,} and one state and one KV block take {state + page:,} bytes: raise "
+            "host_cache_bytes, or set it to 0"
+        )
+    num_states = budget // (state + -(-TOKENS_A_STATE // config.block_size) * page)
+    if budget and not num_states:
+        num_states = 1
+    return num_states, (budget - num_states * state) // page if page else 0
 
 
 def _checkpoints(config: EngineConfig, state: int, default_bytes: int) -> int:
@@ -159,6 +182,7 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, usable: int) -> s
         ("running states", f"{sizes.num_running_states} for {sizes.max_num_seqs} requests at a time"),
         ("cached states", f"{sizes.max_checkpoints:,}, {sizes.max_checkpoints * state:,} bytes"),
         ("KV blocks", f"{sizes.num_kv_blocks:,}, {sizes.num_kv_blocks * block:,} tokens" if page else "none"),
+        ("host memory", _host_memory(sizes)),
         ("longest request", f"{sizes.max_model_len:,} tokens"),
         ("shortest hit", f"{block} tokens, of a prompt of {block + 1} or more"),
     ]
@@ -173,6 +197,12 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, usable: int) -> s
     ]
     table = "\n".join(f"{name:<28}{value}" for name, value in rows)
     return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
+
+
+def _host_memory(sizes: Sizes) -> str:
+    states, pages = sizes.num_host_states, sizes.num_host_pages
+    taken = states * sizes.state_bytes + pages * sizes.kv_block_bytes
+    return f"{states:,} states and {pages:,} KV blocks, {taken:,} bytes" if taken else "none (host_cache_bytes)"
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
