@@ -63,7 +63,9 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     with _warnings_wait():
         weights = 0 if _is_quantized(skeleton) else weight_bytes(skeleton)
         usable = usable_memory(config, weights, total_memory(device), free_memory(device) - weights)
-        _cache_config(config, skeleton, plan_memory(config, skeleton, usable))
+        sizes = plan_memory(config, skeleton, usable)
+        _check_host_memory(sizes)
+        _cache_config(config, skeleton, sizes)
     if config.max_draft_tokens and draft is None:
         raise ValueError(
             f"max_draft_tokens is {config.max_draft_tokens} and nothing proposes drafts: give draft=, or leave "
@@ -123,17 +125,15 @@ def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConf
     )
 
 
-def _host_tier(sizes: Sizes, runner: ModelRunner) -> HostTier | None:
-    """The host's memory for what the runner's pools have no room for.
+def _check_host_memory(sizes: Sizes) -> None:
+    if sizes.host_bytes and sizes.host_bytes > (free := free_memory("cpu")):
+        raise ValueError(f"host_cache_bytes takes {sizes.host_bytes:,} bytes and the host has {free:,} free: lower it")
 
-    Raises:
-        ValueError: the host has not so much.
-    """
+
+def _host_tier(sizes: Sizes, runner: ModelRunner) -> HostTier | None:
+    """The host's memory for what the runner's pools have no room for."""
     if not sizes.num_host_states:
         return None
-    taken = sizes.num_host_states * sizes.state_bytes + sizes.num_host_pages * sizes.kv_block_bytes
-    if taken > (free := free_memory("cpu")):
-        raise ValueError(f"host_cache_bytes takes {taken:,} bytes and the host has {free:,} free: lower it")
     pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
     return HostTier(pools, (sizes.num_host_states, sizes.num_host_pages)[: len(pools)])
 

@@ -45,6 +45,7 @@ class Stepper:
         self._runner = runner
         self._device = device
         self._tier = tier
+        self._tier_failures = 0  # in a row
         self.lock = threading.Lock()
         self.answers: dict[str, Answers] = {}  # by the id of each of their requests
         self.fresh: dict[str, Answers] = {}  # whose output has news that were not given yet
@@ -87,9 +88,11 @@ class Stepper:
         self._check_device_works()
         self._move(ended=True)  # what has come is found by the requests that wait for it
         plan = self._under_way = self._plan()
-        self._move()
+        moving = self._move()
         if plan is None:
-            if not self._wait_for_transfer():
+            if moving and self.answers:
+                self._wait_for_transfer()
+            else:
                 self._check_all_ended()
             return
         ran = (self.answers.get(step.request_id) for step in plan.steps)
@@ -162,23 +165,32 @@ class Stepper:
                 logger.exception("planning a step failed: it is tried again")
         return self._scheduler.schedule()
 
-    def _move(self, ended: bool = False) -> None:
-        """Tells which transfers are over, and launches those that are due; with `ended` only if any is over. Whatever
-        is wrong with them costs a miss."""
+    def _move(self, ended: bool = False) -> bool:
+        """Tells which transfers are over, and launches those that are due; with `ended` only if any is over. What is
+        raised here costs a miss: it is tried again.
+
+        Returns:
+            Whether transfers are under way, as far as that is known.
+        """
         if self._tier is None:
-            return
+            return False
         try:
             over = self._tier.ended()
-            if over or not ended:
-                self._tier.launch(self._scheduler.transfers(over))
-                self._tier.forget(over)
+            if not over and ended:
+                return True
+            under_way = self._scheduler.transfers(over)
+            self._tier.launch(under_way)
+            self._tier.forget(over)
         except Exception:
+            self._tier_failures += 1
             logger.exception("the tier in host memory failed in this step")
+            return self._tier_failures < PLANNING_ATTEMPTS
+        self._tier_failures = 0
+        return bool(under_way)
 
-    def _wait_for_transfer(self) -> bool:
+    def _wait_for_transfer(self) -> None:
         """Nothing can run: requests that are left may wait for a transfer, or for what one holds."""
-        if self._tier is None or not self._tier.under_way or not self.answers:
-            return False
+        assert self._tier is not None
         try:
             self._tier.wait()
         except Exception:
@@ -186,7 +198,6 @@ class Stepper:
             if failure is None:
                 raise
             self._end_all(failure)
-        return True
 
     def _check_all_ended(self) -> None:
         """Nothing can run: with requests left, whoever waits for them would wait for ever."""

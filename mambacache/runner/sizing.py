@@ -55,6 +55,11 @@ class Sizes:
     def num_state_blocks(self) -> int:
         return self.num_running_states + self.max_checkpoints
 
+    @property
+    def host_bytes(self) -> int:
+        """What the tier in host memory takes of it."""
+        return self.num_host_states * self.state_bytes + self.num_host_pages * self.kv_block_bytes
+
 
 def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     """Divides memory between running states, checkpoints and KV pages.
@@ -200,9 +205,8 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, usable: int) -> s
 
 
 def _host_memory(sizes: Sizes) -> str:
-    states, pages = sizes.num_host_states, sizes.num_host_pages
-    taken = states * sizes.state_bytes + pages * sizes.kv_block_bytes
-    return f"{states:,} states and {pages:,} KV blocks, {taken:,} bytes" if taken else "none (host_cache_bytes)"
+    held = f"{sizes.num_host_states:,} states and {sizes.num_host_pages:,} KV blocks"
+    return f"{held}, {sizes.host_bytes:,} bytes" if sizes.host_bytes else "none (host_cache_bytes)"
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
