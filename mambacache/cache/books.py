@@ -332,12 +332,6 @@ class Books:
                 self.end_life(life, finished=False)
                 self.ledger.preempted()
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """Blocks by status, for `CacheStats`."""
-        pools = {"state_blocks": self.pool, "kv_blocks": self.pages.pool}
-        pools |= {"host_states": self.tier.states, "host_pages": self.tier.pages}
-        return {name: pool.counts() for name, pool in pools.items() if pool.num_blocks}
-
     # --- what is removed ---
 
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:

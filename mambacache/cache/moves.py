@@ -20,7 +20,18 @@ class Arrival:
     exact: bool
     hot: bool
     born: int
-    depth: int  # blocks of the prefix that it ends
+    depth: int  # blocks of the prefix that it ends; 0 in host memory, where nobody asks
+
+    @classmethod
+    def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int = 0) -> Arrival:
+        """What becomes of `target`, as it is what `source` was."""
+        pool, block = source.pool, source.block
+        flags = pool.exact[block], pool.hot[block], pool.born[block]
+        return cls(target.pool, target.block, block_hash, *flags, depth)
+
+    def name(self) -> bool:
+        """The block has arrived; whether it is found by its hash."""
+        return self.pool.commit(self.block, self.block_hash, exact=self.exact, hot=self.hot, born=self.born)
 
 
 @dataclass(slots=True, eq=False)

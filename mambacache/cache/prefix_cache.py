@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from mambacache.cache.books import Books
 from mambacache.cache.moves import check_under_way
-from mambacache.cache.repair import check, mend
-from mambacache.cache.request import CachedRequest, Life, Row
+from mambacache.cache.repair import check, mend, totals
+from mambacache.cache.request import CachedRequest, Life
 from mambacache.cache.rows import check_fork, check_next_row
-from mambacache.checks import accepted_tokens, block_keys, boundaries, check_bounds, check_integer, prompt_array
+from mambacache.checks import block_keys, boundaries, check_bounds, check_integer, prompt_array
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan, Transfer, build_plan
 from mambacache.report import CacheEvent, CacheStats, Hit, Progress, RequestReport, Wait
@@ -236,13 +234,7 @@ class PrefixCache:
             token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
                 request that stopped runs no further step.
         """
-        taken: list[tuple[Row, array[int]]] = []
-        for row in self._books.rows.to_accept(steps):
-            tokens = accepted_tokens(row.step, token_ids.get(row.step.request_id, ()))
-            first = row.step.start + (1 if row.step.drafts else row.step.num_tokens)
-            if tokens and first != len(row.life.request.tokens):
-                raise ValueError(f"request {row.step.request_id!r} lacks the tokens before these: accept them first")
-            taken.append((row, tokens))
+        taken = self._books.rows.to_accept(steps, token_ids)
         with self._books as books:
             books.accept(taken)
 
@@ -288,8 +280,7 @@ class PrefixCache:
     @property
     def stats(self) -> CacheStats:
         """A snapshot: totals, and how many blocks are in use at this moment."""
-        books = self._books
-        return replace(books.ledger.stats(), **books.counts())
+        return totals(self._books)
 
     @property
     def request_ids(self) -> list[str]:
@@ -315,12 +306,7 @@ class PrefixCache:
     def block_row(self, request_id: str) -> list[int]:
         """The request's states as a row of a sparse block table: column i is the state after block i, 0 is null."""
         life = self._running(request_id)
-        if not life.computed:
-            return []
-        column, lookup = (life.computed - 1) // self.config.block_size, self._books.pool.lookup
-        row = [lookup(block_hash) or 0 for block_hash in life.request.chain[1 : column + 1]]
-        running = life.state.block if life.state is not None else 0
-        return [*row, *[0] * (column - len(row)), running]  # hashes of tokens in flight are not known
+        return self._books.lookup.block_row(life)
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
         """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first."""

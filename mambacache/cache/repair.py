@@ -1,8 +1,17 @@
-"""Whether the books balance, and how torn ones are rebuilt."""
+"""What the books come to, whether they balance, and how torn ones are rebuilt."""
 
 from __future__ import annotations
 
 from mambacache.cache.books import Books
+from mambacache.report import CacheStats
+
+
+def totals(books: Books) -> CacheStats:
+    """See `PrefixCache.stats`."""
+    stats, pools = books.ledger.stats(), (books.pool, books.pages.pool, books.tier.states, books.tier.pages)
+    counts = [pool.counts() if pool.num_blocks else {} for pool in pools]
+    stats.state_blocks, stats.kv_blocks, stats.host_states, stats.host_pages = counts
+    return stats
 
 
 def check(books: Books) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 
 from mambacache.cache.request import CachedRequest, Life, Row
-from mambacache.checks import MAX_TOKEN, check_integer, token_array
+from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array
 from mambacache.plan import SequenceStep
 
 
@@ -62,15 +63,22 @@ class Rows(dict[int, Row]):
                 raise RuntimeError(f"{_row_of(row.step)} was {what}")
         return rows
 
-    def to_accept(self, steps: Sequence[SequenceStep]) -> list[Row]:
-        """Rows whose tokens may be taken."""
-        rows = self.find(steps)
-        for row in rows:
+    def to_accept(
+        self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]
+    ) -> list[tuple[Row, array[int]]]:
+        """Rows whose tokens may be taken, and these."""
+        taken: list[tuple[Row, array[int]]] = []
+        for row in self.find(steps):
+            step, request = row.step, row.life.request
             if not row.issue:
-                raise RuntimeError(f"{_row_of(row.step)} was not issued: issue it first")
-            if row.life.request.issued[0] is not row:
-                raise RuntimeError(f"an earlier row of {_name(row.life.request)} was not accepted: accept it first")
-        return rows
+                raise RuntimeError(f"{_row_of(step)} was not issued: issue it first")
+            if request.issued[0] is not row:
+                raise RuntimeError(f"an earlier row of {_name(request)} was not accepted: accept it first")
+            tokens = accepted_tokens(step, token_ids.get(step.request_id, ()))
+            if tokens and step.start + (1 if step.drafts else step.num_tokens) != len(request.tokens):
+                raise ValueError(f"{_name(request)} lacks the tokens before these: accept them first")
+            taken.append((row, tokens))
+        return taken
 
 
 def _row_of(step: SequenceStep) -> str:

@@ -34,8 +34,7 @@ class States:
         self._numbers = numbers  # of rows
         self.unwritten = 0  # checkpoint blocks of rows that are not issued yet
         self.num_issued = 0
-        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * (pool.num_blocks + 1)  # of a committed state: its
-        # chain, and after how many blocks of it it stands
+        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * (pool.num_blocks + 1)  # chain and depth of a state
 
     # --- a life begins ---
 
@@ -188,16 +187,8 @@ class States:
     def has_checkpoint_room(self, may_evict_hot: bool) -> bool:
         """Whether the budget holds one more checkpoint, if need be by evicting one."""
         most = self._policy.max_checkpoints
-        return self._budget_left > 0 or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
-
-    @property
-    def room(self) -> int:
-        """How many more may be committed before one is evicted."""
-        return min(self._pool.num_free, self._budget_left)
-
-    @property
-    def _budget_left(self) -> int:
-        return self._policy.max_checkpoints - self._pool.num_committed - self.unwritten
+        full = self._pool.num_committed + self.unwritten >= most
+        return not full or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
 
     # --- after it ---
 

@@ -74,7 +74,9 @@ class Tier:
 
     def _copy_out(self) -> None:
         states, pages = self._slots
-        self._look_ahead(states, self._device.room)
+        most = self._config.num_state_blocks if self._config.max_checkpoints is None else self._config.max_checkpoints
+        budget = most - states.num_committed - self._device.unwritten
+        self._look_ahead(states, min(states.num_free, budget))
         self._look_ahead(pages, pages.num_free)
         move = Move(Transfer(0, True, (), ()))
         self._copy_states(move, min(STATES_A_TRANSFER, states.num_available // 2))
@@ -143,9 +145,9 @@ class Tier:
             if slot is not None:
                 slot.end()
             return
-        move.leases += [pool.lend(block), slot]
-        flags = pool.exact[block], pool.hot[block], pool.born[block]
-        move.arrivals.append(Arrival(slot.pool, slot.block, block_hash, *flags, 0))
+        lent = pool.lend(block)
+        move.leases += [lent, slot]
+        move.arrivals.append(Arrival.copied(lent, slot, block_hash))
 
     def _begin(self, move: Move) -> None:
         """Numbers a transfer, if it has any blocks, and names them."""
@@ -228,11 +230,9 @@ class Tier:
         load = Load(request.request_id, chain, depth, [held[i] for i in sorted(held)])
         move = Move(Transfer(0, False, (), ()), load=load)
         for place, lease, slot in zip(places, fresh, slots, strict=True):
-            block_hash, flags = chain[min(place, depth)], (slot.pool.exact, slot.pool.hot, slot.pool.born)
-            each = (values[slot.block] for values in flags)
-            move.arrivals.append(Arrival(lease.pool, lease.block, block_hash, *each, min(place, depth)))
+            move.arrivals.append(Arrival.copied(slot, lease, chain[min(place, depth)], min(place, depth)))
             move.leases += [lease, slot]
-            self._loading[block_hash] = load
+            self._loading[chain[min(place, depth)]] = load
         request.may_load = False
         self._begin(move)
         self._ledger.loads()
@@ -260,7 +260,7 @@ class Tier:
         load, good = move.load, not (failed or move.void)
         for arrival in move.arrivals if good else ():
             if load is None:
-                self._name(arrival)
+                arrival.name()
             else:
                 self._arrive(arrival, load)
         for lease in move.leases if load is None else move.leases[1::2]:
@@ -276,16 +276,12 @@ class Tier:
         )
         self._ledger.transferred(move.transfer.to_host, moved, failed)
 
-    def _name(self, arrival: Arrival) -> bool:
-        flags = {"exact": arrival.exact, "hot": arrival.hot, "born": arrival.born}
-        return arrival.pool.commit(arrival.block, arrival.block_hash, **flags)
-
     def _arrive(self, arrival: Arrival, load: Load) -> None:
         kind = "kv" if arrival.pool is self._pages.pool else "state"
         new = arrival.pool.lookup(arrival.block_hash) is None
         if kind == "state" and new and not self._device.has_checkpoint_room(may_evict_hot=True):
             return
-        if self._name(arrival):
+        if arrival.name():
             if kind == "state":
                 self._device.prefix[arrival.block] = load.chain, arrival.depth
             self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)

@@ -87,7 +87,7 @@ class Model:
         self,
         indices: StateIndices,
         states: Sequence[tuple[torch.Tensor, ...]],
-        pages: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        pages: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
         """Runs one step.
 

@@ -41,7 +41,7 @@ class ForwardContext:
 
     indices: StateIndices
     states: Iterator[tuple[torch.Tensor, ...]]
-    pages: Iterator[tuple[torch.Tensor, torch.Tensor]]
+    pages: Iterator[tuple[torch.Tensor, ...]]
 
 
 _context: ContextVar[ForwardContext] = ContextVar("forward_context")
