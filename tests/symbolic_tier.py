@@ -71,7 +71,7 @@ class TieredCache(CheckedCache):
         self.failing, self.slow = failing, slow
         self._prefixes: dict[bytes, Prefix] = {}
         self._arriving = False
-        self.longest_wait = 0
+        self.void = 0  # transfers that ended after what they copied was given up
         state, page = self.runner._may_write_state, self.runner._may_write_page
         self.runner._may_write_state = lambda block: state(block) and block not in self.memory.busy(0)
         self.runner._may_write_page = lambda block: page(block) and block not in self.memory.busy(1)
@@ -83,6 +83,7 @@ class TieredCache(CheckedCache):
 
     def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
         self._arriving = True
+        self.void += transfer.number in self._books.tier.moves and self._books.tier.moves[transfer.number].void
         try:
             super().transferred(transfer, failed=failed)
             self.sync()

@@ -50,13 +50,13 @@ def tiered_mixes(draw: st.DrawFn, faults: bool = False) -> tuple[Mix, dict[str, 
     return mix, chance
 
 
-@mixes(400)
+@mixes(200)
 @given(tiered_mixes())
 def test_any_mix_with_a_tier(tiered: tuple[Mix, dict[str, Any]]) -> None:
     TieredDriver(tiered[0], **tiered[1]).run()
 
 
-@mixes(400)
+@mixes(200)
 @given(tiered_mixes(faults=True))
 def test_any_mix_with_a_tier_failing_steps_and_resets(tiered: tuple[Mix, dict[str, Any]]) -> None:
     TieredDriver(tiered[0], **tiered[1]).run()
@@ -111,7 +111,7 @@ def faulty(draw: st.DrawFn) -> tuple[Mix, Faults, dict[str, Any]]:
     return mix, faults, {**chance, "failing": 0.0}
 
 
-@mixes(110)
+@mixes(80)
 @given(faulty())
 def test_a_fault_on_any_line_costs_no_answer_and_no_block(faulty: tuple[Mix, Faults, dict[str, Any]]) -> None:
     mix, faults, chance = faulty
@@ -183,7 +183,7 @@ def illegal_hosts(draw: st.DrawFn) -> tuple[int, CacheConfig]:
     return draw(st.integers(0, 1 << 30)), config
 
 
-@mixes(200)
+@mixes(120)
 @given(illegal_hosts())
 def test_any_illegal_host_with_a_tier(host: tuple[int, CacheConfig]) -> None:
     IllegalTieredHost(*host).run(200)
@@ -209,5 +209,5 @@ def test_the_mixes_load() -> None:
     assert d.cache.stats.loads > 15 and d.cache.stats.host_hit_tokens > 4000 and d.loading > 15
     failing = tiered(jobs, failing=0.5, **pools).cache.stats
     assert failing.failed_transfers > 20 and failing.loads > 5
-    void = tiered(jobs, slow=0.9, resets=frozenset(range(10, 160, 12)), **pools).cache.stats
-    assert void.loads > 3
+    void = tiered(jobs, slow=0.8, resets=frozenset(range(25, 160, 25)), **pools)
+    assert void.cache.stats.loads > 3 and void.cache.void > 0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from heapq import merge
 from math import inf
 
 BRANCHING = 0.1
@@ -187,9 +188,10 @@ class EvictionOrder:
         self._chains = chains
         self._cold: OrderedDict[int, float] = OrderedDict()  # block -> when it was used last
         self._hot: OrderedDict[int, float] = OrderedDict()
+        self._copied: dict[bool, OrderedDict[int, float]] = {False: OrderedDict(), True: OrderedDict()}  # by hot
 
     def __len__(self) -> int:
-        return len(self._cold) + len(self._hot)
+        return len(self._cold) + len(self._hot) + len(self._copied[False]) + len(self._copied[True])
 
     def add(self, block: int, hot: bool) -> None:
         """A block that was used just now."""
@@ -201,25 +203,25 @@ class EvictionOrder:
         self._cold.move_to_end(block, last=False)
 
     def put_back(self, block: int, hot: bool, used: float) -> None:
-        """A block that `remove` gave with the time when it was used last, and that was among the first to go."""
-        order = self._hot if hot else self._cold
-        order[block] = used
-        order.move_to_end(block, last=False)
+        """A block that `remove` gave with the time when it was used last, and that was not used meanwhile: it goes when
+        it would have gone. Blocks come back in the order in which they were removed."""
+        self._copied[hot][block] = used
 
     def remove(self, block: int, hot: bool) -> float:
         """Gives the time when the block was used last."""
-        return (self._hot if hot else self._cold).pop(block)
+        order = self._hot if hot else self._cold
+        return (order if block in order else self._copied[hot]).pop(block)
 
     def first(self, cold_only: bool) -> int | None:
         """The block to evict; None if there is none, or only hot ones with `cold_only`."""
-        cold = next(iter(self._cold.items()), None)
-        hot = None if cold_only else next(iter(self._hot.items()), None)
+        cold = next(self._in_order(False), None)
+        hot = None if cold_only else next(self._in_order(True), None)
         found = self._sooner(cold, hot)
         return found[0] if found is not None else None
 
     def coldest(self, count: int) -> list[int]:
         """Of the first `count` blocks to be evicted those that may be of use."""
-        cold_ones, hot_ones = iter(self._cold.items()), iter(self._hot.items())
+        cold_ones, hot_ones = self._in_order(False), self._in_order(True)
         cold, hot = next(cold_ones, None), next(hot_ones, None)
         found: list[int] = []
         for _ in range(count):
@@ -234,6 +236,13 @@ class EvictionOrder:
                 hot = next(hot_ones, None)
         return found
 
+    def _in_order(self, hot: bool) -> Iterator[tuple[int, float]]:
+        """Hot or cold blocks with the time when they were used last, the first to go first."""
+        copied, others = self._copied[hot], self._hot if hot else self._cold
+        if not copied:
+            return iter(others.items())
+        return merge(copied.items(), others.items(), key=lambda entry: entry[1])
+
     def _sooner(self, cold: tuple[int, float] | None, hot: tuple[int, float] | None) -> tuple[int, float] | None:
         if cold is None or hot is None:
             return cold or hot
@@ -242,4 +251,4 @@ class EvictionOrder:
         return hot if dead else cold
 
     def blocks(self) -> set[int]:
-        return {*self._cold, *self._hot}
+        return {*self._cold, *self._hot, *self._copied[False], *self._copied[True]}

@@ -119,7 +119,7 @@ class BlockPool:
 
     def release(self, block: int, used: float | None = None) -> None:
         """One reference less; the last one frees a private block and makes a COMMITTED one evictable, as the one used
-        last, or `used` at that time and among the first to go."""
+        last, or where it stood if it was lent, and `used` then."""
         references = self.references[block] - 1
         self.references[block] = references
         if references:

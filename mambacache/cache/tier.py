@@ -18,11 +18,12 @@ from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
 
-AHEAD = 8
-"""Copied before they are evicted are the blocks that would go first, up to one in so many of a pool: more than a step
-evicts, and few enough that most of what is used again in time is not copied for nothing."""
+AHEAD = 4
+"""Copied ahead of their eviction are the blocks that would go first, one in so many of a pool's: more than a few steps
+evict. What is used again in time was not copied for nothing: it need not be copied once more."""
 
-LEAST_AHEAD = 2
+LEAST_AHEAD = 128
+"""But at least so many, the pages of a step of 8,192 tokens; of a smaller pool all."""
 
 STATES_A_TRANSFER, PAGES_A_TRANSFER = 4, 128
 """Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them."""
@@ -88,8 +89,8 @@ class Tier:
 
     def _look_ahead(self, pool: BlockPool, room: int) -> None:
         """Notes the blocks that will be evicted first, once half as many as these have come to the pool or gone."""
-        ahead = max(pool.num_blocks // AHEAD, LEAST_AHEAD)
-        if room < ahead and pool.moves - self._looked[pool] >= ahead // 2:
+        ahead = max(pool.num_blocks // AHEAD, min(pool.num_blocks, LEAST_AHEAD))
+        if room < ahead and 2 * (pool.moves - self._looked[pool]) >= ahead:
             self._next[pool] = deque(pool.coldest(ahead - room))
             self._looked[pool] = pool.moves
 

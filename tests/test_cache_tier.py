@@ -1,0 +1,234 @@
+"""The tier in host memory, one transfer at a time: what is copied when, and what becomes of those who wait for it."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from cache_calls import allocate, run_step
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.plan import Transfer
+from mambacache.report import Hit, Wait
+from symbolic import text
+from watched_cache import refused, watched
+
+LENGTH = 200  # of every prompt: a state after 192 tokens, and 3 of its 4 pages, are worth keeping
+ROOM = {"num_state_blocks": 6, "num_kv_blocks": 12, "num_host_states": 8, "num_host_pages": 40}
+
+
+def answer(cache: PrefixCache, name: str, seed: int, **options: bool | str) -> int:
+    """Runs a prompt to its end; the tokens that it hit."""
+    cache.add(name, text(LENGTH, seed), **options)  # type: ignore[arg-type]
+    return finish(cache, name)
+
+
+def finish(cache: PrefixCache, name: str) -> int:
+    found = cache.admit(name)
+    assert isinstance(found, Hit), found
+    run_step(cache, name, LENGTH - found.num_tokens, 1)
+    cache.free(name, finished=True)
+    return found.num_tokens
+
+
+def copy_all(cache: PrefixCache, failed: bool = False) -> list[Transfer]:
+    """Ends transfers until none is due."""
+    ended: list[Transfer] = []
+    while found := cache.transfers():
+        for transfer in found:
+            cache.transferred(transfer, failed=failed)
+            ended.append(transfer)
+    return ended
+
+
+def filled(count: int = 6, **options: int) -> PrefixCache:
+    """So many prompts ran, one after the other; the first ones are on the host alone."""
+    cache = watched(**{**ROOM, **options})
+    for seed in range(count):
+        answer(cache, str(seed), seed)
+        copy_all(cache)
+    return cache
+
+
+def loading(cache: PrefixCache, name: str, seed: int = 0) -> Transfer:
+    """The load that a request waits for."""
+    cache.add(name, text(LENGTH, seed))
+    assert cache.admit(name) == Wait("loading", name, 192) and cache.waits(name)
+    return next(transfer for transfer in cache.transfers() if not transfer.to_host)
+
+
+def test_what_was_evicted_is_hit() -> None:
+    cache = filled()
+    transfer = loading(cache, "again")
+    assert len(transfer.states) == 1 and len(transfer.pages) == 3
+    cache.transferred(transfer)
+    assert not cache.waits("again") and finish(cache, "again") == 192
+    stats = cache.stats
+    assert (stats.loads, stats.host_hit_tokens, stats.failed_transfers) == (1, 192, 0)
+
+
+def test_a_host_that_never_asks_has_no_tier() -> None:
+    cache = watched(**ROOM)
+    for seed in range(6):
+        answer(cache, str(seed), seed)
+    assert cache.stats.host_states["free"] == 8 and answer(cache, "again", 0) == 0
+
+
+def test_nothing_is_copied_while_there_is_room() -> None:
+    cache = watched(**ROOM | {"num_state_blocks": 140, "num_kv_blocks": 140})
+    answer(cache, "a", 0)
+    assert cache.transfers() == ()
+
+
+def test_copies_leave_half_of_what_can_be_taken_and_go_one_at_a_time() -> None:
+    cache = watched(**ROOM)
+    for seed in range(3):
+        answer(cache, str(seed), seed)
+    before = cache.stats
+    first = cache.transfers()
+    lent = before.kv_blocks["evictable"] - cache.stats.kv_blocks["evictable"]
+    assert len(first) == 1 and first[0].to_host and len(first[0].pages) == lent > 0
+    available = before.kv_blocks["evictable"] + before.kv_blocks["free"]
+    assert lent <= available // 2 and cache.transfers() == first
+    cache.transferred(first[0])
+    assert cache.stats.kv_blocks["evictable"] == before.kv_blocks["evictable"]
+
+
+def test_a_copy_is_no_use_of_a_block() -> None:
+    """What was copied is still the first to be evicted."""
+    with_tier, without = filled(3), watched(**ROOM | {"num_host_states": 0, "num_host_pages": 0})
+    for seed in range(3):
+        answer(without, str(seed), seed)
+    for cache in (with_tier, without):
+        cache.take_events()
+        cache.add("long", text(600, 9))
+        assert isinstance(cache.admit("long"), Hit)
+        allocate(cache, "long", 600)
+    events = [cache.take_events() for cache in (with_tier, without)]
+    removed = [[each.block_hash for each in its if (each.action, each.kind) == ("removed", "kv")] for its in events]
+    assert removed[0] == removed[1] and len(removed[0]) > 6
+
+
+def test_states_never_go_without_the_kv_before_them() -> None:
+    cache, held = watched(**ROOM), 0
+    books = cache._books
+    for seed in range(6):
+        answer(cache, str(seed), seed)
+        copy_all(cache)
+        for each in range(seed + 1):
+            chain = books.chain(array("i", text(LENGTH, each)), "", {})
+            if books.tier.states.lookup(chain[3]) is not None:
+                held += 1
+                kv = (books.tier.pages.lookup, books.pages.pool.lookup)
+                assert all(any(lookup(h) is not None for lookup in kv) for h in chain[1:4])
+    assert held > 6
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_several_wait_for_one_load(failed: bool) -> None:
+    cache = filled()
+    transfer = loading(cache, "a")
+    cache.add("b", text(LENGTH, 0))
+    assert cache.admit("b") == Wait("loading", "a", 192)
+    assert [each for each in cache.transfers() if not each.to_host] == [transfer]
+    cache.transferred(transfer, failed=failed)
+    if not failed:
+        assert finish(cache, "a") == finish(cache, "b") == 192
+        assert cache.stats.loads == 1 and cache.stats.host_hit_tokens == 384
+        return
+    assert isinstance(cache.admit("a"), Hit), "who began a load that failed goes on without it"
+    assert cache.stats.failed_transfers == 1
+
+
+def test_what_is_loaded_is_held_until_its_request_comes() -> None:
+    cache = filled()
+    transfer = loading(cache, "a")
+    cache.transferred(transfer)
+    evictable = cache.stats.kv_blocks["evictable"]
+    cache.free("a", finished=False)
+    assert cache.stats.kv_blocks["evictable"] == evictable + 3
+
+
+@pytest.mark.parametrize("end", ["abort", "reset"])
+def test_the_end_of_a_request_or_of_all_that_is_cached_while_a_load_is_under_way(end: str) -> None:
+    """Its blocks are written until it is over; then they are cached, or free if that was reset."""
+    cache = filled()
+    transfer = loading(cache, "a")
+    if end == "abort":
+        cache.free("a", finished=False)
+    else:
+        cache.reset()
+        assert not cache.waits("a")
+        assert isinstance(cache.admit("a"), Hit)
+    assert cache.stats.kv_blocks["writing"] >= 3
+    cache.transferred(transfer)
+    assert cache.stats.kv_blocks["writing"] == (4 if end == "reset" else 0) - 4 * (end == "reset")
+    assert (cache._books.tier.states.num_committed == 0) == (end == "reset")
+
+
+def test_a_running_request_may_take_what_was_loaded_for_one_that_waits() -> None:
+    """Never a stall: what is held for who cannot run yet gives way."""
+    cache = filled(num_kv_blocks=8)
+    cache.add("long", text(250, 40))
+    assert isinstance(cache.admit("long"), Hit)
+    run_step(cache, "long", 250, 1)
+    cache.transferred(loading(cache, "a"))
+    for _ in range(64 * 4):
+        run_step(cache, "long", 1, 1)
+    assert cache.progress("long").computed == 250 + 256
+
+
+def test_a_load_is_worth_its_bytes_or_left_alone() -> None:
+    """192 tokens, a state of 1,000 bytes and 3 pages of 100."""
+    sizes = {"state_bytes": 1000, "page_bytes": 100}
+    for allowed, loads in ((6, 0), (7, 1)):
+        cache = filled(**sizes, host_bytes_per_token=allowed)
+        cache.add("again", text(LENGTH, 0))
+        assert isinstance(cache.admit("again"), Wait) == bool(loads) and cache.stats.loads == loads
+        assert cache.stats.bytes_to_host >= 1300
+
+
+def test_exact_and_salt_travel_along() -> None:
+    cache = filled(strict_reuse=True)
+    cache.transferred(loading(cache, "a"))
+    found = cache.admit("a")
+    assert isinstance(found, Hit) and found.exact and found.num_tokens == 192
+    assert answer(cache, "other", 1, salt="tenant") == 0
+
+
+def test_a_failed_row_takes_its_copies_with_it() -> None:
+    """What a step gave that failed on the device is found on neither side."""
+    cache = watched(**ROOM | {"max_checkpoints": 2})
+    cache.add("a", text(LENGTH, 0))
+    cache.admit("a")
+    steps = cache.plan([allocate(cache, "a", 192)]).steps
+    cache.issued(steps)
+    cache.preempt("a")
+    for transfer in cache.transfers():
+        cache.transferred(transfer)
+    assert cache.stats.host_states["committed"] == 1
+    under_way = cache.transfers()
+    cache.cancel(steps)
+    for transfer in under_way:
+        cache.transferred(transfer)
+    copy_all(cache)
+    assert cache.stats.host_states["committed"] == cache.stats.host_pages["committed"] == 0
+
+
+def test_transfers_are_ended_once() -> None:
+    cache = filled()
+    transfer = loading(cache, "a")
+    for wrong in (transfer._replace(number=99), transfer._replace(to_host=True)):
+        with refused(cache, RuntimeError, "is not under way"):
+            cache.transferred(wrong)
+    cache.transferred(transfer)
+    with refused(cache, RuntimeError, f"transfer {transfer.number} is not under way: end each of `transfers` once"):
+        cache.transferred(transfer)
+
+
+def test_without_attention_states_go_alone() -> None:
+    cache = filled(num_kv_blocks=0, num_host_pages=0, has_attention=False)
+    transfer = loading(cache, "a")
+    assert len(transfer.states) == 1 and not transfer.pages
+    cache.transferred(transfer)
+    assert finish(cache, "a") == 192
