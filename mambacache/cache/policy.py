@@ -216,16 +216,16 @@ class EvictionOrder:
         """The block to evict; None if there is none, or only hot ones with `cold_only`."""
         cold = next(self._in_order(False), None)
         hot = None if cold_only else next(self._in_order(True), None)
-        found = self._sooner(cold, hot)
+        found = self._sooner(cold, hot, self._chains.odds)
         return found[0] if found is not None else None
 
     def coldest(self, count: int) -> list[int]:
         """Of the first `count` blocks to be evicted those that may be of use."""
         cold_ones, hot_ones = self._in_order(False), self._in_order(True)
-        cold, hot = next(cold_ones, None), next(hot_ones, None)
+        cold, hot, odds = next(cold_ones, None), next(hot_ones, None), self._chains.odds
         found: list[int] = []
         for _ in range(count):
-            entry = self._sooner(cold, hot)
+            entry = self._sooner(cold, hot, odds)
             if entry is None:
                 break
             if entry[1] > -inf:
@@ -243,11 +243,13 @@ class EvictionOrder:
             return iter(others.items())
         return merge(copied.items(), others.items(), key=lambda entry: entry[1])
 
-    def _sooner(self, cold: tuple[int, float] | None, hot: tuple[int, float] | None) -> tuple[int, float] | None:
+    def _sooner(
+        self, cold: tuple[int, float] | None, hot: tuple[int, float] | None, odds: float
+    ) -> tuple[int, float] | None:
         if cold is None or hot is None:
             return cold or hot
         now, gap = self._chains.now, self._chains.mean_gap
-        dead = now - hot[1] + gap > self._chains.odds * (now - cold[1] + gap)
+        dead = now - hot[1] + gap > odds * (now - cold[1] + gap)
         return hot if dead else cold
 
     def blocks(self) -> set[int]:

@@ -60,6 +60,7 @@ class Tier:
         self._arrived: dict[Load, None] = {}  # which still hold blocks
         self._next: dict[BlockPool, deque[int]] = {each: deque() for each in self._slots}  # to be copied to the host
         self._looked = {each: -each.num_blocks for each in self._slots}  # after so many moves
+        self._ahead = {each: max(each.num_blocks // AHEAD, min(each.num_blocks, LEAST_AHEAD)) for each in self._slots}
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
@@ -69,16 +70,18 @@ class Tier:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All that are under way; one more to the host is begun if there is need and none is on its way."""
-        if self.present and not any(move.transfer.to_host for move in self.moves.values()):
+        if self.present and not any([move.load is None for move in self.moves.values()]):
             self._copy_out()
-        return tuple(move.transfer for move in self.moves.values())
+        return tuple([move.transfer for move in self.moves.values()])
 
     def _copy_out(self) -> None:
         states, pages = self._slots
-        most = self._config.num_state_blocks if self._config.max_checkpoints is None else self._config.max_checkpoints
-        budget = most - states.num_committed - self._device.unwritten
+        most = self._config.max_checkpoints
+        budget = states.num_free if most is None else most - states.num_committed - self._device.unwritten
         self._look_ahead(states, min(states.num_free, budget))
         self._look_ahead(pages, pages.num_free)
+        if not (self._next[states] or self._next[pages]):
+            return
         move = Move(Transfer(0, True, (), ()))
         self._copy_states(move, min(STATES_A_TRANSFER, states.num_available // 2))
         while self._next[pages] and self._room_for_pages(move) > 0:
@@ -89,8 +92,8 @@ class Tier:
 
     def _look_ahead(self, pool: BlockPool, room: int) -> None:
         """Notes the blocks that will be evicted first, once half as many as these have come to the pool or gone."""
-        ahead = max(pool.num_blocks // AHEAD, min(pool.num_blocks, LEAST_AHEAD))
-        if room < ahead and 2 * (pool.moves - self._looked[pool]) >= ahead:
+        ahead, moved = self._ahead[pool], pool.moves - self._looked[pool]
+        if room < ahead and 2 * moved >= ahead:
             self._next[pool] = deque(pool.coldest(ahead - room))
             self._looked[pool] = pool.moves
 
