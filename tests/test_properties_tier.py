@@ -6,8 +6,11 @@ Transfers end late and in any order, fail, and are overtaken by resets, aborts, 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +18,7 @@ from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from symbolic import text
 from symbolic_jobs import Job, Mix
-from symbolic_tier import TieredCache, TieredDriver, tiered
+from symbolic_tier import HostMemory, TieredCache, TieredDriver, tiered
 from test_properties import any_mix, mixes
 from test_properties_faults import PACKAGE, Faults, FaultyDriver, faulty_mixes
 from test_properties_illegal import IllegalHost
@@ -211,3 +214,36 @@ def test_the_mixes_load() -> None:
     assert failing.failed_transfers > 20 and failing.loads > 5
     void = tiered(jobs, slow=0.8, resets=frozenset(range(25, 160, 25)), **pools)
     assert void.cache.stats.loads > 3 and void.cache.void > 0
+
+
+def another_block(transfer: Transfer) -> Transfer:
+    return transfer._replace(states=tuple((block % 5 + 1, slot) for block, slot in transfer.states))
+
+
+def another_slot(transfer: Transfer) -> Transfer:
+    return transfer._replace(pages=tuple((block, slot + 1) for block, slot in transfer.pages))
+
+
+def one_page_fewer(transfer: Transfer) -> Transfer:
+    return transfer._replace(pages=transfer.pages[1:])
+
+
+@pytest.mark.parametrize("planted", [None, another_block, another_slot, one_page_fewer])
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_planted_mistake_is_seen(
+    planted: Callable[[Transfer], Transfer] | None, to_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transfer that copies other blocks than it should gives wrong contents, which raise or change tokens."""
+    end = HostMemory.end
+
+    def wrongly(memory: HostMemory, number: int, failed: bool) -> None:
+        transfer = memory.launched[number]
+        if planted is not None and transfer.to_host == to_host:
+            memory.launched[number] = planted(transfer)
+        end(memory, number, failed)
+
+    monkeypatch.setattr(HostMemory, "end", wrongly)
+    jobs = [Job(text(250, i % 4) + text(30, i), 6, arrives=4 * i) for i in range(16)]
+    pools: dict[str, Any] = {"num_state_blocks": 6, "num_kv_blocks": 14, "max_num_seqs": 2}
+    with pytest.raises((AssertionError, IndexError)) if planted is not None else nullcontext():
+        tiered(jobs, **pools)
