@@ -1,0 +1,111 @@
+"""Slots in host memory: blocks that went there and came back are bitwise the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mambacache.kernels import StatePool, StateTensor
+from mambacache.plan import Transfer
+from mambacache.runner import host_tier
+from mambacache.runner.host_tier import HostTier
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def pools(device: str) -> list[StatePool]:
+    """Of states and of pages, full of random bytes."""
+    layers = (
+        [[StateTensor((5, 7), torch.float32), StateTensor((3,), torch.float16)]],
+        [[StateTensor((64, 2, 8), torch.float16)]],
+    )
+    made = [StatePool(each, count, device) for each, count in zip(layers, (4, 9), strict=True)]
+    for pool in made:
+        pool.buffer.copy_(torch.randint(256, pool.buffer.shape, dtype=torch.uint8))
+    return made
+
+
+def run(tier: HostTier, *transfers: Transfer) -> dict[Transfer, bool]:
+    """Launches transfers and waits for them."""
+    tier.launch(transfers)
+    ended: dict[Transfer, bool] = {}
+    while tier.under_way:
+        tier.wait()
+        over = tier.ended()
+        tier.forget(over)
+        ended |= over
+    return ended
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_there_and_back(device: str) -> None:
+    states, pages = pools(device)
+    tier = HostTier([states, pages], (3, 6))
+    before = states.slabs.clone(), pages.slabs.clone()
+    out = Transfer(1, True, ((2, 3), (4, 1)), ((9, 6), (1, 1), (5, 2)))
+    assert run(tier, out) == {out: False}
+    for pool in (states, pages):
+        pool.buffer.zero_()
+    back = Transfer(2, False, ((1, 3), (3, 1)), ((2, 6), (7, 2)))
+    assert run(tier, back) == {back: False}
+    expected = torch.zeros_like(before[0]), torch.zeros_like(before[1])
+    expected[0][[1, 3]] = before[0][[2, 4]]
+    expected[1][[2, 7]] = before[1][[9, 5]]
+    assert torch.equal(states.slabs, expected[0]) and torch.equal(pages.slabs, expected[1])
+    tier.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_transfer_is_launched_once_and_told_until_it_is_forgotten(device: str) -> None:
+    states, pages = pools(device)
+    tier = HostTier([states, pages], (3, 6))
+    transfer = Transfer(7, True, ((1, 1),), ())
+    tier.launch([transfer])
+    tier.wait()
+    states.buffer.zero_()
+    tier.launch([transfer])
+    assert tier.ended() == tier.ended() == {transfer: False} and tier.under_way
+    tier.forget({transfer: False})
+    assert not tier.under_way and tier.ended() == {}
+    run(tier, Transfer(8, False, ((2, 1),), ()))
+    assert states.slabs[2].any(), "launched again, it would have copied zeros"
+    tier.close()
+
+
+def test_what_fails_is_told_as_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tier = HostTier(pools("cpu"), (3, 6))
+    wrong = Transfer(1, True, ((1, 99),), ())
+    right = Transfer(2, True, ((1, 1),), ((2, 2),))
+    assert run(tier, wrong, right) == {wrong: True, right: False}
+    assert run(tier, wrong._replace(number=3)) == {wrong._replace(number=3): True}
+    assert caplog.text.count("a transfer between device and host failed") == 1
+
+
+def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*args: int, **options: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    states = pools("cpu")[:1]
+    monkeypatch.setattr(host_tier.torch, "empty", none_left)
+    with pytest.raises(ValueError, match="bytes of host memory cannot be had: lower host_cache_bytes"):
+        HostTier(states, (3,))
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_the_steps_before_it() -> None:
+    """And is told as over no sooner than it is."""
+    states = StatePool([[StateTensor((1 << 24,), torch.float32)]], 3, "cuda")
+    tier = HostTier([states], (1,))
+    x = torch.randn(8192, 8192, device="cuda")
+    for _ in range(50):
+        x = x @ x / 100
+    states.layers[0][0][1] = 3
+    transfer = Transfer(1, True, ((1, 1),), ())
+    tier.launch([transfer])
+    assert tier.ended() == {}
+    states.layers[0][0][2] = 5
+    tier.wait()
+    assert tier.ended() == {transfer: False}
+    run(tier, Transfer(2, False, ((2, 1),), ()))
+    assert states.layers[0][0][2].eq(3).all()
+    tier.close()
