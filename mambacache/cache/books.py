@@ -336,10 +336,12 @@ class Books:
 
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("state", block_hash, evicted)
+        if evicted:
+            self.tier.states.refresh(block_hash, self.pool.hot[block])
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and self.tier.pages.lookup(block_hash) is None:
+        if evicted and not self.tier.pages.refresh(block_hash, self.pages.pool.hot[block]):
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

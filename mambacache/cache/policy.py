@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import merge
+from itertools import islice
 from math import inf
 
 BRANCHING = 0.1
@@ -216,25 +217,17 @@ class EvictionOrder:
         """The block to evict; None if there is none, or only hot ones with `cold_only`."""
         cold = next(self._in_order(False), None)
         hot = None if cold_only else next(self._in_order(True), None)
-        found = self._sooner(cold, hot, self._chains.odds)
-        return found[0] if found is not None else None
+        if cold is None or hot is None:
+            found = cold or hot
+            return found[0] if found is not None else None
+        now, gap = self._chains.now, self._chains.mean_gap
+        dead = now - hot[1] + gap > self._chains.odds * (now - cold[1] + gap)
+        return hot[0] if dead else cold[0]
 
     def coldest(self, count: int) -> list[int]:
-        """Of the first `count` blocks to be evicted those that may be of use."""
-        cold_ones, hot_ones = self._in_order(False), self._in_order(True)
-        cold, hot, odds = next(cold_ones, None), next(hot_ones, None), self._chains.odds
-        found: list[int] = []
-        for _ in range(count):
-            entry = self._sooner(cold, hot, odds)
-            if entry is None:
-                break
-            if entry[1] > -inf:
-                found.append(entry[0])
-            if entry is cold:
-                cold = next(cold_ones, None)
-            else:
-                hot = next(hot_ones, None)
-        return found
+        """So many blocks that go first if cold ones do, and as many if hot ones do; not those of no use to anyone."""
+        orders = self._in_order(False), self._in_order(True)
+        return [block for order in orders for block, used in islice(order, count) if used > -inf]
 
     def _in_order(self, hot: bool) -> Iterator[tuple[int, float]]:
         """Hot or cold blocks with the time when they were used last, the first to go first."""
@@ -242,15 +235,6 @@ class EvictionOrder:
         if not copied:
             return iter(others.items())
         return merge(copied.items(), others.items(), key=lambda entry: entry[1])
-
-    def _sooner(
-        self, cold: tuple[int, float] | None, hot: tuple[int, float] | None, odds: float
-    ) -> tuple[int, float] | None:
-        if cold is None or hot is None:
-            return cold or hot
-        now, gap = self._chains.now, self._chains.mean_gap
-        dead = now - hot[1] + gap > odds * (now - cold[1] + gap)
-        return hot if dead else cold
 
     def blocks(self) -> set[int]:
         return {*self._cold, *self._hot, *self._copied[False], *self._copied[True]}

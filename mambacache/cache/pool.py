@@ -156,6 +156,17 @@ class BlockPool:
             self._idle.add(block, hot=True)
         self.hot[block] = True
 
+    def refresh(self, block_hash: bytes, hot: bool) -> bool:
+        """Makes the COMMITTED block of a hash the one used last, hot or cold; False if there is none."""
+        block = self._blocks.get(block_hash)
+        if block is None:
+            return False
+        if not self.references[block]:
+            self._idle.remove(block, self.hot[block])
+            self._idle.add(block, hot)
+        self.hot[block] = hot
+        return True
+
     def demote(self, block: int) -> None:
         """Makes a COMMITTED block the first to be evicted."""
         if not self.references[block]:
@@ -172,7 +183,7 @@ class BlockPool:
         return True
 
     def coldest(self, count: int) -> list[int]:
-        """Of the first `count` blocks that `evict` would free those that may be of use."""
+        """See `EvictionOrder.coldest`."""
         return self._idle.coldest(count)
 
     def withdraw(self, block: int) -> None:

@@ -18,12 +18,9 @@ from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
 
-AHEAD = 4
-"""Copied ahead of their eviction are the blocks that would go first, one in so many of a pool's: more than a few steps
-evict. What is used again in time was not copied for nothing: it need not be copied once more."""
-
-LEAST_AHEAD = 128
-"""But at least so many, the pages of a step of 8,192 tokens; of a smaller pool all."""
+AHEAD, LEAST = 8, (16, 128)
+"""Copied ahead of their eviction are the blocks that would go first, one in so many of a pool's, but at least so many
+states and pages: more than a few steps of 8,192 tokens evict."""
 
 STATES_A_TRANSFER, PAGES_A_TRANSFER = 4, 128
 """Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them."""
@@ -60,7 +57,9 @@ class Tier:
         self._arrived: dict[Load, None] = {}  # which still hold blocks
         self._next: dict[BlockPool, deque[int]] = {each: deque() for each in self._slots}  # to be copied to the host
         self._looked = {each: -each.num_blocks for each in self._slots}  # after so many moves
-        self._ahead = {each: max(each.num_blocks // AHEAD, min(each.num_blocks, LEAST_AHEAD)) for each in self._slots}
+        self._ahead = {
+            each: max(each.num_blocks // AHEAD, least) for each, least in zip(self._slots, LEAST, strict=True)
+        }
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
@@ -330,12 +329,10 @@ class Tier:
 
     def held(self, pool: BlockPool) -> list[int]:
         """The blocks of a pool that transfers and loads hold, each as often as it is held."""
-        leases = [
-            lease for move in self.moves.values() for lease in (move.leases if move.load is None else move.leases[1::2])
-        ]
-        loads = [*self._arrived, *(move.load for move in self.moves.values() if move.load is not None)]
-        leases += [lease for load in loads for lease in load.leases]
-        return [lease.block for lease in leases if lease.pool is pool]
+        moves = list(self.moves.values())
+        leases = [lease for move in moves for lease in (move.leases if move.load is None else move.leases[1::2])]
+        loads = [*self._arrived, *(move.load for move in moves if move.load is not None)]
+        return [x.block for x in [*leases, *(x for load in loads for x in load.leases)] if x.pool is pool]
 
     def check(self, requests: Sequence[CachedRequest]) -> None:
         """Raises AssertionError unless the books balance."""
