@@ -57,9 +57,8 @@ class Tier:
         self._arrived: dict[Load, None] = {}  # which still hold blocks
         self._next: dict[BlockPool, deque[int]] = {each: deque() for each in self._slots}  # to be copied to the host
         self._looked = {each: -each.num_blocks for each in self._slots}  # after so many moves
-        self._ahead = {
-            each: max(each.num_blocks // AHEAD, least) for each, least in zip(self._slots, LEAST, strict=True)
-        }
+        least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
+        self._ahead = {each: max(each.num_blocks // AHEAD, few) for each, few in least.items()}
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
