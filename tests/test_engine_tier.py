@@ -84,7 +84,7 @@ def test_together_and_in_turns_of_chats(engine: Engines, original: Callable[[str
     before = llm.stats
     outputs = ask(llm, shared, greedy(3))
     original("qwen3_next").check_all(shared, outputs)
-    assert all(report_of(output).from_host > 0 for output in outputs) and llm.stats.loads == before.loads + 1
+    assert [report_of(output).from_host for output in outputs] == [192] * 3 and llm.stats.loads == before.loads + 1
 
 
 def test_a_failing_transfer_costs_a_miss(

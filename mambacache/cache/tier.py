@@ -91,7 +91,7 @@ class Tier:
     def _look_ahead(self, pool: BlockPool, room: int) -> None:
         """Notes the blocks that will be evicted first, once half as many as these have come to the pool or gone."""
         ahead, moved = self._ahead[pool], pool.moves - self._looked[pool]
-        if room < ahead and 2 * moved >= ahead:
+        if room < ahead and 2 * moved >= min(ahead, pool.num_available - pool.num_free) > 0:
             self._next[pool] = deque(pool.coldest(ahead - room))
             self._looked[pool] = pool.moves
 
