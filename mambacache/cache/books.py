@@ -144,11 +144,10 @@ class Books:
             self.lookup.writes(life, request.chain)
         self.pages.begin(life, request.chain, found.coverage)
         self.states.begin(life, state)
-        if request.store and not request.judged:
-            shared = max(found.hit, found.junction)
-            request.proven, request.goes_on_from = self.chains.begin(request.chain, shared, request.prompt_len)
-            request.judged = True
-        junction = 0 if request.goes_on_from else hit.junction  # nobody branches at the end of a turn
+        if request.store and request.turn is None:
+            request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
+        at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
+        junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
         life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
         ceiling = hit.num_tokens + sum(hit.losses.values())
         life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses)
@@ -169,7 +168,7 @@ class Books:
             extend_chain(chain, tokens, size, parent.keys)
             made[child_id] = CachedRequest(
                 child_id, size, tokens, length, parent.salt, parent.keys, (), parent.read, parent.store, chain,
-                report=parent.report, judged=True, proven=parent.proven, stale=parent.stale,
+                report=parent.report, turn=parent.turn, stale=parent.stale,
             )  # fmt: skip
         self.requests.update(made)
         running: list[str] = []

@@ -12,6 +12,9 @@ BRANCHING = 0.1
 """Of turns that go on from a prompt, the share of second ones above which its state is kept after the first."""
 
 
+SPARES = 2
+"""How many times as likely as a state that nobody asked for one that somebody did is to be used."""
+
 USEFUL = 0.05
 """Of what its next turn may hit, the share that a second state of a request must add to be kept like the first."""
 
@@ -24,6 +27,14 @@ class Wish(IntEnum):
     JUNCTION = 2  # the prompt leaves there what others computed
     MARKED = 3  # the caller named it
     INTERVAL = 4
+
+
+class Rank(IntEnum):
+    """How likely a block is to be used again, if it was used as long ago as others."""
+
+    SPARE = 0  # nobody asked for it
+    ASKED = 1
+    PROVEN = 2  # of a chain that went on, or hit
 
 
 class Policy:
@@ -73,13 +84,15 @@ class Policy:
         return found
 
     @staticmethod
-    def may_evict_hot(wish: Wish | None) -> bool:
-        """Whether a state may evict hot ones to get its block."""
+    def asked(wish: Wish | None) -> bool:
+        """Whether somebody asked for a state: then it may evict whatever has no references."""
         return wish is not None and wish is not Wish.INTERVAL
 
-    def hot(self, wish: Wish | None, proven: bool) -> bool:
-        """Whether a state is kept among the hot ones."""
-        return self.may_evict_hot(wish) and (proven or wish is not Wish.TAIL)
+    def rank(self, wish: Wish | None, proven: bool) -> Rank:
+        """Of a state that was asked for thus, in a chain that is proven or not."""
+        if not self.asked(wish):
+            return Rank.SPARE
+        return Rank.PROVEN if proven or wish is not Wish.TAIL else Rank.ASKED
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
         """Whether a state at the end of a step is given up once the request's next one is committed: in an answer, only
@@ -88,13 +101,61 @@ class Policy:
 
 
 @dataclass(slots=True)
-class End:
-    """Of a prompt that was admitted at this time."""
+class Turn:
+    """One prompt and its answer, as one of the turns of a chain. Depths are in blocks.
 
+    Args:
+        tail: where its prompt's last state stands.
+        admitted: when.
+        proven: its chain went on before, and the prompt added little.
+        before: the tail of the turn that it goes on from; 0 for none.
+        at_end: that turn's answer, or its prompt, ends just where the prompt leaves what others computed.
+        answered: where prompt and answer end; 0 before.
+        gone_on: a later prompt begins with it.
+    """
+
+    tail: int
     admitted: int
-    proven: bool
-    gone_on: bool = False  # a later prompt begins with it
-    answered: int = 0  # blocks of prompt and answer together
+    proven: bool = False
+    before: int = 0
+    at_end: bool = False
+    answered: int = 0
+    gone_on: bool = False
+
+
+class Average:
+    """Of the last `MEMORY` values about; a first guess counts for `FIRST` of them."""
+
+    FIRST, MEMORY = 8, 64
+
+    def __init__(self, guess: float) -> None:
+        self.value = guess
+        self._count = self.FIRST
+
+    def note(self, value: float) -> None:
+        self._count = min(self._count + 1, self.MEMORY)
+        self.value += (value - self.value) / self._count
+
+
+class Rate:
+    """How often turns go on; what is long past counts less and less."""
+
+    FIRST, MEMORY = 8, 1024
+
+    def __init__(self, guess: float) -> None:
+        self._begun, self._gone_on = float(self.FIRST), self.FIRST * guess
+
+    @property
+    def value(self) -> float:
+        return self._gone_on / self._begun
+
+    def begin(self) -> None:
+        self._begun += 1
+        if self._begun > self.MEMORY:
+            self._begun, self._gone_on = self._begun / 2, self._gone_on / 2
+
+    def go_on(self) -> None:
+        self._gone_on += 1
 
 
 class Chains:
@@ -108,111 +169,120 @@ class Chains:
         blocks: what the cache holds: half of it is the first guess of the time after which chains go on.
     """
 
-    MOST_ENDS = 1 << 16
+    MOST_TURNS = 1 << 16
     LONGEST_ANSWER = 64  # blocks, between a prompt's tail and what the next turn shares
     LONGEST_TURN = 1024  # tokens that a next turn adds
-    MEMORY = 64  # turns over which averages forget
 
     def __init__(self, block_size: int, blocks: int) -> None:
         self._block_size = block_size
+        self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by the hash at their tail
         self.now = 0
-        self.mean_gap = blocks / 2
-        self._answers_kept = 0.5  # how often a next turn shares the answer too, and not the prompt alone
-        self._begun, self._gone_on = [8, 8], [2, 6]  # prompts of chains unproven and proven; with a first guess
-        self._turns = 0
-        self._branches = 0.0  # how often a chain goes on from a prompt that it went on from before
-        self._ends: OrderedDict[bytes, tuple[int, bool]] = (
-            OrderedDict()
-        )  # tails: when admitted, and whether gone on from
+        self._gap = Average(blocks / 2)  # from a turn to the next one
+        self._rates = Rate(0.25), Rate(0.75)  # of unproven turns, and of proven ones
+        self._answer_kept = Average(0.5)  # in the next turn
+        self._branches = Average(0)  # next turns of what went on before
 
-    def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> tuple[bool, int]:
-        """A prompt is admitted of whose chain so many blocks were ever computed.
-
-        Returns:
-            Whether the chain is proven, and after how many blocks the prompt ended that it goes on from (0: none).
-        """
+    def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> Turn:
+        """A prompt is admitted of whose chain so many blocks were ever computed."""
         tail = (prompt_len - 1) // self._block_size
-        start = next((d for d in range(shared, max(shared - self.LONGEST_ANSWER, 0), -1) if chain[d] in self._ends), 0)
-        if start:
-            self._turns += 1
-            weight, end = 1 / min(self._turns + 1, self.MEMORY), self._ends[chain[start]]
-            self._branches += (end.gone_on - self._branches) * weight
-            if not end.gone_on:
-                self._gone_on[end.proven] += 1
-                self.mean_gap += (self.now - end.admitted - self.mean_gap) * weight
-            if end.answered > start:
-                self._answers_kept += ((shared >= end.answered) - self._answers_kept) * weight
-            end.gone_on = True
-        proven = start > 0 and prompt_len - shared * self._block_size <= self.LONGEST_TURN + self._block_size
-        self._ends[chain[tail]] = End(self.now, proven)
-        self._begun[proven] += 1
-        self._ends.move_to_end(chain[tail])
-        if len(self._ends) > self.MOST_ENDS:
-            self._ends.popitem(last=False)
-        return proven, start
+        before = next((d for d in range(shared, max(shared - self.LONGEST_ANSWER, 0), -1) if chain[d] in self._turns), 0)
+        turn = Turn(tail, self.now)
+        if before:
+            last = self._turns[chain[before]]
+            self._note_next(last, shared)
+            added = prompt_len - shared * self._block_size
+            turn.proven, turn.before = added <= self.LONGEST_TURN + self._block_size, before
+            turn.at_end = shared in (before, last.answered)
+        self._rates[turn.proven].begin()
+        self._remember(chain[tail], turn)
+        return turn
 
-    def finish(self, chain: Sequence[bytes], tail: int, end: int) -> list[int]:
-        """A request ends whose prompt and answer have states after so many blocks; which of them are of no use.
+    def _note_next(self, last: Turn, shared: int) -> None:
+        self._branches.note(last.gone_on)
+        if last.answered > last.tail:
+            self._answer_kept.note(shared >= last.answered)
+        if not last.gone_on:
+            last.gone_on = True
+            self._rates[last.proven].go_on()
+            self._gap.note(self.now - last.admitted)
 
-        The next turn resumes at the end of the answer, or at the prompt's tail where the answer was edited, or is asked
-        for once more.
+    def _remember(self, tail_hash: bytes, turn: Turn) -> None:
+        replaced = self._turns.pop(tail_hash, None)
+        self._turns[tail_hash] = turn
+        if replaced is None and len(self._turns) > self.MOST_TURNS:
+            self._turns.popitem(last=False)
+
+    def useless(self, turn: Turn, end: int) -> list[int]:
+        """Of the states that a finished turn leaves, those that its chain will not miss: after so many blocks.
+
+        A next turn resumes at the end of the answer, or at the prompt's tail where the answer was edited, or is asked
+        for once more; never at the turn before, unless chains branch.
+
+        Args:
+            end: where the last state of the answer stands; no deeper than the tail where there is none.
         """
-        if (noted := self._ends.get(chain[tail])) is not None:
-            noted.answered = end
-        kept = self._answers_kept
-        if kept * end > tail:
-            return [tail] if (1 - kept) * tail < USEFUL * end else []
-        return [end] if kept * (end - tail) < USEFUL * end else []
+        before = [turn.before] if 0 < turn.before < turn.tail and not self.branching else []
+        kept = self._answer_kept.value
+        if end <= turn.tail:
+            return before
+        if kept * end > turn.tail:
+            return [*before, turn.tail] if (1 - kept) * turn.tail < USEFUL * end else before
+        return [*before, end] if kept * (end - turn.tail) < USEFUL * end else before
+
+    @property
+    def mean_gap(self) -> float:
+        """How long after a turn its chain goes on."""
+        return self._gap.value
 
     @property
     def odds(self) -> float:
         """How many times as likely as an unproven chain a proven one is to go on."""
-        unproven, proven = (gone_on / begun for gone_on, begun in zip(self._gone_on, self._begun, strict=True))
-        return max(proven / unproven, 1.0)
+        unproven, proven = self._rates
+        return max(proven.value / unproven.value, 1.0)
 
     @property
     def branching(self) -> bool:
-        """Whether the end of a prompt is of use after a chain went on from it."""
-        return self._branches > BRANCHING
+        """Whether the end of a turn is of use after a chain went on from it."""
+        return self._branches.value > BRANCHING
 
 
 class EvictionOrder:
-    """Which block goes first: cold ones (nobody asked for them) before hot ones, each least recently used first.
+    """Which block goes first: the one that was not used for the longest time, weighed by how likely its rank is used.
 
-    But a hot block goes before the cold ones when it was not used for so many times longer than they as proven chains are
-    likelier to go on, the mean time after which chains do added to both: its chain is dead.
+    The mean time after which chains go on is added to all times: while ages are small against it, ranks decide, and
+    later age does, so that a chain that is dead leaves at last. A block that nobody asked for takes the place of one
+    that somebody did only if that is older than the weights say.
     """
 
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
-        self._cold: OrderedDict[int, float] = OrderedDict()  # block -> when it was used last
-        self._hot: OrderedDict[int, float] = OrderedDict()
+        self._idle: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # block -> when it was used last
 
     def __len__(self) -> int:
-        return len(self._cold) + len(self._hot)
+        return sum(map(len, self._idle))
 
-    def add(self, block: int, hot: bool) -> None:
+    def add(self, block: int, rank: Rank) -> None:
         """A block that was used just now."""
-        (self._hot if hot else self._cold)[block] = self._chains.now
+        self._idle[rank][block] = self._chains.now
 
     def put_first(self, block: int) -> None:
-        """A cold block that is of no use to anyone."""
-        self._cold[block] = -inf
-        self._cold.move_to_end(block, last=False)
+        """A spare block that is of no use to anyone."""
+        spare = self._idle[Rank.SPARE]
+        spare[block] = -inf
+        spare.move_to_end(block, last=False)
 
-    def remove(self, block: int, hot: bool) -> None:
-        del (self._hot if hot else self._cold)[block]
+    def remove(self, block: int, rank: Rank) -> None:
+        del self._idle[rank][block]
 
-    def first(self, cold_only: bool) -> int | None:
-        """The block to evict; None if there is none, or only hot ones with `cold_only`."""
-        cold = next(iter(self._cold.items()), None)
-        hot = None if cold_only else next(iter(self._hot.items()), None)
-        if cold is None or hot is None:
-            found = cold or hot
-            return found[0] if found is not None else None
+    def first(self, asked: bool) -> int | None:
+        """The block to evict for a new one, which somebody asked for or not; None if it is worth less than all."""
         now, gap = self._chains.now, self._chains.mean_gap
-        dead = now - hot[1] + gap > self._chains.odds * (now - cold[1] + gap)
-        return hot[0] if dead else cold[0]
+        found, most = None, 0 if asked else gap
+        for rank, weight in (Rank.PROVEN, SPARES * self._chains.odds), (Rank.ASKED, SPARES), (Rank.SPARE, 1):
+            block, used = next(iter(self._idle[rank].items()), (None, inf))
+            if (now - used + gap) / weight >= most:
+                found, most = block, (now - used + gap) / weight
+        return found
 
     def blocks(self) -> set[int]:
-        return {*self._cold, *self._hot}
+        return set().union(*self._idle)

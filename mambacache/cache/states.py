@@ -8,7 +8,7 @@ from itertools import count
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Chains, Policy, Wish
+from mambacache.cache.policy import Chains, Policy, Rank, Wish
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Life, Row
 from mambacache.plan import CHUNK, NO_CHECKPOINTS, PLACEHOLDER, SequenceStep
@@ -41,7 +41,7 @@ class States:
         """Takes a reference to the state that was hit, and a block for the first row's dst."""
         if hit_block:
             life.state = self._pool.share(hit_block)
-            self._pool.promote(hit_block)
+            self._pool.promote(hit_block, Rank.PROVEN)
         life.reserve = self._pool.lease()
 
     def fork(self, parent: Life, child: Life) -> bool:
@@ -112,7 +112,7 @@ class States:
         if life.reserve is not None:
             return False
         wish = self._policy.wish(life.wishes, life.computed)
-        lease = pool.lease(cold_only=not self._policy.may_evict_hot(wish))
+        lease = pool.lease(self._policy.asked(wish))
         if lease is not None:
             life.reserve = lease
             return False
@@ -160,8 +160,8 @@ class States:
                 continue
             if planned.get(block_hash, -1) >= exact:
                 continue
-            may_evict = self._policy.may_evict_hot(wish)
-            lease = self._pool.lease(cold_only=not may_evict) if self._has_checkpoint_room(may_evict) else None
+            asked = self._policy.asked(wish)
+            lease = self._pool.lease(asked) if self._has_checkpoint_room(asked) else None
             if lease is None:
                 self._ledger.refused(block_hash)
                 continue
@@ -183,11 +183,11 @@ class States:
             if self._lookup.worth_a_wait(life, depth):
                 self._policy.promise(life.wishes, depth * size)
 
-    def _has_checkpoint_room(self, may_evict_hot: bool) -> bool:
+    def _has_checkpoint_room(self, asked: bool) -> bool:
         """Whether the budget holds one more checkpoint, if need be by evicting one."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
-        return not full or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
+        return not full or (most > 0 and self._pool.evict(asked))
 
     # --- after it ---
 
@@ -266,20 +266,18 @@ class States:
             self._settle(life)
 
     def _settle(self, life: Life) -> None:
-        """Of the states that a finished request leaves, its next turn needs one: the others are evicted first."""
-        request, size = life.request, self._size
-        tail = (request.prompt_len - 1) // size
-        before = request.goes_on_from if not self._chains.branching else 0
-        useless = [request.chain[before]] if 0 < before < tail else []
-        if life.checkpoint is not None and life.checkpoint[0] > tail * size:
-            end = life.checkpoint[0] // size
-            idle = self._chains.finish(request.chain, tail, end)
-            useless += [request.chain[depth] for depth in idle]
-            if request.proven and end not in idle and (last := self._pool.lookup(request.chain[end])):
-                self._pool.promote(last)
-        for block in filter(None, map(self._pool.lookup, useless)):
-            if not self._pool.references[block]:
-                self._pool.demote(block)
+        """Of the states that a finished request leaves, those that its next turn does not need are evicted first."""
+        request, turn, pool = life.request, life.request.turn, self._pool
+        if turn is None:
+            return
+        turn.answered = life.computed // self._size
+        end = life.checkpoint[0] // self._size if life.checkpoint is not None else 0
+        useless = self._chains.useless(turn, end)
+        if end > turn.tail and end not in useless and (last := pool.lookup(request.chain[end])):
+            pool.promote(last, self._policy.rank(Wish.TAIL, turn.proven))
+        for block in filter(None, [pool.lookup(request.chain[depth]) for depth in useless]):
+            if not pool.references[block]:
+                pool.demote(block)
 
     def release(self, life: Life) -> None:
         """Gives back all that an ended life holds; what is committed stays."""
@@ -320,22 +318,22 @@ class States:
             life.pending.append((position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        may_evict = self._policy.may_evict_hot(self._policy.wish(life.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self._has_checkpoint_room(may_evict):
+        asked = self._policy.asked(self._policy.wish(life.wishes, position))
+        if self._pool.lookup(block_hash) is None and not self._has_checkpoint_room(asked):
             self._ledger.refused(block_hash)
             return
         self._name(life, position, lease.block)
         previous, life.checkpoint = life.checkpoint, (position, block_hash)
         if previous is not None and self._policy.gives_up(life.wishes, previous[0], life.prefill_end):
             held = self._pool.lookup(previous[1])
-            if held is not None and not self._pool.references[held] and not self._pool.hot[held]:
+            if held is not None and not self._pool.references[held] and self._pool.rank[held] is Rank.SPARE:
                 self._pool.drop(previous[1])
 
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
-        hot = self._policy.hot(self._policy.wish(life.wishes, position), life.request.proven)
+        rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.proven)
         exact = position <= life.near_from
-        if self._pool.commit(block, block_hash, exact=exact, hot=hot, born=self.num_issued):
+        if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued):
             self._ledger.stored("state", block_hash, position, life.request.request_id)
 
     def _advance(self, life: Life) -> None:
