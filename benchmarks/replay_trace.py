@@ -1,5 +1,5 @@
-"""Replays a trace of requests through `PrefixCache`, and through simulators of other policies: which share of what could
-be hit is hit.
+"""Replays a trace of requests through `PrefixCache`, and through simulators of other policies: which share of what
+could be hit is hit.
 
     python benchmarks/replay_trace.py TRACE [--model qwen3-next] [--budgets 5+20 20+40 40+80] [--running 1]
         [--requests N] [--json OUT.json]

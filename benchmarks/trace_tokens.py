@@ -1,9 +1,9 @@
 """Prompts and answers, as tokens, of a trace in Mooncake's format.
 
-A line of such a trace has `input_length`, `output_length` and `hash_ids`: an id for each 512 tokens of the prompt, equal
-only if all before it is equal too. What ids cannot tell is made up: a prompt that begins with all whole blocks of an
-earlier one, two at least, is taken for the next turn of its chat, and shares its last, partial block as well, and its
-answer; one that is shorter than prompt and answer together shares the prompt alone (the answer was edited).
+A line of such a trace has `input_length`, `output_length` and `hash_ids`: an id for each 512 tokens of the prompt,
+equal only if all before it is equal too. What ids cannot tell is made up: a prompt that begins with all whole blocks of
+an earlier one, two at least, is taken for the next turn of its chat, and shares its last, partial block as well, and
+its answer; one that is shorter than prompt and answer together shares the prompt alone (the answer was edited).
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def ceiling(traffic: list[Asked]) -> int:
         for token in [*prompt, *said]:
             digest = hash((digest, token))
             digests.append(digest)
-        total += next((i for i, digest in enumerate(digests[: len(prompt) - 1]) if digest not in known), len(prompt) - 1)
+        longest = len(prompt) - 1
+        total += next((i for i, digest in enumerate(digests[:longest]) if digest not in known), longest)
         known.update(digests)
     return total

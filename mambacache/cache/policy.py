@@ -11,7 +11,6 @@ from math import inf
 BRANCHING = 0.1
 """Of turns that go on from a prompt, the share of second ones above which its state is kept after the first."""
 
-
 SPARES = 2
 """How many times as likely as a state that nobody asked for one that somebody did is to be used."""
 
@@ -34,14 +33,14 @@ class Rank(IntEnum):
 
     SPARE = 0  # nobody asked for it
     ASKED = 1
-    PROVEN = 2  # of a chain that went on, or hit
+    PROVEN = 2  # of a chain that went on, or hit, or named by the caller or by who waits
 
 
 class Policy:
     """What is stored. Positions are in tokens and multiples of `block_size`.
 
-    Asked-for states (every `Wish` but INTERVAL) may evict anything without references; others take free and cold blocks
-    only. Hot, and so evicted after the others, are the asked-for ones, but a tail only in a chain that went on before.
+    Asked-for states (every `Wish` but INTERVAL) may evict anything without references; others take free blocks, spare
+    ones, and such as were not used for long.
 
     Args:
         block_size: tokens in a block.
@@ -185,7 +184,8 @@ class Chains:
     def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> Turn:
         """A prompt is admitted of whose chain so many blocks were ever computed."""
         tail = (prompt_len - 1) // self._block_size
-        before = next((d for d in range(shared, max(shared - self.LONGEST_ANSWER, 0), -1) if chain[d] in self._turns), 0)
+        reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
+        before = next((depth for depth in reach if chain[depth] in self._turns), 0)
         turn = Turn(tail, self.now)
         if before:
             last = self._turns[chain[before]]
