@@ -1,0 +1,84 @@
+"""What simulators share: the shape of a model, prefixes as integers, and blocks in the order of their last use."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+GIB = 1 << 30
+BLOCK = 64
+LONGEST = 1 << 20  # tokens of a prompt and its answer
+
+_FACTORS = np.random.default_rng(0).integers(1, 1 << 63, LONGEST, np.uint64) | np.uint64(1)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model: bytes of a state and of a token's KV, layers of either kind, its width, and its active parameters."""
+
+    state_bytes: int
+    kv_bytes: int
+    recurrent_layers: int
+    attention_layers: int
+    heads_width: int  # query heads times their width
+    active_params: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes. Policies with one budget take the sum."""
+
+    state: int
+    kv: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.kv
+
+
+class Simulator(Protocol):
+    def request(self, prompt: np.ndarray, answer: np.ndarray) -> int:
+        """Runs a request to its end, alone; says how many tokens of its prompt were hit."""
+
+
+def prefixes(tokens: np.ndarray) -> np.ndarray:
+    """For each length from 1 on an integer that is equal for equal prefixes; uint64."""
+    scattered = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    scattered ^= scattered >> np.uint64(29)
+    return np.cumsum(scattered * _FACTORS[: len(tokens)])
+
+
+def chain(prompt: np.ndarray, answer: np.ndarray, size: int) -> list[int]:
+    """The prefixes of a prompt and its answer that end after whole blocks."""
+    return prefixes(np.concatenate([prompt, answer]))[size - 1 :: size].tolist()
+
+
+class Lru:
+    """Blocks with their sizes, the least recently used first."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._sizes: OrderedDict[Hashable, int] = OrderedDict()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._sizes
+
+    def use(self, key: Hashable, size: int) -> None:
+        """Adds a block, or notes its use; what no longer fits is evicted by `fit`."""
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
+        else:
+            self._sizes[key] = size
+            self.used += size
+
+    def drop(self, key: Hashable) -> None:
+        self.used -= self._sizes.pop(key, 0)
+
+    def fit(self) -> None:
+        while self.used > self.capacity:
+            self.used -= self._sizes.popitem(last=False)[1]
