@@ -13,7 +13,7 @@ from simulators.parts import BLOCK, Budget, Shape, chain
 
 
 class Clairvoyant:
-    """Keeps, in one pool, nothing but what the next request to share a block will hit, and gives up what is needed last.
+    """Keeps, in one pool, nothing but what the next request to share a block will hit; what is needed last goes first.
 
     What a request will hit stays or goes as a whole: a state after the last block that it shares with earlier ones, and
     the KV of all of them. Greedy, in blocks of 64 tokens, so a little short of the best.

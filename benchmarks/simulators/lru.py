@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulators.parts import BLOCK, Budget, Lru, Shape, chain
+from simulators.parts import BLOCK, Budget, Lru, Shape, chain, state_after
 
 LONGEST_ANSWER = 64  # blocks, between a prompt's end and what its next turn shares
 
@@ -27,24 +27,18 @@ class TailLru:
         blocks = chain(prompt, answer, BLOCK)
         tail = (len(prompt) - 1) // BLOCK
         covered = next((depth for depth in range(tail) if blocks[depth] not in self._pages), tail)
-        hit = next((depth for depth in range(covered, 0, -1) if self._state(blocks, depth) in self._states), 0)
+        hit = next((depth for depth in range(covered, 0, -1) if state_after(blocks[depth - 1]) in self._states), 0)
         known = next((depth for depth in range(tail, hit, -1) if blocks[depth - 1] in self._seen), hit)
         reach = range(known, max(known - LONGEST_ANSWER, 0), -1)
         before = next((depth for depth in reach if blocks[depth - 1] in self._ends), 0)
         kept = {tail, hit} if before else {tail, hit, known}  # nobody branches where a turn ended
         if hit and hit == before and hit < tail:
             kept.remove(hit)
-            self._states.drop(self._state(blocks, hit))
-        for depth in kept - {0}:
-            self._states.use(self._state(blocks, depth), self._state_bytes)
-        for block in reversed(blocks):  # a chain is evicted from its end
-            self._pages.use(block, self._page_bytes)
+            self._states.drop(state_after(blocks[hit - 1]))
+        self._states.use((state_after(blocks[depth - 1]) for depth in kept - {0}), self._state_bytes)
+        self._pages.use(reversed(blocks), self._page_bytes)  # a chain is evicted from its end
         self._states.fit()
         self._pages.fit()
         self._seen.update(blocks)
         self._ends.update(blocks[tail - 1 : tail])
         return hit * BLOCK
-
-    @staticmethod
-    def _state(blocks: list[int], depth: int) -> tuple[str, int]:
-        return "state", blocks[depth - 1]

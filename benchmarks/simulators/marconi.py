@@ -14,9 +14,9 @@ one, of 0 to 2, hits most there over budgets from 25 to 160 GiB."""
 
 
 class Marconi:
-    """States stay where an answer ended and where prompts branch, one budget for them and KV. Of nodes with one child at
-    most the one goes first that is worth least: recency + ALPHA x floating-point operations saved per byte, each scaled
-    to 0 .. 1 over these nodes. One with a child loses its state alone."""
+    """States stay where an answer ended and where prompts branch, one budget for them and KV. Of nodes with one child
+    at most the one goes first that is worth least: recency + ALPHA x floating-point operations saved per byte, each
+    scaled to 0 .. 1 over these nodes. One with a child loses its state alone."""
 
     def __init__(self, shape: Shape, budget: Budget, alpha: float = ALPHA) -> None:
         self._shape = shape

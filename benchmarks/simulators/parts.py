@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,14 +47,17 @@ class Simulator(Protocol):
 
 def prefixes(tokens: np.ndarray) -> np.ndarray:
     """For each length from 1 on an integer that is equal for equal prefixes; uint64."""
-    scattered = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    scattered ^= scattered >> np.uint64(29)
-    return np.cumsum(scattered * _FACTORS[: len(tokens)])
+    return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * _FACTORS[: len(tokens)])
 
 
 def chain(prompt: np.ndarray, answer: np.ndarray, size: int) -> list[int]:
     """The prefixes of a prompt and its answer that end after whole blocks."""
     return prefixes(np.concatenate([prompt, answer]))[size - 1 :: size].tolist()
+
+
+def state_after(block: int) -> int:
+    """What the state after a prefix is called where KV blocks are called by their prefixes."""
+    return ~block
 
 
 class Lru:
@@ -63,20 +66,22 @@ class Lru:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.used = 0
-        self._sizes: OrderedDict[Hashable, int] = OrderedDict()
+        self._sizes: OrderedDict[int, int] = OrderedDict()
 
-    def __contains__(self, key: Hashable) -> bool:
+    def __contains__(self, key: int) -> bool:
         return key in self._sizes
 
-    def use(self, key: Hashable, size: int) -> None:
-        """Adds a block, or notes its use; what no longer fits is evicted by `fit`."""
-        if key in self._sizes:
-            self._sizes.move_to_end(key)
-        else:
-            self._sizes[key] = size
-            self.used += size
+    def use(self, keys: Iterable[int], size: int) -> None:
+        """Adds blocks, or notes their use; what no longer fits is evicted by `fit`."""
+        sizes = self._sizes
+        for key in keys:
+            if key in sizes:
+                sizes.move_to_end(key)
+            else:
+                sizes[key] = size
+                self.used += size
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: int) -> None:
         self.used -= self._sizes.pop(key, 0)
 
     def fit(self) -> None:

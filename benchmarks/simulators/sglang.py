@@ -16,8 +16,8 @@ RUNNING_STATES = 3  # of a running request: its own, and two that are to be stor
 
 
 class SglangRadix:
-    """KV without a state behind it is not kept. A state that is evicted leaves the KV of an inner node, and takes a leaf
-    along; KV is evicted by leaves. A hit refreshes its own state, and the KV of all that it walked over."""
+    """KV without a state behind it is not kept. A state that is evicted leaves the KV of an inner node, and takes a
+    leaf along; KV is evicted by leaves. A hit refreshes its own state, and the KV of all that it walked over."""
 
     def __init__(self, shape: Shape, budget: Budget) -> None:
         self._max_states = budget.state // shape.state_bytes - RUNNING_STATES

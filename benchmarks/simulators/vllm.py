@@ -6,14 +6,14 @@ from math import ceil
 
 import numpy as np
 
-from simulators.parts import Budget, Lru, Shape, chain
+from simulators.parts import Budget, Lru, Shape, chain, state_after
 
 PAGE_UNIT = 16  # tokens
 
 
 class VllmAlign:
-    """One pool of pages. A page holds a block's KV of all attention layers, or the states of as many recurrent ones, and
-    a block has so many tokens that these fit; states stay at a prompt's last boundary and where its KV hits end."""
+    """One pool of pages. A page holds a block's KV of all attention layers, or the states of as many recurrent ones,
+    and a block has so many tokens that these fit. States stay at a prompt's last boundary and where its KV hits end."""
 
     def __init__(self, shape: Shape, budget: Budget) -> None:
         layer_state, layer_kv = shape.state_bytes / shape.recurrent_layers, shape.kv_bytes / shape.attention_layers
@@ -26,10 +26,9 @@ class VllmAlign:
         blocks, pages = chain(prompt, answer, self.block), self._pages
         tail = (len(prompt) - 1) // self.block
         covered = next((depth for depth in range(tail) if blocks[depth] not in pages), tail)
-        hit = next((depth for depth in range(covered, 0, -1) if ("state", blocks[depth - 1]) in pages), 0)
-        for depth in sorted({hit, covered, tail} - {0}):  # given back as soon as the request is past them
-            pages.use(("state", blocks[depth - 1]), self._state_pages)
-        for block in reversed(blocks):  # at its end
-            pages.use(block, 1)
+        hit = next((depth for depth in range(covered, 0, -1) if state_after(blocks[depth - 1]) in pages), 0)
+        states = sorted({hit, covered, tail} - {0})  # given back as soon as the request is past them
+        pages.use((state_after(blocks[depth - 1]) for depth in states), self._state_pages)
+        pages.use(reversed(blocks), 1)  # at its end
         pages.fit()
         return hit * self.block
