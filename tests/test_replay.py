@@ -5,15 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mambacache import CacheConfig, PrefixCache
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from replay_trace import MODELS  # noqa: E402
+from replay_trace import MODELS, OURS, Replay, Row, Run, budget_of, measure, split, write  # noqa: E402
 from simulators import POLICIES  # noqa: E402
 from simulators.parts import GIB, Budget, Shape  # noqa: E402
 from trace_tokens import Request, requests  # noqa: E402
@@ -38,6 +41,7 @@ CASES = [
 ]
 TINY = Shape(state_bytes=64, kv_bytes=1, recurrent_layers=1, attention_layers=1, heads_width=1, active_params=100)
 ROOMY = Budget(1 << 20, 1 << 20)
+LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]}
 PROMPT, ANSWER = 247, 10  # a turn feeds 256 tokens: every policy that keeps an answer's end can keep this one
 
 
@@ -159,9 +163,61 @@ def test_nobody_hits_more_than_who_knows_the_future(name: str, total: int) -> No
     assert all(sum(hits(policy, TRACES[name], budget)) <= bound for policy in POLICIES)
 
 
-# --- files ---
+# --- the replay of the real cache ---
 
-LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]}
+CHATS = trace(*(turn for turns in zip(*(chat(name, 3) for name in range(1, 9)), strict=True) for turn in turns))
+
+
+@pytest.mark.parametrize("running", [1, 3, 8])
+def test_the_real_cache_hits_next_turns_however_many_run(running: int) -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=200, num_kv_blocks=400))
+    replay = Replay(cache, running)
+    replay.replay(iter(CHATS))
+    cache.check()
+    assert replay.hit_tokens == cache.stats.hit_tokens == 8 * (256 + 320 // 64 * 64)
+    assert cache.stats.requests == len(CHATS) and not cache.request_ids
+
+
+def test_what_a_preempted_request_finds_of_its_own_is_no_hit() -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=64, num_kv_blocks=16))
+    replay = Replay(cache, 3)
+    replay.replay(iter(trace(*((text(name, 300), text(name + 50, 200)) for name in range(6)))))
+    assert cache.stats.preemptions > 0 and replay.hit_tokens == 0
+
+
+def test_budgets() -> None:
+    shape = MODELS["qwen3-next"]
+    assert budget_of("20+40", shape, []) == Budget(20 * GIB, 40 * GIB)
+    both = budget_of("60", shape, [])
+    assert both == split(60 * GIB, shape) and abs(both.total - 60 * GIB) <= 1
+    assert both.kv / shape.kv_bytes / (both.state / shape.state_bytes) == pytest.approx(7000, rel=1e-3)
+    (request,) = made = trace(A[0])
+    everything = budget_of("unbounded", shape, made)
+    assert everything.kv >= (len(request.prompt) + len(request.answer)) * shape.kv_bytes
+    assert everything.state >= 2 * shape.state_bytes
+
+
+@pytest.mark.parametrize("policy", [OURS, *POLICIES])
+def test_a_row_says_what_was_measured(policy: str, tmp_path: Path) -> None:
+    path = tmp_path / "twice.jsonl"
+    path.write_text(f"{json.dumps(LINE)}\n" * 3)
+    row = measure(Run(path, "qwen3-next", policy, "60", 1, True, None))
+    assert (row.trace, row.policy, row.state_gib, row.kv_gib) == ("twice", policy, 60, 0)
+    assert 0 <= row.share <= 1 and (row.share > 0) == (policy != "vllm")  # its blocks are longer than the prompt
+    assert (row.host_ms is not None) == (row.states_stored is not None) == (policy == OURS)
+    if row.losses is not None:
+        assert row.share + sum(row.losses.values()) == pytest.approx(1)
+
+
+def test_a_row_takes_the_place_of_its_like(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    first, other = Row("t", "m", OURS, 1, 20, 40, 0, 0.25), Row("t", "m", OURS, 32, 20, 40, 0, 0.5)
+    write(path, [first, other])
+    write(path, [replace(first, share=0.75)])
+    assert [row["share"] for row in json.loads(path.read_text())["rows"]] == [0.75, 0.5]
+
+
+# --- files ---
 
 
 @pytest.mark.parametrize(
