@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -166,8 +168,11 @@ def gib_of(text: str) -> tuple[float | None, float | None]:
 
 
 def measure(run: Run) -> Row:
+    """Raises ValueError if the trace is of no use, or the budget too small to run anything."""
     trace = list(requests(run.trace))[: run.requests]
     ceiling = sum(request.ceiling for request in trace)
+    if not ceiling:
+        raise ValueError(f"no request of {run.trace} begins as an earlier one does: there is nothing to hit")
     shape = MODELS[run.model]
     budget = budget_of(run.budget, shape, trace)
     name = run.trace.name.removesuffix(".gz").removesuffix(".jsonl")
@@ -196,16 +201,30 @@ def write(path: Path, rows: Sequence[Row]) -> None:
     path.write_text(json.dumps({"rows": [asdict(row) for row in merged.values()]}, indent=1) + "\n")
 
 
+def budget_text(text: str) -> str:
+    if text != UNBOUNDED and not re.fullmatch(r"\d+(\.\d+)?(\+\d+(\.\d+)?)?", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no budget: give 20+40 (GiB of states, of KV), 60, or {UNBOUNDED}"
+        )
+    return text
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of use: give an integer, 1 or more")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
-    parser.add_argument("--budgets", nargs="+", default=["5+20", "20+40", "40+80"])
+    parser.add_argument("--budgets", nargs="+", type=budget_text, default=["5+20", "20+40", "40+80"])
     parser.add_argument("--policies", nargs="+", choices=[OURS, *POLICIES], default=[OURS, *POLICIES])
-    parser.add_argument("--running", type=int, default=1, help="requests at a time; mambacache alone has more than 1")
+    parser.add_argument("--running", type=count, default=1, help="requests at a time; mambacache alone has more than 1")
     parser.add_argument("--losses", action="store_true", help="states stored, and losses by reason; takes longer")
-    parser.add_argument("--requests", type=int, help="only so many, from the first one on")
-    parser.add_argument("--jobs", type=int, default=1, help="rows measured at a time, each in a process of its own")
+    parser.add_argument("--requests", type=count, help="only so many, from the first one on")
+    parser.add_argument("--jobs", type=count, default=1, help="rows measured at a time, each in a process of its own")
     parser.add_argument("--json", type=Path, help="rows are added to it, or replaced")
     options = parser.parse_args()
     if options.running > 1 and options.policies != [OURS]:
@@ -231,4 +250,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"replay_trace: {error}")

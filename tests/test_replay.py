@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_the_real_cache_hits_next_turns_however_many_run(running: int) -> None:
 def test_what_a_preempted_request_finds_of_its_own_is_no_hit() -> None:
     cache = PrefixCache(CacheConfig(num_state_blocks=64, num_kv_blocks=16))
     replay = Replay(cache, 3)
-    replay.replay(iter(trace(*((text(name, 300), text(name + 50, 200)) for name in range(6)))))
+    replay.replay(iter(trace(*((text(name, 330), text(name + 50, 200)) for name in range(6)))))
     assert cache.stats.preemptions > 0 and replay.hit_tokens == 0
 
 
@@ -240,6 +241,23 @@ def test_a_line_that_is_no_request_is_named(line: str, said: str, tmp_path: Path
         list(requests(path))
     assert str(caught.value).startswith(f"line 2 of {path} is no request of a trace: ")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--budgets", "5+x"], "'5+x' is no budget: give 20+40 (GiB of states and KV), 60 or unbounded"),
+        (["--running", "0"], "'0' is no number of use: give an integer, 1 or more"),
+        (["--running", "2"], "simulators run one request after the other: add --policies mambacache, or leave out"),
+        ([], "begins as an earlier one does: there is nothing to hit"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_a_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "once.jsonl"
+    path.write_text(json.dumps(LINE))
+    command = [sys.executable, str(BENCHMARKS / "replay_trace.py"), str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode and said in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_compressed_or_not_a_trace_is_the_same(tmp_path: Path) -> None:
