@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from table import REPLAYED, in_order, replayed
+from table import BOUND, REPLAYED, in_order, replayed
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.4
@@ -110,7 +110,8 @@ def replay(result: dict[str, Any]) -> Figure:
         shares = {row["policy"]: 100 * row["share"] for row in rows if replayed(row) == column}
         for place, policy in enumerate(REPLAYED):
             share = shares.get(policy, 0)
-            axes.barh(place, share, 2 * BAR, color=OURS if policy == "mambacache" else PEER)
+            color = OURS if policy == "mambacache" else PEER
+            axes.barh(place, share, 2 * BAR, facecolor="none" if policy == BOUND else color, edgecolor=color)
             text = f"{share:.0f}" if share else ""
             axes.annotate(text, (share, place), xytext=(3, 0), textcoords="offset points", va="center", size=7)
         model, _, memory = column.rpartition(", ")

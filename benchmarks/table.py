@@ -39,6 +39,7 @@ REPLAYED = {
     "lru-joint": "LRU, one budget",
     "clairvoyant": "told the future, one budget",
 }
+BOUND = "clairvoyant"
 REPLAYED_MODELS = {"qwen3-next": "Qwen3-Next", "nemotron-h-8b": "Nemotron-H-8B"}
 HEAD = (
     "| op | case | graph: ours | vLLM | ratio | to reach | eager: ours | vLLM | floor | copy |\n"
