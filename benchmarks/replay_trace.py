@@ -203,9 +203,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 def budget_text(text: str) -> str:
     if text != UNBOUNDED and not re.fullmatch(r"\d+(\.\d+)?(\+\d+(\.\d+)?)?", text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no budget: give 20+40 (GiB of states, of KV), 60, or {UNBOUNDED}"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget: give 20+40 (GiB of states and KV), 60 or {UNBOUNDED}")
     return text
 
 
