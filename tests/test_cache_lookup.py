@@ -44,7 +44,7 @@ class Cached:
         for pool, entries in ((self.states, states), (self.kv, kv)):
             for entry in entries:
                 [block] = pool.take(1)
-                pool.commit(block, self.chain[entry], exact=entry not in near, rank=Rank.ASKED)
+                pool.commit(block, self.chain[entry], exact=entry not in near, rank=Rank.FIRST)
         for entry in seen:
             self.index.add_computed(self.chain[entry])
         return self

@@ -75,19 +75,22 @@ def talk(chains: Chains, chat: int, shared: int, blocks: int, answer: int) -> Tu
     return turn
 
 
-def test_a_chain_is_proven_by_a_short_next_turn() -> None:
+def test_a_chain_rises_with_every_short_next_turn() -> None:
     chains = Chains(64, 1000)
     first = talk(chains, 1, shared=0, blocks=10, answer=2)
-    assert not first.proven and not first.before and not first.at_end
+    assert first.rank is Rank.FIRST and not first.before and not first.at_end
     second = talk(chains, 1, shared=12, blocks=14, answer=2)
-    assert second.proven and second.before == 10 and second.at_end and first.gone_on
+    assert second.rank is Rank.SECOND and second.before == 10 and second.at_end and first.gone_on
     edited = talk(chains, 1, shared=14, blocks=16, answer=2)
-    assert edited.proven and edited.before == 14 and edited.at_end
+    assert edited.rank is Rank.THIRD and edited.before == 14 and edited.at_end
     inside = talk(chains, 1, shared=17, blocks=20, answer=2)
-    assert inside.before == 16 and not inside.at_end  # it leaves in the midst of the answer
+    assert inside.rank is Rank.FOURTH and inside.before == 16 and not inside.at_end  # it leaves in the midst of the answer
     long = talk(chains, 1, shared=22, blocks=60, answer=0)
-    assert long.before == 20 and not long.proven
-    assert not talk(chains, 2, shared=0, blocks=10, answer=2).proven
+    assert long.before == 20 and long.rank is Rank.FIRST
+    assert talk(chains, 2, shared=0, blocks=10, answer=2).rank is Rank.FIRST
+    for turn in range(9):
+        last = talk(chains, 3, shared=10 * turn, blocks=10 * turn + 10, answer=0)
+    assert last.rank is Rank.LATER
 
 
 def test_which_state_of_a_turn_is_kept_follows_what_next_turns_begin_with() -> None:
@@ -115,18 +118,18 @@ def test_the_state_of_the_turn_before_is_of_no_use_unless_chains_branch() -> Non
 
 def test_the_odds_follow_traffic_and_forget() -> None:
     chains = Chains(64, 1000)
-    before = chains.odds
+    before = chains.odds[1]
     for chat in range(200):
         for turn in range(4):
             talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
         for other in range(30):
             talk(chains, 10_000 + 30 * chat + other, shared=0, blocks=10, answer=0)
-    seldom = chains.odds
+    seldom = chains.odds[1]
     assert seldom > 3 * before  # one first turn in 31 goes on, and of the later ones most
     for chat in range(20_000, 24_000):
         for turn in range(2):
             talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
-    assert chains.odds < seldom / 3
+    assert chains.odds[1] < seldom / 3
 
 
 def test_the_time_after_which_chains_go_on() -> None:
@@ -164,24 +167,24 @@ def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100,
 
 
 def test_ranks_decide_among_young_blocks_and_age_among_old_ones() -> None:
-    blocks = (1, Rank.PROVEN, 0), (2, Rank.ASKED, 50), (3, Rank.SPARE, 90)
+    blocks = (1, Rank.SECOND, 0), (2, Rank.FIRST, 50), (3, Rank.SPARE, 90)
     assert order_of(*blocks, now=100).first(asked=True) == 3
     assert order_of(*blocks, now=1000).first(asked=True) == 3
     assert order_of(*blocks[:2], now=100).first(asked=True) == 2
-    old = (1, Rank.PROVEN, 0), (2, Rank.ASKED, 9_900)
+    old = (1, Rank.SECOND, 0), (2, Rank.FIRST, 9_900)
     assert order_of(*old, now=10_000).first(asked=True) == 1  # its chain is dead
     assert order_of(now=5).first(asked=True) is None
 
 
 def test_what_nobody_asked_for_takes_the_place_of_old_blocks_only() -> None:
-    for rank, spared_until in ((Rank.SPARE, 0), (Rank.ASKED, 100), (Rank.PROVEN, 700)):
+    for rank, spared_until in ((Rank.SPARE, 0), (Rank.FIRST, 100), (Rank.SECOND, 700)):
         for now in range(0, 1000, 50):
             first = order_of((1, rank, 0), now=now).first(asked=False)
             assert (first == 1) == (now >= spared_until), (rank, now)
 
 
 def test_what_is_of_no_use_goes_first() -> None:
-    order = order_of((1, Rank.SPARE, 0), (2, Rank.ASKED, 0), now=10)
+    order = order_of((1, Rank.SPARE, 0), (2, Rank.FIRST, 0), now=10)
     order.put_first(3)
     order.put_first(4)
     assert order.first(asked=False) == 4 and len(order) == 4 and order.blocks() == {1, 2, 3, 4}

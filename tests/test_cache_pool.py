@@ -25,7 +25,7 @@ def name(i: int) -> bytes:
     return i.to_bytes(16, "big")
 
 
-def commit(pool: BlockPool, i: int, *, exact: bool = True, rank: Rank = Rank.PROVEN) -> int:
+def commit(pool: BlockPool, i: int, *, exact: bool = True, rank: Rank = Rank.SECOND) -> int:
     """A committed block without references."""
     block = taken(pool)
     assert block is not None and pool.commit(block, name(i), exact=exact, rank=rank)
@@ -82,12 +82,12 @@ def test_a_referenced_block_is_never_evicted(removed: Removed) -> None:
 
 def test_spare_blocks_go_first_then_the_least_recently_used(removed: Removed) -> None:
     pool = BlockPool(6, removed, Chains(64, 6))
-    for i, rank in enumerate([Rank.PROVEN, Rank.SPARE, Rank.PROVEN, Rank.SPARE, Rank.PROVEN, Rank.PROVEN]):
+    for i, rank in enumerate([Rank.SECOND, Rank.SPARE, Rank.SECOND, Rank.SPARE, Rank.SECOND, Rank.SECOND]):
         commit(pool, i, rank=rank)
     block = pool.lookup(name(0))
     assert block is not None
     pool.share(block)
-    pool.release(block)  # used: now the last of the proven ones
+    pool.release(block)  # used: now the last of the second turns
     assert [taken(pool, asked=False) is not None for _ in range(3)] == [True, True, False]
     while taken(pool) is not None:
         pass
@@ -102,10 +102,10 @@ def test_promote_moves_a_block_to_the_end_of_its_rank(referenced: bool, removed:
     commit(pool, 2)
     if referenced:
         pool.share(cold)
-        pool.promote(cold, Rank.PROVEN)
+        pool.promote(cold, Rank.SECOND)
         pool.release(cold)
     else:
-        pool.promote(cold, Rank.PROVEN)
+        pool.promote(cold, Rank.SECOND)
     assert taken(pool, asked=False) is None
     while taken(pool) is not None:
         pass
@@ -116,7 +116,7 @@ def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
     pool = BlockPool(2, removed, Chains(64, 2))
     holder, late = commit(pool, 5), taken(pool)
     assert late is not None
-    assert not pool.commit(late, name(5), exact=True, rank=Rank.PROVEN)
+    assert not pool.commit(late, name(5), exact=True, rank=Rank.SECOND)
     assert pool.lookup(name(5)) == holder and pool.hashes[late] is None
     pool.release(late)
     assert pool.counts()["free"] == 1 and removed == []
@@ -132,19 +132,19 @@ def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Re
     assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SPARE)
     assert pool.lookup(name(5)) == exact and pool.exact[exact]
     assert removed == [(name(5), near, False)]
-    assert pool.hashes[near] is None and pool.rank[exact] is Rank.PROVEN  # who asked for the near one asks for this one
+    assert pool.hashes[near] is None and pool.rank[exact] is Rank.SECOND  # who asked for the near one asks for this one
     assert pool.counts()["free"] == (0 if shared else 1)
     if shared:
         pool.release(near)
         assert pool.counts()["free"] == 1
     late = taken(pool)
-    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.PROVEN)
+    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.SECOND)
 
 
 def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
     pool = BlockPool(2, removed, Chains(64, 2))
     near, late = commit(pool, 5, exact=False), taken(pool)
-    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.PROVEN)
+    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.SECOND)
     assert pool.lookup(name(5)) == near and removed == []
 
 
@@ -166,7 +166,7 @@ def test_removing_a_hash_leaves_other_blocks_alone(removed: Removed) -> None:
     near = commit(pool, 5, exact=False)
     pool.share(near)
     exact = taken(pool)
-    assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.PROVEN)
+    assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SECOND)
     pool.release(near)  # it lost its hash before: that hash is not removed again
     assert pool.lookup(name(5)) == exact
     assert len(removed) == 1

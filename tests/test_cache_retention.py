@@ -49,9 +49,10 @@ def test_wishes_between_two_positions() -> None:
     assert retention.wish(wishes, 256) is Wish.MARKED
     assert retention.wish(wishes, 128) is Wish.INTERVAL
     assert retention.wish(wishes, 192) is None
-    promised, tail, junction, marked, interval, none = [retention.rank(wish, proven=False) for wish in (*Wish, None)]
-    assert promised is junction is marked is Rank.PROVEN and interval is none is Rank.SPARE
-    assert tail is Rank.ASKED and retention.rank(Wish.TAIL, proven=True) is Rank.PROVEN
+    promised, tail, junction, marked, interval, none = [retention.rank(wish, Rank.FIRST) for wish in (*Wish, None)]
+    assert promised is junction is marked is Rank.SECOND and interval is none is Rank.SPARE
+    assert tail is Rank.FIRST and retention.rank(Wish.TAIL, Rank.LATER) is Rank.LATER
+    assert retention.rank(Wish.MARKED, Rank.LATER) is Rank.LATER
 
 
 def test_of_several_answers_boundaries_the_last_is_kept() -> None:
@@ -196,7 +197,7 @@ def test_the_last_state_of_an_answer_is_kept_for_the_next_turn_once_it_finished(
     d = run([Job(text(30), 50, aborts=None if finished else 45)], max_num_seqs=1)
     assert cached(d) == [64]
     block = next(block for block, block_hash in enumerate(d.cache.states.hashes) if block_hash is not None)
-    assert d.cache.states.rank[block] is (Rank.ASKED if finished else Rank.SPARE)
+    assert d.cache.states.rank[block] is (Rank.FIRST if finished else Rank.SPARE)
 
 
 def test_a_chat_outlives_the_cold_states_of_others() -> None:

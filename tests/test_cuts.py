@@ -18,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class LastFirst(EvictionOrder):
-    """Another order of eviction: whoever was used last goes first, hot or cold."""
+    """Another order of eviction: whoever was used last goes first, whatever its rank."""
 
-    def first(self, cold_only: bool) -> int | None:
-        for order in (self._cold,) if cold_only else (self._hot, self._cold):
+    def first(self, asked: bool) -> int | None:
+        for order in reversed(self._idle) if asked else self._idle[:1]:
             if order:
                 return next(reversed(order))
         return None

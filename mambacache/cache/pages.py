@@ -91,7 +91,7 @@ class Pages:
         if depth <= life.shared_pages or not self.present:
             return False
         exact = depth * self.block_size <= life.near_from
-        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, rank=Rank.ASKED, born=born)
+        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, rank=Rank.FIRST, born=born)
 
     def tables(self, lives: Sequence[Life]) -> PageTables | None:
         """What a plan needs of the pages of these lives."""
@@ -110,9 +110,9 @@ class Pages:
         """Gives back all that a life holds."""
         self.copied(life)
         pages, life.pages = life.pages, array("i")
-        if life.request.proven:
-            for page in pages:
-                self.pool.rank[page] = Rank.PROVEN
+        rank = life.request.rank
+        for page in pages:
+            self.pool.rank[page] = max(self.pool.rank[page], rank)
         for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
             self.pool.release(page)
 

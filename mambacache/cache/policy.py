@@ -29,11 +29,14 @@ class Wish(IntEnum):
 
 
 class Rank(IntEnum):
-    """How likely a block is to be used again, if it was used as long ago as others."""
+    """What a block was kept for: from SECOND on its chain went on so often, as far as is counted."""
 
     SPARE = 0  # nobody asked for it
-    ASKED = 1
-    PROVEN = 2  # of a chain that went on, or hit, or named by the caller or by who waits
+    FIRST = 1
+    SECOND = 2  # what was hit, and what the caller named or a waiting request was promised, are no less
+    THIRD = 3
+    FOURTH = 4
+    LATER = 5
 
 
 class Policy:
@@ -87,11 +90,11 @@ class Policy:
         """Whether somebody asked for a state: then it may evict whatever has no references."""
         return wish is not None and wish is not Wish.INTERVAL
 
-    def rank(self, wish: Wish | None, proven: bool) -> Rank:
-        """Of a state that was asked for thus, in a chain that is proven or not."""
+    def rank(self, wish: Wish | None, rank: Rank) -> Rank:
+        """Of a state that was asked for thus, in a chain of this rank."""
         if not self.asked(wish):
             return Rank.SPARE
-        return Rank.PROVEN if proven or wish is not Wish.TAIL else Rank.ASKED
+        return rank if wish is Wish.TAIL else max(rank, Rank.SECOND)
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
         """Whether a state at the end of a step is given up once the request's next one is committed: in an answer, only
@@ -106,7 +109,7 @@ class Turn:
     Args:
         tail: where its prompt's last state stands.
         admitted: when.
-        proven: its chain went on before, and the prompt added little.
+        rank: how often its chain went on, each time with a prompt that added little.
         before: the tail of the turn that it goes on from; 0 for none.
         at_end: that turn's answer, or its prompt, ends just where the prompt leaves what others computed.
         answered: where prompt and answer end; 0 before.
@@ -115,7 +118,7 @@ class Turn:
 
     tail: int
     admitted: int
-    proven: bool = False
+    rank: Rank = Rank.FIRST
     before: int = 0
     at_end: bool = False
     answered: int = 0
@@ -177,7 +180,7 @@ class Chains:
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by the hash at their tail
         self.now = 0
         self._gap = Average(blocks / 2)  # from a turn to the next one
-        self._rates = Rate(0.25), Rate(0.75)  # of unproven turns, and of proven ones
+        self._rates = [Rate(min(0.25 * rank, 0.75)) for rank in list(Rank)[1:]]
         self._answer_kept = Average(0.5)  # in the next turn
         self._branches = Average(0)  # next turns of what went on before
 
@@ -191,9 +194,11 @@ class Chains:
             last = self._turns[chain[before]]
             self._note_next(last, shared)
             added = prompt_len - shared * self._block_size
-            turn.proven, turn.before = added <= self.LONGEST_TURN + self._block_size, before
+            if added <= self.LONGEST_TURN + self._block_size:
+                turn.rank = min(Rank(last.rank + 1), Rank.LATER) if last.rank < Rank.LATER else Rank.LATER
+            turn.before = before
             turn.at_end = shared in (before, last.answered)
-        self._rates[turn.proven].begin()
+        self._rates[turn.rank - 1].begin()
         self._remember(chain[tail], turn)
         return turn
 
@@ -203,7 +208,7 @@ class Chains:
             self._answer_kept.note(shared >= last.answered)
         if not last.gone_on:
             last.gone_on = True
-            self._rates[last.proven].go_on()
+            self._rates[last.rank - 1].go_on()
             self._gap.note(self.now - last.admitted)
 
     def _remember(self, tail_hash: bytes, turn: Turn) -> None:
@@ -235,10 +240,10 @@ class Chains:
         return self._gap.value
 
     @property
-    def odds(self) -> float:
-        """How many times as likely as an unproven chain a proven one is to go on."""
-        unproven, proven = self._rates
-        return max(proven.value / unproven.value, 1.0)
+    def odds(self) -> list[float]:
+        """How many times as likely as a first turn is one of each rank from `FIRST` on to go on."""
+        first = self._rates[0].value
+        return [max(rate.value / first, 1.0) for rate in self._rates]
 
     @property
     def branching(self) -> bool:
@@ -278,10 +283,11 @@ class EvictionOrder:
         """The block to evict for a new one, which somebody asked for or not; None if it is worth less than all."""
         now, gap = self._chains.now, self._chains.mean_gap
         found, most = None, 0 if asked else gap
-        for rank, weight in (Rank.PROVEN, SPARES * self._chains.odds), (Rank.ASKED, SPARES), (Rank.SPARE, 1):
-            block, used = next(iter(self._idle[rank].items()), (None, inf))
-            if (now - used + gap) / weight >= most:
-                found, most = block, (now - used + gap) / weight
+        for idle, weight in zip(reversed(self._idle), (*(SPARES * odds for odds in reversed(self._chains.odds)), 1)):
+            if idle:
+                block, used = next(iter(idle.items()))
+                if (now - used + gap) / weight >= most:
+                    found, most = block, (now - used + gap) / weight
         return found
 
     def blocks(self) -> set[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mambacache.accounting.ledger import Trace
-from mambacache.cache.policy import Turn, Wish
+from mambacache.cache.policy import Rank, Turn, Wish
 from mambacache.cache.pool import Lease
 from mambacache.plan import SequenceStep
 from mambacache.report import RequestReport
@@ -42,9 +42,9 @@ class CachedRequest:
     stale: bool = False  # holds blocks from before a reset: commits nothing more
 
     @property
-    def proven(self) -> bool:
-        """Whether its chain went on before it."""
-        return self.turn is not None and self.turn.proven
+    def rank(self) -> Rank:
+        """How often its chain went on before it."""
+        return self.turn.rank if self.turn is not None else Rank.FIRST
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """int32, the known tokens from `start` to `end`; those of a block with a key are changed by it, so that equal

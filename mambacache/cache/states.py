@@ -41,7 +41,7 @@ class States:
         """Takes a reference to the state that was hit, and a block for the first row's dst."""
         if hit_block:
             life.state = self._pool.share(hit_block)
-            self._pool.promote(hit_block, Rank.PROVEN)
+            self._pool.promote(hit_block, max(self._pool.rank[hit_block], Rank.SECOND))
         life.reserve = self._pool.lease()
 
     def fork(self, parent: Life, child: Life) -> bool:
@@ -274,7 +274,7 @@ class States:
         end = life.checkpoint[0] // self._size if life.checkpoint is not None else 0
         useless = self._chains.useless(turn, end)
         if end > turn.tail and end not in useless and (last := pool.lookup(request.chain[end])):
-            pool.promote(last, self._policy.rank(Wish.TAIL, turn.proven))
+            pool.promote(last, turn.rank)
         for block in filter(None, [pool.lookup(request.chain[depth]) for depth in useless]):
             if not pool.references[block]:
                 pool.demote(block)
@@ -331,7 +331,7 @@ class States:
 
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
-        rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.proven)
+        rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.rank)
         exact = position <= life.near_from
         if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued):
             self._ledger.stored("state", block_hash, position, life.request.request_id)
