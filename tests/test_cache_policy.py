@@ -84,7 +84,9 @@ def test_a_chain_rises_with_every_short_next_turn() -> None:
     edited = talk(chains, 1, shared=14, blocks=16, answer=2)
     assert edited.rank is Rank.THIRD and edited.before == 14 and edited.at_end
     inside = talk(chains, 1, shared=17, blocks=20, answer=2)
-    assert inside.rank is Rank.FOURTH and inside.before == 16 and not inside.at_end  # it leaves in the midst of the answer
+    assert (
+        inside.rank is Rank.FOURTH and inside.before == 16 and not inside.at_end
+    )  # it leaves in the midst of the answer
     long = talk(chains, 1, shared=22, blocks=60, answer=0)
     assert long.before == 20 and long.rank is Rank.FIRST
     assert talk(chains, 2, shared=0, blocks=10, answer=2).rank is Rank.FIRST
@@ -157,7 +159,9 @@ def test_turns_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None
 def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100, now: int) -> EvictionOrder:
     """Blocks with their ranks, and when they were used."""
     chains = Chains(64, 2)
-    chains._gap.value, chains._rates[0]._gone_on = gap, chains._rates[1]._gone_on / odds
+    chains._gap.value = gap
+    for rate, share in zip(chains._rates, (1, odds), strict=False):
+        rate._begun, rate._gone_on = 100_000 * (share + 1), 100_000 * share
     order = EvictionOrder(chains)
     for block, rank, used in added:
         chains.now = used

@@ -11,8 +11,11 @@ from math import inf
 BRANCHING = 0.1
 """Of turns that go on from a prompt, the share of second ones above which its state is kept after the first."""
 
+FIRST_RATES = (0.25, 0.4, 0.5, 0.6, 0.7)
+"""First guesses of how often turns go on, by rank from FIRST on: those of a public chat service."""
+
 SPARES = 2
-"""How many times as likely as a state that nobody asked for one that somebody did is to be used."""
+"""How many times the odds of a state that nobody asked for one has that somebody did."""
 
 USEFUL = 0.05
 """Of what its next turn may hit, the share that a second state of a request must add to be kept like the first."""
@@ -148,8 +151,9 @@ class Rate:
         self._begun, self._gone_on = float(self.FIRST), self.FIRST * guess
 
     @property
-    def value(self) -> float:
-        return self._gone_on / self._begun
+    def odds(self) -> float:
+        """That a turn goes on rather than not; one of each is added, so that they are neither 0 nor without end."""
+        return (self._gone_on + 1) / (max(self._begun - self._gone_on, 0) + 1)
 
     def begin(self) -> None:
         self._begun += 1
@@ -180,7 +184,7 @@ class Chains:
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by the hash at their tail
         self.now = 0
         self._gap = Average(blocks / 2)  # from a turn to the next one
-        self._rates = [Rate(min(0.25 * rank, 0.75)) for rank in list(Rank)[1:]]
+        self._rates = [Rate(guess) for guess in FIRST_RATES]  # by rank, from FIRST on
         self._answer_kept = Average(0.5)  # in the next turn
         self._branches = Average(0)  # next turns of what went on before
 
@@ -241,9 +245,9 @@ class Chains:
 
     @property
     def odds(self) -> list[float]:
-        """How many times as likely as a first turn is one of each rank from `FIRST` on to go on."""
-        first = self._rates[0].value
-        return [max(rate.value / first, 1.0) for rate in self._rates]
+        """For each rank from FIRST on, how many times the odds of a first turn it has to go on."""
+        first = self._rates[0].odds
+        return [max(rate.odds / first, 1.0) for rate in self._rates]
 
     @property
     def branching(self) -> bool:
@@ -252,7 +256,7 @@ class Chains:
 
 
 class EvictionOrder:
-    """Which block goes first: the one that was not used for the longest time, weighed by how likely its rank is used.
+    """Which block goes first: the one whose time without use, divided by the odds that it is used again, is longest.
 
     The mean time after which chains go on is added to all times: while ages are small against it, ranks decide, and
     later age does, so that a chain that is dead leaves at last. A block that nobody asked for takes the place of one
