@@ -120,18 +120,18 @@ def test_the_state_of_the_turn_before_is_of_no_use_unless_chains_branch() -> Non
 
 def test_the_odds_follow_traffic_and_forget() -> None:
     chains = Chains(64, 1000)
-    before = chains.odds[1]
+    before = chains.weights[Rank.SECOND]
     for chat in range(200):
         for turn in range(4):
             talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
         for other in range(30):
             talk(chains, 10_000 + 30 * chat + other, shared=0, blocks=10, answer=0)
-    seldom = chains.odds[1]
+    seldom = chains.weights[Rank.SECOND]
     assert seldom > 3 * before  # one first turn in 31 goes on, and of the later ones most
     for chat in range(20_000, 24_000):
         for turn in range(2):
             talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
-    assert chains.odds[1] < seldom / 3
+    assert chains.weights[Rank.SECOND] < seldom / 3
 
 
 def test_the_time_after_which_chains_go_on() -> None:
@@ -159,9 +159,7 @@ def test_turns_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None
 def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100, now: int) -> EvictionOrder:
     """Blocks with their ranks, and when they were used."""
     chains = Chains(64, 2)
-    chains._gap.value = gap
-    for rate, share in zip(chains._rates, (1, odds), strict=False):
-        rate._begun, rate._gone_on = 100_000 * (share + 1), 100_000 * share
+    chains._gap.value, chains.weights = gap, [1, 2, 2 * odds, 0, 0, 0]
     order = EvictionOrder(chains)
     for block, rank, used in added:
         chains.now = used

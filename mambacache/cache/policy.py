@@ -185,6 +185,7 @@ class Chains:
         self.now = 0
         self._gap = Average(blocks / 2)  # from a turn to the next one
         self._rates = [Rate(guess) for guess in FIRST_RATES]  # by rank, from FIRST on
+        self.weights = self._weigh()
         self._answer_kept = Average(0.5)  # in the next turn
         self._branches = Average(0)  # next turns of what went on before
 
@@ -203,8 +204,14 @@ class Chains:
             turn.before = before
             turn.at_end = shared in (before, last.answered)
         self._rates[turn.rank - 1].begin()
+        self.weights = self._weigh()
         self._remember(chain[tail], turn)
         return turn
+
+    def _weigh(self) -> list[float]:
+        """For each rank, how many times the odds it has, that what nobody asked for has, to be used again."""
+        first = self._rates[0].odds
+        return [1, *(SPARES * max(rate.odds / first, 1.0) for rate in self._rates)]
 
     def _note_next(self, last: Turn, shared: int) -> None:
         self._branches.note(last.gone_on)
@@ -244,12 +251,6 @@ class Chains:
         return self._gap.value
 
     @property
-    def odds(self) -> list[float]:
-        """For each rank from FIRST on, how many times the odds of a first turn it has to go on."""
-        first = self._rates[0].odds
-        return [max(rate.odds / first, 1.0) for rate in self._rates]
-
-    @property
     def branching(self) -> bool:
         """Whether the end of a turn is of use after a chain went on from it."""
         return self._branches.value > BRANCHING
@@ -287,11 +288,11 @@ class EvictionOrder:
         """The block to evict for a new one, which somebody asked for or not; None if it is worth less than all."""
         now, gap = self._chains.now, self._chains.mean_gap
         found, most = None, 0 if asked else gap
-        for idle, weight in zip(reversed(self._idle), (*(SPARES * odds for odds in reversed(self._chains.odds)), 1)):
+        for idle, weight in zip(self._idle, self._chains.weights, strict=True):
             if idle:
                 block, used = next(iter(idle.items()))
-                if (now - used + gap) / weight >= most:
-                    found, most = block, (now - used + gap) / weight
+                if (age := (now - used + gap) / weight) > most or (found is None and age == most):
+                    found, most = block, age
         return found
 
     def blocks(self) -> set[int]:

@@ -8,7 +8,7 @@ from itertools import count
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Chains, Policy, Rank, Wish
+from mambacache.cache.policy import Chains, Policy, Rank, Turn, Wish
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Life, Row
 from mambacache.plan import CHUNK, NO_CHECKPOINTS, PLACEHOLDER, SequenceStep
@@ -111,8 +111,7 @@ class States:
             return True
         if life.reserve is not None:
             return False
-        wish = self._policy.wish(life.wishes, life.computed)
-        lease = pool.lease(self._policy.asked(wish))
+        lease = pool.lease(self._policy.asked(self._policy.wish(life.wishes, life.computed)))
         if lease is not None:
             life.reserve = lease
             return False
@@ -259,17 +258,14 @@ class States:
         self._ledger.ended(life.trace)
         self._lookup.wrote(life, life.request.chain, life.announced)
         self._pages.unused(life)
-        row = life.row
-        if row is None or not row.planned:
+        if life.row is None or not life.row.planned:
             self.release(life)
-        if finished:
-            self._settle(life)
+        if finished and life.request.turn is not None:
+            self._settle(life, life.request.turn)
 
-    def _settle(self, life: Life) -> None:
+    def _settle(self, life: Life, turn: Turn) -> None:
         """Of the states that a finished request leaves, those that its next turn does not need are evicted first."""
-        request, turn, pool = life.request, life.request.turn, self._pool
-        if turn is None:
-            return
+        request, pool = life.request, self._pool
         turn.answered = life.computed // self._size
         end = life.checkpoint[0] // self._size if life.checkpoint is not None else 0
         useless = self._chains.useless(turn, end)
