@@ -251,7 +251,7 @@ class EngineConfig:
         model: directory of a checkpoint, or a Hub id.
         tokenizer: directory or Hub id of another tokenizer; None for the checkpoint's own.
         revision: branch, tag or commit of the Hub's repository; None for its newest.
-        device: "cpu", "cuda", or "auto" for cuda where there is one.
+        device: "cpu", "cuda", "cuda:1", or "auto" for cuda where there is one; or a torch.device.
         dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32" or "float",
             "bfloat16", "float16" or "half", or torch's dtypes.
         state_dtype: of the recurrent states, the same but for "auto".
@@ -263,7 +263,8 @@ class EngineConfig:
         enable_prefix_caching: False computes every prompt in full and keeps nothing.
         checkpoint_budget_bytes: memory for cached states, apart from those of running requests; None for a default from
             the device's memory, 0 for none.
-        kv_cache_bytes: memory for KV pages; None for a default from the device's memory.
+        kv_cache_bytes: memory for KV pages; None for a default from the device's memory, 7,000 tokens for each cached
+            state.
         gpu_memory_utilization: share of the device's memory that weights and caches may take, above 0 and at most 1;
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
