@@ -82,6 +82,17 @@ def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() ->
     assert isinstance(found, Hit) and found.num_tokens == 64
 
 
+def test_a_fork_of_one_that_has_not_run_copies_the_page_that_was_written() -> None:
+    cache = make()
+    started(cache, "a", text(100))
+    written = table_of(run_step(cache, "a", 100, 1))[0, 1]
+    cache.fork("a", {"b": 2})
+    cache.fork("b", {"c": 3})
+    plan = cache.plan([allocate(cache, name, 1) for name in "bc"])
+    assert [source for source, _ in plan.kv_copies] == [written, written]
+    cache.check()
+
+
 def test_a_page_is_kept_until_it_was_copied() -> None:
     cache = make(num_kv_blocks=3)
     started(cache, "a", text(100))

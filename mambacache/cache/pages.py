@@ -63,7 +63,8 @@ class Pages:
             child.pages.append(page)
         self._lacking += self._lack(child)
         if partial:
-            child.copy_page = self.pool.share(parent.pages[full])
+            own = parent.copy_page  # a fork that has not run has nothing in its own page yet
+            child.copy_page = self.pool.share(own.block if own is not None else parent.pages[full])
             self.grow(child, parent.computed)
         return True
 
