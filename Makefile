@@ -19,7 +19,7 @@ VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 -W ignore::DeprecationWarn
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 
 .PHONY: setup demo test lint types pytest test-fast test-transformers test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
-.PHONY: bench-scheduler bench-kernels
+.PHONY: bench-scheduler bench-kernels replay
 
 setup: $(READY)
 
@@ -108,3 +108,12 @@ bench-kernels:
 
 bench-scheduler: $(READY)
 	$(PY) benchmarks/bench_scheduler.py
+
+# What is hit of a real trace, beside other policies: about 20 minutes on two cores, nearly all of it mambacache's rows.
+# Rows go into the file one by one, in place of those of the same runs. Then: python benchmarks/plot.py
+REPLAY := benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz --losses \
+	--json benchmarks/results/replay-conversation.json
+replay: $(READY)
+	$(PY) $(REPLAY) --jobs 2 --budgets unbounded 40+80 20+40 5+20
+	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model nemotron-h-8b
+	$(PY) $(REPLAY) --budgets 20+40 --running 32 --policies mambacache

@@ -15,6 +15,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from table import BOUND, REPLAYED, in_order, replayed
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.4
@@ -98,10 +99,35 @@ def first_token(result: dict[str, Any]) -> Figure:
     return figure
 
 
+def replay(result: dict[str, Any]) -> Figure:
+    """A panel for each budget: the share of the ceiling that each policy hits, one request after the other."""
+    rows = in_order([row for row in result["rows"] if row["running"] == 1])
+    columns = list(dict.fromkeys(map(replayed, rows)))
+    figure, grid = pyplot.subplots(
+        1, len(columns), figsize=(2.2 * len(columns) + 1, 2.6), sharex=True, sharey=True, layout="constrained"
+    )
+    for column, axes in zip(columns, grid, strict=True):
+        shares = {row["policy"]: 100 * row["share"] for row in rows if replayed(row) == column}
+        for place, policy in enumerate(REPLAYED):
+            share = shares.get(policy, 0)
+            color = OURS if policy == "mambacache" else PEER
+            axes.barh(place, share, 2 * BAR, facecolor="none" if policy == BOUND else color, edgecolor=color)
+            text = f"{share:.0f}" if share else ""
+            axes.annotate(text, (share, place), xytext=(3, 0), textcoords="offset points", va="center", size=7)
+        model, _, memory = column.rpartition(", ")
+        axes.set_title(f"{model}\n{memory}", fontsize=8)
+    grid[0].set_yticks(range(len(REPLAYED)), REPLAYED.values(), fontsize=8)
+    grid[0].invert_yaxis()
+    grid[0].set_xlim(0, 118)
+    figure.supxlabel("% hit, of all prompt tokens that were computed before", size=9)
+    return figure
+
+
 PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {
     "kernels-h200": kernels,
     "vllm-h200": against_vllm,
     "first-token-cpu": first_token,
+    "replay-conversation": replay,
 }
 
 

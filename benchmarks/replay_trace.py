@@ -1,142 +1,254 @@
-"""Replays a trace of requests through `PrefixCache`, and through simulators of other policies: which share of what could
-be hit is hit.
+"""Replays a trace of requests through `PrefixCache`, and through simulators of other policies: which share is hit of
+what could be.
 
-    python benchmarks/replay_trace.py TRACE [--model qwen3-next] [--budgets 5+20 20+40 40+80] [--running 1]
-        [--requests N] [--json OUT.json]
+    python benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz [--model qwen3-next]
+        [--budgets 5+20 20+40 60 unbounded] [--policies mambacache vllm] [--running 1] [--losses] [--requests N]
+        [--jobs 1] [--json OUT.json]
 
-Budgets are GiB of states + GiB of KV. A trace is in Mooncake's format (see trace_tokens.py).
+Budgets are GiB of states + GiB of KV, or of both together; policies with two pools split these as `split` says. A trace
+is in Mooncake's format (see trace_tokens.py). Simulators run one request after the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from simulators import POLICIES
+from simulators.parts import BLOCK, GIB, Budget, Shape
 from tqdm import tqdm
 from trace_tokens import Request, requests
 
 from mambacache import CacheConfig, Hit, PrefixCache
 
-GIB = 1 << 30
-BLOCK = 64
-BUDGET = 8192  # tokens of a step
-MODELS = {"qwen3-next": (77_266_944, 24_576), "nemotron-h-8b": (102_137_856, 16_384)}  # bytes: a state, a token's KV
+OURS = "mambacache"
+STEP = 8192  # tokens
+RECORD = 1 << 28  # tokens that the cache's accounting remembers: more than a trace has
+KV_TOKENS_PER_STATE = 7000
+UNBOUNDED = "unbounded"
+STATES_OF_A_REQUEST = 8  # at most, on average
+MODELS = {
+    "qwen3-next": Shape(77_266_944, 24_576, 36, 12, 4096, 3_000_000_000),
+    "nemotron-h-8b": Shape(102_137_856, 16_384, 24, 4, 4096, 8_000_000_000),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one row measures; `budget` as it was written."""
+
+    trace: Path
+    model: str
+    policy: str
+    budget: str
+    running: int
+    losses: bool
+    requests: int | None
 
 
 @dataclass
 class Row:
-    """`share`: of the ceiling, 0 to 1; `host_ms` of one request."""
+    """`share`: of the ceiling, 0 to 1; GiB are None where unbounded, `kv_gib` 0 where states and KV share `state_gib`.
+
+    Of mambacache alone: `host_ms` of one request, and, where they were asked for, how many states were stored and the
+    share of the ceiling that was lost by reason.
+    """
 
     trace: str
     model: str
     policy: str
     running: int
-    state_gib: float
-    kv_gib: float
+    state_gib: float | None
+    kv_gib: float | None
     host_gib: float
     share: float
-    states_stored: int
-    host_ms: float
+    host_ms: float | None = None
+    states_stored: int | None = None
+    losses: dict[str, float] | None = None
+
+    def place(self) -> tuple[str, str, str, int, float | None, float | None, float]:
+        """What tells rows of a file apart."""
+        return self.trace, self.model, self.policy, self.running, self.state_gib, self.kv_gib, self.host_gib
+
+
+@dataclass
+class Running:
+    """A request in the cache; `left`: what it will answer, the last token first."""
+
+    name: str
+    left: list[int]
+    counted: bool = False
 
 
 class Replay:
-    """Requests through a cache, `running` at a time; each step decodes all and prefills one."""
+    """Requests through a cache, `running` at a time; each step decodes all and prefills one or more."""
 
     def __init__(self, cache: PrefixCache, running: int) -> None:
         self.cache = cache
-        self.running = running
         self.hit_tokens = 0
-        self.left: dict[str, list[int]] = {}  # answers, of those that run, last token first
-        self.waiting: deque[tuple[str, list[int]]] = deque()
+        self._most = running
+        self._running: dict[str, Running] = {}
+        self._waiting: deque[Running] = deque()
 
     def replay(self, trace: Iterator[Request]) -> None:
-        number, more = 0, True
-        while more or self.left or self.waiting:
-            while more and len(self.left) + len(self.waiting) < self.running:
-                request = next(trace, None)
-                more = request is not None
-                if request is not None:
-                    name = str(number)
-                    self.cache.add(name, request.prompt)
-                    self.waiting.append((name, request.answer[::-1].tolist()))
-                    number += 1
-            self._admit()
-            self._step()
+        for number, request in enumerate(trace):
+            while len(self._running) + len(self._waiting) == self._most:
+                self._advance()
+            self.cache.add(str(number), request.prompt)
+            self._waiting.append(Running(str(number), request.answer[::-1].tolist()))
+        while self._running or self._waiting:
+            self._advance()
+
+    def _advance(self) -> None:
+        self._admit()
+        self._step()
 
     def _admit(self) -> None:
-        for _ in range(len(self.waiting)):
-            name, answer = self.waiting.popleft()
-            found = self.cache.admit(name) if not self.cache.waits(name) else None
-            if isinstance(found, Hit):
-                self.left[name] = answer
+        for _ in range(len(self._waiting)):
+            request = self._waiting.popleft()
+            found = self.cache.admit(request.name) if not self.cache.waits(request.name) else None
+            if not isinstance(found, Hit):
+                self._waiting.append(request)
+                continue
+            self._running[request.name] = request
+            if not request.counted:  # one that was preempted meets its own blocks
                 self.hit_tokens += found.num_tokens
-            else:
-                self.waiting.append((name, answer))
+                request.counted = True
 
     def _step(self) -> None:
         """One step of every running request; a preempted one starts again behind the others."""
-        cache, budget, steps = self.cache, BUDGET, []
-        for name in list(self.left):
-            if budget:
-                row = cache.allocate(name, cache.chunk(name, budget))
-                if row is None:
-                    cache.preempt(name)
-                    self.waiting.append((name, self.left.pop(name)))
-                else:
-                    budget -= row.num_tokens
-                    steps.append(row)
+        cache, budget, steps = self.cache, STEP, []
+        for name in list(self._running):
+            if not budget:
+                break
+            row = cache.allocate(name, cache.chunk(name, budget))
+            if row is None:
+                cache.preempt(name)
+                self._waiting.append(self._running.pop(name))
+            else:
+                budget -= row.num_tokens
+                steps.append(row)
         planned = cache.plan_rows(steps)
         cache.issued(planned)
-        cache.accept(planned, {row.request_id: [self.left[row.request_id].pop()] for row in planned if row.samples})
-        for row in planned:
-            if not self.left[row.request_id]:
-                del self.left[row.request_id]
-                cache.free(row.request_id, finished=True)
+        sampled = {row.request_id: [self._running[row.request_id].left.pop()] for row in planned if row.samples}
+        cache.accept(planned, sampled)
+        for name in sampled:
+            if not self._running[name].left:
+                del self._running[name]
+                cache.free(name, finished=True)
 
 
-def blocks(state_gib: float, kv_gib: float, model: str) -> tuple[int, int]:
-    state, token = MODELS[model]
-    return int(state_gib * GIB / state), int(kv_gib * GIB / (token * BLOCK))
+def split(total: float, shape: Shape) -> Budget:
+    """One budget of bytes for two pools: a state for every so many tokens of KV."""
+    state = total * shape.state_bytes / (shape.state_bytes + KV_TOKENS_PER_STATE * shape.kv_bytes)
+    return Budget(int(state), int(total - state))
 
 
-def ours(trace: list[Request], running: int, num_states: int, num_pages: int) -> tuple[int, int, float]:
-    """Tokens hit, states stored, milliseconds of a request."""
-    cache = PrefixCache(CacheConfig(num_states, num_pages, accounting=False))
-    replay, start = Replay(cache, running), time.perf_counter()
-    replay.replay(iter(tqdm(trace, mininterval=5)))
+def budget_of(text: str, shape: Shape, trace: Sequence[Request]) -> Budget:
+    if text == UNBOUNDED:
+        tokens = sum(len(request.prompt) + len(request.answer) + BLOCK for request in trace)
+        return Budget(STATES_OF_A_REQUEST * len(trace) * shape.state_bytes, tokens * shape.kv_bytes)
+    state, _, kv = text.partition("+")
+    return Budget(int(float(state) * GIB), int(float(kv) * GIB)) if kv else split(float(state) * GIB, shape)
+
+
+def gib_of(text: str) -> tuple[float | None, float | None]:
+    if text == UNBOUNDED:
+        return None, None
+    state, _, kv = text.partition("+")
+    return float(state), float(kv or 0)
+
+
+def measure(run: Run) -> Row:
+    """Raises ValueError if the trace is of no use, or the budget too small to run anything."""
+    trace = list(requests(run.trace))[: run.requests]
+    ceiling = sum(request.ceiling for request in trace)
+    if not ceiling:
+        raise ValueError(f"no request of {run.trace} begins as an earlier one does: there is nothing to hit")
+    shape = MODELS[run.model]
+    budget = budget_of(run.budget, shape, trace)
+    name = run.trace.name.removesuffix(".gz").removesuffix(".jsonl")
+    row = Row(name, run.model, run.policy, run.running, *gib_of(run.budget), 0, 0.0)
+    bar = tqdm(trace, f"{run.policy} {run.budget}", mininterval=2, leave=False)
+    if run.policy != OURS:
+        simulator = POLICIES[run.policy](shape, budget, trace)
+        row.share = sum(simulator.request(request.prompt, request.answer) for request in bar) / ceiling
+        return row
+    num_states, num_pages = budget.state // shape.state_bytes, budget.kv // (shape.kv_bytes * BLOCK)
+    cache = PrefixCache(CacheConfig(num_states, num_pages, accounting=run.losses, record_tokens=RECORD))
+    replay, start = Replay(cache, run.running), time.perf_counter()
+    replay.replay(iter(bar))
     cache.check()
-    return replay.hit_tokens, cache.stats.states_stored, 1e3 * (time.perf_counter() - start) / len(trace)
+    row.share, row.host_ms = replay.hit_tokens / ceiling, 1e3 * (time.perf_counter() - start) / len(trace)
+    if run.losses:
+        row.states_stored = cache.stats.states_stored
+        row.losses = {str(reason): tokens / ceiling for reason, tokens in cache.stats.losses.items() if tokens}
+    return row
 
 
-def main() -> None:
+def write(path: Path, rows: Sequence[Row]) -> None:
+    """Adds rows to a file, in place of those that it has of the same runs."""
+    old = [Row(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
+    merged = {row.place(): row for row in [*old, *rows]}
+    path.write_text(json.dumps({"rows": [asdict(row) for row in merged.values()]}, indent=1) + "\n")
+
+
+def budget_text(text: str) -> str:
+    if text != UNBOUNDED and not re.fullmatch(r"\d+(\.\d+)?(\+\d+(\.\d+)?)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no budget: give 20+40 (GiB of states and KV), 60 or {UNBOUNDED}")
+    return text
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of use: give an integer, 1 or more")
+    return int(text)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
-    parser.add_argument("--budgets", nargs="+", default=["5+20", "20+40", "40+80"])
-    parser.add_argument("--running", type=int, default=1)
-    parser.add_argument("--requests", type=int)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--budgets", nargs="+", type=budget_text, default=["5+20", "20+40", "40+80"])
+    parser.add_argument("--policies", nargs="+", choices=[OURS, *POLICIES], default=[OURS, *POLICIES])
+    parser.add_argument("--running", type=count, default=1, help="requests at a time; mambacache alone has more than 1")
+    parser.add_argument("--losses", action="store_true", help="states stored, and losses by reason; takes longer")
+    parser.add_argument("--requests", type=count, help="only so many, from the first one on")
+    parser.add_argument("--jobs", type=count, default=1, help="rows measured at a time, each in a process of its own")
+    parser.add_argument("--json", type=Path, help="rows are added to it, or replaced")
     options = parser.parse_args()
-    trace = list(requests(options.trace))[: options.requests]
-    ceiling = sum(request.ceiling for request in trace)
-    rows = []
-    for budget in options.budgets:
-        state_gib, kv_gib = map(float, budget.split("+"))
-        hit, stored, host_ms = ours(trace, options.running, *blocks(state_gib, kv_gib, options.model))
-        row = Row(
-            options.trace.stem, options.model, "mambacache", options.running, state_gib, kv_gib, 0,
-            hit / ceiling, stored, host_ms,
-        )  # fmt: skip
-        print(f"{budget:8} {row.policy:12} {row.share:.4f} of the ceiling, {host_ms:.1f} ms a request", flush=True)
-        rows.append(asdict(row))
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    if options.running > 1 and options.policies != [OURS]:
+        parser.error(f"simulators run one request after the other: add --policies {OURS}, or leave out --running")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    runs = [
+        Run(options.trace, options.model, policy, budget, options.running, options.losses, options.requests)
+        for policy in options.policies
+        for budget in options.budgets
+    ]
+    with ProcessPoolExecutor(options.jobs) as processes:
+        for done in as_completed([processes.submit(measure, run) for run in runs]):
+            row = done.result()
+            gib = UNBOUNDED if row.state_gib is None else f"{row.state_gib:g}+{row.kv_gib:g}"
+            host = f", {row.host_ms:.1f} ms a request" if row.host_ms is not None else ""
+            tqdm.write(f"{row.model:14} {row.policy:12} {gib:10} {row.share:.4f} of the ceiling{host}")
+            if options.json:
+                write(options.json, [row])
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"replay_trace: {error}")

@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Of bench_kernels.py or bench_vllm.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
+Of bench_kernels.py, bench_vllm.py or replay_trace.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
@@ -30,6 +30,17 @@ LAYERS = {
     "olmo_hybrid": "OLMo-Hybrid-7B",
     "qwen3_next": "Qwen3-Next",
 }
+REPLAYED = {
+    "mambacache": "mambacache",
+    "vllm": "vLLM 0.33",
+    "sglang": "SGLang 0.5.23",
+    "marconi": "Marconi, one budget",
+    "lru": "LRU",
+    "lru-joint": "LRU, one budget",
+    "clairvoyant": "told the future, one budget",
+}
+BOUND = "clairvoyant"
+REPLAYED_MODELS = {"qwen3-next": "Qwen3-Next", "nemotron-h-8b": "Nemotron-H-8B"}
 HEAD = (
     "| op | case | graph: ours | vLLM | ratio | to reach | eager: ours | vLLM | floor | copy |\n"
     "|---|---|---|---|---|---|---|---|---|---|"
@@ -82,9 +93,55 @@ def error_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def memory(row: dict) -> str:
+    if row["state_gib"] is None:
+        return "unbounded"
+    return f"{row['state_gib']:g} + {row['kv_gib']:g} GiB" if row["kv_gib"] else f"{row['state_gib']:g} GiB"
+
+
+def replayed(row: dict) -> str:
+    """What a row of replay_trace.py has in common with those of other policies."""
+    running = f", {row['running']} running" if row["running"] > 1 else ""
+    return f"{REPLAYED_MODELS[row['model']]}{running}, {memory(row)}"
+
+
+def in_order(rows: list[dict]) -> list[dict]:
+    """By model, by how many run, and by memory, unbounded last."""
+    models = list(REPLAYED_MODELS)
+    return sorted(
+        rows, key=lambda row: (models.index(row["model"]), row["running"], row["state_gib"] or 1e9, row["kv_gib"])
+    )
+
+
+def replay_table(result: dict) -> str:
+    """The share of the ceiling that each policy hits."""
+    rows = in_order(result["rows"])
+    columns = list(dict.fromkeys(map(replayed, rows)))
+    shares = {(row["policy"], replayed(row)): f"{row['share']:.1%}" for row in rows}
+    lines = [f"| hit, of the ceiling | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for policy, name in REPLAYED.items():
+        lines.append(f"| {name} | {' | '.join(shares.get((policy, column), '') for column in columns)} |")
+    return "\n".join(lines)
+
+
+def replay_loss_table(result: dict) -> str:
+    """What mambacache does not hit, by reason; states that it stored, and the host's time."""
+    rows = [row for row in in_order(result["rows"]) if row["losses"] is not None]
+    reasons = list(dict.fromkeys(reason for row in rows for reason in row["losses"]))
+    head = ["mambacache", *(f"lost: {reason}" for reason in reasons), "states stored", "host, ms a request"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in rows:
+        lost = [f"{row['losses'].get(reason, 0):.1%}" for reason in reasons]
+        cells = [replayed(row), *lost, f"{row['states_stored']:,}", f"{row['host_ms']:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     figures = json.loads(Path(sys.argv[1]).read_text())
-    if "runs" in figures:
+    if "policy" in figures.get("rows", [{}])[0]:
+        print(replay_table(figures), replay_loss_table(figures), sep="\n\n")
+    elif "runs" in figures:
         print(*map(vllm_table, figures["runs"]), sep="\n\n")
     elif "models" in figures:
         print(error_table(figures))

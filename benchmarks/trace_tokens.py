@@ -1,23 +1,26 @@
 """Prompts and answers, as tokens, of a trace in Mooncake's format.
 
-A line of such a trace has `input_length`, `output_length` and `hash_ids`: an id for each 512 tokens of the prompt, equal
-only if all before it is equal too. What ids cannot tell is made up: a prompt that begins with all whole blocks of an
-earlier one, two at least, is taken for the next turn of its chat, and shares its last, partial block as well, and its
-answer; one that is shorter than prompt and answer together shares the prompt alone (the answer was edited).
+A line of such a trace has `input_length`, `output_length` and `hash_ids`: an id for each 512 tokens of the prompt,
+equal only if all before it is equal too. What ids cannot tell is made up: a prompt that begins with all whole blocks of
+an earlier one, two at least, is taken for the next turn of its chat, and shares its last, partial block as well, and
+its answer; one that is shorter than prompt and answer together shares the prompt alone (the answer was edited).
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ID_TOKENS = 512
 LEAST_IDS = 2  # that a next turn shares
 FIRST_ANSWER_TOKEN = 1 << 30
+MOST_IDS = FIRST_ANSWER_TOKEN // ID_TOKENS
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +73,32 @@ class Reader:
         return fresh
 
 
+def check_line(line: Any) -> None:
+    """Raises ValueError unless this is a request in Mooncake's format."""
+    if not isinstance(line, dict):
+        raise ValueError("it is no JSON object")
+    for name in ("input_length", "output_length"):
+        if type(line.get(name)) is not int or line[name] < 1:
+            raise ValueError(f"{name} is {line.get(name)!r}: give an integer, 1 or more")
+    ids, length = line.get("hash_ids"), line["input_length"]
+    if not isinstance(ids, list) or any(type(i) is not int or not 0 <= i < MOST_IDS for i in ids):
+        raise ValueError(f"hash_ids is {ids!r:.80}: give a list of integers from 0 to {MOST_IDS - 1}")
+    if len(ids) != -(-length // ID_TOKENS):
+        raise ValueError(f"{length} tokens have {len(ids)} hash_ids: give one for each {ID_TOKENS} tokens")
+
+
 def requests(trace: Path) -> Iterator[Request]:
+    """The requests of a .jsonl or .jsonl.gz file.
+
+    Raises:
+        ValueError: a line of it is no request.
+    """
     reader = Reader()
-    with trace.open() as lines:
-        for line in lines:
-            yield reader.read(json.loads(line))
+    with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
+        for number, text in enumerate(lines, 1):
+            try:
+                line = json.loads(text)
+                check_line(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} of {trace} is no request of a trace: {error}") from None
+            yield reader.read(line)

@@ -282,7 +282,7 @@ class EngineConfig:
         model: directory of a checkpoint, or a Hub id.
         tokenizer: directory or Hub id of another tokenizer; None for the checkpoint's own.
         revision: branch, tag or commit of the Hub's repository; None for its newest.
-        device: "cpu", "cuda", or "auto" for cuda where there is one.
+        device: "cpu", "cuda", "cuda:1", or "auto" for cuda where there is one; or a torch.device.
         dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32" or "float",
             "bfloat16", "float16" or "half", or torch's dtypes.
         state_dtype: of the recurrent states, the same but for "auto".
@@ -294,7 +294,8 @@ class EngineConfig:
         enable_prefix_caching: False computes every prompt in full and keeps nothing.
         checkpoint_budget_bytes: memory for cached states, apart from those of running requests; None for a default from
             the device's memory, 0 for none.
-        kv_cache_bytes: memory for KV pages; None for a default from the device's memory.
+        kv_cache_bytes: memory for KV pages; None for a default from the device's memory, 7,000 tokens for each cached
+            state.
         host_cache_bytes: memory of the host for states and KV that the device has no room for, pinned where the device
             is a GPU; 0 for none.
         host_bytes_per_token: bytes that may be loaded from there for each token that is not computed then; what takes

@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from mambacache.accounting.ledger import Ledger
+from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
@@ -32,8 +33,9 @@ class Cached:
         self, chain: list[bytes], *, strict: bool = False, attention: bool = True, max_seen: int = 100
     ) -> None:
         self.chain = chain
-        self.states = BlockPool(50, ignore)
-        pages = Pages(SIZE, 50 if attention else 0, ignore)
+        chains = Chains(SIZE, 50)
+        self.states = BlockPool(50, ignore, chains)
+        pages = Pages(SIZE, 50 if attention else 0, ignore, chains)
         self.kv = pages.pool
         config = CacheConfig(num_state_blocks=50, max_seen_blocks=max_seen, strict_reuse=strict)
         self.index = Lookup(config, self.states, pages, Ledger(SIZE, 0, on=False))
@@ -42,7 +44,7 @@ class Cached:
         for pool, entries in ((self.states, states), (self.kv, kv)):
             for entry in entries:
                 [block] = pool.take(1)
-                pool.commit(block, self.chain[entry], exact=entry not in near, hot=True)
+                pool.commit(block, self.chain[entry], exact=entry not in near, rank=Rank.FIRST)
         for entry in seen:
             self.index.add_computed(self.chain[entry])
         return self

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.pool import BlockPool
 
 
@@ -15,8 +16,8 @@ class Removed(list[tuple[bytes, int, bool]]):
         self.append((block_hash, block, evicted))
 
 
-def taken(pool: BlockPool, cold_only: bool = False) -> int | None:
-    lease = pool.lease(cold_only)
+def taken(pool: BlockPool, asked: bool = True) -> int | None:
+    lease = pool.lease(asked)
     return lease.block if lease is not None else None
 
 
@@ -24,10 +25,10 @@ def name(i: int) -> bytes:
     return i.to_bytes(16, "big")
 
 
-def commit(pool: BlockPool, i: int, *, exact: bool = True, hot: bool = True) -> int:
+def commit(pool: BlockPool, i: int, *, exact: bool = True, rank: Rank = Rank.SECOND) -> int:
     """A committed block without references."""
     block = taken(pool)
-    assert block is not None and pool.commit(block, name(i), exact=exact, hot=hot)
+    assert block is not None and pool.commit(block, name(i), exact=exact, rank=rank)
     pool.release(block)
     return block
 
@@ -38,7 +39,7 @@ def removed() -> Removed:
 
 
 def test_every_id_is_given_once_and_the_null_block_never(removed: Removed) -> None:
-    pool = BlockPool(4, removed)
+    pool = BlockPool(4, removed, Chains(64, 4))
     assert sorted(taken(pool) or 0 for _ in range(4)) == [1, 2, 3, 4]
     assert taken(pool) is None
     pool.release(3)
@@ -47,7 +48,7 @@ def test_every_id_is_given_once_and_the_null_block_never(removed: Removed) -> No
 
 
 def test_a_private_block_is_free_when_its_last_holder_leaves(removed: Removed) -> None:
-    pool = BlockPool(2, removed)
+    pool = BlockPool(2, removed, Chains(64, 2))
     block = taken(pool)
     assert block is not None
     pool.share(block)
@@ -58,7 +59,7 @@ def test_a_private_block_is_free_when_its_last_holder_leaves(removed: Removed) -
 
 
 def test_a_committed_block_is_found_until_it_is_evicted(removed: Removed) -> None:
-    pool = BlockPool(2, removed)
+    pool = BlockPool(2, removed, Chains(64, 2))
     block = commit(pool, 7)
     assert pool.lookup(name(7)) == block
     assert (pool.counts()["free"], pool.counts()["evictable"], pool.num_committed) == (1, 1, 1)
@@ -70,7 +71,7 @@ def test_a_committed_block_is_found_until_it_is_evicted(removed: Removed) -> Non
 
 
 def test_a_referenced_block_is_never_evicted(removed: Removed) -> None:
-    pool = BlockPool(2, removed)
+    pool = BlockPool(2, removed, Chains(64, 2))
     block = commit(pool, 1)
     pool.share(block)
     assert taken(pool) is not None
@@ -79,43 +80,43 @@ def test_a_referenced_block_is_never_evicted(removed: Removed) -> None:
     assert taken(pool) == block
 
 
-def test_cold_blocks_go_first_then_the_least_recently_used(removed: Removed) -> None:
-    pool = BlockPool(6, removed)
-    for i, hot in enumerate([True, False, True, False, True, True]):
-        commit(pool, i, hot=hot)
+def test_spare_blocks_go_first_then_the_least_recently_used(removed: Removed) -> None:
+    pool = BlockPool(6, removed, Chains(64, 6))
+    for i, rank in enumerate([Rank.SECOND, Rank.SPARE, Rank.SECOND, Rank.SPARE, Rank.SECOND, Rank.SECOND]):
+        commit(pool, i, rank=rank)
     block = pool.lookup(name(0))
     assert block is not None
     pool.share(block)
-    pool.release(block)  # used: now the last of the hot ones
-    assert [taken(pool, cold_only=True) is not None for _ in range(3)] == [True, True, False]
+    pool.release(block)  # used: now the last of the second turns
+    assert [taken(pool, asked=False) is not None for _ in range(3)] == [True, True, False]
     while taken(pool) is not None:
         pass
     assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 3, 2, 4, 5, 0]
 
 
 @pytest.mark.parametrize("referenced", [False, True])
-def test_promote_moves_a_block_to_the_hot_end(referenced: bool, removed: Removed) -> None:
-    pool = BlockPool(3, removed)
-    cold = commit(pool, 0, hot=False)
+def test_promote_moves_a_block_to_the_end_of_its_rank(referenced: bool, removed: Removed) -> None:
+    pool = BlockPool(3, removed, Chains(64, 3))
+    cold = commit(pool, 0, rank=Rank.SPARE)
     commit(pool, 1)
     commit(pool, 2)
     if referenced:
         pool.share(cold)
-        pool.promote(cold)
+        pool.promote(cold, Rank.SECOND)
         pool.release(cold)
     else:
-        pool.promote(cold)
-    assert taken(pool, cold_only=True) is None
+        pool.promote(cold, Rank.SECOND)
+    assert taken(pool, asked=False) is None
     while taken(pool) is not None:
         pass
     assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 2, 0]
 
 
 def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
-    pool = BlockPool(2, removed)
+    pool = BlockPool(2, removed, Chains(64, 2))
     holder, late = commit(pool, 5), taken(pool)
     assert late is not None
-    assert not pool.commit(late, name(5), exact=True, hot=True)
+    assert not pool.commit(late, name(5), exact=True, rank=Rank.SECOND)
     assert pool.lookup(name(5)) == holder and pool.hashes[late] is None
     pool.release(late)
     assert pool.counts()["free"] == 1 and removed == []
@@ -123,32 +124,32 @@ def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Removed) -> None:
-    pool = BlockPool(2, removed)
+    pool = BlockPool(2, removed, Chains(64, 2))
     near = commit(pool, 5, exact=False)
     if shared:
         pool.share(near)
     exact = taken(pool)
-    assert exact is not None and pool.commit(exact, name(5), exact=True, hot=False)
+    assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SPARE)
     assert pool.lookup(name(5)) == exact and pool.exact[exact]
     assert removed == [(name(5), near, False)]
-    assert pool.hashes[near] is None and pool.hot[exact]  # who asked for the near one asks for this one
+    assert pool.hashes[near] is None and pool.rank[exact] is Rank.SECOND  # who asked for the near one asks for this one
     assert pool.counts()["free"] == (0 if shared else 1)
     if shared:
         pool.release(near)
         assert pool.counts()["free"] == 1
     late = taken(pool)
-    assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
+    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.SECOND)
 
 
 def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
-    pool = BlockPool(2, removed)
+    pool = BlockPool(2, removed, Chains(64, 2))
     near, late = commit(pool, 5, exact=False), taken(pool)
-    assert late is not None and not pool.commit(late, name(5), exact=False, hot=True)
+    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.SECOND)
     assert pool.lookup(name(5)) == near and removed == []
 
 
 def test_withdraw_makes_private_for_the_sole_holder_only(removed: Removed) -> None:
-    pool = BlockPool(1, removed)
+    pool = BlockPool(1, removed, Chains(64, 1))
     block = commit(pool, 5)
     pool.share(block)
     pool.share(block)
@@ -161,18 +162,18 @@ def test_withdraw_makes_private_for_the_sole_holder_only(removed: Removed) -> No
 
 
 def test_removing_a_hash_leaves_other_blocks_alone(removed: Removed) -> None:
-    pool = BlockPool(3, removed)
+    pool = BlockPool(3, removed, Chains(64, 3))
     near = commit(pool, 5, exact=False)
     pool.share(near)
     exact = taken(pool)
-    assert exact is not None and pool.commit(exact, name(5), exact=True, hot=True)
+    assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SECOND)
     pool.release(near)  # it lost its hash before: that hash is not removed again
     assert pool.lookup(name(5)) == exact
     assert len(removed) == 1
 
 
 def test_drop_and_clear(removed: Removed) -> None:
-    pool = BlockPool(4, removed)
+    pool = BlockPool(4, removed, Chains(64, 4))
     idle, held = commit(pool, 1), commit(pool, 2)
     pool.share(held)
     pool.drop(name(9))
@@ -185,7 +186,7 @@ def test_drop_and_clear(removed: Removed) -> None:
 
 
 def test_counts(removed: Removed) -> None:
-    pool = BlockPool(5, removed)
+    pool = BlockPool(5, removed, Chains(64, 5))
     held = commit(pool, 1)
     commit(pool, 2)
     pool.share(held)
@@ -195,21 +196,23 @@ def test_counts(removed: Removed) -> None:
 
 def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
     rng = random.Random(0)
-    pool = BlockPool(12, removed)
+    pool = BlockPool(12, removed, Chains(64, 12))
     held: list[int] = []
     for i in range(5000):
         move = rng.randrange(6)
-        if move < 2 and (block := taken(pool, cold_only=rng.random() < 0.3)) is not None:
+        if move < 2 and (block := taken(pool, asked=rng.random() < 0.7)) is not None:
             held.append(block)
         elif move == 2 and held:
             pool.release(held.pop(rng.randrange(len(held))))
         elif move == 3 and held and pool.hashes[block := rng.choice(held)] is None:
-            pool.commit(block, name(rng.randrange(30)), exact=rng.random() < 0.5, hot=rng.random() < 0.5)
+            pool.commit(block, name(rng.randrange(30)), exact=rng.random() < 0.5, rank=rng.choice(list(Rank)))
         elif move == 4 and (found := pool.lookup(name(rng.randrange(30)))) is not None:
             pool.share(found)
             held.append(found)
-            if rng.random() < 0.5:
-                pool.promote(found)
+            if rng.random() < 0.3:
+                pool.demote(found)
+            elif rng.random() < 0.5:
+                pool.promote(found, rng.choice(list(Rank)))
         elif move == 5 and rng.random() < 0.1:
             pool.drop(name(rng.randrange(30)))
         assert [pool.references[b] for b in range(13)] == [held.count(b) for b in range(13)]
@@ -220,7 +223,7 @@ def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
 
 def test_a_call_costs_the_same_in_a_large_pool(removed: Removed) -> None:
     def turnover(blocks: int) -> float:
-        pool = BlockPool(blocks, removed)
+        pool = BlockPool(blocks, removed, Chains(64, blocks))
         for i in range(blocks):
             commit(pool, i)
         best = float("inf")

@@ -58,7 +58,8 @@ def test_no_state_there() -> None:
 
 def test_evicted_state() -> None:
     others = [Job(text(100, seed), 1) for seed in range(1, 5)]
-    assert losses({"num_state_blocks": 3}, Job(text(300)), *others, Job(text(300)))[-1] == {E: 256, G: 43}
+    again = Job(text(300), arrives=40)  # had it waited from the first, its state would have been kept for it
+    assert losses({"num_state_blocks": 3}, Job(text(300)), *others, again)[-1] == {E: 256, G: 43}
 
 
 def test_evicted_kv() -> None:

@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from mambacache.cache.chains import Rank
 from mambacache.cache.policy import Policy, Wish
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, SamplingParams
@@ -49,7 +50,10 @@ def test_wishes_between_two_positions() -> None:
     assert retention.wish(wishes, 256) is Wish.MARKED
     assert retention.wish(wishes, 128) is Wish.INTERVAL
     assert retention.wish(wishes, 192) is None
-    assert [Policy.hot(wish) for wish in (*Wish, None)] == [True, True, True, True, False, False]
+    promised, tail, junction, marked, interval, none = [retention.rank(wish, Rank.FIRST) for wish in (*Wish, None)]
+    assert promised is junction is marked is Rank.SECOND and interval is none is Rank.SPARE
+    assert tail is Rank.FIRST and retention.rank(Wish.TAIL, Rank.LATER) is Rank.LATER
+    assert retention.rank(Wish.MARKED, Rank.LATER) is Rank.LATER
 
 
 def test_of_several_answers_boundaries_the_last_is_kept() -> None:
@@ -167,9 +171,9 @@ def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
     # Six blocks: 64, 128 and 256 of the first, 64 of the second, and two that ran. The third prompt hit 128.
     assert d.hit(2) == 128
     resume(d, *(Job(text(100, seed), 1) for seed in (2, 3, 4)))
-    assert finds(d, text(300)) == 128  # 256 and 64 are older, and gone
-    assert finds(d, text(128)) == 0
-    assert finds(d, text(100, 1)) == 64
+    assert finds(d, text(300)) == 128  # 256 is older, and gone
+    assert finds(d, text(128)) == 64  # a mark is kept longer than a tail
+    assert finds(d, text(100, 1)) == 0
 
 
 def test_the_states_of_one_prompt_are_evicted_from_its_end() -> None:
@@ -194,7 +198,7 @@ def test_the_last_state_of_an_answer_is_kept_for_the_next_turn_once_it_finished(
     d = run([Job(text(30), 50, aborts=None if finished else 45)], max_num_seqs=1)
     assert cached(d) == [64]
     block = next(block for block, block_hash in enumerate(d.cache.states.hashes) if block_hash is not None)
-    assert d.cache.states.hot[block] is finished
+    assert d.cache.states.rank[block] is (Rank.FIRST if finished else Rank.SPARE)
 
 
 def test_a_chat_outlives_the_cold_states_of_others() -> None:

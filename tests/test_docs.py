@@ -112,6 +112,15 @@ def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -
     assert compared and all(row["ours_error"] <= 1.2 * row["peer_error"] for row in compared)
 
 
+def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import REPLAYED, replay_loss_table, replay_table
+
+    figures, page = json.loads((RESULTS / "replay-conversation.json").read_text()), PAGES["docs/performance.md"]
+    assert replay_table(figures) in page and replay_loss_table(figures) in page
+    assert {row["policy"] for row in figures["rows"]} == set(REPLAYED)
+
+
 def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from table import error_table, vllm_table

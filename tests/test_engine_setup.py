@@ -114,12 +114,27 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
     least = (per_request + 2) * state + page
     with pytest.raises(ValueError, match=f"one request takes {least:,} bytes .* free memory"):
         plan_memory(config, skeleton, int((least - 1) / SHARES["cpu"][0]))
-    for share in (least, least + page, 2 * least, 5 * least, 30 * least, 300 * least):
+    for share in (least, least + page, 2 * least, 5 * least, 30 * least, 300 * least, 1000 * least):
         sizes = plan_memory(config, skeleton, int(share / SHARES["cpu"][0]))
         assert sizes.num_state_blocks * state + sizes.num_kv_blocks * page <= share
         assert sizes.max_num_seqs >= 1 and sizes.num_kv_blocks >= 1
         assert sizes.num_running_states == sizes.max_num_seqs * per_request + 2
     assert sizes.max_num_seqs == ample.max_num_seqs == 64 and sizes.max_checkpoints > 100
+
+
+def test_the_default_is_a_state_for_every_7000_tokens_of_kv(skeleton: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig("model", device="cpu", max_model_len=1000)
+    monkeypatch.setattr(sizing, "MAX_DEFAULT_BLOCKS", 1 << 40)
+    monkeypatch.setattr(sizing, "state_bytes", lambda layers: 77 << 20)
+    sizes = plan_memory(config, skeleton, 1 << 40)
+    tokens, state, page = sizes.num_kv_blocks * config.block_size, sizes.state_bytes, sizes.kv_block_bytes
+    assert tokens / sizes.max_checkpoints == pytest.approx(7000, rel=0.01)
+    one = EngineConfig("model", device="cpu", max_num_seqs=1)  # beside what runs less than two longest requests fit
+    sizes = plan_memory(one, skeleton, int((3 * state + 256 * page) / SHARES["cpu"][0]))
+    assert sizes.max_model_len == 256 * 64 and sizes.num_kv_blocks == 128
+    monkeypatch.setattr(sizing, "state_bytes", lambda layers: 256)
+    sizes = plan_memory(config, skeleton, 1 << 40)
+    assert sizes.num_kv_blocks * page == pytest.approx(15 * sizes.max_checkpoints * 256, rel=0.01)
 
 
 def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
 from mambacache.accounting.ledger import Ledger, Trace
+from mambacache.cache.chains import Chains
 from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Chains, Policy
+from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
@@ -43,9 +44,8 @@ class Books:
     def set_up(self, under_way: Iterable[Transfer]) -> None:
         """Empty pools, and nothing known of any block but those that are being copied."""
         config = self._config
-        chains = self.chains = Chains(
-            config.block_size, config.num_kv_blocks or BLOCKS_OF_A_STATE * config.num_state_blocks
-        )
+        blocks = config.num_kv_blocks or BLOCKS_OF_A_STATE * config.num_state_blocks
+        chains = self.chains = Chains(config.block_size, blocks)
         self.pool = BlockPool(config.num_state_blocks, self._state_removed, chains)
         self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed, chains)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
@@ -110,9 +110,8 @@ class Books:
         if not self.pool.num_available and not self.tier.let_go():
             return Wait("no room")
         found = self.find(request, kv_tokens, max_tokens)
-        load = self.tier.fetch(request, found, self._limit(request, max_tokens)) if request.read else None
-        if load is not None:
-            return load
+        if request.read and (wait := self.tier.fetch(request, found, self._limit(request, max_tokens))) is not None:
+            return wait
         if found.writer is not None:
             boundary = found.promised * self._config.block_size
             request.waits = found.writer, boundary
@@ -132,11 +131,10 @@ class Books:
             self.lookup.writes(life, request.chain)
         self.pages.begin(life, request.chain, found.coverage)
         self.states.begin(life, state)
-        if request.store and not request.judged:
-            shared = max(found.hit, found.junction)
-            request.proven, request.goes_on_from = self.chains.begin(request.chain, shared, request.prompt_len)
-            request.judged = True
-        junction = 0 if request.goes_on_from else hit.junction  # nobody branches at the end of a turn
+        if request.store and request.turn is None:
+            request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
+        at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
+        junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
         life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
         ceiling = hit.num_tokens + sum(hit.losses.values())
         before, request.hit_before, request.may_load = request.hit_before, None, True
@@ -159,7 +157,7 @@ class Books:
             extend_chain(chain, tokens, size, parent.keys)
             made[child_id] = CachedRequest(
                 child_id, size, tokens, length, parent.salt, parent.keys, (), parent.read, parent.store, chain,
-                report=parent.report, judged=True, proven=parent.proven, stale=parent.stale,
+                report=parent.report, turn=parent.turn, stale=parent.stale,
             )  # fmt: skip
         self.requests.update(made)
         running: list[str] = []
@@ -332,16 +330,14 @@ class Books:
                 self.end_life(life, finished=False)
                 self.ledger.preempted()
 
-    # --- what is removed ---
-
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("state", block_hash, evicted)
         if evicted:
-            self.tier.states.refresh(block_hash, self.pool.hot[block])
+            self.tier.states.refresh(block_hash, self.pool.rank[block])
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.pages.refresh(block_hash, self.pages.pool.hot[block]):
+        if evicted and not self.tier.pages.refresh(block_hash, self.pages.pool.rank[block]):
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mambacache.cache.chains import Rank
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Load
 from mambacache.plan import Transfer
@@ -18,7 +19,7 @@ class Arrival:
     block: int
     block_hash: bytes
     exact: bool
-    hot: bool
+    rank: Rank
     born: int
     depth: int  # blocks of the prefix that it ends; 0 in host memory, where nobody asks
 
@@ -26,12 +27,12 @@ class Arrival:
     def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int = 0) -> Arrival:
         """What becomes of `target`, as it is what `source` was."""
         pool, block = source.pool, source.block
-        flags = pool.exact[block], pool.hot[block], pool.born[block]
+        flags = pool.exact[block], pool.rank[block], pool.born[block]
         return cls(target.pool, target.block, block_hash, *flags, depth)
 
     def name(self) -> bool:
         """The block has arrived; whether it is found by its hash."""
-        return self.pool.commit(self.block, self.block_hash, exact=self.exact, hot=self.hot, born=self.born)
+        return self.pool.commit(self.block, self.block_hash, exact=self.exact, rank=self.rank, born=self.born)
 
 
 @dataclass(slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from mambacache.cache.policy import Chains
+from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.pool import BlockPool, RemovedCallback
 from mambacache.cache.request import ALWAYS_EXACT, Life
 from mambacache.plan import PageTables
@@ -93,7 +93,7 @@ class Pages:
         if depth <= life.shared_pages or not self.present:
             return False
         exact = depth * self.block_size <= life.near_from
-        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, hot=False, born=born)
+        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, rank=Rank.FIRST, born=born)
 
     def tables(self, lives: Sequence[Life]) -> PageTables | None:
         """What a plan needs of the pages of these lives."""
@@ -112,9 +112,9 @@ class Pages:
         """Gives back all that a life holds."""
         self.copied(life)
         pages, life.pages = life.pages, array("i")
-        if life.request.proven:
-            for page in pages:
-                self.pool.hot[page] = True
+        rank = life.request.rank
+        for page in pages:
+            self.pool.rank[page] = max(self.pool.rank[page], rank)
         for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
             self.pool.release(page)
 

@@ -1,21 +1,15 @@
-"""Every choice: which states to write, which to give up, whom to wait for, and what is evicted first."""
+"""Which states are written, which are given up, and what is evicted first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from heapq import merge
 from itertools import islice
 from math import inf
 
-BRANCHING = 0.1
-"""Of turns that go on from a prompt, the share of second ones above which its state is kept after the first."""
-
-
-USEFUL = 0.05
-"""Of what its next turn may hit, the share that a second state of a request must add to be kept like the first."""
+from mambacache.cache.chains import Chains, Rank
 
 
 class Wish(IntEnum):
@@ -31,8 +25,8 @@ class Wish(IntEnum):
 class Policy:
     """What is stored. Positions are in tokens and multiples of `block_size`.
 
-    Asked-for states (every `Wish` but INTERVAL) may evict anything without references; others take free and cold blocks
-    only. Hot, and so evicted after the others, are the asked-for ones, but a tail only in a chain that went on before.
+    Asked-for states (every `Wish` but INTERVAL) may evict anything without references; others take free blocks, spare
+    ones, and such as were not used for long.
 
     Args:
         block_size: tokens in a block.
@@ -75,13 +69,15 @@ class Policy:
         return found
 
     @staticmethod
-    def may_evict_hot(wish: Wish | None) -> bool:
-        """Whether a state may evict hot ones to get its block."""
+    def asked(wish: Wish | None) -> bool:
+        """Whether somebody asked for a state: then it may evict whatever has no references."""
         return wish is not None and wish is not Wish.INTERVAL
 
-    def hot(self, wish: Wish | None, proven: bool) -> bool:
-        """Whether a state is kept among the hot ones."""
-        return self.may_evict_hot(wish) and (proven or wish is not Wish.TAIL)
+    def rank(self, wish: Wish | None, rank: Rank) -> Rank:
+        """Of a state that was asked for thus, in a chain of this rank."""
+        if not self.asked(wish):
+            return Rank.SPARE
+        return rank if wish is Wish.TAIL else max(rank, Rank.SECOND)
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
         """Whether a state at the end of a step is given up once the request's next one is committed: in an answer, only
@@ -89,152 +85,63 @@ class Policy:
         return position > prefill_end and self.wish(wishes, position) is None
 
 
-@dataclass(slots=True)
-class End:
-    """Of a prompt that was admitted at this time."""
-
-    admitted: int
-    proven: bool
-    gone_on: bool = False  # a later prompt begins with it
-    answered: int = 0  # blocks of prompt and answer together
-
-
-class Chains:
-    """Which chains go on: most prompts are never continued, and those that were are likely to be again.
-
-    A prompt that begins where an earlier one ended, and adds little, proves its chain. Time is counted in blocks that
-    were computed.
-
-    Args:
-        block_size: tokens in a block.
-        blocks: what the cache holds: half of it is the first guess of the time after which chains go on.
-    """
-
-    MOST_ENDS = 1 << 16
-    LONGEST_ANSWER = 64  # blocks, between a prompt's tail and what the next turn shares
-    LONGEST_TURN = 1024  # tokens that a next turn adds
-    MEMORY = 64  # turns over which averages forget
-
-    def __init__(self, block_size: int, blocks: int) -> None:
-        self._block_size = block_size
-        self.now = 0
-        self.mean_gap = blocks / 2
-        self._answers_kept = 0.5  # how often a next turn shares the answer too, and not the prompt alone
-        self._begun, self._gone_on = [8, 8], [2, 6]  # prompts of chains unproven and proven; with a first guess
-        self._turns = 0
-        self._branches = 0.0  # how often a chain goes on from a prompt that it went on from before
-        self._ends: OrderedDict[bytes, tuple[int, bool]] = (
-            OrderedDict()
-        )  # tails: when admitted, and whether gone on from
-
-    def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> tuple[bool, int]:
-        """A prompt is admitted of whose chain so many blocks were ever computed.
-
-        Returns:
-            Whether the chain is proven, and after how many blocks the prompt ended that it goes on from (0: none).
-        """
-        tail = (prompt_len - 1) // self._block_size
-        start = next((d for d in range(shared, max(shared - self.LONGEST_ANSWER, 0), -1) if chain[d] in self._ends), 0)
-        if start:
-            self._turns += 1
-            weight, end = 1 / min(self._turns + 1, self.MEMORY), self._ends[chain[start]]
-            self._branches += (end.gone_on - self._branches) * weight
-            if not end.gone_on:
-                self._gone_on[end.proven] += 1
-                self.mean_gap += (self.now - end.admitted - self.mean_gap) * weight
-            if end.answered > start:
-                self._answers_kept += ((shared >= end.answered) - self._answers_kept) * weight
-            end.gone_on = True
-        proven = start > 0 and prompt_len - shared * self._block_size <= self.LONGEST_TURN + self._block_size
-        self._ends[chain[tail]] = End(self.now, proven)
-        self._begun[proven] += 1
-        self._ends.move_to_end(chain[tail])
-        if len(self._ends) > self.MOST_ENDS:
-            self._ends.popitem(last=False)
-        return proven, start
-
-    def finish(self, chain: Sequence[bytes], tail: int, end: int) -> list[int]:
-        """A request ends whose prompt and answer have states after so many blocks; which of them are of no use.
-
-        The next turn resumes at the end of the answer, or at the prompt's tail where the answer was edited, or is asked
-        for once more.
-        """
-        if (noted := self._ends.get(chain[tail])) is not None:
-            noted.answered = end
-        kept = self._answers_kept
-        if kept * end > tail:
-            return [tail] if (1 - kept) * tail < USEFUL * end else []
-        return [end] if kept * (end - tail) < USEFUL * end else []
-
-    @property
-    def odds(self) -> float:
-        """How many times as likely as an unproven chain a proven one is to go on."""
-        unproven, proven = (gone_on / begun for gone_on, begun in zip(self._gone_on, self._begun, strict=True))
-        return max(proven / unproven, 1.0)
-
-    @property
-    def branching(self) -> bool:
-        """Whether the end of a prompt is of use after a chain went on from it."""
-        return self._branches > BRANCHING
-
-
 class EvictionOrder:
-    """Which block goes first: cold ones (nobody asked for them) before hot ones, each least recently used first.
+    """Which block goes first: the one whose time without use, divided by the odds that it is used again, is longest.
 
-    But a hot block goes before the cold ones when it was not used for so many times longer than they as proven chains are
-    likelier to go on, the mean time after which chains do added to both: its chain is dead.
+    The mean time after which chains go on is added to all times: while ages are small against it, ranks decide, and
+    later age does, so that a chain that is dead leaves at last. A block that nobody asked for takes the place of one
+    that somebody did only if that is older than the weights say.
     """
 
     def __init__(self, chains: Chains) -> None:
         self._chains = chains
-        self._cold: OrderedDict[int, float] = OrderedDict()  # block -> when it was used last
-        self._hot: OrderedDict[int, float] = OrderedDict()
-        self._copied: dict[bool, OrderedDict[int, float]] = {False: OrderedDict(), True: OrderedDict()}  # by hot
+        self._idle: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # block -> when it was used last
+        self._back: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # of those that were put back
 
     def __len__(self) -> int:
-        return len(self._cold) + len(self._hot) + len(self._copied[False]) + len(self._copied[True])
+        return sum(map(len, (*self._idle, *self._back)))
 
-    def add(self, block: int, hot: bool) -> None:
+    def add(self, block: int, rank: Rank) -> None:
         """A block that was used just now."""
-        (self._hot if hot else self._cold)[block] = self._chains.now
+        self._idle[rank][block] = self._chains.now
 
     def put_first(self, block: int) -> None:
-        """A cold block that is of no use to anyone."""
-        self._cold[block] = -inf
-        self._cold.move_to_end(block, last=False)
+        """A spare block that is of no use to anyone."""
+        spare = self._idle[Rank.SPARE]
+        spare[block] = -inf
+        spare.move_to_end(block, last=False)
 
-    def put_back(self, block: int, hot: bool, used: float) -> None:
+    def put_back(self, block: int, rank: Rank, used: float) -> None:
         """A block that `remove` gave with the time when it was used last, and that was not used meanwhile: it goes when
         it would have gone. Blocks come back in the order in which they were removed."""
-        self._copied[hot][block] = used
+        self._back[rank][block] = used
 
-    def remove(self, block: int, hot: bool) -> float:
+    def remove(self, block: int, rank: Rank) -> float:
         """Gives the time when the block was used last."""
-        order = self._hot if hot else self._cold
-        return (order if block in order else self._copied[hot]).pop(block)
+        idle = self._idle[rank]
+        return (idle if block in idle else self._back[rank]).pop(block)
 
-    def first(self, cold_only: bool) -> int | None:
-        """The block to evict; None if there is none, or only hot ones with `cold_only`."""
-        cold = next(self._in_order(False), None)
-        hot = None if cold_only else next(self._in_order(True), None)
-        if cold is None or hot is None:
-            found = cold or hot
-            return found[0] if found is not None else None
+    def first(self, asked: bool) -> int | None:
+        """The block to evict for a new one, which somebody asked for or not; None if it is worth less than all."""
         now, gap = self._chains.now, self._chains.mean_gap
-        dead = now - hot[1] + gap > self._chains.odds * (now - cold[1] + gap)
-        return hot[0] if dead else cold[0]
+        found, most = None, 0 if asked else gap
+        for idle, weight in self._weighed():
+            if idle:
+                block, used = next(iter(idle.items()))
+                if (age := (now - used + gap) / weight) > most or (found is None and age == most):
+                    found, most = block, age
+        return found
 
     def coldest(self, count: int) -> list[int]:
-        """So many blocks that go first if cold ones do, and as many if hot ones do; not those of no use to anyone."""
-        orders = self._in_order(False), self._in_order(True)
-        return [block for order in orders for block, used in islice(order, count) if used > -inf]
+        """The blocks that would go first, at most so many; not those of no use to anyone."""
+        now, gap = self._chains.now, self._chains.mean_gap
+        aged = [[(-(now - used + gap) / weight, block) for block, used in islice(idle.items(), count)]
+                for idle, weight in self._weighed()]  # fmt: skip
+        return [block for age, block in islice(merge(*aged), count) if age > -inf]
 
-    def _in_order(self, hot: bool) -> Iterator[tuple[int, float]]:
-        """Hot or cold blocks with the time when they were used last, the first to go first."""
-        copied, others = self._copied[hot], self._hot if hot else self._cold
-        if not copied:
-            return iter(others.items())
-        return merge(copied.items(), others.items(), key=lambda entry: entry[1])
+    def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
+        weights = self._chains.weights
+        return zip((*self._idle, *self._back), (*weights, *weights), strict=True)
 
     def blocks(self) -> set[int]:
-        return {*self._cold, *self._hot, *self._copied[False], *self._copied[True]}
+        return set().union(*self._idle, *self._back)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from mambacache.cache.policy import Chains, EvictionOrder
+from mambacache.cache.chains import Chains, Rank
+from mambacache.cache.policy import EvictionOrder
 
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a hash stops naming a block; `evicted` if room was needed."""
@@ -47,7 +48,8 @@ class BlockPool:
         self.references = [0] * (num_blocks + 1)
         self.hashes: list[bytes | None] = [None] * (num_blocks + 1)
         self.exact = [False] * (num_blocks + 1)
-        self.hot = [False] * (num_blocks + 1)
+        self.rank = [Rank.SPARE] * (num_blocks + 1)
+        self._useless = [False] * (num_blocks + 1)  # goes first once it has no references
         self.born = [0] * (num_blocks + 1)  # number of the issue that wrote a COMMITTED block
         self.moves = 0  # how often a block was taken, or came to be evictable or ceased to
 
@@ -87,9 +89,9 @@ class BlockPool:
             self.references[block] = 1
         return blocks
 
-    def lease(self, cold_only: bool = False) -> Lease | None:
+    def lease(self, asked: bool = True) -> Lease | None:
         """A WRITING block, evicting a COMMITTED one if it must; None if there is none to take."""
-        if not self._free and not self.evict(cold_only):
+        if not self._free and not self.evict(asked):
             return None
         return Lease(self, self.take(1)[0])
 
@@ -101,13 +103,13 @@ class BlockPool:
     def hold(self, block: int) -> None:
         """`share` without a lease, for who gives back many blocks together."""
         if not self.references[block]:
-            self._idle.remove(block, self.hot[block])
+            self._idle.remove(block, self.rank[block])
             self.moves += 1
         self.references[block] += 1
 
     def lend(self, block: int) -> Lease:
         """`share` of a COMMITTED block for whom reading it is no use of it."""
-        used = None if self.references[block] else self._idle.remove(block, self.hot[block])
+        used = None if self.references[block] else self._idle.remove(block, self.rank[block])
         self.references[block] += 1
         return Lease(self, block, used)
 
@@ -126,57 +128,55 @@ class BlockPool:
             return
         if self.hashes[block] is None:
             self._free.append(block)
+        elif self._useless[block]:
+            self._idle.put_first(block)
         elif used is None:
-            self._idle.add(block, self.hot[block])
+            self._idle.add(block, self.rank[block])
             self.moves += 1
         else:
-            self._idle.put_back(block, self.hot[block], used)
+            self._idle.put_back(block, self.rank[block], used)
 
     # --- hashes ---
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, hot: bool, born: int = 0) -> bool:
+    def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0) -> bool:
         """Names a WRITING block by its hash; False, and it stays private, if a block at least as exact has it."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
             if self.exact[holder] or not exact:
                 return False
-            hot = hot or self.hot[holder]
+            rank = max(rank, self.rank[holder])
             self._forget(holder)
         self._blocks[block_hash] = block
         self.hashes[block] = block_hash
         self.exact[block] = exact
-        self.hot[block] = hot
+        self.rank[block], self._useless[block] = rank, False
         self.born[block] = born
         return True
 
-    def promote(self, block: int) -> None:
-        """Moves a COMMITTED block from the cold blocks to the most recently used end of the hot ones."""
+    def promote(self, block: int, rank: Rank) -> None:
+        """Ranks a COMMITTED block, which was used just now."""
         if not self.references[block]:
-            self._idle.remove(block, self.hot[block])
-            self._idle.add(block, hot=True)
-        self.hot[block] = True
+            self._idle.remove(block, self.rank[block])
+            self._idle.add(block, rank)
+        self.rank[block], self._useless[block] = rank, False
 
-    def refresh(self, block_hash: bytes, hot: bool) -> bool:
-        """Makes the COMMITTED block of a hash the one used last, hot or cold; False if there is none."""
+    def refresh(self, block_hash: bytes, rank: Rank) -> bool:
+        """Ranks the COMMITTED block of a hash, which was used just now; False if there is none."""
         block = self._blocks.get(block_hash)
-        if block is None:
-            return False
-        if not self.references[block]:
-            self._idle.remove(block, self.hot[block])
-            self._idle.add(block, hot)
-        self.hot[block] = hot
-        return True
+        if block is not None:
+            self.promote(block, rank)
+        return block is not None
 
     def demote(self, block: int) -> None:
         """Makes a COMMITTED block the first to be evicted."""
         if not self.references[block]:
-            self._idle.remove(block, self.hot[block])
+            self._idle.remove(block, self.rank[block])
             self._idle.put_first(block)
-        self.hot[block] = False
+        self.rank[block], self._useless[block] = Rank.SPARE, True
 
-    def evict(self, cold_only: bool = False) -> bool:
+    def evict(self, asked: bool = True) -> bool:
         """Frees the COMMITTED block without references that is to go first; False if there is none."""
-        block = self._idle.first(cold_only)
+        block = self._idle.first(asked)
         if block is None:
             return False
         self._forget(block, evicted=True)
@@ -214,7 +214,7 @@ class BlockPool:
         del self._blocks[block_hash]
         self.hashes[block] = None
         if not self.references[block]:
-            self._idle.remove(block, self.hot[block])
+            self._idle.remove(block, self.rank[block])
             self._free.append(block)
         self._on_removed(block_hash, block, evicted)
 

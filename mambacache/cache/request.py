@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mambacache.accounting.ledger import Trace
+from mambacache.cache.chains import Rank, Turn
 from mambacache.cache.policy import Wish
 from mambacache.cache.pool import Lease
 from mambacache.plan import SequenceStep
@@ -41,10 +42,13 @@ class CachedRequest:
     issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
     in_flight: int = 0  # how many of them will give a token
     leaving: Row | None = None  # planned in a life that ended, and neither issued nor given up
-    judged: bool = False  # whether it was admitted before, and the next two are known
-    proven: bool = False  # its chain went on before it
-    goes_on_from: int = 0  # after how many blocks the prompt ended that it is the next turn of; 0: of none
+    turn: Turn | None = None  # of a chain; known from the first admission on, of what is stored
     stale: bool = False  # holds blocks from before a reset: commits nothing more
+
+    @property
+    def rank(self) -> Rank:
+        """How often its chain went on before it."""
+        return self.turn.rank if self.turn is not None else Rank.FIRST
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """int32, the known tokens from `start` to `end`; those of a block with a key are changed by it, so that equal

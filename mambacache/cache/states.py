@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import count
 
 from mambacache.accounting.ledger import Ledger
+from mambacache.cache.chains import Chains, Rank, Turn
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Chains, Policy, Wish
+from mambacache.cache.policy import Policy, Wish
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Life, Row
 from mambacache.plan import CHUNK, NO_CHECKPOINTS, PLACEHOLDER, SequenceStep
@@ -32,8 +33,7 @@ class States:
         self._chains = chains
         self._ledger = ledger
         self._numbers = numbers  # of rows
-        self.unwritten = 0  # checkpoint blocks of rows that are not issued yet
-        self.num_issued = 0
+        self.num_issued = self.unwritten = 0  # rows; checkpoint blocks of rows that are not issued yet
         self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * (pool.num_blocks + 1)  # chain and depth of a state
 
     # --- a life begins ---
@@ -42,7 +42,7 @@ class States:
         """Takes a reference to the state that was hit, and a block for the first row's dst."""
         if hit_block:
             life.state = self._pool.share(hit_block)
-            self._pool.promote(hit_block)
+            self._pool.promote(hit_block, max(self._pool.rank[hit_block], Rank.SECOND))
         life.reserve = self._pool.lease()
 
     def fork(self, parent: Life, child: Life) -> bool:
@@ -112,8 +112,7 @@ class States:
             return True
         if life.reserve is not None:
             return False
-        wish = self._policy.wish(life.wishes, life.computed)
-        lease = pool.lease(cold_only=not self._policy.may_evict_hot(wish))
+        lease = pool.lease(self._policy.asked(self._policy.wish(life.wishes, life.computed)))
         if lease is not None:
             life.reserve = lease
             return False
@@ -161,8 +160,8 @@ class States:
                 continue
             if planned.get(block_hash, -1) >= exact:
                 continue
-            may_evict = self._policy.may_evict_hot(wish)
-            lease = self._pool.lease(cold_only=not may_evict) if self.has_checkpoint_room(may_evict) else None
+            asked = self._policy.asked(wish)
+            lease = self._pool.lease(asked) if self.has_checkpoint_room(asked) else None
             if lease is None:
                 self._ledger.refused(block_hash)
                 continue
@@ -184,11 +183,11 @@ class States:
             if self._lookup.worth_a_wait(life, depth):
                 self._policy.promise(life.wishes, depth * size)
 
-    def has_checkpoint_room(self, may_evict_hot: bool) -> bool:
+    def has_checkpoint_room(self, asked: bool) -> bool:
         """Whether the budget holds one more checkpoint, if need be by evicting one."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
-        return not full or (most > 0 and self._pool.evict(cold_only=not may_evict_hot))
+        return not full or (most > 0 and self._pool.evict(asked))
 
     # --- after it ---
 
@@ -215,8 +214,7 @@ class States:
                 if not life.request.stale:
                     self._name(life, position, lease.block)
             self._end_checkpoints(row)
-        on_boundary = end % self._size == 0
-        if on_boundary and life.state is not None:
+        if end % self._size == 0 and life.state is not None:
             self._commit(life, end, life.state)
         self._advance(life)
 
@@ -260,27 +258,22 @@ class States:
         self._ledger.ended(life.trace)
         self._lookup.wrote(life, life.request.chain, life.announced)
         self._pages.unused(life)
-        row = life.row
-        if row is None or not row.planned:
+        if life.row is None or not life.row.planned:
             self.release(life)
-        if finished:
-            self._settle(life)
+        if finished and life.request.turn is not None:
+            self._settle(life, life.request.turn)
 
-    def _settle(self, life: Life) -> None:
-        """Of the states that a finished request leaves, its next turn needs one: the others are evicted first."""
-        request, size = life.request, self._size
-        tail = (request.prompt_len - 1) // size
-        before = request.goes_on_from if not self._chains.branching else 0
-        useless = [request.chain[before]] if 0 < before < tail else []
-        if life.checkpoint is not None and life.checkpoint[0] > tail * size:
-            end = life.checkpoint[0] // size
-            idle = self._chains.finish(request.chain, tail, end)
-            useless += [request.chain[depth] for depth in idle]
-            if request.proven and end not in idle and (last := self._pool.lookup(request.chain[end])):
-                self._pool.promote(last)
-        for block in filter(None, map(self._pool.lookup, useless)):
-            if not self._pool.references[block]:
-                self._pool.demote(block)
+    def _settle(self, life: Life, turn: Turn) -> None:
+        """Of the states that a finished request leaves, those that its next turn does not need are evicted first."""
+        request, pool = life.request, self._pool
+        turn.answered = life.computed // self._size
+        end = life.checkpoint[0] // self._size if life.checkpoint is not None else 0
+        useless = self._chains.useless(turn, end)
+        if end > turn.tail and end not in useless and (last := pool.lookup(request.chain[end])):
+            pool.promote(last, turn.rank)
+        for block in filter(None, [pool.lookup(request.chain[depth]) for depth in useless]):
+            if not pool.references[block]:
+                pool.demote(block)
 
     def release(self, life: Life) -> None:
         """Gives back all that an ended life holds; what is committed stays."""
@@ -321,22 +314,21 @@ class States:
             life.pending.append((position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        may_evict = self._policy.may_evict_hot(self._policy.wish(life.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self.has_checkpoint_room(may_evict):
+        asked = self._policy.asked(self._policy.wish(life.wishes, position))
+        if self._pool.lookup(block_hash) is None and not self.has_checkpoint_room(asked):
             self._ledger.refused(block_hash)
             return
         self._name(life, position, lease.block)
         previous, life.checkpoint = life.checkpoint, (position, block_hash)
         if previous is not None and self._policy.gives_up(life.wishes, previous[0], life.prefill_end):
             held = self._pool.lookup(previous[1])
-            if held is not None and not self._pool.references[held] and not self._pool.hot[held]:
+            if held is not None and not self._pool.references[held] and self._pool.rank[held] is Rank.SPARE:
                 self._pool.drop(previous[1])
 
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
-        hot = self._policy.hot(self._policy.wish(life.wishes, position), life.request.proven)
-        exact = position <= life.near_from
-        if self._pool.commit(block, block_hash, exact=exact, hot=hot, born=self.num_issued):
+        rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.rank)
+        if self._pool.commit(block, block_hash, exact=position <= life.near_from, rank=rank, born=self.num_issued):
             self.prefix[block] = life.request.chain, position // self._size
             self._ledger.stored("state", block_hash, position, life.request.request_id)
 

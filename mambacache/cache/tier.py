@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 from mambacache.accounting.ledger import Ledger
+from mambacache.cache.chains import Chains
 from mambacache.cache.lookup import Found
 from mambacache.cache.moves import Arrival, Move
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Chains
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
 from mambacache.cache.request import CachedRequest, Load
 from mambacache.cache.states import States
@@ -281,7 +281,7 @@ class Tier:
     def _arrive(self, arrival: Arrival, load: Load) -> None:
         kind = "kv" if arrival.pool is self._pages.pool else "state"
         new = arrival.pool.lookup(arrival.block_hash) is None
-        if kind == "state" and new and not self._device.has_checkpoint_room(may_evict_hot=True):
+        if kind == "state" and new and not self._device.has_checkpoint_room(asked=True):
             return
         if arrival.name():
             if kind == "state":

@@ -71,8 +71,8 @@ class _Consumer:
 class AsyncLLM:
     """Answers any number of prompts at once, each as its own stream.
 
-    One thread owns the `LLM` and runs steps while there is work. Loading blocks the caller. Use it as an asynchronous
-    context manager, or await `close`.
+    One thread owns the `LLM` and runs steps while there is work; a stream that is read more slowly gets the tokens of
+    several steps at once. Loading blocks the caller. Use it as an asynchronous context manager, or await `close`.
 
     Args:
         model, draft, options: as of `LLM`, which raises the same errors.

@@ -1,0 +1,101 @@
+"""Traffic of several kinds, as lists of prompts and answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import count
+
+Asked = tuple[list[int], list[int]]
+"""A prompt and its answer."""
+
+
+class Mixes:
+    """Makes traffic; all tokens that it does not repeat are new."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self._tokens = count()
+
+    def text(self, length: int) -> list[int]:
+        return [next(self._tokens) for _ in range(length)]
+
+    def chats(
+        self, requests: int, *, prompt: int = 700, answer: int = 130, edited: float = 0, again: float = 0
+    ) -> Iterator[Asked]:
+        """Twenty chats at a time, of which each goes on seven times in ten; of next turns a share `again` asks for the
+        answer once more, and a share `edited` does not begin with the answer that was given."""
+        rng, open_chats = self.rng, list[Asked]()
+        for _ in range(requests):
+            if len(open_chats) < 20 or rng.random() < 0.1:
+                asked = self.text(prompt)
+            else:
+                before, said = open_chats.pop(rng.randrange(len(open_chats)))
+                if rng.random() > 0.7:
+                    asked = self.text(prompt)
+                elif rng.random() < again:
+                    asked = before
+                else:
+                    asked = [*before, *(self.text(answer) if rng.random() < edited else said), *self.text(100)]
+            open_chats.append((asked, self.text(answer)))
+            yield open_chats[-1]
+
+    def identical(self, requests: int) -> Iterator[Asked]:
+        """The same sixty prompts, some of them often."""
+        prompts = [self.text(1500) for _ in range(60)]
+        for prompt in self.rng.choices(prompts, [1 / (i + 1) for i in range(60)], k=requests):
+            yield prompt, self.text(20)
+
+    def documents(self, requests: int, live: int | None = None) -> Iterator[Asked]:
+        """Questions about twelve documents; with `live`, about each for so many requests, and then about new ones."""
+        documents = [self.text(3000) for _ in range(12)]
+        for number in range(requests):
+            if live and number % (live // 12) == live // 12 - 1:
+                documents = [*documents[1:], self.text(3000)]
+            [document] = self.rng.choices(documents, [1 / (i + 1) for i in range(12)])
+            yield [*document, *self.text(100)], self.text(20)
+
+    def agents(self, requests: int) -> Iterator[Asked]:
+        """Trees: an agent goes on from any of the last things that were said, most from the very last ones."""
+        roots = [self.text(1500) for _ in range(8)]
+        nodes = list(roots)
+        for _ in range(requests):
+            node = nodes[max(len(nodes) - 1 - int(self.rng.expovariate(1 / 15)), 0)]
+            prompt = [*(node if len(node) < 6000 else self.rng.choice(roots)), *self.text(self.rng.choice((100, 300)))]
+            said = self.text(100)
+            nodes.append(prompt + said)
+            yield prompt, said
+
+    def changes(self, requests: int) -> Iterator[Asked]:
+        """Documents for the first half, chats for the second."""
+        yield from self.documents(requests // 2)
+        yield from self.chats(requests // 2)
+
+
+KINDS: dict[str, Callable[[Mixes], Iterator[Asked]]] = {
+    "chats": lambda mixes: mixes.chats(120),
+    "long answers, never edited": lambda mixes: mixes.chats(40, answer=1500),
+    "every answer edited": lambda mixes: mixes.chats(120, edited=1),
+    "every answer regenerated": lambda mixes: mixes.chats(120, again=1),
+    "half of them regenerated": lambda mixes: mixes.chats(120, again=0.5),
+    "identical prompts": lambda mixes: mixes.identical(300),
+    "a document, many questions": lambda mixes: mixes.documents(300),
+    "documents that come and go": lambda mixes: mixes.documents(400, live=96),
+    "a tree of agents": lambda mixes: mixes.agents(150),
+    "documents, then chats": lambda mixes: mixes.changes(240),
+}
+
+
+def ceiling(traffic: list[Asked]) -> int:
+    """How many tokens of all prompts something before them began with; of each at most its length - 1."""
+    known: set[int] = set()
+    total = 0
+    for prompt, said in traffic:
+        digest, digests = 0, list[int]()
+        for token in [*prompt, *said]:
+            digest = hash((digest, token))
+            digests.append(digest)
+        longest = len(prompt) - 1
+        total += next((i for i, digest in enumerate(digests[:longest]) if digest not in known), longest)
+        known.update(digests)
+    return total
