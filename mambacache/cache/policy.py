@@ -167,8 +167,8 @@ class Rate:
 class Chains:
     """Which chains go on: most prompts are never continued, and those that were are likely to be again.
 
-    A prompt that begins where an earlier one ended, and adds little, proves its chain. Time is counted in blocks that
-    were computed.
+    A prompt that begins where an earlier one ended, and adds little, is the next turn of its chain. Time is counted in
+    blocks that were computed.
 
     Args:
         block_size: tokens in a block.
@@ -200,7 +200,7 @@ class Chains:
             self._note_next(last, shared)
             added = prompt_len - shared * self._block_size
             if added <= self.LONGEST_TURN + self._block_size:
-                turn.rank = min(Rank(last.rank + 1), Rank.LATER) if last.rank < Rank.LATER else Rank.LATER
+                turn.rank = Rank(min(last.rank + 1, Rank.LATER))
             turn.before = before
             turn.at_end = shared in (before, last.answered)
         self._rates[turn.rank - 1].begin()
@@ -209,7 +209,7 @@ class Chains:
         return turn
 
     def _weigh(self) -> list[float]:
-        """For each rank, how many times the odds it has, that what nobody asked for has, to be used again."""
+        """For each rank its odds to be used again, against those of what nobody asked for."""
         first = self._rates[0].odds
         return [1, *(SPARES * max(rate.odds / first, 1.0) for rate in self._rates)]
 
