@@ -33,11 +33,13 @@ def shown(vllm_config: Any) -> dict[str, float]:
 
 
 def run(simulation: Simulation) -> None:
-    """Prompts that lose tokens for several reasons: one is not to be read, and unrelated ones evict the first."""
+    """Prompts that lose tokens for several reasons: one is not to be read, and those in the middle, of which the last
+    repeats the first, evict one another."""
     rng = random.Random(0)
     shared = [rng.randrange(VOCABULARY) for _ in range(300)]
-    for number in range(12):
-        prompt = [rng.randrange(VOCABULARY) for _ in range(130)] if 3 < number < 11 else [*shared, number]
+    others = [[rng.randrange(VOCABULARY) for _ in range(130)] for _ in range(7)]
+    prompts = [*([*shared, number] for number in range(4)), *others, others[0], [*shared, 11]]
+    for number, prompt in enumerate(prompts):
         simulation.add(str(number), prompt, 2, **({"prompt_logprobs": 0} if number == 2 else {}))
         simulation.drain()
 
