@@ -14,10 +14,8 @@ from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.states import States
-from mambacache.config import CacheConfig
+from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 from mambacache.report import Hit, RequestReport, Wait
-
-BLOCKS_OF_A_STATE = 110  # that caches hold for each state, where the host keeps them: 7,000 tokens
 
 
 class Books:
@@ -41,9 +39,8 @@ class Books:
     def _set_up(self) -> None:
         """Empty pools, and nothing known of any block."""
         config = self._config
-        chains = self.chains = Chains(
-            config.block_size, config.num_kv_blocks or BLOCKS_OF_A_STATE * config.num_state_blocks
-        )
+        blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
+        chains = self.chains = Chains(config.block_size, blocks)
         self.pool = BlockPool(config.num_state_blocks, self._state_removed, chains)
         self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed, chains)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
