@@ -109,7 +109,7 @@ bench-kernels:
 bench-scheduler: $(READY)
 	$(PY) benchmarks/bench_scheduler.py
 
-# What is hit of a real trace, beside other policies: about 20 minutes on two cores, nearly all of it mambacache's rows.
+# What is hit of a real trace, beside other policies: a quarter of an hour or more, nearly all of it mambacache's rows.
 # Rows go into the file one by one, in place of those of the same runs. Then: python benchmarks/plot.py
 REPLAY := benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz --losses \
 	--json benchmarks/results/replay-conversation.json

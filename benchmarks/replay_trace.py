@@ -28,11 +28,11 @@ from tqdm import tqdm
 from trace_tokens import Request, requests
 
 from mambacache import CacheConfig, Hit, PrefixCache
+from mambacache.config import KV_TOKENS_PER_STATE
 
 OURS = "mambacache"
 STEP = 8192  # tokens
 RECORD = 1 << 28  # tokens that the cache's accounting remembers: more than a trace has
-KV_TOKENS_PER_STATE = 7000
 UNBOUNDED = "unbounded"
 STATES_OF_A_REQUEST = 8  # at most, on average
 MODELS = {

@@ -14,6 +14,9 @@ from mambacache.plan import CHUNK
 
 MAX_DRAFT_TOKENS = 7
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+KV_TOKENS_PER_STATE = 7000
+"""How caches are divided where nothing says otherwise: about what chats want, after simulations of a trace of them."""
+
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 NO_LIMIT = sys.maxsize

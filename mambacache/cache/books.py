@@ -16,11 +16,9 @@ from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.states import States
 from mambacache.cache.tier import Tier
-from mambacache.config import CacheConfig
+from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Hit, RequestReport, Wait
-
-BLOCKS_OF_A_STATE = 110  # that caches hold for each state, where the host keeps them: 7,000 tokens
 
 
 class Books:
@@ -44,7 +42,7 @@ class Books:
     def set_up(self, under_way: Iterable[Transfer]) -> None:
         """Empty pools, and nothing known of any block but those that are being copied."""
         config = self._config
-        blocks = config.num_kv_blocks or BLOCKS_OF_A_STATE * config.num_state_blocks
+        blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
         self.pool = BlockPool(config.num_state_blocks, self._state_removed, chains)
         self.pages = Pages(config.block_size, config.num_kv_blocks, self._page_removed, chains)

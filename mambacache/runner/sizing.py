@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mambacache.config import EngineConfig
+from mambacache.config import KV_TOKENS_PER_STATE, EngineConfig
 from mambacache.kernels import state_bytes
 from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
@@ -29,10 +29,6 @@ STRETCHING = ("linear", "dynamic", "yarn")
 """Scalings of rotary positions by a factor."""
 
 MAX_DEFAULT_BLOCKS = 1 << 16
-
-KV_TOKENS_PER_STATE = 7000
-"""Of the default budgets, and of what host memory holds. On a trace of chats 6,000 to 8,000 hit most, at either end of
-the shapes that were tried."""
 
 SPARE_STATES = 2
 """Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
