@@ -116,7 +116,7 @@ class Stepper:
         del self._runner
         if self._tier is not None and self._failure is None:
             self._tier.close()
-        del self._tier
+        self._tier = None
 
     def settle(self) -> None:
         """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs; and forgets
