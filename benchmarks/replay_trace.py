@@ -2,11 +2,12 @@
 what could be.
 
     python benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz [--model qwen3-next]
-        [--budgets 5+20 20+40 60 unbounded] [--policies mambacache vllm] [--running 1] [--losses] [--requests N]
-        [--jobs 1] [--json OUT.json]
+        [--budgets 5+20 20+40 20+40+200 60 unbounded] [--policies mambacache vllm] [--running 1] [--losses]
+        [--requests N] [--jobs 1] [--json OUT.json]
 
-Budgets are GiB of states + GiB of KV, or of both together; policies with two pools split these as `split` says. A trace
-is in Mooncake's format (see trace_tokens.py). Simulators run one request after the other.
+Budgets are GiB of states + GiB of KV, or of both together; policies with two pools split these as `split` says. A third
+number is GiB of host memory, which only mambacache has; a transfer takes as long as a step. A trace is in Mooncake's
+format (see trace_tokens.py). Simulators run one request after the other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from trace_tokens import Request, requests
 
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.config import KV_TOKENS_PER_STATE
+from mambacache.plan import Transfer
 
 OURS = "mambacache"
 STEP = 8192  # tokens
@@ -97,6 +99,7 @@ class Replay:
         self._most = running
         self._running: dict[str, Running] = {}
         self._waiting: deque[Running] = deque()
+        self._copied: tuple[Transfer, ...] = ()
 
     def replay(self, trace: Iterator[Request]) -> None:
         for number, request in enumerate(trace):
@@ -108,8 +111,12 @@ class Replay:
             self._advance()
 
     def _advance(self) -> None:
+        """One step; what was copied between device and host beside the last one is there now."""
+        for transfer in self._copied:
+            self.cache.transferred(transfer)
         self._admit()
         self._step()
+        self._copied = self.cache.transfers()
 
     def _admit(self) -> None:
         for _ in range(len(self._waiting)):
@@ -153,18 +160,18 @@ def split(total: float, shape: Shape) -> Budget:
 
 
 def budget_of(text: str, shape: Shape, trace: Sequence[Request]) -> Budget:
+    """Of the device."""
     if text == UNBOUNDED:
         tokens = sum(len(request.prompt) + len(request.answer) + BLOCK for request in trace)
         return Budget(STATES_OF_A_REQUEST * len(trace) * shape.state_bytes, tokens * shape.kv_bytes)
-    state, _, kv = text.partition("+")
-    return Budget(int(float(state) * GIB), int(float(kv) * GIB)) if kv else split(float(state) * GIB, shape)
+    state, kv, _ = gib_of(text)
+    return Budget(int(state * GIB), int(kv * GIB)) if kv else split(state * GIB, shape)
 
 
-def gib_of(text: str) -> tuple[float | None, float | None]:
-    if text == UNBOUNDED:
-        return None, None
-    state, _, kv = text.partition("+")
-    return float(state), float(kv or 0)
+def gib_of(text: str) -> tuple[float, float, float]:
+    """States, KV and host memory, with 0 for what is not given."""
+    state, kv, host = [float(part) for part in f"{text}+0+0".split("+")[:3]]
+    return state, kv, host
 
 
 def measure(run: Run) -> Row:
@@ -176,14 +183,21 @@ def measure(run: Run) -> Row:
     shape = MODELS[run.model]
     budget = budget_of(run.budget, shape, trace)
     name = run.trace.name.removesuffix(".gz").removesuffix(".jsonl")
-    row = Row(name, run.model, run.policy, run.running, *gib_of(run.budget), 0, 0.0)
+    state_gib, kv_gib, host_gib = (None, None, 0.0) if run.budget == UNBOUNDED else gib_of(run.budget)
+    row = Row(name, run.model, run.policy, run.running, state_gib, kv_gib, host_gib, 0.0)
     bar = tqdm(trace, f"{run.policy} {run.budget}", mininterval=2, leave=False)
     if run.policy != OURS:
         simulator = POLICIES[run.policy](shape, budget, trace)
         row.share = sum(simulator.request(request.prompt, request.answer) for request in bar) / ceiling
         return row
-    num_states, num_pages = budget.state // shape.state_bytes, budget.kv // (shape.kv_bytes * BLOCK)
-    cache = PrefixCache(CacheConfig(num_states, num_pages, accounting=run.losses, record_tokens=RECORD))
+    page_bytes, host = shape.kv_bytes * BLOCK, split(host_gib * GIB, shape)
+    cache = PrefixCache(
+        CacheConfig(
+            budget.state // shape.state_bytes, budget.kv // page_bytes, accounting=run.losses, record_tokens=RECORD,
+            num_host_states=host.state // shape.state_bytes, num_host_pages=host.kv // page_bytes,
+            state_bytes=shape.state_bytes, page_bytes=page_bytes,
+        )
+    )  # fmt: skip
     replay, start = Replay(cache, run.running), time.perf_counter()
     replay.replay(iter(bar))
     cache.check()
@@ -202,8 +216,10 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def budget_text(text: str) -> str:
-    if text != UNBOUNDED and not re.fullmatch(r"\d+(\.\d+)?(\+\d+(\.\d+)?)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no budget: give 20+40 (GiB of states and KV), 60 or {UNBOUNDED}")
+    if text != UNBOUNDED and not re.fullmatch(r"\d+(\.\d+)?(\+\d+(\.\d+)?){0,2}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no budget: give 20+40 (GiB of states and KV), 20+40+200, 60 or {UNBOUNDED}"
+        )
     return text
 
 
@@ -225,6 +241,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=count, default=1, help="rows measured at a time, each in a process of its own")
     parser.add_argument("--json", type=Path, help="rows are added to it, or replaced")
     options = parser.parse_args()
+    if any(budget.count("+") == 2 for budget in options.budgets) and options.policies != [OURS]:
+        parser.error(f"a third number of a budget is host memory, which {OURS} alone has: add --policies {OURS}")
     if options.running > 1 and options.policies != [OURS]:
         parser.error(f"simulators run one request after the other: add --policies {OURS}, or leave out --running")
     return options
@@ -240,9 +258,9 @@ def main() -> None:
     with ProcessPoolExecutor(options.jobs) as processes:
         for done in as_completed([processes.submit(measure, run) for run in runs]):
             row = done.result()
-            gib = UNBOUNDED if row.state_gib is None else f"{row.state_gib:g}+{row.kv_gib:g}"
+            gib = UNBOUNDED if row.state_gib is None else f"{row.state_gib:g}+{row.kv_gib:g}+{row.host_gib:g}"
             host = f", {row.host_ms:.1f} ms a request" if row.host_ms is not None else ""
-            tqdm.write(f"{row.model:14} {row.policy:12} {gib:10} {row.share:.4f} of the ceiling{host}")
+            tqdm.write(f"{row.model:14} {row.policy:12} {gib:11} {row.share:.4f} of the ceiling{host}")
             if options.json:
                 write(options.json, [row])
 

@@ -96,7 +96,8 @@ def error_table(result: dict) -> str:
 def memory(row: dict) -> str:
     if row["state_gib"] is None:
         return "unbounded"
-    return f"{row['state_gib']:g} + {row['kv_gib']:g} GiB" if row["kv_gib"] else f"{row['state_gib']:g} GiB"
+    host = f", {row['host_gib']:g} GiB of the host" if row["host_gib"] else ""
+    return (f"{row['state_gib']:g} + {row['kv_gib']:g} GiB" if row["kv_gib"] else f"{row['state_gib']:g} GiB") + host
 
 
 def replayed(row: dict) -> str:
@@ -109,7 +110,14 @@ def in_order(rows: list[dict]) -> list[dict]:
     """By model, by how many run, and by memory, unbounded last."""
     models = list(REPLAYED_MODELS)
     return sorted(
-        rows, key=lambda row: (models.index(row["model"]), row["running"], row["state_gib"] or 1e9, row["kv_gib"])
+        rows,
+        key=lambda row: (
+            models.index(row["model"]),
+            row["running"],
+            row["state_gib"] or 1e9,
+            row["kv_gib"],
+            row["host_gib"],
+        ),
     )
 
 

@@ -186,9 +186,22 @@ def test_what_a_preempted_request_finds_of_its_own_is_no_hit() -> None:
     assert cache.stats.preemptions > 0 and replay.hit_tokens == 0
 
 
+def test_what_the_host_holds_is_hit() -> None:
+    """Eight chats by turns are too much for the device alone."""
+    hits = []
+    for slots in ({}, {"num_host_states": 100, "num_host_pages": 400}):
+        cache = PrefixCache(CacheConfig(num_state_blocks=8, num_kv_blocks=24, **slots))
+        replay = Replay(cache, 1)
+        replay.replay(iter(CHATS))
+        cache.check()
+        hits.append(replay.hit_tokens)
+    assert hits[1] == 8 * (256 + 320 // 64 * 64) > hits[0]
+
+
 def test_budgets() -> None:
     shape = MODELS["qwen3-next"]
     assert budget_of("20+40", shape, []) == Budget(20 * GIB, 40 * GIB)
+    assert budget_of("20+40+200", shape, []) == budget_of("20+40", shape, [])
     both = budget_of("60", shape, [])
     assert both == split(60 * GIB, shape) and abs(both.total - 60 * GIB) <= 1
     assert both.kv / shape.kv_bytes / (both.state / shape.state_bytes) == pytest.approx(7000, rel=1e-3)
@@ -208,6 +221,13 @@ def test_a_row_says_what_was_measured(policy: str, tmp_path: Path) -> None:
     assert (row.host_ms is not None) == (row.states_stored is not None) == (policy == OURS)
     if row.losses is not None:
         assert row.share + sum(row.losses.values()) == pytest.approx(1)
+
+
+def test_a_row_tells_host_memory_from_the_device_s(tmp_path: Path) -> None:
+    path = tmp_path / "twice.jsonl"
+    path.write_text(f"{json.dumps(LINE)}\n" * 3)
+    row = measure(Run(path, "qwen3-next", OURS, "2+4+20", 1, False, None))
+    assert (row.state_gib, row.kv_gib, row.host_gib) == (2, 4, 20)
 
 
 def test_a_row_takes_the_place_of_its_like(tmp_path: Path) -> None:
@@ -246,7 +266,8 @@ def test_a_line_that_is_no_request_is_named(line: str, said: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--budgets", "5+x"], "'5+x' is no budget: give 20+40 (GiB of states and KV), 60 or unbounded"),
+        (["--budgets", "5+x"], "'5+x' is no budget: give 20+40 (GiB of states and KV), 20+40+200, 60 or unbounded"),
+        (["--budgets", "5+20+40"], "host memory, which mambacache alone has: add --policies mambacache"),
         (["--running", "0"], "'0' is no number of use: give an integer, 1 or more"),
         (["--running", "2"], "simulators run one request after the other: add --policies mambacache, or leave out"),
         ([], "begins as an earlier one does: there is nothing to hit"),
