@@ -29,7 +29,7 @@ from tqdm import tqdm
 from trace_tokens import Request, requests
 
 from mambacache import CacheConfig, Hit, PrefixCache
-from mambacache.config import KV_TOKENS_PER_STATE
+from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE
 from mambacache.plan import Transfer
 
 OURS = "mambacache"
@@ -153,9 +153,9 @@ class Replay:
                 cache.free(name, finished=True)
 
 
-def split(total: float, shape: Shape) -> Budget:
+def split(total: float, shape: Shape, tokens: int = KV_TOKENS_PER_STATE) -> Budget:
     """One budget of bytes for two pools: a state for every so many tokens of KV."""
-    state = total * shape.state_bytes / (shape.state_bytes + KV_TOKENS_PER_STATE * shape.kv_bytes)
+    state = total * shape.state_bytes / (shape.state_bytes + tokens * shape.kv_bytes)
     return Budget(int(state), int(total - state))
 
 
@@ -190,7 +190,7 @@ def measure(run: Run) -> Row:
         simulator = POLICIES[run.policy](shape, budget, trace)
         row.share = sum(simulator.request(request.prompt, request.answer) for request in bar) / ceiling
         return row
-    page_bytes, host = shape.kv_bytes * BLOCK, split(host_gib * GIB, shape)
+    page_bytes, host = shape.kv_bytes * BLOCK, split(host_gib * GIB, shape, KV_TOKENS_PER_HOST_STATE)
     cache = PrefixCache(
         CacheConfig(
             budget.state // shape.state_bytes, budget.kv // page_bytes, accounting=run.losses, record_tokens=RECORD,

@@ -17,6 +17,9 @@ STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
 """How caches are divided where nothing says otherwise: about what chats want, after simulations of a trace of them."""
 
+KV_TOKENS_PER_HOST_STATE = 10_000
+"""The same of the tier in host memory, to which fewer states go: none that nobody asked for, none that run."""
+
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 NO_LIMIT = sys.maxsize

@@ -201,10 +201,10 @@ def test_recall_with_two_states_on_the_device(device: str) -> None:
 
 
 def test_sizes_and_plan(text_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One state for 7,000 tokens of KV; what is printed before anything is loaded is what the engine has then."""
+    """One state for 10,000 tokens of KV; what is printed before anything is loaded is what the engine has then."""
     llm = LLM(text_model, device="cpu", max_num_seqs=2, host_cache_bytes=100_000_000)
     sizes = llm.sizes
-    assert sizes.num_host_pages / sizes.num_host_states == pytest.approx(7000 / 64, rel=0.1)
+    assert sizes.num_host_pages / sizes.num_host_states == pytest.approx(10_000 / 64, rel=0.1)
     taken = sizes.num_host_states * sizes.state_bytes + sizes.num_host_pages * sizes.kv_block_bytes
     assert 0 <= 100_000_000 - taken < sizes.kv_block_bytes
     assert main(["plan", str(text_model), "--device", "cpu", "--host-cache-bytes", "100MB"]) == 0

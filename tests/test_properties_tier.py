@@ -206,8 +206,8 @@ def test_the_mixes_load() -> None:
     """What the tests above say is said of loads, of failed ones and of void ones too."""
     rng = random.Random(0)
     stems = [text(300, i) for i in range(8)]
-    jobs = [Job(stems[rng.randrange(8)] + text(20, 9 + i), 8, arrives=4 * i) for i in range(60)]
-    pools: dict[str, Any] = {"num_state_blocks": 6, "num_kv_blocks": 24, "max_num_seqs": 3}
+    jobs = [Job(stems[rng.randrange(8)] + text(20, 9 + i), 8, arrives=4 * i) for i in range(80)]
+    pools: dict[str, Any] = {"num_state_blocks": 6, "num_kv_blocks": 20, "max_num_seqs": 3}
     d = tiered(jobs, **pools)
     assert d.cache.stats.loads > 15 and d.cache.stats.host_hit_tokens > 4000 and d.loading > 15
     failing = tiered(jobs, failing=0.5, **pools).cache.stats

@@ -121,6 +121,7 @@ class Books:
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
             return self.admit(request, kv_tokens, max_tokens) if self.tier.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
+        self.tier.hit(request.chain, found.hit)
         self.lookup.wait_no_more(request)
         life = self._begin(request, hit.num_tokens, len(request.tokens))
         life.published = life.written = life.announced = found.hit
@@ -331,11 +332,11 @@ class Books:
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("state", block_hash, evicted)
         if evicted:
-            self.tier.states.refresh(block_hash, self.pool.rank[block])
+            self.tier.states.restore(block_hash, self.pool.rank[block])
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.pages.refresh(block_hash, self.pages.pool.rank[block]):
+        if evicted and not self.tier.pages.restore(block_hash, self.pages.pool.rank[block]):
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

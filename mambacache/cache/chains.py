@@ -107,6 +107,7 @@ class Chains:
 
     def __init__(self, block_size: int, blocks: int) -> None:
         self._block_size = block_size
+        self.blocks = blocks
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by the hash at their tail
         self.now = 0
         self._gap = Average(blocks / 2)  # from a turn to the next one

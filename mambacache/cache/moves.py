@@ -42,6 +42,7 @@ class Move:
     transfer: Transfer
     leases: list[Lease] = field(default_factory=list)  # by turns a block on the device and a slot
     arrivals: list[Arrival] = field(default_factory=list)
+    coming: set[bytes] = field(default_factory=set)  # to the host, by their hashes
     load: Load | None = None  # for whom it comes from the host
     void: bool = False  # what it brings does not count
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
-from heapq import merge
-from itertools import islice
 from math import inf
 
 from mambacache.cache.chains import Chains, Rank
@@ -132,12 +130,32 @@ class EvictionOrder:
                     found, most = block, age
         return found
 
-    def coldest(self, count: int) -> list[int]:
-        """The blocks that would go first, at most so many; not those of no use to anyone."""
+    def limit(self, count: int) -> float:
+        """How cold the first blocks to go are at least, about so many of them: their time without use, divided by the
+        odds. Infinite for none."""
         now, gap = self._chains.now, self._chains.mean_gap
-        aged = [[(-(now - used + gap) / weight, block) for block, used in islice(idle.items(), count)]
-                for idle, weight in self._weighed()]  # fmt: skip
-        return [block for age, block in islice(merge(*aged), count) if age > -inf]
+        limit = inf
+        heads = [
+            ((now - next(iter(idle.values())) + gap) / weight, len(idle)) for idle, weight in self._weighed() if idle
+        ]
+        for cold, length in sorted(heads, reverse=True):
+            if count <= 0:
+                break
+            limit = cold
+            count -= length
+        return limit
+
+    def coldest(self, limit: float, within: int) -> int | None:
+        """The coldest block that somebody asked for and that was not put back; None if it will not be as cold as this
+        `limit` within so much time."""
+        then, gap = self._chains.now + within, self._chains.mean_gap
+        found, most = None, limit
+        for idle, weight in list(zip(self._idle, self._chains.weights, strict=True))[Rank.FIRST :]:
+            if idle:
+                block, used = next(iter(idle.items()))
+                if (cold := (then - used + gap) / weight) >= most:
+                    found, most = block, cold
+        return found
 
     def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
         weights = self._chains.weights

@@ -42,7 +42,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._on_removed = on_removed
         self._free = list(range(num_blocks, 0, -1))
-        self._idle = EvictionOrder(chains)  # COMMITTED blocks without references
+        self.idle = EvictionOrder(chains)  # COMMITTED blocks without references
         self._blocks: dict[bytes, int] = {}
         self.lookup = self._blocks.get  # the COMMITTED block that a hash names, or None
         self.references = [0] * (num_blocks + 1)
@@ -51,12 +51,11 @@ class BlockPool:
         self.rank = [Rank.SPARE] * (num_blocks + 1)
         self._useless = [False] * (num_blocks + 1)  # goes first once it has no references
         self.born = [0] * (num_blocks + 1)  # number of the issue that wrote a COMMITTED block
-        self.moves = 0  # how often a block was taken, or came to be evictable or ceased to
 
     @property
     def num_available(self) -> int:
         """Blocks that `take` can give: free ones and those it may evict."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self.idle)
 
     @property
     def num_free(self) -> int:
@@ -73,7 +72,7 @@ class BlockPool:
             "free": free,
             "writing": self.num_blocks - free - committed,
             "committed": committed,
-            "evictable": len(self._idle),
+            "evictable": len(self.idle),
         }
 
     # --- references ---
@@ -84,7 +83,6 @@ class BlockPool:
             self.evict()
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
-        self.moves += count
         for block in blocks:
             self.references[block] = 1
         return blocks
@@ -103,13 +101,12 @@ class BlockPool:
     def hold(self, block: int) -> None:
         """`share` without a lease, for who gives back many blocks together."""
         if not self.references[block]:
-            self._idle.remove(block, self.rank[block])
-            self.moves += 1
+            self.idle.remove(block, self.rank[block])
         self.references[block] += 1
 
     def lend(self, block: int) -> Lease:
         """`share` of a COMMITTED block for whom reading it is no use of it."""
-        used = None if self.references[block] else self._idle.remove(block, self.rank[block])
+        used = None if self.references[block] else self.idle.remove(block, self.rank[block])
         self.references[block] += 1
         return Lease(self, block, used)
 
@@ -129,12 +126,11 @@ class BlockPool:
         if self.hashes[block] is None:
             self._free.append(block)
         elif self._useless[block]:
-            self._idle.put_first(block)
+            self.idle.put_first(block)
         elif used is None:
-            self._idle.add(block, self.rank[block])
-            self.moves += 1
+            self.idle.add(block, self.rank[block])
         else:
-            self._idle.put_back(block, self.rank[block], used)
+            self.idle.put_back(block, self.rank[block], used)
 
     # --- hashes ---
 
@@ -156,35 +152,33 @@ class BlockPool:
     def promote(self, block: int, rank: Rank) -> None:
         """Ranks a COMMITTED block, which was used just now."""
         if not self.references[block]:
-            self._idle.remove(block, self.rank[block])
-            self._idle.add(block, rank)
+            self.idle.remove(block, self.rank[block])
+            self.idle.add(block, rank)
         self.rank[block], self._useless[block] = rank, False
 
-    def refresh(self, block_hash: bytes, rank: Rank) -> bool:
-        """Ranks the COMMITTED block of a hash, which was used just now; False if there is none."""
+    def restore(self, block_hash: bytes, rank: Rank) -> bool:
+        """Takes back `demote` of the COMMITTED block of a hash; False if there is none."""
         block = self._blocks.get(block_hash)
-        if block is not None:
+        if block is not None and self._useless[block]:
             self.promote(block, rank)
         return block is not None
 
     def demote(self, block: int) -> None:
         """Makes a COMMITTED block the first to be evicted."""
+        if self._useless[block]:
+            return
         if not self.references[block]:
-            self._idle.remove(block, self.rank[block])
-            self._idle.put_first(block)
+            self.idle.remove(block, self.rank[block])
+            self.idle.put_first(block)
         self.rank[block], self._useless[block] = Rank.SPARE, True
 
     def evict(self, asked: bool = True) -> bool:
         """Frees the COMMITTED block without references that is to go first; False if there is none."""
-        block = self._idle.first(asked)
+        block = self.idle.first(asked)
         if block is None:
             return False
         self._forget(block, evicted=True)
         return True
-
-    def coldest(self, count: int) -> list[int]:
-        """See `EvictionOrder.coldest`."""
-        return self._idle.coldest(count)
 
     def withdraw(self, block: int) -> None:
         """COMMITTED back to private, for the block's sole holder."""
@@ -214,7 +208,7 @@ class BlockPool:
         del self._blocks[block_hash]
         self.hashes[block] = None
         if not self.references[block]:
-            self._idle.remove(block, self.rank[block])
+            self.idle.remove(block, self.rank[block])
             self._free.append(block)
         self._on_removed(block_hash, block, evicted)
 
@@ -229,5 +223,5 @@ class BlockPool:
         free = set(self._free)
         assert len(free) == len(self._free) and not any(counted[b] or self.hashes[b] for b in free), "a free block"
         idle = {b for b in self._blocks.values() if not counted[b]}
-        assert idle == self._idle.blocks(), "the evictable blocks"
+        assert idle == self.idle.blocks(), "the evictable blocks"
         assert len(free) + len(idle) + sum(map(bool, counted)) == self.num_blocks, "a block is lost"

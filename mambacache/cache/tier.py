@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import count
+from math import inf
 
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.chains import Chains
@@ -18,12 +18,13 @@ from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
 
-AHEAD, LEAST = 8, (16, 128)
-"""Copied ahead of their eviction are the blocks that would go first, one in so many of a pool's, but at least so many
+AHEAD, LEAST = 4, (16, 128)
+"""Copied ahead is what would be lost with the blocks that go first, one in so many of a pool's, but at least so many
 states and pages: more than a few steps of 8,192 tokens evict."""
 
-STATES_A_TRANSFER, PAGES_A_TRANSFER = 4, 128
-"""Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them."""
+STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
+"""Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them. A chain is best taken
+whole, since it may be the next to go."""
 
 
 class Tier:
@@ -55,10 +56,11 @@ class Tier:
         self.moves: dict[int, Move] = {}
         self._loading: dict[bytes, Load] = {}  # by the hashes of the blocks that the device lacks
         self._arrived: dict[Load, None] = {}  # which still hold blocks
-        self._next: dict[BlockPool, deque[int]] = {each: deque() for each in self._slots}  # to be copied to the host
-        self._looked = {each: -each.num_blocks for each in self._slots}  # after so many moves
         least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._ahead = {each: max(each.num_blocks // AHEAD, few) for each, few in least.items()}
+        self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
+        self._chains = chains
+        self._seen = (-1, 0)  # when there was a look at what to copy: nothing else makes a block due
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
@@ -68,65 +70,68 @@ class Tier:
 
     def transfers(self) -> tuple[Transfer, ...]:
         """All that are under way; one more to the host is begun if there is need and none is on its way."""
-        if self.present and not any([move.load is None for move in self.moves.values()]):
+        seen = (self._chains.now, self._states.num_available) if self.present else self._seen
+        if seen != self._seen and not any([move.load is None for move in self.moves.values()]):
+            self._seen = seen
             self._copy_out()
         return tuple([move.transfer for move in self.moves.values()])
 
     def _copy_out(self) -> None:
-        states, pages = self._slots
-        most = self._config.max_checkpoints
-        budget = states.num_free if most is None else most - states.num_committed - self._device.unwritten
-        self._look_ahead(states, min(states.num_free, budget))
-        self._look_ahead(pages, pages.num_free)
-        if not (self._next[states] or self._next[pages]):
-            return
+        """Begins to copy the states that would be lost first, by their own eviction or by that of the KV before them.
+
+        That is seen from the order of states alone: time is the same in both pools, and so are odds, so that whatever
+        is as cold as the pages that go first has pages among them.
+        """
+        states = self._states
+        limit = min(self._limits())
+        left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
         move = Move(Transfer(0, True, (), ()))
-        self._copy_states(move, min(STATES_A_TRANSFER, states.num_available // 2))
-        while self._next[pages] and self._room_for_pages(move) > 0:
-            page = self._next[pages].popleft()
-            if self._due(pages, page):
-                self._copy(move, pages, page)
-        self._begin(move)
-
-    def _look_ahead(self, pool: BlockPool, room: int) -> None:
-        """Notes the blocks that will be evicted first, once half as many as these have come to the pool or gone."""
-        ahead, moved = self._ahead[pool], pool.moves - self._looked[pool]
-        if room < ahead and 2 * moved >= min(ahead, pool.num_available - pool.num_free) > 0:
-            self._next[pool] = deque(pool.coldest(ahead - room))
-            self._looked[pool] = pool.moves
-
-    def _copy_states(self, move: Move, most: int) -> None:
-        """A state goes once the KV before it is here or goes along, and not at all if some of it is nowhere."""
-        states, pages = self._slots
-        waiting = self._next[states]
-        while waiting and most > 0:
-            missing = self._missing_pages(move, waiting[0]) if self._due(states, waiting[0]) else None
+        while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
+            missing = self._missing_pages(move, state)
             if missing is None:
-                waiting.popleft()
+                states.lend(state).end()  # not to be looked at again before it was used
                 continue
             room = max(self._room_for_pages(move), 0)
             for page in missing[:room]:
-                self._copy(move, pages, page)
+                self._copy(move, self._pages.pool, page)
             if len(missing) > room:
                 break  # the rest goes with the next transfer
-            self._copy(move, states, waiting.popleft())
-            most -= 1
+            left -= 1
+            if self._restore(state):
+                states.lend(state).end()
+            else:
+                self._copy(move, states, state)
+        self._begin(move)
 
-    def _due(self, pool: BlockPool, block: int) -> bool:
-        """Whether a block that was noted is still to be copied: it may have been evicted or hit since."""
-        block_hash = pool.hashes[block]
-        if block_hash is None or pool.references[block] or (self._config.strict_reuse and not pool.exact[block]):
+    def _limits(self) -> tuple[float, float]:
+        """How cold what goes first is: of states, and of pages; infinite while there is room."""
+        states, pages = self._slots
+        most = self._config.max_checkpoints
+        budget = states.num_free if most is None else most - states.num_committed - self._device.unwritten
+        room = min(states.num_free, budget)
+        return states.idle.limit(self._ahead[states] - room), pages.idle.limit(self._ahead[pages] - pages.num_free)
+
+    def _restore(self, state: int) -> bool:
+        """Whether the host has a state, as exact as the device's; it is kept there from now on."""
+        block_hash = self._states.hashes[state]
+        assert block_hash is not None
+        slot = self.states.lookup(block_hash)
+        if slot is None or self._states.exact[state] > self.states.exact[slot]:
             return False
-        slot = self._slots[pool].lookup(block_hash)
-        return slot is None or pool.exact[block] > self._slots[pool].exact[slot]
+        return self.states.restore(block_hash, self._states.rank[state])
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
-        """The device's pages before a state that are not here nor coming, the deepest first; None if one is nowhere."""
+        """The device's pages before a state that are not here nor coming, the deepest first; what is here is kept from
+        now on. None if one is nowhere, or the state may not be reused."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
-        coming = {arrival.block_hash for arrival in move.arrivals}
+        if not self._held(chain[depth], self._states):
+            return None
         for block_hash in chain[depth:0:-1] if self._pages.present else ():
-            if block_hash in coming or self._held(block_hash, self.pages):
+            if block_hash in move.coming:
+                continue
+            if self._held(block_hash, self.pages):
+                self.pages.restore(block_hash, self._states.rank[state])
                 continue
             page = self._held(block_hash, self._pages.pool)
             if not page:
@@ -148,8 +153,10 @@ class Tier:
                 slot.end()
             return
         lent = pool.lend(block)
+        slot.used = lent.used
         move.leases += [lent, slot]
         move.arrivals.append(Arrival.copied(lent, slot, block_hash))
+        move.coming.add(block_hash)
 
     def _begin(self, move: Move) -> None:
         """Numbers a transfer, if it has any blocks, and names them."""
@@ -160,6 +167,12 @@ class Tier:
             )
             move.transfer = Transfer(next(self._numbers), move.load is None, states, pages)
             self.moves[move.transfer.number] = move
+
+    def hit(self, chain: Sequence[bytes], depth: int) -> None:
+        """So many blocks are in use on the device: what is here of them goes first, until that is about to go."""
+        for pool, first in ((self.states, depth), (self.pages, 1)):
+            for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
+                pool.demote(slot)
 
     # --- from the host ---
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mambacache.config import KV_TOKENS_PER_STATE, EngineConfig
+from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, EngineConfig
 from mambacache.kernels import state_bytes
 from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
@@ -106,7 +106,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
 
 
 def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: int) -> tuple[int, int]:
-    """States and KV pages that the host's memory holds: one state for `KV_TOKENS_PER_STATE` tokens of KV."""
+    """States and KV pages that the host's memory holds: one state for `KV_TOKENS_PER_HOST_STATE` tokens."""
     budget = config.host_cache_bytes
     if budget and not max_checkpoints:
         logger.warning("host_cache_bytes is %d and not used: nothing is cached on the device", budget)
@@ -116,7 +116,7 @@ def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: in
             f"host_cache_bytes is {budget:,} and one state and one KV block take {state + page:,} bytes: raise "
             "host_cache_bytes, or set it to 0"
         )
-    num_states = budget // (state + -(-KV_TOKENS_PER_STATE // config.block_size) * page)
+    num_states = budget // (state + -(-KV_TOKENS_PER_HOST_STATE // config.block_size) * page)
     if budget and not num_states:
         num_states = 1
     return num_states, (budget - num_states * state) // page if page else 0
