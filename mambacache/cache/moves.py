@@ -13,7 +13,7 @@ from mambacache.plan import Transfer
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A block that a transfer writes, and what it is once that is done."""
+    """A block of the device that a transfer writes, and what it is once that is done."""
 
     pool: BlockPool
     block: int
@@ -21,10 +21,10 @@ class Arrival:
     exact: bool
     rank: Rank
     born: int
-    depth: int  # blocks of the prefix that it ends; 0 in host memory, where nobody asks
+    depth: int  # blocks of the prefix that it ends
 
     @classmethod
-    def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int = 0) -> Arrival:
+    def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int) -> Arrival:
         """What becomes of `target`, as it is what `source` was."""
         pool, block = source.pool, source.block
         flags = pool.exact[block], pool.rank[block], pool.born[block]
@@ -41,10 +41,18 @@ class Move:
 
     transfer: Transfer
     leases: list[Lease] = field(default_factory=list)  # by turns a block on the device and a slot
-    arrivals: list[Arrival] = field(default_factory=list)
-    coming: set[bytes] = field(default_factory=set)  # to the host, by their hashes
+    arrivals: list[Arrival] = field(default_factory=list)  # from the host
+    coming: set[bytes] = field(default_factory=set)  # the hashes of pages on their way to the host
     load: Load | None = None  # for whom it comes from the host
     void: bool = False  # what it brings does not count
+
+    def name(self) -> None:
+        """Slots have arrived: each is found by the hash of the block that it is a copy of, unless that lost its own."""
+        for lent, slot in zip(self.leases[::2], self.leases[1::2], strict=True):
+            device, block = lent.pool, lent.block
+            if (block_hash := device.hashes[block]) is not None:
+                exact, rank, born = device.exact[block], device.rank[block], device.born[block]
+                slot.pool.commit(slot.block, block_hash, exact=exact, rank=rank, born=born)
 
 
 def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:

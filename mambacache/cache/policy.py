@@ -95,28 +95,34 @@ class EvictionOrder:
         self._chains = chains
         self._idle: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # block -> when it was used last
         self._back: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # of those that were put back
+        self._all = (*self._idle, *self._back)
+        self._count = 0
 
     def __len__(self) -> int:
-        return sum(map(len, (*self._idle, *self._back)))
+        return self._count
 
     def add(self, block: int, rank: Rank) -> None:
         """A block that was used just now."""
         self._idle[rank][block] = self._chains.now
+        self._count += 1
 
     def put_first(self, block: int) -> None:
         """A spare block that is of no use to anyone."""
         spare = self._idle[Rank.SPARE]
         spare[block] = -inf
+        self._count += 1
         spare.move_to_end(block, last=False)
 
     def put_back(self, block: int, rank: Rank, used: float) -> None:
         """A block that `remove` gave with the time when it was used last, and that was not used meanwhile: it goes when
         it would have gone. Blocks come back in the order in which they were removed."""
         self._back[rank][block] = used
+        self._count += 1
 
     def remove(self, block: int, rank: Rank) -> float:
         """Gives the time when the block was used last."""
         idle = self._idle[rank]
+        self._count -= 1
         return (idle if block in idle else self._back[rank]).pop(block)
 
     def first(self, asked: bool) -> int | None:
@@ -159,7 +165,7 @@ class EvictionOrder:
 
     def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
         weights = self._chains.weights
-        return zip((*self._idle, *self._back), (*weights, *weights), strict=True)
+        return zip(self._all, weights + weights, strict=True)
 
     def blocks(self) -> set[int]:
-        return set().union(*self._idle, *self._back)
+        return set().union(*self._all)

@@ -25,6 +25,8 @@ def check(books: Books) -> None:
     books.pages.check(lives, running, tier.held(books.pages.pool))
     books.lookup.check(requests)
     tier.check(requests)
+    for block_hash, (chain, depth) in zip(books.pool.hashes, states.prefix, strict=True):
+        assert block_hash is None or chain[depth] == block_hash, "the prefix of a state"
     unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
     assert states.unwritten == unwritten, "checkpoints that are not written yet"
     rows = [row for request in requests for row in request.issued]

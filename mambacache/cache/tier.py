@@ -48,8 +48,7 @@ class Tier:
         self.present = config.num_host_states > 0
         self._config, self._size = config, config.block_size
         self._states, self._device, self._pages = pool, states, pages
-        self._ledger = ledger
-        self._numbers = numbers
+        self._ledger, self._chains, self._numbers = ledger, chains, numbers
         self.states = BlockPool(config.num_host_states, lambda *_: None, chains)
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
         self._slots = {pool: self.states, pages.pool: self.pages}  # of what the device's pools hold
@@ -59,7 +58,6 @@ class Tier:
         least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._ahead = {each: max(each.num_blocks // AHEAD, few) for each, few in least.items()}
         self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
-        self._chains = chains
         self._seen = (-1, 0)  # when there was a look at what to copy: nothing else makes a block due
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
@@ -77,11 +75,8 @@ class Tier:
         return tuple([move.transfer for move in self.moves.values()])
 
     def _copy_out(self) -> None:
-        """Begins to copy the states that would be lost first, by their own eviction or by that of the KV before them.
-
-        That is seen from the order of states alone: time is the same in both pools, and so are odds, so that whatever
-        is as cold as the pages that go first has pages among them.
-        """
+        """Begins to copy the states that would be lost first, by their own eviction or by that of the KV before them:
+        what is as cold as the pages that go first has pages among them."""
         states = self._states
         limit = min(self._limits())
         left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
@@ -91,16 +86,15 @@ class Tier:
             if missing is None:
                 states.lend(state).end()  # not to be looked at again before it was used
                 continue
-            room = max(self._room_for_pages(move), 0)
-            for page in missing[:room]:
-                self._copy(move, self._pages.pool, page)
+            room = self._room_for_pages(move)
+            self._copy(move, self._pages.pool, missing[:room])
             if len(missing) > room:
                 break  # the rest goes with the next transfer
             left -= 1
             if self._restore(state):
                 states.lend(state).end()
             else:
-                self._copy(move, states, state)
+                self._copy(move, states, [state])
         self._begin(move)
 
     def _limits(self) -> tuple[float, float]:
@@ -113,12 +107,11 @@ class Tier:
 
     def _restore(self, state: int) -> bool:
         """Whether the host has a state, as exact as the device's; it is kept there from now on."""
-        block_hash = self._states.hashes[state]
-        assert block_hash is not None
-        slot = self.states.lookup(block_hash)
-        if slot is None or self._states.exact[state] > self.states.exact[slot]:
+        states, block_hash = self._states, self._states.hashes[state]
+        slot = self.states.lookup(block_hash) if block_hash is not None else None
+        if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
             return False
-        return self.states.restore(block_hash, self._states.rank[state])
+        return self.states.restore(block_hash, states.rank[state])
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
         """The device's pages before a state that are not here nor coming, the deepest first; what is here is kept from
@@ -141,22 +134,22 @@ class Tier:
 
     def _room_for_pages(self, move: Move) -> int:
         """So many that half of the pages that can be taken stay so."""
-        taken = sum(arrival.pool is self.pages for arrival in move.arrivals)
-        return min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken
+        taken = len(move.coming)
+        return max(min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken, 0)
 
-    def _copy(self, move: Move, pool: BlockPool, block: int) -> None:
-        """Adds a block to a transfer to the host, if there is a slot for it."""
-        slot = self._slots[pool].lease()
-        block_hash = pool.hashes[block]  # now: the slot's page may have been all that kept this state
-        if slot is None or block_hash is None:
-            if slot is not None:
+    def _copy(self, move: Move, pool: BlockPool, blocks: Sequence[int]) -> None:
+        """Adds blocks to a transfer to the host, as far as there are slots for them."""
+        host = self._slots[pool]
+        for block, number in zip(blocks, host.take(min(len(blocks), host.num_available)), strict=False):
+            slot, block_hash = Lease(host, number), pool.hashes[block]
+            if block_hash is None:  # the slots' pages were all that kept this state
                 slot.end()
-            return
-        lent = pool.lend(block)
-        slot.used = lent.used
-        move.leases += [lent, slot]
-        move.arrivals.append(Arrival.copied(lent, slot, block_hash))
-        move.coming.add(block_hash)
+                continue
+            lent = pool.lend(block)
+            slot.used = lent.used
+            move.leases += [lent, slot]
+            if host is self.pages:
+                move.coming.add(block_hash)
 
     def _begin(self, move: Move) -> None:
         """Numbers a transfer, if it has any blocks, and names them."""
@@ -273,10 +266,10 @@ class Tier:
         """A transfer is done, or has failed: neither reads nor writes its blocks any more."""
         move = self.moves.pop(number)
         load, good = move.load, not (failed or move.void)
-        for arrival in move.arrivals if good else ():
-            if load is None:
-                arrival.name()
-            else:
+        if good and load is None:
+            move.name()
+        elif good and load is not None:
+            for arrival in move.arrivals:
                 self._arrive(arrival, load)
         for lease in move.leases if load is None else move.leases[1::2]:
             lease.end()
@@ -354,6 +347,3 @@ class Tier:
         assert {id(load) for load in self._loading.values()} == set(map(id, loads)), "what is being loaded"
         waiting = {request for load in [*loads, *self._arrived] for request in load.waiting}
         assert waiting <= set(requests) and all(request.load is not None for request in waiting), "who waits for a load"
-        for block, block_hash in enumerate(self._states.hashes):
-            chain, depth = self._device.prefix[block]
-            assert block_hash is None or chain[depth] == block_hash, "the prefix of a state"
