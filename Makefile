@@ -117,3 +117,4 @@ replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets unbounded 40+80 20+40 5+20
 	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model nemotron-h-8b
 	$(PY) $(REPLAY) --budgets 20+40 --running 32 --policies mambacache
+	$(PY) $(REPLAY) --budgets 20+40+200 --policies mambacache

@@ -96,8 +96,7 @@ def error_table(result: dict) -> str:
 def memory(row: dict) -> str:
     if row["state_gib"] is None:
         return "unbounded"
-    host = f", {row['host_gib']:g} GiB of the host" if row["host_gib"] else ""
-    return (f"{row['state_gib']:g} + {row['kv_gib']:g} GiB" if row["kv_gib"] else f"{row['state_gib']:g} GiB") + host
+    return " + ".join(f"{row[part]:g}" for part in ("state_gib", "kv_gib", "host_gib") if row[part]) + " GiB"
 
 
 def replayed(row: dict) -> str:
