@@ -96,6 +96,8 @@ class EvictionOrder:
         self._idle: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # block -> when it was used last
         self._back: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # of those that were put back
         self._all = (*self._idle, *self._back)
+        self._going: tuple[OrderedDict[int, float], float, float, int, list[float]] | None = None
+        """The list whose block went last, its weight, how cold others were at most, when, and by which weights."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -104,20 +106,20 @@ class EvictionOrder:
     def add(self, block: int, rank: Rank) -> None:
         """A block that was used just now."""
         self._idle[rank][block] = self._chains.now
-        self._count += 1
+        self._count, self._going = self._count + 1, None
 
     def put_first(self, block: int) -> None:
         """A spare block that is of no use to anyone."""
         spare = self._idle[Rank.SPARE]
         spare[block] = -inf
-        self._count += 1
+        self._count, self._going = self._count + 1, None
         spare.move_to_end(block, last=False)
 
     def put_back(self, block: int, rank: Rank, used: float) -> None:
         """A block that `remove` gave with the time when it was used last, and that was not used meanwhile: it goes when
         it would have gone. Blocks come back in the order in which they were removed."""
         self._back[rank][block] = used
-        self._count += 1
+        self._count, self._going = self._count + 1, None
 
     def remove(self, block: int, rank: Rank) -> float:
         """Gives the time when the block was used last."""
@@ -127,13 +129,25 @@ class EvictionOrder:
 
     def first(self, asked: bool) -> int | None:
         """The block to evict for a new one, which somebody asked for or not; None if it is worth less than all."""
-        now, gap = self._chains.now, self._chains.mean_gap
-        found, most = None, 0 if asked else gap
-        for idle, weight in self._weighed():
+        now, gap, weights = self._chains.now, self._chains.mean_gap, self._chains.weights
+        if asked and self._going is not None:  # of many that go at once, most are from one list
+            idle, weight, others, then, weighed = self._going
+            if idle and then == now and weighed is weights:
+                block, used = next(iter(idle.items()))
+                if (now - used + gap) / weight > others:
+                    return block
+        found, most, others, going = None, 0 if asked else gap, -inf, None
+        for each in self._weighed():
+            idle, weight = each
             if idle:
                 block, used = next(iter(idle.items()))
-                if (age := (now - used + gap) / weight) > most or (found is None and age == most):
-                    found, most = block, age
+                cold = (now - used + gap) / weight
+                if cold > most or (found is None and cold == most):
+                    others = most if found is not None else others
+                    found, most, going = block, cold, each
+                elif cold > others:
+                    others = cold
+        self._going = (*going, others, now, weights) if asked and going is not None else None
         return found
 
     def limit(self, count: int) -> float:
