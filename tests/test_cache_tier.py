@@ -109,6 +109,17 @@ def test_a_copy_is_no_use_of_a_block() -> None:
     assert removed[0] == removed[1] and len(removed[0]) > 6
 
 
+def test_what_the_device_hits_goes_first_on_the_host() -> None:
+    cache = filled(3)
+    tier, chain = cache._books.tier, cache._books.chain(array("i", text(LENGTH, 2)), "", {})
+    before = [pool.idle.first(True) for pool in (tier.states, tier.pages)]
+    slots = [tier.states.lookup(chain[3]), tier.pages.lookup(chain[3])]
+    assert None not in slots and before != slots
+    assert answer(cache, "again", 2) == 192 and cache.stats.loads == 0
+    assert tier.states.idle.first(True) == slots[0]
+    assert tier.pages.idle.first(True) in [tier.pages.lookup(each) for each in chain[1:4]]
+
+
 def test_states_never_go_without_the_kv_before_them() -> None:
     cache, held = watched(**ROOM), 0
     books = cache._books
