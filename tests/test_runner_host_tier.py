@@ -81,16 +81,6 @@ def test_what_fails_is_told_as_failed(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert caplog.text.count("a transfer between device and host failed") == 1
 
 
-def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*args: int, **options: torch.dtype) -> torch.Tensor:
-        raise RuntimeError("not enough memory")
-
-    states = pools("cpu")[:1]
-    monkeypatch.setattr(host_tier.torch, "empty", none_left)
-    with pytest.raises(ValueError, match="bytes of host memory cannot be had: lower host_cache_bytes"):
-        HostTier(states, (3,))
-
-
 @pytest.mark.gpu
 def test_a_copy_waits_for_the_steps_before_it() -> None:
     """And is told as over no sooner than it is."""
