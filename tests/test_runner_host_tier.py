@@ -7,7 +7,6 @@ import torch
 
 from mambacache.kernels import StatePool, StateTensor
 from mambacache.plan import Transfer
-from mambacache.runner import host_tier
 from mambacache.runner.host_tier import HostTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
