@@ -37,6 +37,7 @@ from tqdm import tqdm
 TRACE_BLOCK = 512  # tokens of one id of the trace
 SESSION_IDS = 2  # the first id is that of all requests, the second tells sessions apart
 VOCABULARY = 250
+LETTER = 40  # in tokenizers of bytes a letter, in larger ones a short piece of text
 
 
 @dataclass
@@ -87,8 +88,13 @@ def tokens(request: dict[str, Any]) -> list[int]:
 
 
 async def send(client: ClientSession, prompt: list[int], answer: int) -> Times:
-    """Pieces are not read: a client that parses each takes longer than the server at some thousand tokens a second."""
+    """Pieces are not read: a client that parses each takes longer than the server at some thousand tokens a second.
+
+    Answers are of one letter: among random ones are endless broken characters, on which vLLM's detokeniser, and with it
+    the whole server, takes time quadratic in their length.
+    """
     body = {"model": "served", "prompt": prompt, "max_tokens": answer, "temperature": 0, "stream": True}
+    body["allowed_token_ids"] = [LETTER]
     sent = time.perf_counter()
     async with client.post("/v1/completions", json=body | {"ignore_eos": True}) as stream:
         stream.raise_for_status()

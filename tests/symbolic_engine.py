@@ -96,7 +96,8 @@ def symbolic_llm(
     pool = SimpleNamespace(buffer=torch.zeros(1), layers=[])
     stubs = {
         "model_skeleton": lambda *_: loaded, "load_model": lambda *_: loaded, "load_tokenizer": lambda *_: Letters(),
-        "weight_bytes": lambda _: 0, "usable_memory": lambda *_: 0, "plan_memory": lambda *_: sizes,
+        "expected_weight_bytes": lambda *_: 0, "weight_bytes": lambda _: 0, "usable_memory": lambda *_: 0,
+        "plan_memory": lambda *_: sizes,
         "PrefixCache": make_cache, "StatePool": lambda *_: pool, "allocate_kv_pages": lambda *_: None,
     }  # fmt: skip
     with patch.multiple(mambacache.engine.parts, **stubs):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
 
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.chains import Chains, Rank
-from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
+from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
 from mambacache.config import CacheConfig
@@ -125,3 +126,18 @@ def test_seen_hashes_are_bounded_and_cleared() -> None:
     assert cached.match(5).junction == 2
     cached.index.forget_seen()
     assert cached.match(5).junction == 0
+
+
+def test_chains_do_not_depend_on_the_one_made_before() -> None:
+    """Nor on whether that one has grown since, on its salt, or on the keys of its blocks."""
+    rng, prompts = random.Random(0), Prompts()
+    common = rng.choices(range(3), k=40)
+    for _ in range(500):
+        tokens = array("i", common[: rng.randrange(41)] + rng.choices(range(3), k=rng.randrange(12)))
+        root = rng.choice([b"root", b"other"])
+        keys = {rng.randrange(5): b"image"} if rng.random() < 0.3 else {}
+        alone = [root]
+        extend_chain(alone, tokens, SIZE, keys)
+        made = prompts.chain(root, tokens, SIZE, keys)
+        assert made == alone
+        made.append(b"grown")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from mambacache import LLM
 from mambacache.cli import main
 from mambacache.engine import parts
-from mambacache.models.adapt import Model
+from mambacache.models.adapt import Model, model_skeleton
 from mambacache.runner import sizing
 
 SMALL = ["--device=cpu", "--kv-cache-bytes=4MB", "--checkpoint-budget-bytes=1000000", "--max-num-seqs=4"]
@@ -148,3 +149,20 @@ def test_plan_and_engine_mean_the_same_share(
 def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config_only), *SMALL, "--max-model-len", "20000"]) == 1
     assert "takes 16384 tokens: set it to 16384 or less" in capsys.readouterr().err
+
+
+def test_weights_of_a_quantised_checkpoint_are_those_of_its_files(
+    config_only: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where there are none, an unquantised model's, and it says so."""
+    config = json.loads((config_only / "config.json").read_text())
+    (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    whole = sizing.weight_bytes(model_skeleton(config_only))
+    assert main(["plan", str(config_only), *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("The checkpoint is quantised") and numbers(table(out)["weights"])[0] == whole
+    for number in range(2):
+        (config_only / f"{number}.safetensors").write_bytes(bytes(3000))
+    assert main(["plan", str(config_only), *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert "The checkpoint" not in out and numbers(table(out)["weights"])[0] == 6000

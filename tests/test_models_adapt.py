@@ -143,6 +143,14 @@ def test_config_of_no_use(tmp_path: Path, written: object, reason: str, capsys: 
     assert capsys.readouterr().err.splitlines()[-1] == f"mambacache: {raised.value}"
 
 
+def test_config_that_no_model_can_be_built_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_attention_heads": 0}')
+    with pytest.raises(ValueError, match=r"^the config\.json of .* cannot be used \(.*zero\): put the one") as raised:
+        model_skeleton(tmp_path)
+    assert main(["plan", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"mambacache: {raised.value}"
+
+
 @pytest.mark.parametrize("model_type", ["llama", "lfm2_vl", "no_such_type", None])
 def test_unknown_model_type(tmp_path: Path, model_type: str | None) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": 64}))

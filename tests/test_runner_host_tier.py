@@ -7,7 +7,6 @@ import torch
 
 from mambacache.kernels import StatePool, StateTensor
 from mambacache.plan import Transfer
-from mambacache.runner import host_tier
 from mambacache.runner.host_tier import HostTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -79,16 +78,6 @@ def test_what_fails_is_told_as_failed(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert run(tier, wrong, right) == {wrong: True, right: False}
     assert run(tier, wrong._replace(number=3)) == {wrong._replace(number=3): True}
     assert caplog.text.count("a transfer between device and host failed") == 1
-
-
-def test_memory_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none_left(*args: int, **options: torch.dtype) -> torch.Tensor:
-        raise RuntimeError("not enough memory")
-
-    states = pools("cpu")[:1]
-    monkeypatch.setattr(host_tier.torch, "empty", none_left)
-    with pytest.raises(ValueError, match="bytes of host memory cannot be had: lower host_cache_bytes"):
-        HostTier(states, (3,))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from itertools import count
 
 from mambacache.accounting.ledger import Ledger, Trace
 from mambacache.cache.chains import Chains
-from mambacache.cache.lookup import Found, Lookup, extend_chain, root_hash
+from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool
@@ -32,6 +32,7 @@ class Books:
         self.rows = Rows(self.requests)
         self._life_numbers, self._row_numbers, self._transfer_numbers = count(1), count(1), count(1)
         self._generation = 0
+        self._prompts = Prompts()
         self.torn = False
         self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
         self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
@@ -64,9 +65,8 @@ class Books:
 
     def chain(self, tokens: array[int], salt: str, keys: Mapping[int, bytes]) -> list[bytes]:
         config = self._config
-        chain = [root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._generation, salt)]
-        extend_chain(chain, tokens, config.block_size, keys)
-        return chain
+        root = root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._generation, salt)
+        return self._prompts.chain(root, tokens, config.block_size, keys)
 
     def rehash(self, request: CachedRequest) -> None:
         request.chain = self.chain(request.tokens, request.salt, request.keys)
@@ -188,7 +188,7 @@ class Books:
     # --- the end of a life ---
 
     def end_life(self, life: Life, finished: bool) -> None:
-        """A request runs no more; it waits for its next admission unless it is forgotten."""
+        """A request runs no more; it waits for its next admission unless it was forgotten."""
         request, row = life.request, life.row
         request.life = None
         if row is not None and row.planned:
@@ -198,7 +198,8 @@ class Books:
         self.states.end(life, finished)
         if request.stale:
             self.rehash(request)
-        self.lookup.wait(request)
+        if self.requests.get(request.request_id) is request:
+            self.lookup.wait(request)
 
     def forget(self, request: CachedRequest, finished: bool, wrong_from: int | None) -> None:
         if wrong_from is not None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mambacache.accounting.ledger import Ledger, partition_loss
+from mambacache.accounting.record import common_tokens
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import ALWAYS_EXACT, CachedRequest, Life
@@ -39,6 +40,23 @@ def extend_chain(
             block.update(keys[end // block_size - 1])
         parent = block.digest()
         chain.append(parent)
+
+
+class Prompts:
+    """Makes the chains of prompts. What one shares with the prompt before it is not hashed again: those of a burst come
+    together."""
+
+    def __init__(self) -> None:
+        self._tokens, self._chain = b"", [b""]  # of the last one whose blocks have no keys: few have any
+
+    def chain(self, root: bytes, tokens: array[int], block_size: int, keys: Mapping[int, bytes]) -> list[bytes]:
+        chain, given = [root], tokens.tobytes()
+        if not keys and self._chain[0] == root:
+            chain = self._chain[: common_tokens(given, self._tokens) // block_size + 1]
+        extend_chain(chain, tokens, block_size, keys)
+        if not keys:
+            self._tokens, self._chain = given, chain  # which may grow: no more of it is taken than was given
+        return chain
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,13 @@ def run(args: argparse.Namespace) -> int:
 
     device = sizing.resolve_device(config.device)
     model = model_skeleton(config.model, config.dtype, device, config.revision)
-    weights, free = sizing.weight_bytes(model), args.memory
+    weights, free = sizing.expected_weight_bytes(model, config.model), args.memory
+    if weights is None:
+        weights = sizing.weight_bytes(model)
+        print("The checkpoint is quantised and its files are not here: weights are counted as if it were not.")
     if free is None:
         free = sizing.free_memory(device)
     total = sizing.total_memory(device) if args.memory is None else free
     usable = sizing.usable_memory(config, weights, total, free - weights)
-    print(sizing.describe(config, model, sizing.plan_memory(config, model, usable), usable))
+    print(sizing.describe(config, model, sizing.plan_memory(config, model, usable), weights, usable))
     return 0

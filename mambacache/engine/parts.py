@@ -23,6 +23,7 @@ from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.runner.sizing import (
     Sizes,
+    expected_weight_bytes,
     free_memory,
     plan_memory,
     present_device,
@@ -61,7 +62,7 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     device = present_device(config.device)
     skeleton = model_skeleton(config.model, config.dtype, device, config.revision)
     with _warnings_wait():
-        weights = 0 if _is_quantized(skeleton) else weight_bytes(skeleton)
+        weights = expected_weight_bytes(skeleton, config.model) or 0
         usable = usable_memory(config, weights, total_memory(device), free_memory(device) - weights)
         sizes = plan_memory(config, skeleton, usable)
         _check_host_memory(sizes)
@@ -136,11 +137,6 @@ def _host_tier(sizes: Sizes, runner: ModelRunner) -> HostTier | None:
         return None
     pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
     return HostTier(pools, (sizes.num_host_states, sizes.num_host_pages)[: len(pools)])
-
-
-def _is_quantized(model: Model) -> bool:
-    """Whether the weights may be smaller than a model's without them says."""
-    return getattr(model.config, "quantization_config", None) is not None
 
 
 def _warn_of_small_steps(config: EngineConfig, sizes: Sizes) -> None:

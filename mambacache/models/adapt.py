@@ -128,10 +128,7 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
     except OSError as error:
         raise ValueError(_no_config(model)) from error
     except Exception as error:  # what transformers makes of such values has no type of its own
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the config.json of {model} cannot be used ({reason}): put the one that belongs to its weights there"
-        ) from error
+        raise _unusable(model, error) from error
     if not raw:
         raise ValueError(_no_config(model))
     if whole is not None:
@@ -188,10 +185,12 @@ def model_skeleton(
         ValueError: see `read_config`.
     """
     config = read_config(model, revision)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=_resolve_dtype(dtype, config, device), attn_implementation=ATTENTION
-        )
+    resolved = _resolve_dtype(dtype, config, device)
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, dtype=resolved, attn_implementation=ATTENTION)
+    except Exception as error:  # as above: heads that do not divide the width, layers of no such type
+        raise _unusable(model, error) from error
     return adapt(module)
 
 
@@ -228,6 +227,13 @@ def _resolve_dtype(dtype: str, config: PreTrainedConfig, device: str | torch.dev
     if torch.device(device).type == "cpu":
         return torch.float32
     return config.dtype or torch.float32
+
+
+def _unusable(model: str | Path, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(
+        f"the config.json of {model} cannot be used ({reason}): put the one that belongs to its weights there"
+    )
 
 
 def _no_config(model: str | Path) -> str:

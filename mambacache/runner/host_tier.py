@@ -11,6 +11,7 @@ import torch
 
 from mambacache.kernels import StatePool, copy_blocks
 from mambacache.plan import Transfer
+from mambacache.runner.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,10 @@ class HostTier:
     def __init__(self, pools: Sequence[StatePool], slots: Sequence[int]) -> None:
         self._device = pools[0].buffer.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._pinned: list[int] = []
-        self._pools = [
-            (pool.slabs, self._slots(count, pool.block_bytes)) for pool, count in zip(pools, slots, strict=True)
+        self._memory = HostMemory(self._device)
+        self._pools = [  # slot 0 is no slot
+            (pool.slabs, self._memory.slots(count + 1, pool.block_bytes))
+            for pool, count in zip(pools, slots, strict=True)
         ]
         self._copies: dict[int, Copy] = {}
         self._told = False  # of a failure
@@ -78,28 +80,10 @@ class HostTier:
 
     def close(self) -> None:
         """Gives the memory back, once all copies are over."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        while self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
+        self._memory.close()
         self._pools, self._copies = [], {}
 
     # --- inside ---
-
-    def _slots(self, count: int, block_bytes: int) -> torch.Tensor:
-        """uint8 [count + 1, block_bytes], slot 0 being no slot; pinned for a GPU."""
-        try:
-            slots = torch.empty(count + 1, block_bytes, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{count * block_bytes:,} bytes of host memory cannot be had: lower host_cache_bytes"
-            ) from error
-        if self._stream is not None:  # in place: pin_memory would round the size up to a power of 2
-            status = torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), slots.nbytes, 0)
-            if int(status) != 0:
-                raise ValueError(f"{slots.nbytes:,} bytes of host memory cannot be pinned: lower host_cache_bytes")
-            self._pinned.append(slots.data_ptr())
-        return slots
 
     def _launch(self, copy: Copy) -> None:
         with ExitStack() as stack:

@@ -150,6 +150,13 @@ def weight_bytes(model: Model) -> int:
     return sum(x.numel() * x.element_size() for x in (*model.module.parameters(), *model.module.buffers()))
 
 
+def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
+    """What the weights will take: for a quantised checkpoint its files, or None where they are not in this folder."""
+    if getattr(model.config, "quantization_config", None) is None:
+        return weight_bytes(model)
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) or None
+
+
 def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> int:
     """Bytes for states and KV: what the weights leave of the device's share, and at most what is free.
 
@@ -176,10 +183,9 @@ def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> 
     return min(left, free)
 
 
-def describe(config: EngineConfig, model: Model, sizes: Sizes, usable: int) -> str:
-    """The sizes as a table, and what the settings that change them cost. `usable` is as of `usable_memory`."""
+def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usable: int) -> str:
+    """The sizes as a table, and what the settings that change them cost. `usable` is what `usable_memory` gave."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
-    weights = weight_bytes(model)
     share, reason = _share(config.device)
     taken = sizes.num_state_blocks * state + sizes.num_kv_blocks * page
     rows = [

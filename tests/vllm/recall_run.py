@@ -14,15 +14,11 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "MAMBACACHE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",  # so that workers of two GPUs have what is patched here
-}
+os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 from watched import LAST_ANSWER
 
 from engine_driver import tokens_of
@@ -30,14 +26,14 @@ from mambacache.demo import MODEL
 from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text
 
 VOCABULARY = 136
+# There are no experts to count. Here, since workers import this file too.
+QwenNextMixtureOfExperts.set_moe_parameters = lambda self: None
 ROWS = 8  # a size for which a graph is captured, so that no mode pads
 
 
 def serve(mode: str, gpus: int) -> Any:
     from vllm import LLM
-    from vllm.model_executor.models.qwen3_next import QwenNextMixtureOfExperts
 
-    QwenNextMixtureOfExperts.set_moe_parameters = lambda self: None  # there are no experts to count
     graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": mode}} if mode == "FULL_DECODE_ONLY" else {}
     return LLM(
         str(MODEL),

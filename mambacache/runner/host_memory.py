@@ -1,0 +1,49 @@
+"""Host memory that a GPU reads and writes by itself."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from contextlib import suppress
+
+import torch
+
+
+class HostMemory:
+    """Slots in host memory, pinned where the device is a GPU, until this is closed or forgotten.
+
+    It has pages of its own, since none can be pinned twice. It is pinned in place: `pin_memory` would round the size up
+    to a power of 2.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned: list[torch.Tensor] = []
+        self.close = weakref.finalize(self, _unpin, device, self._pinned)
+        self.close.atexit = False  # the driver gives all back, and may have gone by then
+
+    def slots(self, count: int, slot_bytes: int) -> torch.Tensor:
+        """uint8 [count, slot_bytes].
+
+        Raises:
+            ValueError: the memory cannot be had, or not pinned.
+        """
+        size = count * slot_bytes
+        try:
+            slots = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(count, slot_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ValueError(f"{size:,} bytes of host memory cannot be had: lower host_cache_bytes") from error
+        if self._device.type == "cuda":
+            if int(torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), size, 0)) != 0:
+                with suppress(RuntimeError):  # the runtime keeps the error for whoever asks next
+                    torch.zeros(1, device=self._device)
+                raise ValueError(f"{size:,} bytes of host memory cannot be pinned: lower host_cache_bytes")
+            self._pinned.append(slots)
+        return slots
+
+
+def _unpin(device: torch.device, pinned: list[torch.Tensor]) -> None:
+    if pinned:
+        torch.cuda.synchronize(device)  # copies may be under way
+    while pinned:
+        torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())
