@@ -1,0 +1,139 @@
+"""Long mixed traffic on the trained recall model: every answer that the model alone gives right is right, whatever else
+happens to the engine, and nothing is held when all have ended.
+
+Requests are turns of conversations about documents. They come in bursts, are aborted, preempted in pools that are too
+small, sent in several salts, asked for twice, drafted for rightly and wrongly; host and device stop at random.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from engine_driver import Engines, greedy
+from mambacache import LLM, SamplingParams
+from mambacache.demo import MODEL
+from mambacache.demo.task import ANSWER_TOKENS, answer_text, demo_document, encode, question_text
+from mambacache.scheduler.request import Request
+
+DOCUMENTS, TURNS = 10, 4
+LONGEST = 70  # tokens of an answer: more than a block, and nobody knows what is right beyond the first
+UNDER_WAY = 20  # requests at a time
+STOP_SECONDS, STOP_CYCLES = 0.004, 4_000_000
+ALONE = greedy(ANSWER_TOKENS, ignore_eos=True, read_cache=False, store_cache=False)
+
+
+def conversations(seed: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Prompts and their right answers: each turn has those before it in its prompt."""
+    for number in range(DOCUMENTS):
+        rng = random.Random(f"{seed} {number}")
+        document = demo_document(rng.randrange(1 << 30), num_records=rng.randrange(20, 240), num_names=12)
+        tokens, last = encode(document.text), dict(document.records)
+        for name in rng.sample(sorted(last), min(TURNS, len(last))):
+            prompt = tokens + encode(question_text(name))
+            right = encode(answer_text(last[name]))
+            yield prompt, right
+            tokens = prompt + right
+
+
+@dataclass
+class Soak:
+    """One engine under traffic."""
+
+    llm: LLM
+    turns: Sequence[tuple[list[int], list[int]]]
+    rng: random.Random
+    asked: dict[str, list[int]] = field(default_factory=dict)  # under way: the right answer
+    right: int = 0
+    aborted: int = 0
+
+    def run(self, requests: int) -> None:
+        for number in range(requests):
+            while len(self.asked) >= UNDER_WAY or (self.asked and self.rng.random() < 0.6):
+                self.step()
+            self.submit(str(number))
+            self.disturb()
+        while not self.llm.idle:
+            self.step()
+        assert not self.asked
+
+    def submit(self, name: str) -> None:
+        prompt, self.asked[name] = self.rng.choice(self.turns)
+        params = SamplingParams(
+            temperature=self.rng.choice([0.0, 0.0, 1.0]),
+            top_k=1,
+            max_tokens=self.rng.choice([ANSWER_TOKENS, ANSWER_TOKENS, LONGEST]),
+            ignore_eos=True,
+            n=self.rng.choice([1, 1, 1, 1, 3]),
+            salt=self.rng.choice(["", "", "", "other"]),
+            logprobs=self.rng.choice([None, None, 2]),
+            store_cache=self.rng.random() < 0.95,
+        )
+        self.llm.submit(prompt, params, name)
+
+    def disturb(self) -> None:
+        if self.rng.random() < 0.08 and self.asked:
+            name = self.rng.choice(sorted(self.asked))
+            self.llm.abort(name)
+            del self.asked[name]
+            self.aborted += 1
+        if self.rng.random() < 0.01:
+            self.llm.reset_prefix_cache()
+        if self.rng.random() < 0.1:
+            time.sleep(self.rng.uniform(0, STOP_SECONDS))
+        if self.rng.random() < 0.1 and torch.cuda.is_initialized():
+            torch.cuda._sleep(self.rng.randrange(STOP_CYCLES))
+
+    def step(self) -> None:
+        for output in self.llm.step():
+            right = self.asked.get(output.request_id)
+            if output.finished and right is not None:
+                for each in output.outputs:
+                    assert list(each.token_ids[:ANSWER_TOKENS]) == right
+                self.right += 1
+                del self.asked[output.request_id]
+
+    def draft(self, request: Request, limit: int) -> list[int]:
+        """The right tokens, others, or none."""
+        right = self.asked.get(request.request_id.partition("/")[0], [])
+        guess = right[len(request.output) :] if self.rng.random() < 0.7 else [limit, limit]
+        return guess if self.rng.random() < 0.8 else []
+
+
+def soak(engine: Engines, requests: int) -> None:
+    turns = list(conversations(seed=requests))
+    alone = engine(MODEL).generate([prompt for prompt, _ in turns], ALONE, use_tqdm=False)
+    known = [turn for turn, output in zip(turns, alone, strict=True) if list(output.outputs[0].token_ids) == turn[1]]
+    assert len(known) >= 0.8 * len(turns)
+    soaks: list[Soak] = []
+    llm = engine(
+        MODEL,
+        draft=lambda request, limit: soaks[0].draft(request, limit),
+        max_draft_tokens=2,
+        max_num_seqs=8,
+        max_num_batched_tokens=384,
+        num_checkpoints=12,
+        num_kv_blocks=40,
+        max_model_len=1536,
+    )
+    soaks.append(Soak(llm, known, random.Random(requests)))
+    soaks[0].run(requests)
+    stats = llm.stats
+    assert soaks[0].right + soaks[0].aborted == requests and soaks[0].aborted > 0.04 * requests
+    assert stats.hit_tokens > 0.05 * stats.prompt_tokens and stats.preemptions and stats.states_evicted
+    assert not stats.state_blocks["writing"]
+
+
+def test_soak(engine: Engines) -> None:
+    soak(engine, 80)
+
+
+@pytest.mark.gpu_full
+@pytest.mark.parametrize("engine", ["cuda"], indirect=True)
+def test_long_soak(engine: Engines) -> None:
+    soak(engine, 5000)
