@@ -1,6 +1,7 @@
-"""vLLM with mambacache's plugin and without it, one after the other in one run: prompts that share a prefix, decoding.
+"""vLLM with mambacache's plugin and without it, and mambacache's own engine, one after the other in one run: prompts
+that share a prefix, decoding.
 
-    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--in-process] [--mode MODE] [--rounds N]
+    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--engines ...] [--in-process] [--mode MODE] [--rounds N]
 
 Each engine runs in a process of its own, in each round again, in turn; with dummy weights: times and hits mean
 something, texts do not. Nothing is detokenised. Of each workload the median over all rounds, beside the best: two runs
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -29,7 +30,14 @@ from vllm_host_time import host_time
 
 REQUESTS = 64
 HOST_MS = f"host time of a decode step of {REQUESTS} rows that is the plugin's, ms"
-ENGINES = ("plugin", "vllm", "vllm, FlashInfer")
+ENGINES = ("plugin", "vllm", "vllm, FlashInfer", "ours")
+VOCABULARY, DECODED = 250, 128
+LIMITS = {
+    "max_model_len": 16384,
+    "max_num_seqs": REQUESTS,
+    "max_num_batched_tokens": 16384,
+    "gpu_memory_utilization": 0.5,
+}
 SHARED = ((4096, 64), (4001, 512))  # tokens in common, and of each prompt's own
 
 
@@ -44,16 +52,15 @@ class Row:
     prompt_tokens: int
 
 
-def workloads(llm: Any, engine: str) -> Iterator[Row]:
-    from vllm import SamplingParams
-
+def workloads(llm: Any, params_of: Callable[[int], Any], engine: str) -> Iterator[Row]:
+    """Of an `LLM` of vLLM's or ours; `params_of` gives the sampling parameters of so many greedy tokens."""
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
-        return [rng.randrange(250) for _ in range(count)]
+        return [rng.randrange(VOCABULARY) for _ in range(count)]
 
     def run(prompts: list[list[int]], output: int) -> tuple[float, int]:
-        params = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
+        params = params_of(output)
         start = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return time.perf_counter() - start, sum(each.num_cached_tokens or 0 for each in outputs)
@@ -77,8 +84,8 @@ def workloads(llm: Any, engine: str) -> Iterator[Row]:
         yield row(f"{REQUESTS} x ({shared} shared + {own})", batches[1:], 1)
     for count in (REQUESTS, 1):
         batches = [[tokens(512) for _ in range(count)] for _ in range(4)]
-        run(batches[0], 128)
-        yield row(f"decode {count} x 128 after 512", batches[1:], 128)
+        run(batches[0], DECODED)
+        yield row(f"decode {count} x {DECODED} after 512", batches[1:], DECODED)
 
 
 def host_ms(llm: Any) -> float:
@@ -109,9 +116,18 @@ def activate_flashinfer() -> None:
         fi_gdn.activate()
 
 
-def measure(arguments: argparse.Namespace, engine: str) -> None:
-    """One engine, in this process; writes its rows."""
-    from vllm import LLM
+def rows_of(llm: Any, params_of: Callable[[int], Any], engine: str) -> dict[str, Any]:
+    rows = []
+    for row in workloads(llm, params_of, engine):
+        times = ", ".join(f"{each:.3f}" for each in row.times)
+        print(f"{engine:18}{row.workload:50}{times} s, hit {row.hit_tokens:,}", flush=True)
+        rows.append(asdict(row))
+    return {"rows": rows}
+
+
+def measure_vllm(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
+    """vLLM, in this process, with the plugin or without; the rows, and with it its host time."""
+    from vllm import LLM, SamplingParams
 
     backend = "flashinfer" if engine.endswith("FlashInfer") else "triton"
     if backend == "flashinfer":
@@ -119,23 +135,31 @@ def measure(arguments: argparse.Namespace, engine: str) -> None:
     options: dict[str, Any] = {"additional_config": {"gdn_prefill_backend": backend}}
     if arguments.mode != "default":
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": arguments.mode}
-    start = time.perf_counter()
     llm = LLM(
-        model=arguments.model, load_format="dummy", max_model_len=16384, max_num_seqs=REQUESTS, dtype="bfloat16",
-        gpu_memory_utilization=0.5, enable_prefix_caching=True, mamba_ssm_cache_dtype="float32", seed=0, **options,
+        model=arguments.model, load_format="dummy", dtype="bfloat16", enable_prefix_caching=True,
+        mamba_ssm_cache_dtype="float32", seed=0, **LIMITS, **options,
     )  # fmt: skip
-    print(f"{engine}: loaded in {time.perf_counter() - start:.0f} s", flush=True)
-    rows = []
-    for row in workloads(llm, engine):
-        times = ", ".join(f"{each:.3f}" for each in row.times)
-        print(f"{engine:8}{row.workload:50}{times} s, hit {row.hit_tokens:,}", flush=True)
-        rows.append(asdict(row))
-    result: dict[str, Any] = {"rows": rows}
+    result = rows_of(
+        llm, lambda count: SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False), engine
+    )
     if engine == "plugin" and arguments.in_process:
         result["host_ms"] = host_ms(llm)
-        print(f"{engine:8}{HOST_MS}: {result['host_ms']:.2f}")
-    Path(arguments.json).write_text(json.dumps(result))
+        print(f"{engine:18}{HOST_MS}: {result['host_ms']:.2f}")
     llm.llm_engine.engine_core.shutdown()
+    return result
+
+
+def measure_ours(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
+    """Our own engine, in this process, without a tokenizer; its random weights are saved first, since it reads some."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mambacache import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = AutoConfig.from_pretrained(arguments.model)
+        AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
+        with LLM(folder, dtype="bfloat16", seed=0, **LIMITS) as llm:
+            return rows_of(llm, lambda count: SamplingParams(max_tokens=count, temperature=0, ignore_eos=True), engine)
 
 
 def compare(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
@@ -170,7 +194,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--json")
-    parser.add_argument("--engines", nargs="+", default=ENGINES[:2], choices=ENGINES)
+    parser.add_argument(
+        "--engines", nargs="+", default=ENGINES[:2], choices=ENGINES, help="the first is set against all"
+    )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--in-process", action="store_true", help="the engine core in the process of its caller")
@@ -179,13 +205,15 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.engine:
-        measure(arguments, arguments.engine)
+        measure = measure_ours if arguments.engine == "ours" else measure_vllm
+        Path(arguments.json).write_text(json.dumps(measure(arguments, arguments.engine)))
         return
     rows, host = compare(arguments)
     for workload in dict.fromkeys(row["workload"] for row in rows):
         times = {row["engine"]: row["seconds"] for row in rows if row["workload"] == workload}
-        ratios = [f"{times['plugin'] / seconds:.2f} of {engine}" for engine, seconds in times.items()]
-        print(f"{workload:50} plugin: {', '.join(ratios)}")
+        first = times[arguments.engines[0]]
+        ratios = [f"{first / seconds:.2f} of {engine}" for engine, seconds in times.items()]
+        print(f"{workload:50} {arguments.engines[0]}: {', '.join(ratios)}")
     if arguments.json:
         import torch
 
