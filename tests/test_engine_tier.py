@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,19 @@ def test_together_and_in_turns_of_chats(engine: Engines, original: Callable[[str
     outputs = ask(llm, shared, greedy(3))
     original("qwen3_next").check_all(shared, outputs)
     assert [report_of(output).from_host for output in outputs] == [192] * 3 and llm.stats.loads == before.loads + 1
+
+
+def test_loads_that_end_while_a_step_is_planned(
+    engine: Engines, original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step asks before it is planned, when nothing is over, and behind that, when all is."""
+    llm = engine(**SMALL)
+    ask(llm, PROMPTS, greedy(2), together=False)
+    ended, calls = host_tier.HostTier.ended, count()
+    monkeypatch.setattr(host_tier.HostTier, "ended", lambda tier: ended(tier) if next(calls) % 2 else {})
+    outputs = ask(llm, PROMPTS, greedy(4), together=False)
+    original("qwen3_next").check_all(PROMPTS, outputs)
+    assert llm.stats.host_hit_tokens > 0
 
 
 def test_a_failing_transfer_costs_a_miss(

@@ -170,7 +170,7 @@ class Stepper:
         raised here costs a miss: it is tried again.
 
         Returns:
-            Whether transfers are under way, as far as that is known.
+            Whether transfers are under way, as far as that is known, or just ended: who waits for one runs soon.
         """
         if self._tier is None:
             return False
@@ -186,7 +186,7 @@ class Stepper:
             logger.exception("the tier in host memory failed in this step")
             return self._tier_failures < PLANNING_ATTEMPTS
         self._tier_failures = 0
-        return bool(under_way)
+        return bool(under_way or over)
 
     def _wait_for_transfer(self) -> None:
         """Nothing can run: requests that are left may wait for a transfer, or for what one holds."""
