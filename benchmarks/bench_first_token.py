@@ -12,11 +12,10 @@ import json
 import platform
 import random
 import statistics
-import subprocess
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from about import about
 from tqdm import tqdm
 
 from mambacache import LLM, SamplingParams
@@ -58,16 +57,9 @@ def main() -> None:
     for row in rows:
         print(f"hit {row['hit_tokens']:5}  first token after {1e3 * row['seconds']:6.1f} ms")
     if arguments.json:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        about = {
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-            "device": str(llm.config.device),
-            "versions": {name: version(name) for name in ("torch", "transformers")},
-            "commit": head or None,
-            "prompt_tokens": PROMPT,
-        }
-        arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "device": str(llm.config.device)}
+        figures = about("torch", "transformers") | machine | {"prompt_tokens": PROMPT, "rows": rows}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from about import about
 
 from mambacache import LLM, SamplingParams
 from mambacache.plan import Transfer
@@ -182,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"a step of {options['rows']} decode rows: {row.decode_ms:.2f} ms, slowed by {row.slowed:.1%} beside transfers"
     )
     if target:
-        target.write_text(json.dumps({"rows": [asdict(row)]}, indent=1) + "\n")
+        target.write_text(json.dumps(about("torch", "triton") | {"rows": [asdict(row)]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

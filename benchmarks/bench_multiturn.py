@@ -12,13 +12,11 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+from about import about
 from tqdm import tqdm
 
 from mambacache import LLM, SamplingParams
@@ -95,14 +93,8 @@ def main(argv: list[str] | None = None) -> None:
             f"p99 {1e3 * row.p99:8.1f}, hit {row.hit_tokens / row.prompt_tokens:.0%}"
         )
     if arguments.json:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        about = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "versions": {name: version(name) for name in ("torch", "transformers")},
-            "commit": head or None,
-            "chats": arguments.chats,
-        }
-        arguments.json.write_text(json.dumps(about | {"rows": list(map(asdict, rows))}, indent=1) + "\n")
+        figures = about("torch", "transformers") | {"chats": arguments.chats, "rows": list(map(asdict, rows))}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

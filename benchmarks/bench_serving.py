@@ -25,12 +25,12 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from about import about
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 from tqdm import tqdm
 
@@ -197,16 +197,9 @@ def main() -> None:
         rows.append(asdict(measure(arguments, engine, requests)))
         print(json.dumps(rows[-1]), flush=True)
     if arguments.json:
-        import torch
-
-        about = {
-            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-            "versions": {name: version(name) for name in ("torch", "triton", "vllm", "transformers")},
-            "requests": len(requests),
-            "rate": arguments.rate,
-            "options": arguments.options,
-        }
-        arguments.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        figures = about("torch", "triton", "vllm", "transformers")
+        figures |= {"requests": len(requests), "rate": arguments.rate, "options": arguments.options, "rows": rows}
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -95,6 +95,20 @@ def vllm_table(run: dict) -> str:
     return "\n".join(lines)
 
 
+def serving_table(result: dict) -> str:
+    """Of bench_serving.py."""
+    plugin, vllm = result["rows"]
+    lines = ["| | plugin | vLLM alone |\n|---|---|---|"]
+    for name, key in (
+        ("seconds to the first token, median", "first_token_median"),
+        ("seconds to the first token, 99th percentile", "first_token_p99"),
+        ("seconds from token to token, median", "token_median"),
+    ):
+        lines.append(f"| {name} | {plugin[key]:.4f} | {vllm[key]:.4f} |")
+    lines.append(f"| hit of {vllm['prompt_tokens']:,} tokens | {plugin['hit_tokens']:,} | {vllm['hit_tokens']:,} |")
+    return "\n".join(lines)
+
+
 def error_table(result: dict) -> str:
     lines = ["| layers | plugin | vLLM alone | ratio |\n|---|---|---|---|"]
     for name, model in result["models"].items():
@@ -104,10 +118,14 @@ def error_table(result: dict) -> str:
 
 
 def fp8_table(result: dict) -> str:
-    """Mean KL divergence of quantised models from vLLM alone, and of vLLM alone in another batch order."""
-    lines = ["| layers | plugin | vLLM, other order | ratio |\n|---|---|---|---|"]
-    for name, kl in result["fp8_kl"].items():
-        lines.append(f"| {LAYERS[name]}'s | {kl['plugin']:.5f} | {kl['vllm']:.5f} | {kl['plugin'] / kl['vllm']:.1f} |")
+    """Of quantised models: errors as above, and the mean KL divergence from vLLM alone."""
+    head = "| layers | plugin | vLLM alone | ratio | KL: plugin | vLLM, other order | ratio |"
+    lines = [head + "\n|---|---|---|---|---|---|---|"]
+    for name, model in result["fp8"].items():
+        plugin, vllm = model["rms"]["plugin"], model["rms"]["vllm"]
+        far, near = model["kl"]["plugin"], model["kl"]["vllm, backwards"]
+        errors = f"{plugin:.4f} | {vllm:.4f} | {plugin / vllm:.2f}"
+        lines.append(f"| {LAYERS[name]}'s | {errors} | {far:.5f} | {near:.5f} | {far / near:.1f} |")
     return "\n".join(lines)
 
 

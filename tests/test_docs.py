@@ -123,7 +123,7 @@ def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import error_table, fp8_table, vllm_table
+    from table import error_table, fp8_table, serving_table, vllm_table
 
     page = PAGES["docs/vllm.md"]
     runs = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"]
@@ -131,7 +131,22 @@ def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatc
     assert all(vllm_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
     errors = json.loads((RESULTS / "vllm-accuracy-h200.json").read_text())
     assert error_table(errors) in page and fp8_table(errors) in page
+    serving = json.loads((RESULTS / "serving-h200.json").read_text())
+    assert serving_table(serving) in page and f"commit {serving['commit'][:7]}" in page
     assert all(model["rms"]["plugin"] <= 1.2 * model["rms"]["vllm"] for model in errors["models"].values())
+
+
+def test_tier_figures_are_those_of_the_benchmark() -> None:
+    figures, page = json.loads((RESULTS / "host-tier-h200.json").read_text()), PAGES["docs/performance.md"]
+    [row] = figures["rows"]
+    longer = (row["host_hit_ms"] - row["device_hit_ms"]) / row["plain_ms"]
+    slower = row["decode_beside_ms"] / row["decode_ms"] - 1
+    assert longer <= 1.3 and slower <= 0.03
+    assert f"{row['host_hit_ms']:.2f} ms to the first token" in page and f"takes {row['device_hit_ms']:.2f}," in page
+    assert f"is {longer:.2f} of what" in page and f"{slower:.1%} slower" in page
+    rates = [f"{row['num_bytes'] / row[key] / 1e6:.1f}" for key in ("to_host_ms", "from_host_ms", "plain_ms")]
+    assert f"{rates[0]} GB/s to the host and {rates[1]} back, a plain copy at {rates[2]}" in page
+    assert f"commit {figures['commit'][:7]}" in page
 
 
 def test_figures_of_readme_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
