@@ -31,6 +31,11 @@ class Settings:
         """
         given = (vllm_config.additional_config or {}).get("mambacache", {})
         names = [field.name for field in fields(cls)]
+        if isinstance(given, Mapping) and "host_cache_bytes" in given:
+            raise ValueError(
+                "mambacache: states in host memory are of no use without their KV, which under vLLM a KV connector would "
+                "hold, and none is supported: leave host_cache_bytes out of --additional-config"
+            )
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ValueError(f"mambacache takes {', '.join(names)} in --additional-config, and got {given!r}")
         values = {name: value for name, value in given.items() if value is not None}

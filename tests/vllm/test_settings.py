@@ -47,6 +47,7 @@ def test_no_settings_at_all() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
+        ({"host_cache_bytes": "200GiB"}, "host memory are of no use without their KV"),
         ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval in --additional-config, and got"),
         ("20GiB", "takes state_bytes, num_state_blocks, checkpoint_interval in --additional-config, and got '20GiB'"),
         ({"num_state_blocks": 0}, "num_state_blocks is 0 in --additional-config: give a positive integer"),
