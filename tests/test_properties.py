@@ -94,19 +94,19 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     return mix
 
 
-@mixes(450)
+@mixes(250)
 @given(any_mix())
 def test_any_mix(mix: Mix) -> None:
     Driver(mix).run()
 
 
-@mixes(400)
+@mixes(250)
 @given(any_mix(drafts=True))
 def test_any_mix_with_drafts(mix: Mix) -> None:
     Driver(mix).run()
 
 
-@mixes(450)
+@mixes(250)
 @given(any_mix(faults=True))
 def test_any_mix_with_failing_steps_and_resets(mix: Mix) -> None:
     Driver(mix).run()
