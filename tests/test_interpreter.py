@@ -58,7 +58,8 @@ CONTRACT_ROWS = [
     pytest.param(test, OPS[op], id=f"{op}-{name}")
     for op in ("conv1d", "short_conv", "gated_delta_rule", "kda", "selective_scan_plain", "ssd")
     for name, test in CONTRACT.items()
-    if name != "split" or op not in ("selective_scan_plain", "short_conv")  # 1,500 tokens one by one; the kernel of conv1d
+    # 1,500 tokens one by one; the kernel of conv1d
+    if name != "split" or op not in ("selective_scan_plain", "short_conv")
 ]
 
 

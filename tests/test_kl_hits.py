@@ -1,4 +1,4 @@
-"""The measure of how far answers after hits are from those without: on a CPU, in fp32, and with states that are wrong."""
+"""How far answers after hits are from those without: on a CPU in fp32, and with states that are wrong."""
 
 from __future__ import annotations
 
