@@ -33,7 +33,7 @@ class Settings:
         names = [field.name for field in fields(cls)]
         if isinstance(given, Mapping) and "host_cache_bytes" in given:
             raise ValueError(
-                "mambacache: states in host memory are of no use without their KV, which a KV connector of vLLM's would "
+                "mambacache: states in host memory are of no use without their KV, which a KV connector would "
                 "hold, and none is supported: leave host_cache_bytes out of --additional-config"
             )
         if not isinstance(given, Mapping) or not set(given) <= set(names):
