@@ -22,7 +22,8 @@ from mambacache.demo.task import ANSWER_TOKENS, answer_text, demo_document, enco
 from mambacache.scheduler.request import Request
 
 DOCUMENTS, TURNS = 6, 4
-LONGEST = 66  # tokens of an answer: more than a block, and nobody knows what is right beyond the first
+LONG, LONGEST = 66, 350  # tokens of an answer, of which only the first can be right or wrong
+LONGEST_EACH = 5  # a few of the longest side by side outgrow the KV pool
 UNDER_WAY = 20  # requests at a time
 ABORT_EACH, RESET_EACH = 12, 35
 STOP_SECONDS, STOP_CYCLES = 0.004, 4_000_000
@@ -57,25 +58,27 @@ class Soak:
         for number in range(requests):
             while len(self.asked) >= UNDER_WAY or (self.asked and self.rng.random() < 0.6):
                 self.step()
-            self.submit(str(number))
+            self.submit(number)
             self.disturb(number)
         while not self.llm.idle:
             self.step()
         assert not self.asked
 
-    def submit(self, name: str) -> None:
-        prompt, self.asked[name] = self.rng.choice(self.turns)
+    def submit(self, number: int) -> None:
+        prompt, right = self.rng.choice(self.turns)
+        tokens = LONGEST if number % LONGEST_EACH == 1 else self.rng.choice([ANSWER_TOKENS, ANSWER_TOKENS, LONG])
         params = SamplingParams(
             temperature=self.rng.choice([0.0, 0.0, 1.0]),
             top_k=1,
-            max_tokens=self.rng.choice([ANSWER_TOKENS, ANSWER_TOKENS, LONGEST]),
+            max_tokens=tokens,
             ignore_eos=True,
             n=self.rng.choice([1, 1, 1, 1, 3]),
             salt=self.rng.choice(["", "", "", "other"]),
             logprobs=self.rng.choice([None, None, 2]),
             store_cache=self.rng.random() < 0.95,
         )
-        self.llm.submit(prompt, params, name)
+        self.asked[str(number)] = right
+        self.llm.submit(prompt, params, str(number))
 
     def disturb(self, number: int) -> None:
         if number % ABORT_EACH == 0:
@@ -119,7 +122,7 @@ def soak(engine: Engines, requests: int) -> None:
         max_num_seqs=8,
         max_num_batched_tokens=384,
         num_checkpoints=12,
-        num_kv_blocks=40,
+        num_kv_blocks=28,
         max_model_len=1536,
     )
     soaks.append(Soak(llm, known, random.Random(requests)))
