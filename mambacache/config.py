@@ -13,6 +13,7 @@ from typing import Any
 from mambacache.plan import CHUNK
 
 MAX_DRAFT_TOKENS = 7
+NGRAM_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
 """How caches are divided where nothing says otherwise: about what chats want, after simulations of a trace of them."""
@@ -310,8 +311,10 @@ class EngineConfig:
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
-        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs LLM's `draft`, a function of a
-            request and a limit that gives token ids.
+        speculative: "ngram" drafts what followed a request's last tokens where they stood before; None for no drafts,
+            or those of LLM's `draft`.
+        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
+            3, or LLM's `draft`, a function of a request and a limit that gives token ids.
         seed: of the requests that bring none of their own; None for a fresh one.
 
     Raises:
@@ -337,6 +340,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     checkpoint_interval: int = 0
     strict_reuse: bool = False
+    speculative: str | None = None
     max_draft_tokens: int = 0
     seed: int | None = None
 
@@ -362,6 +366,11 @@ class EngineConfig:
             self.long_prefill_token_threshold >= 0,
             f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: set it to 0 (no cap) or more",
         )
+        _require(
+            self.speculative in (None, "ngram"), f'speculative is {self.speculative!r}: set it to "ngram", or to None'
+        )
+        if self.speculative and not self.max_draft_tokens:
+            object.__setattr__(self, "max_draft_tokens", NGRAM_DRAFTS)
         for name in ("checkpoint_budget_bytes", "kv_cache_bytes"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")

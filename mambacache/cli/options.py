@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
 from types import MappingProxyType
 from typing import Any
@@ -35,18 +35,15 @@ def field_texts(config: type) -> dict[str, str]:
     return texts
 
 
-def add_fields(
-    parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE, without: Sequence[str] = ()
-) -> None:
+def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE) -> None:
     """Adds a flag for every field but `model`; one that is not given stays out of the parsed arguments.
 
     Args:
         defaults: of this command, where it has others than the dataclass.
-        without: fields for which it has no use.
     """
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):
-        if option.name in ("model", *without):
+        if option.name == "model":
             continue
         default = defaults.get(option.name, None if option.default is MISSING else option.default)
         how: dict[str, Any] = {"dest": _destination(config, option.name), "default": argparse.SUPPRESS}

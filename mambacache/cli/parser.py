@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_demo)
     show.add_argument("--device", default="auto", help="auto, cpu or cuda")
     for command in (answer, talk):
-        add_fields(command, EngineConfig, without=("max_draft_tokens",))  # nothing proposes drafts here
+        add_fields(command, EngineConfig)
     add_fields(sizes, EngineConfig)
     return parser
 

@@ -119,6 +119,8 @@ class Answers:
         request = self.requests[i]
         reason, error = request.finish_reason, request.error
         completion.token_ids = request.output
+        completion.num_draft_tokens = request.num_draft_tokens
+        completion.num_accepted_tokens = request.num_accepted_tokens
         if completion.logprobs is not None:
             del completion.logprobs[len(request.output) :]
         if self._texts:

@@ -31,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float | None
     checkpoint_interval: int
     strict_reuse: bool
+    speculative: str | None
     max_draft_tokens: int
     seed: int | None
 

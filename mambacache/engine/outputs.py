@@ -19,6 +19,8 @@ class Completion:
         stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for the model's own end
             tokens and for other reasons.
         logprobs: one entry for each token, if asked for.
+        num_draft_tokens: guesses that were verified with other tokens of the answer, in the same steps.
+        num_accepted_tokens: those that were right: as many steps were saved.
     """
 
     index: int
@@ -29,6 +31,8 @@ class Completion:
     error: str | None = None
     logprobs: list[Logprobs] | None = None
     stop_reason: str | int | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def cumulative_logprob(self) -> float | None:

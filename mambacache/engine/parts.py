@@ -32,6 +32,7 @@ from mambacache.runner.sizing import (
     weight_bytes,
 )
 from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.ngram import PromptLookup
 from mambacache.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -67,11 +68,13 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         sizes = plan_memory(config, skeleton, usable)
         _check_host_memory(sizes)
         _cache_config(config, skeleton, sizes)
-    if config.max_draft_tokens and draft is None:
+    if config.max_draft_tokens and draft is None and config.speculative is None:
         raise ValueError(
-            f"max_draft_tokens is {config.max_draft_tokens} and nothing proposes drafts: give draft=, or leave "
-            "max_draft_tokens at 0"
+            f"max_draft_tokens is {config.max_draft_tokens} and nothing proposes drafts: set speculative, give draft=, "
+            "or leave max_draft_tokens at 0"
         )
+    if draft is not None and config.speculative is not None:
+        raise ValueError(f"speculative is {config.speculative!r} and draft= is given too: leave one of them out")
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
     del skeleton
 
@@ -92,7 +95,7 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
-        draft=draft,
+        draft=PromptLookup() if config.speculative else draft,
         vocab_size=vocab_size,
     )
     return Parts(

@@ -18,7 +18,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # its step failed when it ran alone, its logits were not finite, or its tokens could not be taken
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
     """A prompt, how it is to be answered, and the answer so far. How far it is computed, the cache knows.
 
@@ -40,6 +40,8 @@ class Request:
     waiting: bool = False  # in line, or set aside
     passed_at: int | None = None  # how many admissions there had been when another one was first let ahead of it
     wrong_from: int | None = None  # after so many tokens its logits were not finite
+    num_draft_tokens: int = 0  # that were verified
+    num_accepted_tokens: int = 0  # that were right
 
     def until_stop(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """Sampled tokens up to a stop, which is included, and why the answer ends there, if it does; takes nothing."""

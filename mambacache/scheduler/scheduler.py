@@ -343,6 +343,8 @@ class Scheduler:
                 request.fail_numerically(step, len(taken))
                 reason = request.finish_reason
             ends[request], accepted[step.request_id] = (taken, reason), taken
+            request.num_draft_tokens += len(step.drafts)
+            request.num_accepted_tokens += len(given) - 1
         self.cache.accept(plan.steps, accepted)
         for request, (taken, reason) in ends.items():
             self._take(request, taken, reason)
