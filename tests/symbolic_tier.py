@@ -76,8 +76,8 @@ class TieredCache(CheckedCache):
         self.runner._may_write_state = lambda block: state(block) and block not in self.memory.busy(0)
         self.runner._may_write_page = lambda block: page(block) and block not in self.memory.busy(1)
 
-    def transfers(self) -> tuple[Transfer, ...]:
-        found = super().transfers()
+    def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
+        found = super().transfers(flush=flush)
         self.sync()
         return found
 
@@ -137,7 +137,7 @@ class TieredCache(CheckedCache):
 
     def check_no_leak(self) -> None:
         self.finish(all_of_them=True)
-        self._books.tier.let_go()
+        self._books.tier.loads.let_go()
         super().check_no_leak()
         for pool in (self._books.tier.states, self._books.tier.pages):
             assert not any(pool.references) and not self._books.tier.moves
