@@ -136,7 +136,8 @@ class FiledCache(TieredCache):
         """As an engine does that is closed; how many transfers that took."""
         count = 0
         while found := self.transfers(flush=True):
-            assert (count := count + 1) < 1000, "no end"
+            count += 1
+            assert count < 1000, "no end"
             for transfer in found:
                 if transfer.number not in self.memory.launched:
                     self.memory.launch(transfer)

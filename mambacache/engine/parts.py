@@ -162,7 +162,11 @@ def _disk_tier(
     """What is in the directory, for this very model."""
     if directory is None:
         return None
-    return DiskTier(directory, config.disk_cache_bytes, lambda: identity(model, config, device))
+    try:
+        return DiskTier(directory, config.disk_cache_bytes, lambda: identity(model, config, device))
+    except OSError as error:
+        logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
+        return None
 
 
 def _host_tier(sizes: Sizes, runner: ModelRunner, files: DiskTier | None) -> HostTier | None:

@@ -26,7 +26,7 @@ class DamagedError(Exception):
     """A file is not what was written under its name."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class StoredFile:
     """A file as its name tells of it: the block that it holds, whether that was computed exactly; and its bytes."""
 
@@ -74,7 +74,7 @@ class Directory:
     def epoch(self) -> str:
         """What names this period of the directory's life, from one `renew` to the next; "" if nothing does."""
         with suppress(OSError):
-            return (self.path / "epoch").read_text()
+            return (self.path / "epoch").read_bytes().hex()
         return ""
 
     def renew(self) -> str:
@@ -83,10 +83,10 @@ class Directory:
         Raises:
             OSError: it cannot be written, and the old one goes on.
         """
-        epoch, unfinished = secrets.token_hex(16), self.path / f"epoch{UNFINISHED}"
-        unfinished.write_text(epoch)
+        epoch, unfinished = secrets.token_bytes(16), self.path / f"epoch{UNFINISHED}"
+        unfinished.write_bytes(epoch)
         unfinished.replace(self.path / "epoch")
-        return epoch
+        return epoch.hex()
 
     def files(self) -> list[StoredFile]:
         """All that are whole, those first that were used longest ago."""
@@ -133,9 +133,9 @@ class Directory:
             header = stream.read(HEADER.size)
             size = os.fstat(stream.fileno()).st_size
             if size != HEADER.size + len(block):
-                raise DamagedError(f"it has {size:,} bytes and not {HEADER.size + len(block):,}")
+                raise DamagedError(f"{path.name} has {size:,} bytes and not {HEADER.size + len(block):,}")
             if stream.readinto(block) != len(block) or header != _header(file, block):
-                raise DamagedError("its header or its checksum is another")
+                raise DamagedError(f"{path.name} has another header or checksum")
         with suppress(OSError):
             os.utime(path)
 

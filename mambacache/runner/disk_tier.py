@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
+from heapq import heappop, heappush
 from itertools import count
-from queue import PriorityQueue
+from queue import SimpleQueue
 from secrets import token_hex
 
 import torch
@@ -27,39 +28,42 @@ STOP, READ, WRITE = range(3)
 
 
 class Filing:
-    """A transfer between slots and files that was begun: it is over once so many acts are."""
+    """Files to read, to write or to delete, of which the thread takes one after the other.
 
-    def __init__(self, to_host: bool, wanted: int) -> None:
-        self.to_host = to_host
+    Args:
+        what: becomes of them, "read", "written" or "deleted".
+        era: of `Worker`, in which this is wanted.
+        wanted: how many there should be.
+    """
+
+    def __init__(self, what: str, era: int, wanted: int) -> None:
+        self.what, self.era, self._wanted = what, era, wanted
+        self.acts: deque[tuple[StoredFile, Callable[[], None]]] = deque()  # that are left
         self.files: list[StoredFile] = []
         self.good: list[StoredFile] = []  # with which the thread was done
-        self._wanted = self._left = wanted
-        self._over = threading.Event()
+        self.over = threading.Event()
+        self.asked = False
+
+    def add(self, file: StoredFile, act: Callable[[], None]) -> None:
+        self.files.append(file)
+        self.acts.append((file, act))
 
     def query(self) -> bool:
         """Whether it is over."""
-        return self._over.is_set()
+        return self.over.is_set()
 
     def synchronize(self) -> None:
         """Returns when it is over."""
-        self._over.wait()
+        self.over.wait()
 
     @property
     def failed(self) -> bool:
         """Whether any of its files did."""
         return len(self.good) < self._wanted
 
-    def end(self, file: StoredFile | None, good: bool) -> None:
-        """One act of it is over; the thread's, or none was possible."""
-        if file is not None and good:
-            self.good.append(file)
-        self._left -= 1
-        if not self._left:
-            self._over.set()
-
 
 class Worker:
-    """A thread that does one thing after another, reads before writes. It knows no books: it is given bytes.
+    """A thread that does one thing after another, reads before all else. It knows no books: it is given bytes.
 
     What it raises is told in the log, of each kind of trouble once, or of a damaged file each time.
     """
@@ -67,49 +71,56 @@ class Worker:
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
         self.busy = threading.Lock()  # held while a file is read, written or deleted
-        self.era = 0  # what was asked for in another one is not done any more
-        self._asked: PriorityQueue[tuple[int, int, Callable[[], None]]] = PriorityQueue()
+        self.era = 0  # what is wanted in another one is not done any more
+        self._asked: SimpleQueue[tuple[int, int, Filing | None]] = SimpleQueue()  # whose put no signal can cut in two
         self._numbers = count()
         self._told: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="mambacache files", daemon=True)
         self._thread.start()
 
-    def ask(self, priority: int, act: Callable[[], None], what: str, then: Callable[[bool], None]) -> None:
-        """Puts an act in line; `then` is told by the thread whether it was done."""
-        era = self.era
-
-        def do() -> None:
-            good = False
-            try:
-                with self.busy:
-                    if era == self.era:
-                        act()
-                        good = True
-            except BaseException as error:  # whatever it is, the next act may do better
-                self._tell(what, error)
-            finally:
-                then(good)
-
-        self._asked.put((priority, next(self._numbers), do))
+    def ask(self, filing: Filing) -> None:
+        """Puts files in line; twice is no matter."""
+        self._asked.put((READ if filing.what == "read" else WRITE, next(self._numbers), filing))
+        filing.asked = True
 
     def stop(self) -> None:
         """It ends after what it is doing, and lets go of the directory."""
-        self._asked.put((STOP, next(self._numbers), self.directory.close))
+        self._asked.put((STOP, next(self._numbers), None))
 
     def join(self) -> None:
         """Returns when it has ended."""
         self._thread.join()
 
     def _run(self) -> None:
-        priority = READ
-        while priority != STOP:
-            priority, _, act = self._asked.get()
-            act()
+        line: list[tuple[int, int, Filing | None]] = []
+        while True:
+            while not line or not self._asked.empty():
+                heappush(line, self._asked.get())
+            filing = line[0][2]
+            if filing is None:
+                break
+            if filing.acts:
+                self._act(filing)
+            else:
+                heappop(line)
+        self.directory.close()
+
+    def _act(self, filing: Filing) -> None:
+        file, act = filing.acts.popleft()
+        try:
+            with self.busy:
+                if filing.era == self.era:
+                    act()
+                    filing.good.append(file)
+        except BaseException as error:  # whatever it is, the next file may do better
+            self._tell(filing.what, error)
+        if not filing.acts:
+            filing.over.set()
 
     def _tell(self, what: str, error: BaseException) -> None:
-        place, damaged = self.directory.path, isinstance(error, DamagedError)
-        if damaged:
-            logger.warning("a file in %s is deleted, since it is not what was written there: %s", place, error)
+        place = self.directory.path
+        if isinstance(error, DamagedError):
+            logger.warning("a file in %s is not what was written there, and is deleted: %s", place, error)
         elif what not in self._told:
             logger.warning(
                 "files in %s cannot be %s, which is said once and costs hits: %s: %s",
@@ -184,20 +195,24 @@ class DiskTier:
 
     # --- as `HostTier` sees it ---
 
-    def launch(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing:
-        """Begins a transfer that has files. `slots` are the host's by kind, uint8 [slots, bytes]."""
-        filing = Filing(transfer.to_host, len(transfer.files))
+    def filing(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing:
+        """What is to be done for a transfer that has files, once `ask` is told. `slots` are the host's by kind, uint8
+        [slots, bytes]."""
+        filing = Filing("read" if transfer.to_host else "written", self._worker.era, len(transfer.files))
         for asked in transfer.files:
             block = memoryview(slots[asked.kind][asked.slot].numpy())
             file = self._to_read(asked) if transfer.to_host else self._to_write(asked, len(block))
-            if file is None:
-                filing.end(None, False)
-                continue
-            filing.files.append(file)
-            act, what = (self._directory.read, "read") if transfer.to_host else (self._directory.write, "written")
-            priority = READ if transfer.to_host else WRITE
-            self._worker.ask(priority, partial(act, file, block), what, partial(filing.end, file))
+            if file is not None:
+                act = self._directory.read if transfer.to_host else self._directory.write
+                filing.add(file, partial(act, file, block))
+        if not filing.acts:
+            filing.over.set()
         return filing
+
+    def ask(self, filing: Filing) -> None:
+        """Has the thread do it, unless that was asked before."""
+        if not filing.asked:
+            self._worker.ask(filing)
 
     def note(self, filing: Filing) -> None:
         """Takes down what became of a transfer that is over."""
@@ -247,9 +262,12 @@ class DiskTier:
 
     def _remove(self, key: Key) -> None:
         """Gives up a file, and deletes it: behind what is being written, which may be itself."""
-        file = self._index.pop(key, None)
+        file = self._index.get(key)
         if file is not None:
+            deletion = Filing("deleted", self._worker.era, 1)
+            deletion.add(file, partial(self._directory.remove, file))
+            self._worker.ask(deletion)
+            del self._index[key]
             self._born.pop(key, None)
             self._coming.discard(file)
             self.num_bytes -= file.num_bytes
-            self._worker.ask(WRITE, partial(self._directory.remove, file), "deleted", lambda good: None)

@@ -69,9 +69,12 @@ class HostTier:
     def launch(self, transfers: Sequence[Transfer]) -> None:
         """Begins those of the transfers that were not begun before."""
         for transfer in transfers:
-            if transfer.number not in self._copies:
+            copy = self._copies.get(transfer.number)
+            if copy is None:
                 self._copies[transfer.number] = copy = Copy(transfer)
                 self._launch(copy)
+            elif self._disk is not None and isinstance(copy.done, Filing):
+                self._disk.ask(copy.done)  # it may have been cut short before
 
     def ended(self) -> dict[Transfer, bool]:
         """The transfers that are over, until they are forgotten; and whether they failed."""
@@ -92,6 +95,7 @@ class HostTier:
         copies = sorted(self._copies.values(), key=lambda copy: bool(copy.transfer.files) and not copy.transfer.to_host)
         copy = next(iter(copies), None)
         if copy is not None and copy.done is not None:
+            self.launch([copy.transfer])
             copy.done.synchronize()
 
     def close(self) -> None:
@@ -104,9 +108,10 @@ class HostTier:
     # --- inside ---
 
     def _launch(self, copy: Copy) -> None:
-        if copy.transfer.files:
-            assert self._disk is not None
-            copy.done = self._disk.launch(copy.transfer, self._slots)
+        if self._disk is not None and copy.transfer.files:
+            copy.failed = True  # unless it is known to be otherwise: this may be cut short anywhere
+            copy.done = self._disk.filing(copy.transfer, self._slots)
+            self._disk.ask(copy.done)
             return
         with ExitStack() as stack:
             if self._stream is not None:
