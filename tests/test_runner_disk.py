@@ -34,6 +34,8 @@ class Tiers:
         assert [pool.block_bytes for pool in self.pools] == list(BLOCK_BYTES.values())
         self.disk = DiskTier(Directory(path), limit, lambda: model)
         self.host = HostTier(self.pools, tuple(SLOTS.values()), self.disk)
+        for slots in self.host._slots.values():
+            slots.copy_(torch.randint(256, slots.shape, dtype=torch.uint8))
         self._number = 0
 
     def run(self, to_host: bool, *files: BlockFile) -> bool:
