@@ -13,8 +13,8 @@ from mambacache import kernels
 from mambacache.config import EngineConfig
 from mambacache.models.adapt import Model
 
-WORDS = 1 << 20
-"""Of 8 bytes, that are digested at a time."""
+WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Of 8 bytes, that are digested at a time: as a CPU's caches hold, and as keeps a GPU busy."""
 
 
 def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
@@ -37,21 +37,29 @@ def weights_digest(module: torch.nn.Module) -> str:
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        sums = [_scattered(part).sum() for part in raw.split(8 * WORDS)]
-        digest.update(torch.stack(sums).cpu().numpy().tobytes() if sums else b"")
+        digest.update(_sums(tensor.detach().contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
-def _scattered(raw: torch.Tensor) -> torch.Tensor:
-    """int64, one for each 8 bytes of uint8 [bytes], by the last steps of splitmix64 on their value and place."""
-    words = torch.zeros(-(-len(raw) // 8), dtype=torch.int64, device=raw.device)
-    words.view(torch.uint8)[: len(raw)] = raw
-    words += torch.arange(len(words), device=raw.device) * -0x61C8864680B583EB
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        words ^= words >> shift
-        words *= factor
-    return words.bitwise_xor_(words >> 31)
+def _sums(raw: torch.Tensor) -> torch.Tensor:
+    """int64, one for each piece of uint8 [bytes]: of its words of 8 bytes, each put through the last steps of splitmix64
+    with its place."""
+    size = min(WORDS[raw.device.type], -(-len(raw) // 8))
+    places = torch.arange(size, device=raw.device) * -0x61C8864680B583EB
+    buffer, shifted = torch.zeros_like(places), torch.empty_like(places)
+    sums = []
+    for piece in raw.split(8 * size) if size else ():
+        count = -(-len(piece) // 8)
+        words, other = buffer[:count], shifted[:count]
+        words[-1] = 0  # which the piece may fill in part
+        words.view(torch.uint8)[: len(piece)] = piece
+        words += places[:count]
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            words ^= torch.bitwise_right_shift(words, shift, out=other)
+            words *= factor
+        words ^= torch.bitwise_right_shift(words, 31, out=other)
+        sums.append(words.sum())
+    return torch.stack(sums) if sums else places
 
 
 def source_digest() -> str:
