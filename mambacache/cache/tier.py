@@ -63,6 +63,8 @@ class Tier:
         self.moves: dict[int, Move] = {}
         self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
         self._unwritten: dict[tuple[str, bytes], None] = {}  # what is here and in no file
+        self._unflushed: list[int] | None = None  # of `flush`, states that were not looked at
+        self._lacked: dict[int, int] = {}  # how much of the one that was looked at last was in no file
         self._writable = True  # as far as the last transfer to files has told
         least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._ahead = {each: max(each.num_blocks // AHEAD, few) for each, few in least.items()}
@@ -78,12 +80,14 @@ class Tier:
 
     def transfers(self, flush: bool) -> tuple[Transfer, ...]:
         """All that are under way; one more to the host and one more to files is begun if there is need and none is on
-        its way. With `flush` there is need of all that no file has, as long as files can be written."""
+        its way. With `flush` there is need of all that no file has, as long as files can be written, and what came here
+        is written before more comes."""
         to_host, to_files = (self._moving(files) for files in (False, True))
         seen = (self._chains.now, self._states.num_available) if self.present else self._seen
+        self._unflushed = self._unflushed if flush else None
         if flush and self._files.present and self._writable and not (self._unwritten or to_files or to_host):
-            self._copy_out(-inf, flush)
-        elif seen != self._seen and not to_host:
+            self._flush()
+        elif not flush and seen != self._seen and not to_host:
             self._seen = seen
             self._copy_out(min(self._limits()))
         if self._unwritten and not to_files:
@@ -94,26 +98,49 @@ class Tier:
         """Whether a transfer to the host is under way, or to files."""
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
-    def _copy_out(self, limit: float, flush: bool = False) -> None:
+    def _copy_out(self, limit: float) -> None:
         """Begins to copy the states that would be lost first, by their own eviction or by that of the KV before them:
         what is as cold as the pages that go first has pages among them."""
         states = self._states
         left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
         move = Move(Transfer(0, True, (), ()))
         while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
-            missing = self._missing_pages(move, state, flush)
+            missing = self._missing_pages(move, state)
             if missing is None:
                 states.lend(state).end()  # not to be looked at again before it was used
                 continue
-            room = self._room_for_pages(move, flush)
+            room = self._room_for_pages(move)
             self._copy(move, self._pages.pool, missing[:room])
             if len(missing) > room:
                 break  # the rest goes with the next transfer
             left -= 1
-            if self._restore(state) or (flush and self._filed("state", states, state)):
+            if self._restore(state):
                 states.lend(state).end()
             else:
                 self._copy(move, states, [state])
+        self._begin(move)
+
+    def _flush(self) -> None:
+        """Begins with what is in no file of the state that goes first, and of its pages: what is here is to be written,
+        else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
+        begun; a state is left alone once that does not help."""
+        states, move = self._states, Move(Transfer(0, True, (), ()))
+        self._unflushed = states.idle.asked() if self._unflushed is None else self._unflushed
+        while self._unflushed and not (move.leases or self._unwritten):
+            state = self._unflushed.pop(0)
+            if states.hashes[state] is None:
+                continue
+            chain, depth = self._device.prefix[state]
+            blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
+            lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
+            if lacks and len(lacks) < self._lacked.get(state, len(lacks) + 1):
+                self._lacked = {state: len(lacks)}
+                self._unflushed.insert(0, state)
+                self._unwritten.update((each, None) for each in lacks if self._host[each[0]].lookup(each[1]))
+            for kind, block_hash in lacks if not self._unwritten else ():
+                pool = states if kind == "state" else self._pages.pool
+                if (block := pool.lookup(block_hash)) is not None:
+                    self._copy(move, pool, [block])
         self._begin(move)
 
     def _limits(self) -> tuple[float, float]:
@@ -138,9 +165,9 @@ class Tier:
         exact = self._files.exact(kind, block_hash) if block_hash is not None else None
         return exact is not None and exact >= pool.exact[block]
 
-    def _missing_pages(self, move: Move, state: int, flush: bool) -> list[int] | None:
-        """The device's pages before a state that are not here nor coming, or with `flush` in no file, the deepest
-        first; what is here is kept from now on. None if one is nowhere, or the state may not be reused."""
+    def _missing_pages(self, move: Move, state: int) -> list[int] | None:
+        """The device's pages before a state that are not here nor coming, the deepest first; what is here is kept from
+        now on. None if one is nowhere, or the state may not be reused."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
         held = self.loads.held
@@ -155,15 +182,13 @@ class Tier:
             page = held(block_hash, self._pages.pool)
             if not page:
                 return None
-            if not (flush and self._filed("kv", self._pages.pool, page)):
-                missing.append(page)
+            missing.append(page)
         return missing
 
-    def _room_for_pages(self, move: Move, flush: bool) -> int:
-        """So many that half of the pages that can be taken stay so; with `flush` no more than there are slots."""
+    def _room_for_pages(self, move: Move) -> int:
+        """So many that half of the pages that can be taken stay so."""
         taken = len(move.coming)
-        room = max(min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken, 0)
-        return min(room, self.pages.num_available) if flush else room
+        return max(min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken, 0)
 
     def _copy(self, move: Move, pool: BlockPool, blocks: Sequence[int]) -> None:
         """Adds blocks to a transfer to the host, as far as there are slots for them."""

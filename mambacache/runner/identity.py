@@ -42,8 +42,8 @@ def weights_digest(module: torch.nn.Module) -> str:
 
 
 def _sums(raw: torch.Tensor) -> torch.Tensor:
-    """int64, one for each piece of uint8 [bytes]: of its words of 8 bytes, each put through the last steps of splitmix64
-    with its place."""
+    """int64, one for each piece of uint8 [bytes]: of its words of 8 bytes, each put with its place through the last
+    steps of splitmix64."""
     size = min(WORDS[raw.device.type], -(-len(raw) // 8))
     places = torch.arange(size, device=raw.device) * -0x61C8864680B583EB
     buffer, shifted = torch.zeros_like(places), torch.empty_like(places)
