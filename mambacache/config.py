@@ -32,6 +32,9 @@ LARGEST_TOP_K = (1 << 31) - 1
 HOST_BYTES_PER_TOKEN = 1 << 18
 """PCIe 5 moves so many in about 5 us, in which an H200 prefills a token of a model with 1 B active parameters."""
 
+DISK_BYTES_PER_TOKEN = 1 << 16
+"""A disk of 3 GB/s gives so many in 22 us, in which an H200 prefills a token of a model with 4 B active parameters."""
+
 # What fields are annotated with: the types taken, what they become, and their name in an error.
 KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
     "bool": ((bool,), bool, "True or False"),
@@ -112,6 +115,7 @@ class CacheConfig:
         page_bytes: of one KV page.
         host_bytes_per_token: bytes that may be loaded for each token that is not computed then: a hit in host memory
             that takes more is left alone.
+        disk_bytes_per_token: the same of a hit in files.
     """
 
     num_state_blocks: int
@@ -131,6 +135,7 @@ class CacheConfig:
     state_bytes: int = 0
     page_bytes: int = 0
     host_bytes_per_token: int = HOST_BYTES_PER_TOKEN
+    disk_bytes_per_token: int = DISK_BYTES_PER_TOKEN
 
     @property
     def host_keeps_kv(self) -> bool:
@@ -168,7 +173,8 @@ class CacheConfig:
         self._check_host_tier()
 
     def _check_host_tier(self) -> None:
-        for name in ("num_host_states", "num_host_pages", "state_bytes", "page_bytes", "host_bytes_per_token"):
+        names = ("num_host_states", "num_host_pages", "state_bytes", "page_bytes")
+        for name in (*names, "host_bytes_per_token", "disk_bytes_per_token"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} is {value}: set it to 0 or more")
         _require(
@@ -307,6 +313,10 @@ class EngineConfig:
             is a GPU; 0 for none.
         host_bytes_per_token: bytes that may be loaded from there for each token that is not computed then; what takes
             more is computed.
+        disk_cache_dir: directory of files with states and KV, by which a restart begins with what was cached before;
+            for one engine at a time, and only beside host_cache_bytes; None for none.
+        disk_cache_bytes: what these files take at most, those used last stay; None for half of what is free there.
+        disk_bytes_per_token: bytes that may be read from them for each token that is not computed then.
         gpu_memory_utilization: share of the device's memory that weights and caches may take, above 0 and at most 1;
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
@@ -337,6 +347,9 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     host_cache_bytes: int = 0
     host_bytes_per_token: int = HOST_BYTES_PER_TOKEN
+    disk_cache_dir: str | Path | None = None
+    disk_cache_bytes: int | None = None
+    disk_bytes_per_token: int = DISK_BYTES_PER_TOKEN
     gpu_memory_utilization: float | None = None
     checkpoint_interval: int = 0
     strict_reuse: bool = False
@@ -371,11 +384,20 @@ class EngineConfig:
         )
         if self.speculative and not self.max_draft_tokens:
             object.__setattr__(self, "max_draft_tokens", NGRAM_DRAFTS)
-        for name in ("checkpoint_budget_bytes", "kv_cache_bytes"):
+        for name in ("checkpoint_budget_bytes", "kv_cache_bytes", "disk_cache_bytes"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")
-        for name in ("host_cache_bytes", "host_bytes_per_token"):
+        for name in ("host_cache_bytes", "host_bytes_per_token", "disk_bytes_per_token"):
             _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}: set it to 0 or more")
+        _require(
+            self.disk_cache_dir is None or self.host_cache_bytes > 0,
+            f"disk_cache_dir is {str(self.disk_cache_dir)!r} and needs host_cache_bytes, through which its files go: "
+            "set it to a few states at least",
+        )
+        _require(
+            self.disk_cache_bytes is None or self.disk_cache_dir is not None,
+            f"disk_cache_bytes is {self.disk_cache_bytes} and there is no disk_cache_dir: set it, or leave both out",
+        )
         share = self.gpu_memory_utilization
         _require(
             share is None or 0 < share <= 1,

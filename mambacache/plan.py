@@ -1,8 +1,8 @@
 """What a scheduler hands to a runner: pure data, host integers and numpy int32 arrays, and how the arrays are laid out.
 
 A `SequenceStep` is one row of a step, a `StepPlan` the whole mixed batch: decode rows first, then prefill rows. A
-`Transfer` is what is to be copied between device and host beside the steps. Every block in them was chosen by the
-cache; whoever reads a plan only follows it.
+`Transfer` is what is to be copied between device, host and files beside the steps. Every block in them was chosen by
+the cache; whoever reads a plan only follows it.
 """
 
 from __future__ import annotations
@@ -63,13 +63,25 @@ class PageTables(NamedTuple):
     copied: Sequence[int]  # the page whose contents the first one after those begins with; 0 for none
 
 
+class BlockFile(NamedTuple):
+    """A host slot that is to be written to a file, or read from one."""
+
+    kind: str  # "state" or "kv"
+    slot: int
+    block_hash: bytes
+    exact: bool  # computed as a cold prefill computes it
+    born: int  # number of the issue that wrote the block; 0 for one before this process
+
+
 class Transfer(NamedTuple):
-    """Blocks to copy between the device's pools and the host's, pairs of (device block, host slot)."""
+    """Blocks to copy between the device's pools and the host's, pairs of (device block, host slot); or, where there are
+    `files`, between the host's slots and those."""
 
     number: int  # transfers are numbered as they begin
     to_host: bool
     states: tuple[tuple[int, int], ...]
     pages: tuple[tuple[int, int], ...]
+    files: tuple[BlockFile, ...] = ()
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ class RequestReport:
     """What the cache did for one prompt, in tokens. `losses` add up to `ceiling - hit`.
 
     `ceiling` is the longest prefix that the prompt shares with anything computed so far, at most its length - 1.
-    `from_host` is how much of the hit was loaded from the tier in host memory.
+    `from_host` is how much of the hit was loaded from the tier in host memory, `from_disk` how much was read from files
+    before that.
     """
 
     prompt: int
@@ -31,6 +32,7 @@ class RequestReport:
     ceiling: int
     losses: dict[Loss, int]
     from_host: int = 0
+    from_disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,9 @@ class CacheStats:
     loads: int = 0  # begun, each for one prompt or more
     bytes_to_host: int = 0
     bytes_from_host: int = 0
+    disk_hit_tokens: int = 0  # of `hit_tokens`, those whose state or KV was read from files; none of `host_hit_tokens`
+    bytes_to_disk: int = 0
+    bytes_from_disk: int = 0
     failed_transfers: int = 0
     state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
     kv_blocks: dict[str, int] = field(default_factory=dict)  # empty where the host keeps the KV, and without attention
@@ -78,6 +83,7 @@ class CacheStats:
         self.prompt_tokens += report.prompt
         self.hit_tokens += report.hit
         self.host_hit_tokens += report.from_host
+        self.disk_hit_tokens += report.from_disk
         self.ceiling_tokens += report.ceiling
         for reason, tokens in report.losses.items():
             self.losses[reason] += tokens
@@ -105,8 +111,15 @@ class CacheStats:
             ("hit from host memory", _share(self.host_hit_tokens, self.prompt_tokens)),
             ("loads, failed transfers", f"{self.loads:,}, {self.failed_transfers:,}"),
             ("bytes to host, back", f"{self.bytes_to_host:,}, {self.bytes_from_host:,}"),
+            *(self._disk_rows() if self.bytes_to_disk or self.bytes_from_disk else ()),
             ("host states", _in_words(self.host_states)),
             ("host KV blocks", _in_words(self.host_pages)),
+        ]
+
+    def _disk_rows(self) -> list[tuple[str, str]]:
+        return [
+            ("hit from files", _share(self.disk_hit_tokens, self.prompt_tokens)),
+            ("bytes to files, back", f"{self.bytes_to_disk:,}, {self.bytes_from_disk:,}"),
         ]
 
 
@@ -144,7 +157,7 @@ class Wait:
 
     Attributes:
         reason: "no room" (of states or KV), "prefix" (another request computes it), "loading" (it is being copied from
-            host memory) or "in flight" (tokens of a step that was issued for it have not been read).
+            host memory, or read from files) or "in flight" (tokens of a step issued for it have not been read).
         on: for "prefix" the request that computes it, for "loading" the one for which that began; and `until` the
             position after which it is there.
     """

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from cache_model import CacheModel, Prefix, common_prefix
+from mambacache.cache.files import Files
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.cache.request import CachedRequest, Life
@@ -26,8 +27,8 @@ MAX_STEPS = 20_000
 class CheckedCache(PrefixCache):
     """Compares every admission with `CacheModel`, and every stored block with what it must hold."""
 
-    def __init__(self, config: CacheConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
+        super().__init__(config, files)
         self.model = CacheModel(config.block_size, config.strict_reuse, config.has_attention)
         self.runner = SymbolicRunner(
             config.num_state_blocks,
@@ -265,7 +266,7 @@ class CheckedCache(PrefixCache):
         tokens = s.tokens.tobytes()[: end * 4]
         self.model.computes(f"{s.request_id} {life.number}", (s.salt, tokens))
         size = self.config.block_size
-        for end in range(len(tokens) // 4 // size * size, 0, -size) if s.store else ():
+        for end in range(len(tokens) // 4 // size * size, life.hit, -size) if s.store else ():
             if (prefix := (s.salt, tokens[: end * 4])) in self.model.seen:
                 break
             self.model.seen.add(prefix)

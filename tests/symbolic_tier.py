@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 from cache_model import Prefix
+from mambacache.cache.files import Files
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import CacheEvent
@@ -50,7 +51,8 @@ class HostMemory:
                 target[kind][0][pair[side]] = False
         self.launched[transfer.number] = transfer
 
-    def end(self, number: int, failed: bool) -> None:
+    def end(self, number: int, failed: bool) -> bool:
+        """Whether it has failed, as it does if it shall."""
         transfer = self.launched.pop(number)
         for kind, pairs in enumerate((transfer.states, transfer.pages) if not failed else ()):
             for device, slot in zip(self.device[kind], self.slots[kind], strict=True):
@@ -59,14 +61,17 @@ class HostMemory:
                         slot[host] = device[block]
                     else:
                         device[block] = slot[host]
+        return failed
 
 
 class TieredCache(CheckedCache):
     """A `CheckedCache` whose transfers run beside the steps, and end when and as chance will have it."""
 
-    def __init__(self, config: CacheConfig, seed: int = 0, failing: float = 0.0, slow: float = 0.5) -> None:
-        super().__init__(config)
-        self.memory = HostMemory(self)
+    def __init__(
+        self, config: CacheConfig, seed: int = 0, failing: float = 0.0, slow: float = 0.5, files: Files | None = None
+    ) -> None:
+        super().__init__(config, files)
+        self.memory: HostMemory = HostMemory(self)
         self.rng = random.Random(seed)
         self.failing, self.slow = failing, slow
         self._prefixes: dict[bytes, Prefix] = {}
@@ -76,8 +81,8 @@ class TieredCache(CheckedCache):
         self.runner._may_write_state = lambda block: state(block) and block not in self.memory.busy(0)
         self.runner._may_write_page = lambda block: page(block) and block not in self.memory.busy(1)
 
-    def transfers(self) -> tuple[Transfer, ...]:
-        found = super().transfers()
+    def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
+        found = super().transfers(flush=flush)
         self.sync()
         return found
 
@@ -113,8 +118,7 @@ class TieredCache(CheckedCache):
         """What a host does before it plans the next one."""
         for number, transfer in list(self.memory.launched.items()):
             if all_of_them or self.rng.random() > self.slow:
-                failed = self.rng.random() < self.failing
-                self.memory.end(number, failed)
+                failed = self.memory.end(number, self.rng.random() < self.failing)
                 self.transferred(transfer, failed=failed)
 
     def check_contents(self) -> None:
@@ -137,7 +141,7 @@ class TieredCache(CheckedCache):
 
     def check_no_leak(self) -> None:
         self.finish(all_of_them=True)
-        self._books.tier.let_go()
+        self._books.tier.loads.let_go()
         super().check_no_leak()
         for pool in (self._books.tier.states, self._books.tier.pages):
             assert not any(pool.references) and not self._books.tier.moves

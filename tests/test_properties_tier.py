@@ -80,8 +80,7 @@ class FaultyTieredDriver(FaultyDriver, TieredDriver):
         try:
             for number, transfer in list(memory.launched.items()):
                 if rng.random() > self.cache.slow:
-                    memory.end(number, failed=False)
-                    self.ended[transfer] = False
+                    self.ended[transfer] = memory.end(number, failed=False)
             with self.faults.planted():
                 self.tell()
         except self.faults.kinds:
@@ -153,8 +152,7 @@ class IllegalTieredHost(IllegalHost):
         launched = self.cache.memory.launched
         if launched:
             number, transfer = self.rng.choice(list(launched.items()))
-            failed = self.rng.random() < 0.2
-            self.cache.memory.end(number, failed)
+            failed = self.cache.memory.end(number, self.rng.random() < 0.2)
             self.cache.transferred(transfer, failed=failed)
             self.old_ones.append(transfer)
             self.ended += 1
@@ -236,11 +234,11 @@ def test_a_planted_mistake_is_seen(
     """A transfer that copies other blocks than it should gives wrong contents, which raise or change tokens."""
     end = HostMemory.end
 
-    def wrongly(memory: HostMemory, number: int, failed: bool) -> None:
+    def wrongly(memory: HostMemory, number: int, failed: bool) -> bool:
         transfer = memory.launched[number]
         if planted is not None and transfer.to_host == to_host:
             memory.launched[number] = planted(transfer)
-        end(memory, number, failed)
+        return end(memory, number, failed)
 
     monkeypatch.setattr(HostMemory, "end", wrongly)
     jobs = [Job(text(250, i % 4) + text(30, i), 6, arrives=4 * i) for i in range(16)]

@@ -99,12 +99,16 @@ class Ledger:
     def loads(self) -> None:
         self._stats.loads += self.on
 
-    def transferred(self, to_host: bool, num_bytes: int, failed: bool) -> None:
-        """So much was copied between device and host, or that failed."""
+    def transferred(self, to_host: bool, num_bytes: int, failed: bool, files: bool) -> None:
+        """So much was copied between device and host, or between host and files; or that failed."""
         if not self.on:
             return
         if failed:
             self._stats.failed_transfers += 1
+        elif files and to_host:
+            self._stats.bytes_from_disk += num_bytes
+        elif files:
+            self._stats.bytes_to_disk += num_bytes
         elif to_host:
             self._stats.bytes_to_host += num_bytes
         else:

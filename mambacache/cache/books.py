@@ -8,6 +8,7 @@ from itertools import count
 
 from mambacache.accounting.ledger import Ledger, Trace
 from mambacache.cache.chains import Chains
+from mambacache.cache.files import Files, NoFiles
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
@@ -26,12 +27,11 @@ class Books:
     call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        self._config = config
+    def __init__(self, config: CacheConfig, files: Files | None) -> None:
+        self._config, self._files = config, files if files is not None else NoFiles()
         self.requests: dict[str, CachedRequest] = {}
         self.rows = Rows(self.requests)
         self._life_numbers, self._row_numbers, self._transfer_numbers = count(1), count(1), count(1)
-        self._generation = 0
         self._prompts = Prompts()
         self.torn = False
         self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
@@ -50,7 +50,7 @@ class Books:
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers)
         self.tier = Tier(
-            config, self.pool, self.states, self.pages, chains, self.ledger, self._host_page_removed,
+            config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,
             self._transfer_numbers, under_way,
         )  # fmt: skip
 
@@ -65,7 +65,7 @@ class Books:
 
     def chain(self, tokens: array[int], salt: str, keys: Mapping[int, bytes]) -> list[bytes]:
         config = self._config
-        root = root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._generation, salt)
+        root = root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._files.key, salt)
         return self._prompts.chain(root, tokens, config.block_size, keys)
 
     def rehash(self, request: CachedRequest) -> None:
@@ -91,7 +91,7 @@ class Books:
     def still_waits(self, request: CachedRequest) -> Wait | None:
         """The wait that a request was told, unless the state is there or given up by now."""
         if request.load is not None and not request.load.done:
-            return self.tier.wait(request.load)
+            return self.tier.loads.wait(request.load)
         if request.waits is None:
             return None
         writer, boundary = request.waits
@@ -104,11 +104,12 @@ class Books:
     def admit(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Hit | Wait:
         if (wait := self.still_waits(request)) is not None:
             return wait
-        self.tier.leave(request)
-        if not self.pool.num_available and not self.tier.let_go():
+        self.tier.loads.leave(request)
+        if not self.pool.num_available and not self.tier.loads.let_go():
             return Wait("no room")
         found = self.find(request, kv_tokens, max_tokens)
-        if request.read and (wait := self.tier.fetch(request, found, self._limit(request, max_tokens))) is not None:
+        limit = self._limit(request, max_tokens)
+        if request.read and (wait := self.tier.loads.fetch(request, found, limit)) is not None:
             return wait
         if found.writer is not None:
             boundary = found.promised * self._config.block_size
@@ -119,7 +120,7 @@ class Books:
         state = self.pool.lookup(request.chain[found.hit]) or 0 if found.hit else 0
         room = self.pool.num_available - (state > 0 and not self.pool.references[state])  # beside what is hit
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
-            return self.admit(request, kv_tokens, max_tokens) if self.tier.let_go() else Wait("no room")
+            return self.admit(request, kv_tokens, max_tokens) if self.tier.loads.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
         self.tier.hit(request.chain, found.hit)
         self.lookup.wait_no_more(request)
@@ -136,9 +137,8 @@ class Books:
         junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
         life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
         ceiling = hit.num_tokens + sum(hit.losses.values())
-        before, request.hit_before, request.may_load = request.hit_before, None, True
-        loaded = 0 if before is None else max(found.hit - before, 0) * self._config.block_size
-        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses, loaded)
+        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses, *request.loaded(found.hit))
+        request.loads_anew()
         return hit
 
     def _begin(self, request: CachedRequest, computed: int, prefill_end: int) -> Life:
@@ -179,7 +179,7 @@ class Books:
     def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
         """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
         row = self.states.allocate(life, num_tokens, drafts, decode)
-        if row is None and self.tier.let_go():
+        if row is None and self.tier.loads.let_go():
             row = self.states.allocate(life, num_tokens, drafts, decode)
         if row is not None:
             self.rows[row.step.row] = row
@@ -208,7 +208,7 @@ class Books:
                 self.pool.drop(block_hash)
                 self.pages.pool.drop(block_hash)
             self.tier.drop(wrong)
-        self.tier.leave(request)
+        self.tier.loads.leave(request)
         del self.requests[request.request_id]
         if request.life is not None:
             self.end_life(request.life, finished)
@@ -225,13 +225,13 @@ class Books:
                 self.ledger.preempted()
 
     def reset(self) -> None:
-        self._generation += 1
+        self._files.clear()
         self.pool.clear()
         self.pages.pool.clear()
         self.tier.clear()
         self.lookup.forget_seen()
         for request in self.requests.values():
-            request.may_load, request.hit_before = True, None
+            request.loads_anew()
             if request.life is not None:
                 self.lookup.wrote(request.life, request.chain, request.life.announced)
                 request.stale = True

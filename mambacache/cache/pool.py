@@ -111,9 +111,10 @@ class BlockPool:
         return Lease(self, block, used)
 
     def seize(self, block: int) -> Lease:
-        """Takes this very block out of those that are free."""
-        self._free.remove(block)
-        self.references[block] = 1
+        """A reference to this very block, which is free or was seized."""
+        if not self.references[block]:
+            self._free.remove(block)
+        self.references[block] += 1
         return Lease(self, block)
 
     def release(self, block: int, used: float | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from mambacache.cache.books import Books
+from mambacache.cache.files import Files
 from mambacache.cache.moves import check_under_way
 from mambacache.cache.repair import check, mend, totals
 from mambacache.cache.request import CachedRequest, Life
@@ -25,12 +26,13 @@ class PrefixCache:
 
     A call that is out of order or out of range raises, in one sentence, before anything changed: ValueError for
     arguments, RuntimeError for the order. If an exception breaks off a call half-way (Ctrl-C), the next one finds the
-    requests and their tokens as they were, all of them preempted, and an empty cache.
+    requests and their tokens as they were, all of them preempted, and an empty cache. `files` are those that outlive
+    the process, if there are any.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
         self.config = config
-        self._kept = Books(config)
+        self._kept = Books(config, files)
 
     # --- requests ---
 
@@ -114,16 +116,14 @@ class PrefixCache:
             books.end_life(life, finished=False)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
-        """More answers to a prompt that was just computed: they share its last state and its full KV blocks.
+        """More answers to a prompt that was just computed: they share its last state and its full KV blocks. Gives the
+        ids that run now; the others, for which there is no room, are known, and wait for `admit`.
 
         Called after the `accept` that gave the request its first answer token, before it runs on.
 
         Args:
             children: for each further answer its request id and its own first token.
             max_running: how many of them may run now; None for all.
-
-        Returns:
-            The ids that run now. The others, for which there is no room, are known, and wait for `admit`.
 
         Raises:
             ValueError: an id is in use, or a token is none.
@@ -175,7 +175,8 @@ class PrefixCache:
     def allocate(
         self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), decode: bool = False
     ) -> SequenceStep | None:
-        """The row that runs the next `num_tokens` tokens and then `drafts`, with a block for each state it writes.
+        """The row that runs the next `num_tokens` tokens and then `drafts`, with a block for each state it writes; if
+        there is no room it is None, and nothing has changed.
 
         After a row with drafts, the next one can be allocated once `accept` was told which of them agreed.
 
@@ -183,9 +184,6 @@ class PrefixCache:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
             drafts: guesses of the tokens after a decoding request's last one.
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
-
-        Returns:
-            None, and nothing has changed: there is no room.
         """
         life = self._running(request_id)
         guesses = check_next_row(life, num_tokens, drafts, decode, self.config.max_draft_tokens)
@@ -256,14 +254,14 @@ class PrefixCache:
         with self._books as books:
             books.cancel(rows)
 
-    # --- the tier in host memory ---
+    # --- the tiers in host memory and in files ---
 
-    def transfers(self) -> tuple[Transfer, ...]:
-        """What is to be copied between device and host: all transfers under way, the oldest first. To be called between
-        steps, after `admit`: launch those whose numbers are new, behind what the device was told before. Whoever never
-        calls it has no such tier."""
+    def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
+        """What is to be copied between device, host and files: all transfers under way, the oldest first. To be called
+        between steps, after `admit`: launch those whose numbers are new, behind what the device was told before.
+        Whoever never calls it has no such tier. With `flush` all that no file has goes there, bit by bit."""
         with self._books as books:
-            return books.tier.transfers()
+            return books.tier.transfers(flush)
 
     def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
         """A transfer is done; or it failed, and what it wrote is never read. Either way it has ended on the device.

@@ -44,8 +44,8 @@ def mend(books: Books) -> None:
     books.states.num_issued = num_issued
     books.ledger.start_over()
     for request in books.requests.values():
-        request.life = request.leaving = request.load = request.hit_before = None
-        request.may_load = True
+        request.life = request.leaving = request.load = None
+        request.loads_anew()
         request.issued, request.in_flight = [], 0
         books.rehash(request)
         books.lookup.wait(request)

@@ -35,9 +35,11 @@ class CachedRequest:
     report: RequestReport | None = None  # made when it first ran
     life: Life | None = None  # None while it waits
     waits: tuple[Life, int] | None = None  # who is about to compute a prefix of it, and up to where
-    load: Load | None = None  # what it waits for from the host's memory
-    may_load: bool = True  # it has begun no load since it ran last
-    hit_before: int | None = None  # after how many blocks it could have resumed without the load that it waited for
+    load: Load | None = None  # what it waits for from the host's memory, or from files
+    may_load: bool = True  # it has begun no load from the host's memory since it ran last
+    may_read: bool = True  # nor one from files
+    hit_before: int | None = None  # after how many blocks it could have resumed without the loads that it waited for
+    held_before: int | None = None  # the same with what the host's memory had, without files
     lined: int = 0  # leading blocks of the chain that `Lookup` counts as waited for
     issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
     in_flight: int = 0  # how many of them will give a token
@@ -49,6 +51,19 @@ class CachedRequest:
     def rank(self) -> Rank:
         """How often its chain went on before it."""
         return self.turn.rank if self.turn is not None else Rank.FIRST
+
+    def loaded(self, hit: int) -> tuple[int, int]:
+        """Of a hit after so many blocks, the tokens that came from the host's memory, and those that came from files
+        before that."""
+        before = hit if self.hit_before is None else self.hit_before
+        held = hit if self.held_before is None else max(self.held_before, before)
+        from_files = max(hit - held, 0)
+        return (max(hit - before, 0) - from_files) * self.block_size, from_files * self.block_size
+
+    def loads_anew(self) -> None:
+        """It may load again: what it loaded so far was for an admission that is over."""
+        self.may_load = self.may_read = True
+        self.hit_before = self.held_before = None
 
     def token_bytes(self, start: int, end: int) -> bytes:
         """int32, the known tokens from `start` to `end`; those of a block with a key are changed by it, so that equal
@@ -111,12 +126,13 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """What a request waits for: the blocks that the device lacks of its prefix. Others may wait for it as well."""
+    """What a request waits for: the blocks of its prefix that the device lacks, or that are in files alone. Others may
+    wait for it as well."""
 
     request_id: str
     chain: Sequence[bytes]
     depth: int  # blocks of the prefix
-    leases: list[Lease]  # of its blocks on the device, old and new, until all who wait have come
+    leases: list[Lease]  # of its blocks where they go, old and new, until all who wait have come
     waiting: set[CachedRequest] = field(default_factory=set)
     done: bool = False
 

@@ -1,4 +1,4 @@
-"""The tier in host memory: copies of what the device is about to evict, and their way back."""
+"""The tier in host memory: copies of what the device is about to evict, and files of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from math import inf
 
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.chains import Chains
-from mambacache.cache.lookup import Found
-from mambacache.cache.moves import Arrival, Move
+from mambacache.cache.files import Files
+from mambacache.cache.loads import Loads
+from mambacache.cache.moves import Move
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
-from mambacache.cache.request import CachedRequest, Load
+from mambacache.cache.request import CachedRequest
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
-from mambacache.plan import Transfer
-from mambacache.report import Wait
+from mambacache.plan import BlockFile, Transfer
 
 AHEAD, LEAST = 4, (16, 128)
 """Copied ahead is what would be lost with the blocks that go first, one in so many of a pool's, but at least so many
@@ -26,6 +26,9 @@ STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
 """Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them. A chain is best taken
 whole, since it may be the next to go."""
 
+FILES_A_TRANSFER = 32
+"""Slots that one transfer takes to files at most: nobody else can take them meanwhile either."""
+
 
 class Tier:
     """Slots in host memory, found by the hashes that name blocks on the device.
@@ -34,8 +37,12 @@ class Tier:
     loaded first. So a page here keeps the state of its block alive, on either side, as one on the device does. Without
     slots no call does anything.
 
+    What comes here is written to files, if there are any, and is held in its slot until it was. What is evicted before
+    its turn is not waited for.
+
     Args:
         pool, states, pages: the device's.
+        files: what is there.
         on_page_removed: called as a `BlockPool` does when a page here is lost.
         numbers: of transfers.
         under_way: transfers that nobody wants any more, and that may yet read and write the blocks that they name.
@@ -43,18 +50,22 @@ class Tier:
 
     def __init__(
         self, config: CacheConfig, pool: BlockPool, states: States, pages: Pages, chains: Chains, ledger: Ledger,
-        on_page_removed: RemovedCallback, numbers: count[int], under_way: Iterable[Transfer],
+        files: Files, on_page_removed: RemovedCallback, numbers: count[int], under_way: Iterable[Transfer],
     ) -> None:  # fmt: skip
         self.present = config.num_host_states > 0
         self._config, self._size = config, config.block_size
         self._states, self._device, self._pages = pool, states, pages
-        self._ledger, self._chains, self._numbers = ledger, chains, numbers
+        self._ledger, self._chains, self._numbers, self._files = ledger, chains, numbers, files
         self.states = BlockPool(config.num_host_states, lambda *_: None, chains)
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
         self._slots = {pool: self.states, pages.pool: self.pages}  # of what the device's pools hold
+        self._host = {"state": self.states, "kv": self.pages}
         self.moves: dict[int, Move] = {}
-        self._loading: dict[bytes, Load] = {}  # by the hashes of the blocks that the device lacks
-        self._arrived: dict[Load, None] = {}  # which still hold blocks
+        self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
+        self._unwritten: dict[tuple[str, bytes], None] = {}  # what is here and in no file
+        self._unflushed: list[int] | None = None  # of `flush`, states that were not looked at
+        self._lacked: dict[int, int] = {}  # how much of the one that was looked at last was in no file
+        self._writable = True  # as far as the last transfer to files has told
         least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._ahead = {each: max(each.num_blocks // AHEAD, few) for each, few in least.items()}
         self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
@@ -63,22 +74,34 @@ class Tier:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
                 move.leases += [side.seize(b) for pair in pairs for side, b in zip((device, host), pair, strict=True)]
+            move.leases += [self._host[file.kind].seize(file.slot) for file in transfer.files]
 
     # --- to the host ---
 
-    def transfers(self) -> tuple[Transfer, ...]:
-        """All that are under way; one more to the host is begun if there is need and none is on its way."""
+    def transfers(self, flush: bool) -> tuple[Transfer, ...]:
+        """All that are under way; one more to the host and one more to files is begun if there is need and none is on
+        its way. With `flush` there is need of all that no file has, as long as files can be written, and what came here
+        is written before more comes."""
+        to_host, to_files = (self._moving(files) for files in (False, True))
         seen = (self._chains.now, self._states.num_available) if self.present else self._seen
-        if seen != self._seen and not any([move.load is None for move in self.moves.values()]):
+        self._unflushed = self._unflushed if flush else None
+        if flush and self._files.present and self._writable and not (self._unwritten or to_files or to_host):
+            self._flush()
+        elif not flush and seen != self._seen and not to_host:
             self._seen = seen
-            self._copy_out()
+            self._copy_out(min(self._limits()))
+        if self._unwritten and not to_files:
+            self._write_out()
         return tuple([move.transfer for move in self.moves.values()])
 
-    def _copy_out(self) -> None:
+    def _moving(self, files: bool) -> bool:
+        """Whether a transfer to the host is under way, or to files."""
+        return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
+
+    def _copy_out(self, limit: float) -> None:
         """Begins to copy the states that would be lost first, by their own eviction or by that of the KV before them:
         what is as cold as the pages that go first has pages among them."""
         states = self._states
-        limit = min(self._limits())
         left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
         move = Move(Transfer(0, True, (), ()))
         while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
@@ -97,6 +120,29 @@ class Tier:
                 self._copy(move, states, [state])
         self._begin(move)
 
+    def _flush(self) -> None:
+        """Begins with what is in no file of the state that goes first, and of its pages: what is here is to be written,
+        else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
+        begun; a state is left alone once that does not help."""
+        states, move = self._states, Move(Transfer(0, True, (), ()))
+        self._unflushed = states.idle.asked() if self._unflushed is None else self._unflushed
+        while self._unflushed and not (move.leases or self._unwritten):
+            state = self._unflushed.pop(0)
+            if states.hashes[state] is None:
+                continue
+            chain, depth = self._device.prefix[state]
+            blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
+            lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
+            if lacks and len(lacks) < self._lacked.get(state, len(lacks) + 1):
+                self._lacked = {state: len(lacks)}
+                self._unflushed.insert(0, state)
+                self._unwritten.update((each, None) for each in lacks if self._host[each[0]].lookup(each[1]))
+            for kind, block_hash in lacks if not self._unwritten else ():
+                pool = states if kind == "state" else self._pages.pool
+                if (block := pool.lookup(block_hash)) is not None:
+                    self._copy(move, pool, [block])
+        self._begin(move)
+
     def _limits(self) -> tuple[float, float]:
         """How cold what goes first is: of states, and of pages; infinite while there is room."""
         states, pages = self._slots
@@ -113,20 +159,27 @@ class Tier:
             return False
         return self.states.restore(block_hash, states.rank[state])
 
+    def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
+        """Whether a file has a block as exact as this one."""
+        block_hash = pool.hashes[block]
+        exact = self._files.exact(kind, block_hash) if block_hash is not None else None
+        return exact is not None and exact >= pool.exact[block]
+
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
         """The device's pages before a state that are not here nor coming, the deepest first; what is here is kept from
         now on. None if one is nowhere, or the state may not be reused."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
-        if not self._held(chain[depth], self._states):
+        held = self.loads.held
+        if not held(chain[depth], self._states):
             return None
         for block_hash in chain[depth:0:-1] if self._pages.present else ():
             if block_hash in move.coming:
                 continue
-            if self._held(block_hash, self.pages):
+            if held(block_hash, self.pages):
                 self.pages.restore(block_hash, self._states.rank[state])
                 continue
-            page = self._held(block_hash, self._pages.pool)
+            page = held(block_hash, self._pages.pool)
             if not page:
                 return None
             missing.append(page)
@@ -152,14 +205,28 @@ class Tier:
                 move.coming.add(block_hash)
 
     def _begin(self, move: Move) -> None:
-        """Numbers a transfer, if it has any blocks, and names them."""
-        pairs = list(zip(move.leases[::2], move.leases[1::2], strict=True))
-        if pairs:
+        """Numbers a transfer, if it has any blocks, and names those that come from the device or go there."""
+        transfer, leases = move.transfer, move.leases if not move.transfer.files else []
+        pairs = list(zip(leases[::2], leases[1::2], strict=True))
+        if pairs or transfer.files:
             states, pages = (
                 tuple((lease.block, slot.block) for lease, slot in pairs if lease.pool is pool) for pool in self._slots
             )
-            move.transfer = Transfer(next(self._numbers), move.load is None, states, pages)
+            move.transfer = transfer._replace(number=next(self._numbers), states=states, pages=pages)
             self.moves[move.transfer.number] = move
+
+    def _write_out(self) -> None:
+        """Begins to write what came to the host, in that order."""
+        move, files = Move(Transfer(0, False, (), ())), []
+        while self._unwritten and len(files) < FILES_A_TRANSFER:
+            kind, block_hash = next(iter(self._unwritten))
+            del self._unwritten[kind, block_hash]
+            host = self._host[kind]
+            if (slot := host.lookup(block_hash)) is not None:
+                move.leases.append(host.lend(slot))
+                files.append(BlockFile(kind, slot, block_hash, host.exact[slot], host.born[slot]))
+        move.transfer = move.transfer._replace(files=tuple(files))
+        self._begin(move)
 
     def hit(self, chain: Sequence[bytes], depth: int) -> None:
         """So many blocks are in use on the device: what is here of them goes first, until that is about to go."""
@@ -167,139 +234,32 @@ class Tier:
             for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
                 pool.demote(slot)
 
-    # --- from the host ---
-
-    def fetch(self, request: CachedRequest, found: Found, limit: int) -> Wait | None:
-        """Begins to load a longer prefix than was found, at most `limit` blocks, or joins who does. None if there is
-        none, it is not worth it, there is no room, or the request's own load has ended."""
-        if not (self.states.num_committed or self.pages.num_committed) or self._config.max_checkpoints == 0:
-            return None
-        chain, depth = request.chain, self._depth(request.chain, found, limit)
-        if depth <= max(found.hit, found.promised):
-            return None
-        depths = range(1, depth + 1) if self._pages.present else ()
-        lacks = [i for i in depths if not self._held(chain[i], self._pages.pool)]
-        lacks_state = not self._held(chain[depth], self._states)
-        lacking = [chain[i] for i in lacks] + [chain[depth]] * lacks_state
-        load = next((self._loading[h] for h in lacking if h in self._loading), None)
-        moved = lacks_state * self._config.state_bytes + len(lacks) * self._config.page_bytes
-        if load is None and request.may_load:
-            worth = moved <= self._config.host_bytes_per_token * (depth - found.hit) * self._size
-            load = self._load(request, depth, lacks, lacks_state) if worth else None
-        if load is None:
-            return None
-        load.waiting.add(request)
-        request.load = load
-        if request.hit_before is None:
-            request.hit_before = found.hit
-        return self.wait(load)
-
-    def wait(self, load: Load) -> Wait:
-        """What a request is told that waits for a load."""
-        return Wait("loading", load.request_id, load.depth * self._size)
-
-    def _held(self, block_hash: bytes, *pools: BlockPool) -> int:
-        """The block of this hash that may be reused, in the first of these pools that has one; 0 for none."""
-        for pool in pools:
-            block = pool.lookup(block_hash)
-            if block is not None and (pool.exact[block] or not self._config.strict_reuse):
-                return block
-        return 0
-
-    def _depth(self, chain: Sequence[bytes], found: Found, limit: int) -> int:
-        """After how many blocks, at most `limit`, a request resumes with what device and host have together."""
-        depth = min(found.coverage, limit)
-        while depth < limit and self._held(chain[depth + 1], self._pages.pool, self.pages):
-            depth += 1
-        while depth > found.hit and not self._held(chain[depth], self._states, self.states):
-            depth -= 1
-        return depth
-
-    def _load(self, request: CachedRequest, depth: int, lacks: Sequence[int], lacks_state: bool) -> Load | None:
-        """Takes blocks on the device, evicting others if it must; None without room for the request."""
-        chain, (states, pages) = request.chain, self._slots
-        if not self._pages.has_room(chain, depth, len(request.tokens)):
-            return None
-        slots = [self.pages.share(self._held(chain[i], self.pages)) for i in lacks]
-        kept = {i: pages.share(page) for i in range(1, depth + 1) if (page := self._held(chain[i], pages))}
-        state = self.states.share(self._held(chain[depth], self.states)) if lacks_state else None
-        if state is None:
-            kept[depth + 1] = states.share(self._held(chain[depth], states))
-        else:
-            slots.append(state)
-        if pages.num_available < len(lacks) or states.num_available < 1 + lacks_state:
-            for lease in [*slots, *kept.values()]:
-                lease.end()
-            return None
-        fresh = [Lease(pages, page) for page in pages.take(len(lacks))]
-        fresh += [Lease(states, block) for block in states.take(int(lacks_state))]
-        places = [*lacks, depth + 1] if lacks_state else lacks
-        held = kept | dict(zip(places, fresh, strict=True))
-        load = Load(request.request_id, chain, depth, [held[i] for i in sorted(held)])
-        move = Move(Transfer(0, False, (), ()), load=load)
-        for place, lease, slot in zip(places, fresh, slots, strict=True):
-            move.arrivals.append(Arrival.copied(slot, lease, chain[min(place, depth)], min(place, depth)))
-            move.leases += [lease, slot]
-            self._loading[chain[min(place, depth)]] = load
-        request.may_load = False
-        self._begin(move)
-        self._ledger.loads()
-        return load
-
-    def leave(self, request: CachedRequest) -> None:
-        """A request waits for its load no more: that has ended and the request is admitted, or it is gone."""
-        load, request.load = request.load, None
-        if load is not None:
-            load.waiting.discard(request)
-            if load in self._arrived and not load.waiting:
-                del self._arrived[load]
-                load.let_go()
-
-    def let_go(self) -> bool:
-        """Room is needed more than what loads brought whose requests have not come yet; whether that makes any."""
-        arrived, self._arrived = self._arrived, {}
-        return any([load.let_go() for load in arrived])
-
     # --- the end of a transfer ---
 
     def transferred(self, number: int, failed: bool) -> None:
         """A transfer is done, or has failed: neither reads nor writes its blocks any more."""
         move = self.moves.pop(number)
-        load, good = move.load, not (failed or move.void)
-        if good and load is None:
+        transfer, load, good = move.transfer, move.load, not (failed or move.void)
+        if load is None and transfer.files:
+            self._writable = good
+        elif load is None and good:
             move.name()
-        elif good and load is not None:
-            for arrival in move.arrivals:
-                self._arrive(arrival, load)
+            self._note_unwritten(move)
         for lease in move.leases if load is None else move.leases[1::2]:
             lease.end()
         if load is not None:
-            self._end(load, move)
-            if good and load.waiting:
-                self._arrived[load] = None
-            else:
-                load.let_go()
-        moved = (
-            len(move.transfer.states) * self._config.state_bytes + len(move.transfer.pages) * self._config.page_bytes
-        )
-        self._ledger.transferred(move.transfer.to_host, moved, failed)
+            self.loads.ended(load, move.arrivals if good else ())
+        states = len(transfer.states) + sum(file.kind == "state" for file in transfer.files)
+        pages = len(transfer.pages) + sum(file.kind == "kv" for file in transfer.files)
+        moved = states * self._config.state_bytes + pages * self._config.page_bytes
+        self._ledger.transferred(transfer.to_host, moved, failed, files=bool(transfer.files))
 
-    def _arrive(self, arrival: Arrival, load: Load) -> None:
-        kind = "kv" if arrival.pool is self._pages.pool else "state"
-        new = arrival.pool.lookup(arrival.block_hash) is None
-        if kind == "state" and new and not self._device.has_checkpoint_room(asked=True):
-            return
-        if arrival.name():
-            if kind == "state":
-                self._device.prefix[arrival.block] = load.chain, arrival.depth
-            self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)
-
-    def _end(self, load: Load, move: Move) -> None:
-        """Nobody waits for a load any more."""
-        load.done = True
-        for arrival in move.arrivals:
-            if self._loading.get(arrival.block_hash) is load:
-                del self._loading[arrival.block_hash]
+    def _note_unwritten(self, move: Move) -> None:
+        """What came to the host is to be written to files that do not have it."""
+        for slot in move.leases[1::2] if self._files.present else ():
+            kind, block_hash = "state" if slot.pool is self.states else "kv", slot.pool.hashes[slot.block]
+            if block_hash is not None and not self._filed(kind, slot.pool, slot.block):
+                self._unwritten[kind, block_hash] = None
 
     # --- what is given up ---
 
@@ -308,17 +268,19 @@ class Tier:
         for move in self.moves.values():
             move.void = True
             if move.load is not None:
-                self._end(move.load, move)
+                self.loads.done(move.load)
 
     def drop_born(self, since: int) -> None:
         """What was written by this issue or a later one is wrong."""
         self.void()
+        self._files.drop_born(since)
         self.states.drop_born(since)
         self.pages.drop_born(since)
 
-    def drop(self, block_hashes: Iterable[bytes]) -> None:
+    def drop(self, block_hashes: Sequence[bytes]) -> None:
         """So is what has one of these hashes."""
         self.void()
+        self._files.drop(block_hashes)
         for block_hash in block_hashes:
             self.states.drop(block_hash)
             self.pages.drop(block_hash)
@@ -326,7 +288,8 @@ class Tier:
     def clear(self) -> None:
         """Forgets every hash."""
         self.void()
-        self.let_go()
+        self.loads.let_go()
+        self._unwritten.clear()
         self.states.clear()
         self.pages.clear()
 
@@ -336,14 +299,11 @@ class Tier:
         """The blocks of a pool that transfers and loads hold, each as often as it is held."""
         moves = list(self.moves.values())
         leases = [lease for move in moves for lease in (move.leases if move.load is None else move.leases[1::2])]
-        loads = [*self._arrived, *(move.load for move in moves if move.load is not None)]
+        loads = [*self.loads.arrived, *(move.load for move in moves if move.load is not None)]
         return [x.block for x in [*leases, *(x for load in loads for x in load.leases)] if x.pool is pool]
 
     def check(self, requests: Sequence[CachedRequest]) -> None:
         """Raises AssertionError unless the books balance."""
         self.states.check(self.held(self.states))
         self.pages.check(self.held(self.pages))
-        loads = [move.load for move in self.moves.values() if move.load is not None and not move.load.done]
-        assert {id(load) for load in self._loading.values()} == set(map(id, loads)), "what is being loaded"
-        waiting = {request for load in [*loads, *self._arrived] for request in load.waiting}
-        assert waiting <= set(requests) and all(request.load is not None for request in waiting), "who waits for a load"
+        self.loads.check(list(self.moves.values()), requests)

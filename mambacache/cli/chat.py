@@ -26,7 +26,11 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # what it refuses, before torch is loaded
     from mambacache.engine.llm import LLM
 
-    llm = LLM(config.model, **given_fields(args, EngineConfig))
+    with LLM(config.model, **given_fields(args, EngineConfig)) as llm:
+        return _chat(llm, params)
+
+
+def _chat(llm: LLM, params: SamplingParams) -> int:
     tokens_of_chat(llm, [{"role": "user", "content": "?"}])  # whether there is a template, before the first line
     terminal = sys.stdin.isatty()
     if terminal:

@@ -28,17 +28,17 @@ def run(args: argparse.Namespace) -> int:
     config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # what it refuses, before torch is loaded
     from mambacache.engine.llm import LLM
 
-    llm = LLM(config.model, **given_fields(args, EngineConfig))
     failed = False
-    for index, (each, output) in enumerate(zip(asked, _outputs(llm, asked, args.stream), strict=True)):
-        failed |= any(answer.error is not None for answer in output.outputs)
-        if args.jsonl:
-            for answer in output.outputs:
-                print(json.dumps(_finite(_as_json(index, each, output, answer)), allow_nan=False))
-        else:
-            if not args.stream:
-                print(*(answer.text for answer in output.outputs), sep="\n")
-            print(cache_line(output), file=sys.stderr)
+    with LLM(config.model, **given_fields(args, EngineConfig)) as llm:
+        for index, (each, output) in enumerate(zip(asked, _outputs(llm, asked, args.stream), strict=True)):
+            failed |= any(answer.error is not None for answer in output.outputs)
+            if args.jsonl:
+                for answer in output.outputs:
+                    print(json.dumps(_finite(_as_json(index, each, output, answer)), allow_nan=False))
+            else:
+                if not args.stream:
+                    print(*(answer.text for answer in output.outputs), sep="\n")
+                print(cache_line(output), file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -28,6 +28,9 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_bytes: int | None
     host_cache_bytes: int
     host_bytes_per_token: int
+    disk_cache_dir: str | Path | None
+    disk_cache_bytes: int | None
+    disk_bytes_per_token: int
     gpu_memory_utilization: float | None
     checkpoint_interval: int
     strict_reuse: bool

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from mambacache.engine.stepper import Stepper
 from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model, load_model, model_skeleton
 from mambacache.runner import sizing
+from mambacache.runner.directory import Directory
+from mambacache.runner.disk_tier import DiskTier
 from mambacache.runner.host_tier import HostTier
+from mambacache.runner.identity import identity
 from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.runner.sizing import (
@@ -75,6 +79,7 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         )
     if draft is not None and config.speculative is not None:
         raise ValueError(f"speculative is {config.speculative!r} and draft= is given too: leave one of them out")
+    directory = _directory(config, sizes)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
     del skeleton
 
@@ -82,7 +87,8 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     usable = usable_memory(config, weight_bytes(model), total_memory(device), free_memory(device))
     sizes = plan_memory(config, model, usable)
     _warn_of_small_steps(config, sizes)
-    cache = PrefixCache(_cache_config(config, model, sizes))
+    files = _disk_tier(config, model, torch.device(device), directory)
+    cache = PrefixCache(_cache_config(config, model, sizes), files)
     layers = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens)
     runner = ModelRunner(
         model,
@@ -102,7 +108,7 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         sizes,
         cache,
         runner,
-        Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner)),
+        Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files)),
         tokenizer,
         Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens),
         frozenset(token for token in end_tokens(model.module) if token < vocab_size),
@@ -116,7 +122,7 @@ def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConf
         num_kv_blocks=sizes.num_kv_blocks,
         block_size=config.block_size,
         max_draft_tokens=config.max_draft_tokens,
-        model_key=f"{config.model} {config.revision or ''} {config.state_dtype}",
+        model_key="" if config.disk_cache_dir else f"{config.model} {config.revision or ''} {config.state_dtype}",
         has_attention=bool(model.kv_layers),
         max_checkpoints=sizes.max_checkpoints,
         checkpoint_interval=config.checkpoint_interval,
@@ -126,6 +132,7 @@ def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConf
         state_bytes=sizes.state_bytes,
         page_bytes=sizes.kv_block_bytes,
         host_bytes_per_token=config.host_bytes_per_token,
+        disk_bytes_per_token=config.disk_bytes_per_token,
     )
 
 
@@ -134,12 +141,43 @@ def _check_host_memory(sizes: Sizes) -> None:
         raise ValueError(f"host_cache_bytes takes {sizes.host_bytes:,} bytes and the host has {free:,} free: lower it")
 
 
-def _host_tier(sizes: Sizes, runner: ModelRunner) -> HostTier | None:
+def _directory(config: EngineConfig, sizes: Sizes) -> Directory | None:
+    """That of the files; none, with a line in the log, where it cannot be used or nothing is cached.
+
+    Raises:
+        ValueError: another engine has it.
+    """
+    if config.disk_cache_dir is None:
+        return None
+    if not sizes.num_host_states:
+        logger.warning("disk_cache_dir is %r and not used: nothing is cached", str(config.disk_cache_dir))
+        return None
+    try:
+        return Directory(Path(config.disk_cache_dir))
+    except OSError as error:
+        logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
+        return None
+
+
+def _disk_tier(
+    config: EngineConfig, model: Model, device: torch.device, directory: Directory | None
+) -> DiskTier | None:
+    """What is in the directory, for this very model."""
+    if directory is None:
+        return None
+    try:
+        return DiskTier(directory, config.disk_cache_bytes, lambda: identity(model, config, device))
+    except OSError as error:
+        logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
+        return None
+
+
+def _host_tier(sizes: Sizes, runner: ModelRunner, files: DiskTier | None) -> HostTier | None:
     """The host's memory for what the runner's pools have no room for."""
     if not sizes.num_host_states:
         return None
     pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
-    return HostTier(pools, (sizes.num_host_states, sizes.num_host_pages)[: len(pools)])
+    return HostTier(pools, (sizes.num_host_states, sizes.num_host_pages)[: len(pools)], files)
 
 
 def _warn_of_small_steps(config: EngineConfig, sizes: Sizes) -> None:

@@ -109,14 +109,18 @@ class Stepper:
         self._refresh()
 
     def close(self) -> None:
-        """Ends all requests, and lets go of the runner."""
+        """Ends all requests, writes to files what they lack, if there are any, and lets go of the runner."""
         self.left.extend(dict.fromkeys(chain(self.answers.values(), self.fresh.values())))
         self.settle()
         self.closed = True
-        del self._runner
-        if self._tier is not None and self._failure is None:
-            self._tier.close()
-        self._tier = None
+        try:
+            while self._failure is None and self._tier is not None and self._tier.has_files and self._move(flush=True):
+                self._wait_for_transfer()
+        finally:
+            del self._runner
+            if self._tier is not None and self._failure is None:
+                self._tier.close()
+            self._tier = None
 
     def settle(self) -> None:
         """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs; and forgets
@@ -165,9 +169,9 @@ class Stepper:
                 logger.exception("planning a step failed: it is tried again")
         return self._scheduler.schedule()
 
-    def _move(self, ended: bool = False) -> bool:
-        """Tells which transfers are over, and launches those that are due; with `ended` only if any is over. What is
-        raised here costs a miss: it is tried again.
+    def _move(self, ended: bool = False, flush: bool = False) -> bool:
+        """Tells which transfers are over, and launches those that are due; with `ended` only if any is over, with
+        `flush` all that go to files. What is raised here costs a miss: it is tried again.
 
         Returns:
             Whether transfers are under way, as far as that is known, or just ended: who waits for one runs soon.
@@ -178,7 +182,7 @@ class Stepper:
             over = self._tier.ended()
             if not over and ended:
                 return True
-            under_way = self._scheduler.transfers(over)
+            under_way = self._scheduler.transfers(over, flush)
             self._tier.launch(under_way)
             self._tier.forget(over)
         except Exception:

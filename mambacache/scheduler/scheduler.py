@@ -260,15 +260,15 @@ class Scheduler:
 
     # --- beside it ---
 
-    def transfers(self, ended: Mapping[Transfer, bool]) -> tuple[Transfer, ...]:
-        """What is under way between device and host, see `PrefixCache.transfers`. It is told first what has `ended`,
-        and whether that failed; what it knows no more is passed over."""
+    def transfers(self, ended: Mapping[Transfer, bool], flush: bool = False) -> tuple[Transfer, ...]:
+        """What is under way between device, host and files, see `PrefixCache.transfers`. It is told first what has
+        `ended`, and whether that failed; what it knows no more is passed over."""
         self._mend()
         self._torn = True
         for transfer in self.cache.transfers() if ended else ():
             if transfer in ended:
                 self.cache.transferred(transfer, failed=ended[transfer])
-        under_way = self.cache.transfers()
+        under_way = self.cache.transfers(flush=flush)
         self._torn = False
         return under_way
 

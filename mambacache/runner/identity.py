@@ -1,0 +1,71 @@
+"""What states and KV depend on beside tokens: equal for engines that may read each other's files, and for no others."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from mambacache import kernels
+from mambacache.config import EngineConfig
+from mambacache.models.adapt import Model
+
+WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
+"""Of 8 bytes, that are digested at a time: as a CPU's caches hold, and as keeps a GPU busy."""
+
+
+def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
+    """Names a model as it is in memory, its weights by a digest of all of them; the layout of states and pages; the
+    code and the device that compute them. It knows no paths: a checkpoint may be moved."""
+    settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    layers = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens)
+    on_cpu = device.type == "cpu"
+    device_name = torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(device)
+    versions = [(name, version(name)) for name in ("torch", "transformers", "triton") if find_spec(name) is not None]
+    layout = config.block_size, layers, model.kv_layers
+    return repr((weights_digest(model.module), settings, layout, source_digest(), versions, device_name))
+
+
+@torch.inference_mode()
+def weights_digest(module: torch.nn.Module) -> str:
+    """Of all parameters and buffers: names, types, shapes and every byte. It is made where they are, from sums of words
+    that are scattered by their value and place, so that a GPU reads them about as quickly as it can."""
+    digest = blake2b(digest_size=16)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in sorted(tensors, key=lambda each: each[0]):
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(_sums(tensor.detach().contiguous().reshape(-1).view(torch.uint8)).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sums(raw: torch.Tensor) -> torch.Tensor:
+    """int64, one for each piece of uint8 [bytes]: of its words of 8 bytes, each put with its place through the last
+    steps of splitmix64."""
+    size = min(WORDS[raw.device.type], -(-len(raw) // 8))
+    places = torch.arange(size, device=raw.device) * -0x61C8864680B583EB
+    buffer, shifted = torch.zeros_like(places), torch.empty_like(places)
+    sums = []
+    for piece in raw.split(8 * size) if size else ():
+        count = -(-len(piece) // 8)
+        words, other = buffer[:count], shifted[:count]
+        words[-1] = 0  # which the piece may fill in part
+        words.view(torch.uint8)[: len(piece)] = piece
+        words += places[:count]
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+            words ^= torch.bitwise_right_shift(words, shift, out=other)
+            words *= factor
+        words ^= torch.bitwise_right_shift(words, 31, out=other)
+        sums.append(words.sum())
+    return torch.stack(sums) if sums else places
+
+
+def source_digest() -> str:
+    """Of this package's code, the kernels' and the version included."""
+    digest = blake2b(digest_size=16)
+    for root in (Path(__file__).parents[1], Path(kernels.__file__).parent):
+        for path in sorted(root.rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,154 @@
+"""Files behind the tier in host memory of the symbolic model: they outlive a cache, fail, and are lost now and then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from cache_model import Prefix
+from mambacache.config import CacheConfig
+from mambacache.plan import Transfer
+from symbolic import WINDOW, true_page, true_state
+from symbolic_jobs import Mix
+from symbolic_tier import HostMemory, TieredCache, TieredDriver
+
+KINDS = ("state", "kv")
+Key = tuple[str, bytes]
+
+
+class SymbolicFiles:
+    """As `Files` says; a file holds a block's rows of a `HostMemory`. At most `limit` of them stay."""
+
+    def __init__(self, limit: int = 1000) -> None:
+        self.present, self.key, self.limit = True, 0, limit
+        self.kept: dict[Key, tuple[bool, int, list[np.ndarray]]] = {}
+        self.coming: dict[Key, int] = {}  # by which transfer
+        self.prefixes: dict[bytes, Prefix] = {}
+
+    def exact(self, kind: str, block_hash: bytes) -> bool | None:
+        file = self.kept.get((kind, block_hash))
+        return file[0] if file is not None else None
+
+    def drop(self, block_hashes: Iterable[bytes]) -> None:
+        for key in [(kind, block_hash) for block_hash in block_hashes for kind in KINDS]:
+            self.kept.pop(key, None)
+            self.coming.pop(key, None)
+
+    def drop_born(self, since: int) -> None:
+        """Of what is being written all is given up."""
+        self.kept = {key: file for key, file in self.kept.items() if file[1] < since}
+        self.coming.clear()
+
+    def clear(self) -> None:
+        self.key += 1
+        self.kept.clear()
+        self.coming.clear()
+
+    def restarted(self) -> None:
+        """Another process knows nothing of issues, nor of what was being written."""
+        self.kept = {key: (exact, 0, rows) for key, (exact, _, rows) in self.kept.items()}
+        self.coming.clear()
+
+    def check(self) -> None:
+        """Every file holds what its hash stands for."""
+        for (kind, block_hash), (exact, _, rows) in self.kept.items():
+            tokens = self.prefixes[block_hash][1]
+            end = len(tokens) // 4
+            assert rows[0].all(), "a file of what was never written"
+            if kind == "state":
+                digest, window = true_state(tokens, end)
+                assert int(rows[1]) == digest and rows[3][:WINDOW].tolist() == window and bool(rows[2]) == exact
+            else:
+                size = len(rows[0])
+                assert (rows[2] == true_page(tokens, end - size, end)).all() and bool(rows[3].all()) == exact
+
+
+class FiledMemory(HostMemory):
+    """Slots of which transfers to files read when they end, and to which those from files write then."""
+
+    def __init__(self, cache: FiledCache) -> None:
+        super().__init__(cache)
+        self.files, self.rng = cache.files, random.Random(0)
+        self.read: dict[int, list[list[np.ndarray]] | None] = {}  # what a file held when reading it began
+
+    def launch(self, transfer: Transfer) -> None:
+        if not transfer.files:
+            super().launch(transfer)
+            return
+        tier, found = self._cache._books.tier, []
+        for kind, slot, block_hash, exact, _ in transfer.files:
+            assert slot and (tier.states, tier.pages)[KINDS.index(kind)].references[slot], "a slot that may be taken"
+            if transfer.to_host:
+                self.slots[KINDS.index(kind)][0][slot] = False
+                file = self.files.kept.get((kind, block_hash))
+                found += [file[2]] if file is not None and file[0] == exact else []
+            else:
+                self.files.coming[kind, block_hash] = transfer.number
+        self.read[transfer.number] = found if len(found) == len(transfer.files) else None
+        self.launched[transfer.number] = transfer
+
+    def end(self, number: int, failed: bool) -> bool:
+        transfer = self.launched[number]
+        if not transfer.files:
+            return super().end(number, failed)
+        del self.launched[number]
+        read = self.read.pop(number)
+        if not transfer.to_host:
+            return self._write(transfer, failed)
+        for file, rows in zip(transfer.files, read or (), strict=False):
+            for slots, row in zip(self.slots[KINDS.index(file.kind)], rows, strict=True):
+                slots[file.slot] = row
+        if failed and read:  # one file is damaged, and deleted
+            self.files.kept.pop(self.rng.choice([(file.kind, file.block_hash) for file in transfer.files]), None)
+        return failed or read is None
+
+    def _write(self, transfer: Transfer, failed: bool) -> bool:
+        files = self.files
+        for kind, slot, block_hash, exact, born in transfer.files:
+            wanted = files.coming.get((kind, block_hash)) == transfer.number
+            if wanted:
+                del files.coming[kind, block_hash]
+            if wanted and (not failed or self.rng.random() < 0.5):
+                rows = [np.copy(slots[slot]) for slots in self.slots[KINDS.index(kind)]]
+                files.kept[kind, block_hash] = exact, born, rows
+            while len(files.kept) > files.limit:
+                del files.kept[next(iter(files.kept))]
+        return failed
+
+
+class FiledCache(TieredCache):
+    """A `TieredCache` with files behind it."""
+
+    def __init__(self, config: CacheConfig, files: SymbolicFiles, **options: Any) -> None:
+        self.files = files
+        super().__init__(config, files=files, **options)
+        self.memory = FiledMemory(self)
+        self._prefixes = files.prefixes
+
+    def check_contents(self) -> None:
+        super().check_contents()
+        self.files.check()
+
+    def flush(self) -> int:
+        """As an engine does that is closed; how many transfers that took."""
+        count = 0
+        while found := self.transfers(flush=True):
+            count += 1
+            assert count < 1000, "no end"
+            for transfer in found:
+                if transfer.number not in self.memory.launched:
+                    self.memory.launch(transfer)
+            self.finish(all_of_them=True)
+        return count
+
+
+class FiledDriver(TieredDriver):
+    """A `TieredDriver` on files."""
+
+    def __init__(self, mix: Mix, files: SymbolicFiles, **options: Any) -> None:
+        super().__init__(mix, **options)
+        self.cache: FiledCache = FiledCache(self.config, files, **options)
+        self.scheduler.cache = self.cache

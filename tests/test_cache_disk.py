@@ -1,0 +1,157 @@
+"""Files behind the tier in host memory, one transfer at a time: what is written when, and read for whom."""
+
+from __future__ import annotations
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.config import CacheConfig
+from mambacache.plan import Transfer
+from mambacache.report import Wait
+from symbolic import text
+from symbolic_files import SymbolicFiles
+from test_cache_tier import LENGTH, ROOM, answer, finish
+from watched_cache import Watched, under_way
+
+LARGE = {**ROOM, "num_state_blocks": 140, "num_kv_blocks": 140}
+
+
+def on(files: SymbolicFiles, **room: int) -> PrefixCache:
+    return Watched(CacheConfig(**{**LARGE, **room}), files)  # type: ignore[no-any-return]
+
+
+def end_all(cache: PrefixCache, flush: bool = False, failed: bool = False) -> list[Transfer]:
+    """Ends transfers until none is due; what is written is in files, unless that has failed."""
+    ended: list[Transfer] = []
+    while found := cache.transfers(flush=flush):
+        for transfer in found:
+            keep(cache, transfer, failed and bool(transfer.files))
+            ended.append(transfer)
+    return ended
+
+
+def keep(cache: PrefixCache, transfer: Transfer, failed: bool = False) -> None:
+    files = cache._books._files
+    assert isinstance(files, SymbolicFiles)
+    for file in transfer.files if not transfer.to_host and not failed else ():
+        files.kept[file.kind, file.block_hash] = file.exact, file.born, []
+    cache.transferred(transfer, failed=failed)
+
+
+def stored(count: int = 2) -> SymbolicFiles:
+    """What a process leaves in files that answered so many prompts, and was closed."""
+    files = SymbolicFiles()
+    cache = on(files)
+    for seed in range(count):
+        answer(cache, str(seed), seed)
+    assert not files.kept
+    end_all(cache, flush=True)
+    assert len(files.kept) == 4 * count  # a state and 3 pages each
+    assert end_all(cache, flush=True) == [], "they are there"
+    files.restarted()
+    return files
+
+
+def reading(cache: PrefixCache, name: str, seed: int = 0) -> Transfer:
+    """The read that a request waits for."""
+    cache.add(name, text(LENGTH, seed))
+    assert cache.admit(name) == Wait("loading", name, 192) and cache.waits(name)
+    return next(transfer for transfer in cache.transfers() if transfer.files)
+
+
+def test_a_read_is_followed_by_a_load() -> None:
+    cache = on(stored(), state_bytes=100, page_bytes=10)
+    read = reading(cache, "a")
+    assert read.to_host and not (read.states or read.pages)
+    assert [file.kind for file in read.files] == ["state", "kv", "kv", "kv"]
+    cache.transferred(read)
+    assert not cache.waits("a") and cache.admit("a") == Wait("loading", "a", 192)
+    load = next(transfer for transfer in cache.transfers() if not transfer.to_host)
+    assert sorted(slot for _, slot in load.pages) == sorted(file.slot for file in read.files[1:])
+    cache.transferred(load)
+    assert finish(cache, "a") == 192
+    stats = cache.stats
+    assert (stats.disk_hit_tokens, stats.host_hit_tokens, stats.bytes_from_disk, stats.bytes_from_host) == (
+        192, 0, 130, 130,
+    )  # fmt: skip
+    assert end_all(cache) == [], "nothing is written again"
+
+
+def test_a_failing_read_is_a_miss_and_not_tried_again() -> None:
+    cache = on(stored())
+    cache.transferred(reading(cache, "a"), failed=True)
+    assert finish(cache, "a") == 0 and cache.stats.failed_transfers == 1
+
+
+def test_what_arrives_on_the_host_is_written_unless_it_is_there() -> None:
+    files = SymbolicFiles()
+    cache = on(files, num_state_blocks=6, num_kv_blocks=12)
+    for seed in range(6):
+        answer(cache, str(seed), seed)
+        end_all(cache)
+    assert len(files.kept) >= 4 * 3
+    written = [t for t in end_all(cache) if t.files and not t.to_host]
+    assert written == []
+
+
+def test_flushing_ends_where_nothing_can_be_written() -> None:
+    cache = on(SymbolicFiles())
+    for seed in range(4):
+        answer(cache, str(seed), seed)
+    assert len(end_all(cache, flush=True, failed=True)) == 2, "to the host, and to files"
+
+
+def test_what_is_wrong_is_dropped_from_files() -> None:
+    """As of logits that were NaN, from a position on."""
+    files = stored(1)
+    cache = on(files)
+    cache.transferred(reading(cache, "a"))
+    assert cache.admit("a") == Wait("loading", "a", 192)
+    cache.transferred(next(t for t in cache.transfers() if not t.to_host))
+    cache.admit("a")
+    cache.free("a", finished=False, wrong_from=64)
+    kinds = sorted(kind for kind, _ in files.kept)
+    assert kinds == ["kv"], "the page of the first block alone"
+
+
+def test_a_step_that_fails_after_it_was_issued_takes_its_files_along() -> None:
+    files = SymbolicFiles()
+    cache = on(files)
+    cache.add("a", text(LENGTH, 0))
+    cache.admit("a")
+    steps = under_way(cache, "issued", LENGTH)
+    end_all(cache, flush=True)
+    assert files.kept
+    cache.cancel(steps)
+    assert not files.kept
+
+
+def test_reset_begins_another_key() -> None:
+    files = stored()
+    cache = on(files)
+    cache.reset()
+    assert files.key == 1 and not files.kept and answer(cache, "a", 0) == 0
+
+
+def test_a_reset_overtakes_a_read() -> None:
+    cache = on(stored())
+    read = reading(cache, "a")
+    cache.reset()
+    assert not cache.waits("a")
+    cache.transferred(read)
+    assert finish(cache, "a") == 0 and cache.stats.host_states["committed"] == 0
+
+
+def test_another_salt_or_no_wish_to_read() -> None:
+    cache = on(stored())
+    assert answer(cache, "a", 0, salt="another") == answer(cache, "b", 0, read=False) == 0
+    assert cache.stats.loads == 0
+
+
+def test_no_room_on_the_host_is_a_miss() -> None:
+    cache = on(stored(), num_host_states=1, num_host_pages=2)
+    assert answer(cache, "a", 0) == 0
+
+
+def test_what_is_not_worth_it_is_left_alone() -> None:
+    worth = {"state_bytes": 1000, "page_bytes": 100, "host_bytes_per_token": 1 << 20}
+    assert answer(on(stored(), **worth, disk_bytes_per_token=6), "a", 0) == 0  # 1,300 bytes for 192 tokens
+    assert reading(on(stored(), **worth, disk_bytes_per_token=7), "a")

@@ -1,0 +1,462 @@
+"""Whole engines with files behind the host's memory: a restart hits what was hit before, and nothing wrong ever."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine_driver import Engines, Original, answer, ask, greedy, hits, report_of, run_until_idle, tokens_of
+from mambacache import LLM
+from mambacache.cli import main
+from mambacache.kernels import copy_blocks
+from mambacache.runner import identity
+from mambacache.runner.directory import Directory
+
+MODELS = ("qwen3_next", "mamba2")
+SMALL: dict[str, Any] = {"num_checkpoints": 2, "num_kv_blocks": 12, "max_num_seqs": 2}
+PROMPTS = [tokens_of(seed, 150 + seed) for seed in range(5)]
+HIT = [128] * len(PROMPTS)
+MISS = [0] * len(PROMPTS)
+
+
+@pytest.fixture
+def start(engine: Engines, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
+    """Starts an engine on the test's directory, the one before it having been closed."""
+    running: list[LLM] = []
+    pools: list[Any] = []  # so that no other one lies at the same place, as far as it is watched
+
+    def begin(model: str | Path = "qwen3_next", **options: Any) -> LLM:
+        while running:
+            running.pop().close()
+        given = {"host_cache_bytes": 1 << 26, "disk_cache_dir": tmp_path / "cache", **options}
+        running.append(engine(model, **given))
+        pools.append((running[0].runner.states, running[0].runner.pages))
+        return running[0]
+
+    yield begin
+    for llm in running:
+        llm.close()
+    assert not any(thread.name == "mambacache files" for thread in threading.enumerate())
+
+
+Start = Callable[..., LLM]
+Originals = Callable[[str], Original]
+
+
+def ask_all(llm: LLM, **params: Any) -> list[int]:
+    """The hits of all prompts, one after the other."""
+    return hits(ask(llm, PROMPTS, greedy(4, **params), together=False))
+
+
+def files_of(tmp_path: Path) -> list[Path]:
+    return [path for path in (tmp_path / "cache").iterdir() if path.name not in ("lock", "epoch")]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", [{}, SMALL, {**SMALL, "strict_reuse": True}])
+def test_a_restart_hits_what_was_hit_before(
+    start: Start, original: Originals, model: str, options: dict[str, Any]
+) -> None:
+    """Be it on the device, on the host or in files alone; and the same tokens."""
+    llm = start(model, **options)
+    for _ in range(2):
+        before = ask(llm, PROMPTS, greedy(4), together=False)
+    llm = start(model, **options)
+    after = ask(llm, PROMPTS, greedy(4), together=False)
+    original(model).check_all(PROMPTS, after)
+    assert [answer(output) for output in after] == [answer(output) for output in before]
+    assert hits(after) == hits(before) == HIT
+    reports = [report_of(output) for output in after]
+    assert all(report.from_disk == report.hit and report.from_host == 0 for report in reports)
+    stats, one = llm.stats, llm.sizes.state_bytes + 2 * llm.sizes.kv_block_bytes
+    assert stats.disk_hit_tokens >= 128 * len(PROMPTS) and stats.failed_transfers == 0
+    assert stats.bytes_from_disk >= one * len(PROMPTS)
+    assert re.search(rf"^hit from files +{stats.disk_hit_tokens:,} \(", str(stats), re.M)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_next_turns_of_chats(start: Start, original: Originals, strict: bool) -> None:
+    """They resume where answers ended, at states that are near, and with `strict_reuse` where prompts did."""
+    prompts = [tokens_of(seed, 185) for seed in range(3)]
+    first = ask(start(), prompts, greedy(10), together=False)
+    turns = [[*prompt, *answer(output), 5, 6, 7] for prompt, output in zip(prompts, first, strict=True)]
+    outputs = ask(start(strict_reuse=strict), turns, greedy(4), together=False)
+    original("qwen3_next").check_all(turns, outputs)
+    assert hits(outputs) == [128 if strict else 192] * 3
+
+
+def test_blocks_are_bitwise_the_same_after_a_restart(start: Start) -> None:
+    """The states and pages on the device by which prompts are hit."""
+    blocks: list[dict[tuple[int, bytes], torch.Tensor]] = []
+    for _ in range(2):
+        llm = start()
+        ask_all(llm)
+        books, held = llm.cache._books, {}
+        for kind, (pool, memory) in enumerate(((books.pool, llm.runner.states), (books.pages.pool, llm.runner.pages))):
+            named = [(block_hash, block) for block, block_hash in enumerate(pool.hashes) if block_hash is not None]
+            assert memory is not None and len(named) >= len(PROMPTS)
+            copies = torch.empty(len(named), memory.block_bytes, dtype=torch.uint8, device=memory.slabs.device)
+            rows = torch.tensor([[block, i] for i, (_, block) in enumerate(named)], dtype=torch.int32)
+            copy_blocks(memory.slabs, copies, rows.to(copies.device))
+            held |= {(kind, block_hash): copies[i] for i, (block_hash, _) in enumerate(named)}
+        blocks.append(held)
+    before, after = blocks
+    assert after.keys() <= before.keys() and all(torch.equal(before[each], after[each]) for each in after)
+
+
+def test_more_than_the_host_holds_is_written_at_the_end(start: Start) -> None:
+    """Two states and a chain's pages at a time go through it."""
+    sizes = start().sizes
+    host = 2 * (sizes.state_bytes + 2 * sizes.kv_block_bytes)
+    llm = start(host_cache_bytes=host)
+    assert llm.sizes.num_host_states <= 2 and ask_all(llm) == MISS
+
+    assert ask_all(start(host_cache_bytes=host)) == HIT
+
+
+def test_without_a_proper_end_what_the_host_had_is_there(start: Start) -> None:
+    llm = start(**SMALL)
+    for _ in range(2):
+        ask_all(llm)
+    assert llm.stats.bytes_to_disk > 0
+    llm._stepper._tier.close()  # type: ignore[union-attr]  # as if killed: nothing more is written
+    llm._stepper._tier = None
+    found = ask_all(start(**SMALL))
+    assert sum(found) >= 128 * 3
+
+
+def test_salts_share_nothing(start: Start) -> None:
+    ask_all(start(), salt="one")
+    llm = start()
+    assert ask_all(llm, salt="other") == ask_all(start(), salt="") == MISS
+    assert ask_all(start(), salt="one") == HIT
+
+
+def changed(tiny_model: Callable[[str], Path], tmp_path: Path, by: float) -> Path:
+    """A checkpoint one of whose values is another."""
+    path = Path(shutil.copytree(tiny_model("qwen3_next"), tmp_path / f"model {by}"))
+    weights = load_file(path / "model.safetensors")
+    name = min(name for name, each in weights.items() if each.dim() == 2)
+    weights[name][3, 5] += by
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_changed_weights_miss(start: Start, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    ask_all(start())
+    assert ask_all(start(changed(tiny_model, tmp_path, 2**-12))) == MISS
+    assert ask_all(start(changed(tiny_model, tmp_path, 0.0))) == HIT  # the same ones, elsewhere
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"state_dtype": "bfloat16"}, {"block_size": 128}, {"max_draft_tokens": 2}]
+)
+def test_another_layout_misses(start: Start, options: dict[str, Any]) -> None:
+    ask_all(start())
+    draft = {"draft": lambda request, limit: []} if "max_draft_tokens" in options else {}
+    llm = start(**options, **draft)
+    assert ask_all(llm) == MISS and llm.stats.loads == 0
+    assert ask_all(start()) == HIT
+
+
+def test_another_version_misses(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_all(start())
+    with monkeypatch.context() as another:
+        another.setattr(identity, "source_digest", lambda: "of another version")
+        assert ask_all(start()) == MISS
+    assert ask_all(start()) == HIT
+
+
+def test_reset_deletes(start: Start, tmp_path: Path) -> None:
+    ask_all(start())
+    llm = start()
+    assert len(files_of(tmp_path)) >= 3 * len(PROMPTS)
+    llm.reset_prefix_cache()
+    assert files_of(tmp_path) == [] and ask_all(llm) == MISS
+    llm.reset_prefix_cache()
+    assert ask_all(start()) == MISS
+    assert ask_all(start()) == HIT  # what came after the reset
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+def test_weights_that_change_in_memory(
+    start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch, deletes: bool
+) -> None:
+    """After a reset, files are of the weights as they are then: the checkpoint's own have no use for them, even where
+    nothing could be deleted."""
+    llm = start()
+    ask_all(llm)
+    if not deletes:
+        monkeypatch.setattr(Directory, "remove", lambda *_: None)
+    weights = next(each for each in llm.runner.model.module.parameters() if each.dim() == 2)
+    with torch.no_grad():
+        weights += 0.01
+    llm.reset_prefix_cache()
+    assert ask_all(llm) == MISS and ask_all(llm) == HIT
+    llm = start()
+    outputs = ask(llm, PROMPTS, greedy(4), together=False)
+    assert hits(outputs) == MISS
+    original("qwen3_next").check_all(PROMPTS, outputs)
+
+
+def test_reset_in_the_midst_of_a_read(start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_all(start())
+    llm = start()
+    reading, go_on = threading.Event(), threading.Event()
+    read = Directory.read
+
+    def slowly(*given: Any) -> None:
+        reading.set()
+        assert go_on.wait(10)
+        read(*given)
+
+    monkeypatch.setattr(Directory, "read", slowly)
+    llm.submit(PROMPTS[0], greedy(4))
+    threading.Timer(0.1, go_on.set).start()
+    llm._stepper._plan()
+    llm._stepper._move()
+    assert reading.wait(10)
+    llm.reset_prefix_cache()
+    outputs = list(run_until_idle(llm).values())
+    original("qwen3_next").check_all(PROMPTS[:1], outputs)
+    assert hits(outputs) == [0] and llm.stats.disk_hit_tokens == 0
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 4
+    path.write_bytes(data)
+
+
+def foreign(path: Path) -> None:
+    path.write_bytes(b"something else")
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def no_file(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["state", "kv"])
+@pytest.mark.parametrize("damage", [cut_short, flipped, foreign, gone, no_file])
+def test_damaged_files_cost_hits(
+    start: Start,
+    original: Originals,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    kind: str,
+) -> None:
+    ask_all(start())
+    llm = start()
+    for path in (tmp_path / "cache").glob(f"*.{kind}"):
+        damage(path)
+    outputs = ask(llm, PROMPTS, greedy(4), together=False)
+    original("qwen3_next").check_all(PROMPTS, outputs)
+    assert hits(outputs) == MISS and llm.stats.failed_transfers >= len(PROMPTS)
+    assert "is not what was written there, and is deleted" in caplog.text or "cannot be read" in caplog.text
+
+
+def test_a_full_disk_costs_hits(
+    start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(Directory, "write", full)
+        llm = start(**SMALL)
+        for _ in range(2):
+            outputs = ask(llm, PROMPTS, greedy(4), together=False)
+            original("qwen3_next").check_all(PROMPTS, outputs)
+        assert hits(outputs) == HIT and llm.stats.failed_transfers > 0
+        llm = start(**SMALL)
+    assert caplog.text.count("No space left on device") == 1
+    assert ask_all(llm) == MISS and ask_all(start(**SMALL)) == HIT
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_a_directory_that_cannot_be_written(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, call: str
+) -> None:
+    """The engine goes on without it."""
+    ask_all(start(**SMALL))
+    real = getattr(Path, call)
+
+    def refuse(path: Path, *given: Any, **options: Any) -> Any:
+        if tmp_path / "cache" in (path, path.parent):
+            raise PermissionError(errno.EROFS, "Read-only file system")
+        return real(path, *given, **options)
+
+    monkeypatch.setattr(Path, call, refuse)
+    llm = start(**SMALL)
+    assert ask_all(llm) == MISS and ask_all(llm) == HIT
+    assert caplog.text.count("Read-only file system") == 1 and "not used" in caplog.text
+
+
+def test_a_directory_that_vanishes(
+    start: Start, original: Originals, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask_all(start(**SMALL))
+    llm = start(**SMALL)
+    shutil.rmtree(tmp_path / "cache")
+    for _ in range(2):
+        outputs = ask(llm, PROMPTS, greedy(4), together=False)
+        original("qwen3_next").check_all(PROMPTS, outputs)
+    assert hits(outputs) == HIT and "cannot be read" in caplog.text and "cannot be written" in caplog.text
+    llm.reset_prefix_cache()
+    assert "delete it before the next start" in caplog.text and ask_all(llm) == MISS
+    assert ask_all(start(**SMALL)) == MISS
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), SystemExit()])
+def test_faults_in_the_thread_cost_hits(
+    start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    for name, every in (("read", 4), ("write", 5)):
+        call, calls = getattr(Directory, name), count(1)
+
+        def sometimes(*given: Any, call: Any = call, calls: Any = calls, every: int = every) -> None:
+            if next(calls) % every == 0:
+                raise error
+            call(*given)
+
+        monkeypatch.setattr(Directory, name, sometimes)
+    hit_tokens = 0
+    for _ in range(4):
+        llm = start(**SMALL)
+        for _ in range(2):
+            outputs = ask(llm, PROMPTS, greedy(4), together=False)
+            original("qwen3_next").check_all(PROMPTS, outputs)
+        hit_tokens += llm.stats.disk_hit_tokens
+        assert llm.stats.failed_transfers > 0
+    assert hit_tokens > 0
+
+
+def test_ctrl_c_in_between(start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a step waits for files, and while the engine is closed: what comes after is right."""
+    ask_all(start(**SMALL))
+    llm = start(**SMALL)
+    tier = llm._stepper._tier
+    assert tier is not None
+    wait, waits = tier.wait, count()
+
+    def interrupted() -> None:
+        if next(waits) % 3 == 0:
+            raise KeyboardInterrupt
+        wait()
+
+    monkeypatch.setattr(tier, "wait", interrupted)
+    interrupts = 0
+    for prompt in [*PROMPTS, *PROMPTS]:
+        try:
+            outputs = ask(llm, [prompt], greedy(4))
+        except KeyboardInterrupt:
+            interrupts += 1
+            outputs = ask(llm, [prompt], greedy(4))
+        original("qwen3_next").check_all([prompt], outputs)
+    assert interrupts >= 3 and llm.stats.disk_hit_tokens > 0
+
+    def closed_in_the_midst() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tier, "wait", closed_in_the_midst)
+    ask(llm, [tokens_of(99, 200)], greedy(2))
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert not any(thread.name == "mambacache files" for thread in threading.enumerate())
+    outputs = ask(start(**SMALL), PROMPTS, greedy(4), together=False)
+    original("qwen3_next").check_all(PROMPTS, outputs)
+    assert sum(hits(outputs)) > 0
+
+
+def test_the_bound_holds(start: Start, original: Originals, tmp_path: Path) -> None:
+    sizes = start().sizes
+    bound = 3 * (sizes.state_bytes + 2 * sizes.kv_block_bytes) + 3 * 3 * 1000
+    for _ in range(2):
+        llm = start(**SMALL, disk_cache_bytes=bound)
+        outputs = ask(llm, PROMPTS, greedy(4), together=False)
+        original("qwen3_next").check_all(PROMPTS, outputs)
+        llm.close()
+        assert 0 < sum(path.stat().st_size for path in files_of(tmp_path)) <= bound
+    outputs = ask(start(disk_cache_bytes=bound), PROMPTS[::-1], greedy(4), together=False)
+    assert hits(outputs) == [128, 128, 128, 0, 0], "those that were used last"
+
+
+def test_closing_ends_the_thread_and_gives_the_directory_back(start: Start, engine: Engines, tmp_path: Path) -> None:
+    llm = start()
+    with pytest.raises(ValueError, match="in use by another engine: close that first"):
+        engine(disk_cache_dir=tmp_path / "cache", host_cache_bytes=1 << 26)
+    assert any(thread.name == "mambacache files" for thread in threading.enumerate())
+    llm.close()
+    assert not any(thread.name == "mambacache files" for thread in threading.enumerate())
+    start()
+
+
+def test_a_read_that_takes_longer_than_computing_is_left_alone(start: Start) -> None:
+    ask_all(start())
+    llm = start(disk_bytes_per_token=1)
+    assert ask_all(llm) == MISS and llm.stats.bytes_from_disk == 0
+    assert ask_all(start()) == HIT
+
+
+def test_a_prefix_that_several_wait_for_is_read_once(start: Start, original: Originals) -> None:
+    shared = [[*tokens_of(60, 200), *tokens_of(seed, 30)] for seed in range(61, 64)]
+    ask(start(), [shared[0][:200]], greedy(2))
+    llm = start(max_num_seqs=4)
+    outputs = ask(llm, shared, greedy(3))
+    original("qwen3_next").check_all(shared, outputs)
+    assert [report_of(output).from_disk for output in outputs] == [192] * 3
+    one = llm.sizes.state_bytes + 3 * llm.sizes.kv_block_bytes
+    assert llm.stats.loads == 1 and llm.stats.bytes_from_disk == one
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"disk_cache_dir": "x"}, "needs host_cache_bytes, through which its files go"),
+        ({"disk_cache_bytes": 1}, "there is no disk_cache_dir: set it, or leave both out"),
+        ({"disk_cache_dir": "x", "host_cache_bytes": 1 << 24, "disk_cache_bytes": -1}, "set it to 0 or more"),
+        ({"disk_bytes_per_token": -1}, "set it to 0 or more"),
+        ({"disk_cache_dir": 7, "host_cache_bytes": 1 << 24}, "set it to a string or a path"),
+    ],
+)
+def test_refused(text_model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(text_model, device="cpu", max_num_seqs=2, **options)
+
+
+def test_not_used_without_a_cache(text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "cache"
+    options = {"host_cache_bytes": 1 << 24, "disk_cache_dir": path}
+    with LLM(text_model, device="cpu", max_num_seqs=2, enable_prefix_caching=False, **options):
+        assert "and not used: nothing is cached" in caplog.text and not path.exists()
+
+
+def test_on_the_command_line(text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One answer after the other, each in a process of its own as far as engines know."""
+    flags = ["--device", "cpu", "--host-cache-bytes", "64MB", "--disk-cache-dir", str(tmp_path / "cache")]
+    flags += ["--disk-cache-bytes", "64MB", "--max-num-seqs", "2"]
+    said = []
+    for _ in range(2):
+        assert main(["generate", str(text_model), "x" * 200, "--max-tokens", "4", *flags]) == 0
+        said.append(capsys.readouterr())
+    assert said[0].out == said[1].out and "hit 0 of 0" in said[0].err and "hit 192 of 192" in said[1].err
