@@ -265,7 +265,7 @@ class Scheduler:
         `ended`, and whether that failed; what it knows no more is passed over."""
         self._mend()
         self._torn = True
-        for transfer in self.cache.transfers() if ended else ():
+        for transfer in self.cache.transfers(flush=flush) if ended else ():
             if transfer in ended:
                 self.cache.transferred(transfer, failed=ended[transfer])
         under_way = self.cache.transfers(flush=flush)
