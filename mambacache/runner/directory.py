@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from zlib import crc32
+
+from filelock import FileLock, Timeout
 
 HEADER = Struct("<16s48sQI")
 """`MAGIC`, the file's name, bytes that follow, and their checksum."""
@@ -58,10 +59,10 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = (path / "lock").open("wb")
+        self._lock = FileLock(path / "lock", timeout=0, thread_local=False)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock.acquire()
+        except Timeout:
             raise ValueError(
                 f"disk_cache_dir {str(path)!r} is in use by another engine: close that first, or give each its own"
             ) from None
@@ -149,7 +150,7 @@ class Directory:
 
     def close(self) -> None:
         """Lets others have it."""
-        self._lock.close()
+        self._lock.release()
 
     def _names(self, ending: str = "") -> Iterator[str]:
         with os.scandir(self.path) as entries:
