@@ -200,7 +200,7 @@ class DiskTier:
         [slots, bytes]."""
         filing = Filing("read" if transfer.to_host else "written", self._worker.era, len(transfer.files))
         for asked in transfer.files:
-            block = memoryview(slots[asked.kind][asked.slot].numpy())
+            block = slots[asked.kind][asked.slot].numpy().data
             file = self._to_read(asked) if transfer.to_host else self._to_write(asked, len(block))
             if file is not None:
                 act = self._directory.read if transfer.to_host else self._directory.write
