@@ -217,8 +217,7 @@ class Tier:
 
     def _write_out(self) -> None:
         """Begins to write what came to the host, in that order."""
-        move = Move(Transfer(0, False, (), ()))
-        files: list[BlockFile] = []
+        move, files = Move(Transfer(0, False, (), ())), list[BlockFile]()
         while self._unwritten and len(files) < FILES_A_TRANSFER:
             kind, block_hash = next(iter(self._unwritten))
             del self._unwritten[kind, block_hash]
