@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from disk_driver import HIT, MISS, PROMPTS, SMALL, Restarts, ask_all, is_thread_there
 from engine_driver import Engines, Original, answer, ask, greedy, hits, report_of, run_until_idle, tokens_of
 from mambacache import LLM
 from mambacache.cli import main
@@ -23,49 +22,18 @@ from mambacache.runner import identity
 from mambacache.runner.directory import Directory
 
 MODELS = ("qwen3_next", "mamba2")
-SMALL: dict[str, Any] = {"num_checkpoints": 2, "num_kv_blocks": 12, "max_num_seqs": 2}
-PROMPTS = [tokens_of(seed, 150 + seed) for seed in range(5)]
-HIT = [128] * len(PROMPTS)
-MISS = [0] * len(PROMPTS)
 
 
 @pytest.fixture
-def start(engine: Engines, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
-    """Starts an engine on the test's directory, the one before it having been closed."""
-    running: list[LLM] = []
-    pools: list[Any] = []  # so that no other one lies at the same place, as far as it is watched
-
-    def begin(model: str | Path = "qwen3_next", **options: Any) -> LLM:
-        while running:
-            running.pop().close()
-        given = {"host_cache_bytes": 1 << 26, "disk_cache_dir": tmp_path / "cache", **options}
-        running.append(engine(model, **given))
-        pools.append((running[0].runner.states, running[0].runner.pages))
-        return running[0]
-
-    yield begin
-    for llm in running:
-        llm.close()
-    assert not any(thread.name == "mambacache files" for thread in threading.enumerate())
-
-
-Start = Callable[..., LLM]
-Originals = Callable[[str], Original]
-
-
-def ask_all(llm: LLM, **params: Any) -> list[int]:
-    """The hits of all prompts, one after the other."""
-    return hits(ask(llm, PROMPTS, greedy(4, **params), together=False))
-
-
-def files_of(tmp_path: Path) -> list[Path]:
-    return [path for path in (tmp_path / "cache").iterdir() if path.name not in ("lock", "epoch")]
+def start(engine: Engines, tmp_path: Path) -> Iterator[Restarts]:
+    with Restarts(engine, tmp_path / "cache") as restarts:
+        yield restarts
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", [{}, SMALL, {**SMALL, "strict_reuse": True}])
 def test_a_restart_hits_what_was_hit_before(
-    start: Start, original: Originals, model: str, options: dict[str, Any]
+    start: Restarts, original: Callable[[str], Original], model: str, options: dict[str, Any]
 ) -> None:
     """Be it on the device, on the host or in files alone; and the same tokens."""
     llm = start(model, **options)
@@ -85,7 +53,7 @@ def test_a_restart_hits_what_was_hit_before(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_next_turns_of_chats(start: Start, original: Originals, strict: bool) -> None:
+def test_the_next_turns_of_chats(start: Restarts, original: Callable[[str], Original], strict: bool) -> None:
     """They resume where answers ended, at states that are near, and with `strict_reuse` where prompts did."""
     prompts = [tokens_of(seed, 185) for seed in range(3)]
     first = ask(start(), prompts, greedy(10), together=False)
@@ -95,7 +63,7 @@ def test_the_next_turns_of_chats(start: Start, original: Originals, strict: bool
     assert hits(outputs) == [128 if strict else 192] * 3
 
 
-def test_blocks_are_bitwise_the_same_after_a_restart(start: Start) -> None:
+def test_blocks_are_bitwise_the_same_after_a_restart(start: Restarts) -> None:
     """The states and pages on the device by which prompts are hit."""
     blocks: list[dict[tuple[int, bytes], torch.Tensor]] = []
     for _ in range(2):
@@ -114,7 +82,7 @@ def test_blocks_are_bitwise_the_same_after_a_restart(start: Start) -> None:
     assert after.keys() <= before.keys() and all(torch.equal(before[each], after[each]) for each in after)
 
 
-def test_more_than_the_host_holds_is_written_at_the_end(start: Start) -> None:
+def test_more_than_the_host_holds_is_written_at_the_end(start: Restarts) -> None:
     """Two states and a chain's pages at a time go through it."""
     sizes = start().sizes
     host = 2 * (sizes.state_bytes + 2 * sizes.kv_block_bytes)
@@ -124,7 +92,7 @@ def test_more_than_the_host_holds_is_written_at_the_end(start: Start) -> None:
     assert ask_all(start(host_cache_bytes=host)) == HIT
 
 
-def test_without_a_proper_end_what_the_host_had_is_there(start: Start) -> None:
+def test_without_a_proper_end_what_the_host_had_is_there(start: Restarts) -> None:
     llm = start(**SMALL)
     for _ in range(2):
         ask_all(llm)
@@ -135,7 +103,7 @@ def test_without_a_proper_end_what_the_host_had_is_there(start: Start) -> None:
     assert sum(found) >= 128 * 3
 
 
-def test_salts_share_nothing(start: Start) -> None:
+def test_salts_share_nothing(start: Restarts) -> None:
     ask_all(start(), salt="one")
     llm = start()
     assert ask_all(llm, salt="other") == ask_all(start(), salt="") == MISS
@@ -152,7 +120,7 @@ def changed(tiny_model: Callable[[str], Path], tmp_path: Path, by: float) -> Pat
     return path
 
 
-def test_changed_weights_miss(start: Start, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+def test_changed_weights_miss(start: Restarts, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     ask_all(start())
     assert ask_all(start(changed(tiny_model, tmp_path, 2**-12))) == MISS
     assert ask_all(start(changed(tiny_model, tmp_path, 0.0))) == HIT  # the same ones, elsewhere
@@ -161,7 +129,7 @@ def test_changed_weights_miss(start: Start, tiny_model: Callable[[str], Path], t
 @pytest.mark.parametrize(
     "options", [{"dtype": "bfloat16"}, {"state_dtype": "bfloat16"}, {"block_size": 128}, {"max_draft_tokens": 2}]
 )
-def test_another_layout_misses(start: Start, options: dict[str, Any]) -> None:
+def test_another_layout_misses(start: Restarts, options: dict[str, Any]) -> None:
     ask_all(start())
     draft = {"draft": lambda request, limit: []} if "max_draft_tokens" in options else {}
     llm = start(**options, **draft)
@@ -169,7 +137,7 @@ def test_another_layout_misses(start: Start, options: dict[str, Any]) -> None:
     assert ask_all(start()) == HIT
 
 
-def test_another_version_misses(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_misses(start: Restarts, monkeypatch: pytest.MonkeyPatch) -> None:
     ask_all(start())
     with monkeypatch.context() as another:
         another.setattr(identity, "source_digest", lambda: "of another version")
@@ -177,12 +145,12 @@ def test_another_version_misses(start: Start, monkeypatch: pytest.MonkeyPatch) -
     assert ask_all(start()) == HIT
 
 
-def test_reset_deletes(start: Start, tmp_path: Path) -> None:
+def test_reset_deletes(start: Restarts, tmp_path: Path) -> None:
     ask_all(start())
     llm = start()
-    assert len(files_of(tmp_path)) >= 3 * len(PROMPTS)
+    assert len(start.files()) >= 3 * len(PROMPTS)
     llm.reset_prefix_cache()
-    assert files_of(tmp_path) == [] and ask_all(llm) == MISS
+    assert start.files() == [] and ask_all(llm) == MISS
     llm.reset_prefix_cache()
     assert ask_all(start()) == MISS
     assert ask_all(start()) == HIT  # what came after the reset
@@ -190,7 +158,7 @@ def test_reset_deletes(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("deletes", [True, False])
 def test_weights_that_change_in_memory(
-    start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch, deletes: bool
+    start: Restarts, original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch, deletes: bool
 ) -> None:
     """After a reset, files are of the weights as they are then: the checkpoint's own have no use for them, even where
     nothing could be deleted."""
@@ -209,7 +177,9 @@ def test_weights_that_change_in_memory(
     original("qwen3_next").check_all(PROMPTS, outputs)
 
 
-def test_reset_in_the_midst_of_a_read(start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_in_the_midst_of_a_read(
+    start: Restarts, original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask_all(start())
     llm = start()
     reading, go_on = threading.Event(), threading.Event()
@@ -232,163 +202,7 @@ def test_reset_in_the_midst_of_a_read(start: Start, original: Originals, monkeyp
     assert hits(outputs) == [0] and llm.stats.disk_hit_tokens == 0
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-200] ^= 4
-    path.write_bytes(data)
-
-
-def foreign(path: Path) -> None:
-    path.write_bytes(b"something else")
-
-
-def gone(path: Path) -> None:
-    path.unlink()
-
-
-def no_file(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize("kind", ["state", "kv"])
-@pytest.mark.parametrize("damage", [cut_short, flipped, foreign, gone, no_file])
-def test_damaged_files_cost_hits(
-    start: Start,
-    original: Originals,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path], None],
-    kind: str,
-) -> None:
-    ask_all(start())
-    llm = start()
-    for path in (tmp_path / "cache").glob(f"*.{kind}"):
-        damage(path)
-    outputs = ask(llm, PROMPTS, greedy(4), together=False)
-    original("qwen3_next").check_all(PROMPTS, outputs)
-    assert hits(outputs) == MISS and llm.stats.failed_transfers >= len(PROMPTS)
-    assert "is not what was written there, and is deleted" in caplog.text or "cannot be read" in caplog.text
-
-
-def test_a_full_disk_costs_hits(
-    start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as planted:
-        planted.setattr(Directory, "write", full)
-        llm = start(**SMALL)
-        for _ in range(2):
-            outputs = ask(llm, PROMPTS, greedy(4), together=False)
-            original("qwen3_next").check_all(PROMPTS, outputs)
-        assert hits(outputs) == HIT and llm.stats.failed_transfers > 0
-        llm = start(**SMALL)
-    assert caplog.text.count("No space left on device") == 1
-    assert ask_all(llm) == MISS and ask_all(start(**SMALL)) == HIT
-
-
-@pytest.mark.parametrize("call", ["mkdir", "open"])
-def test_a_directory_that_cannot_be_written(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, call: str
-) -> None:
-    """The engine goes on without it."""
-    ask_all(start(**SMALL))
-    real = getattr(Path, call)
-
-    def refuse(path: Path, *given: Any, **options: Any) -> Any:
-        if tmp_path / "cache" in (path, path.parent):
-            raise PermissionError(errno.EROFS, "Read-only file system")
-        return real(path, *given, **options)
-
-    monkeypatch.setattr(Path, call, refuse)
-    llm = start(**SMALL)
-    assert ask_all(llm) == MISS and ask_all(llm) == HIT
-    assert caplog.text.count("Read-only file system") == 1 and "not used" in caplog.text
-
-
-def test_a_directory_that_vanishes(
-    start: Start, original: Originals, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ask_all(start(**SMALL))
-    llm = start(**SMALL)
-    shutil.rmtree(tmp_path / "cache")
-    for _ in range(2):
-        outputs = ask(llm, PROMPTS, greedy(4), together=False)
-        original("qwen3_next").check_all(PROMPTS, outputs)
-    assert hits(outputs) == HIT and "cannot be read" in caplog.text and "cannot be written" in caplog.text
-    llm.reset_prefix_cache()
-    assert "delete it before the next start" in caplog.text and ask_all(llm) == MISS
-    assert ask_all(start(**SMALL)) == MISS
-
-
-@pytest.mark.parametrize("error", [RuntimeError("planted"), SystemExit()])
-def test_faults_in_the_thread_cost_hits(
-    start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    for name, every in (("read", 4), ("write", 5)):
-        call, calls = getattr(Directory, name), count(1)
-
-        def sometimes(*given: Any, call: Any = call, calls: Any = calls, every: int = every) -> None:
-            if next(calls) % every == 0:
-                raise error
-            call(*given)
-
-        monkeypatch.setattr(Directory, name, sometimes)
-    hit_tokens = 0
-    for _ in range(4):
-        llm = start(**SMALL)
-        for _ in range(2):
-            outputs = ask(llm, PROMPTS, greedy(4), together=False)
-            original("qwen3_next").check_all(PROMPTS, outputs)
-        hit_tokens += llm.stats.disk_hit_tokens
-        assert llm.stats.failed_transfers > 0
-    assert hit_tokens > 0
-
-
-def test_ctrl_c_in_between(start: Start, original: Originals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a step waits for files, and while the engine is closed: what comes after is right."""
-    ask_all(start(**SMALL))
-    llm = start(**SMALL)
-    tier = llm._stepper._tier
-    assert tier is not None
-    wait, waits = tier.wait, count()
-
-    def interrupted() -> None:
-        if next(waits) % 3 == 0:
-            raise KeyboardInterrupt
-        wait()
-
-    monkeypatch.setattr(tier, "wait", interrupted)
-    interrupts = 0
-    for prompt in [*PROMPTS, *PROMPTS]:
-        try:
-            outputs = ask(llm, [prompt], greedy(4))
-        except KeyboardInterrupt:
-            interrupts += 1
-            outputs = ask(llm, [prompt], greedy(4))
-        original("qwen3_next").check_all([prompt], outputs)
-    assert interrupts >= 3 and llm.stats.disk_hit_tokens > 0
-
-    def closed_in_the_midst() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(tier, "wait", closed_in_the_midst)
-    ask(llm, [tokens_of(99, 200)], greedy(2))
-    with pytest.raises(KeyboardInterrupt):
-        llm.close()
-    assert not any(thread.name == "mambacache files" for thread in threading.enumerate())
-    outputs = ask(start(**SMALL), PROMPTS, greedy(4), together=False)
-    original("qwen3_next").check_all(PROMPTS, outputs)
-    assert sum(hits(outputs)) > 0
-
-
-def test_the_bound_holds(start: Start, original: Originals, tmp_path: Path) -> None:
+def test_the_bound_holds(start: Restarts, original: Callable[[str], Original], tmp_path: Path) -> None:
     sizes = start().sizes
     bound = 3 * (sizes.state_bytes + 2 * sizes.kv_block_bytes) + 3 * 3 * 1000
     for _ in range(2):
@@ -396,29 +210,29 @@ def test_the_bound_holds(start: Start, original: Originals, tmp_path: Path) -> N
         outputs = ask(llm, PROMPTS, greedy(4), together=False)
         original("qwen3_next").check_all(PROMPTS, outputs)
         llm.close()
-        assert 0 < sum(path.stat().st_size for path in files_of(tmp_path)) <= bound
+        assert 0 < sum(path.stat().st_size for path in start.files()) <= bound
     outputs = ask(start(disk_cache_bytes=bound), PROMPTS[::-1], greedy(4), together=False)
     assert hits(outputs) == [128, 128, 128, 0, 0], "those that were used last"
 
 
-def test_closing_ends_the_thread_and_gives_the_directory_back(start: Start, engine: Engines, tmp_path: Path) -> None:
+def test_closing_ends_the_thread_and_gives_the_directory_back(start: Restarts, engine: Engines, tmp_path: Path) -> None:
     llm = start()
     with pytest.raises(ValueError, match="in use by another engine: close that first"):
         engine(disk_cache_dir=tmp_path / "cache", host_cache_bytes=1 << 26)
-    assert any(thread.name == "mambacache files" for thread in threading.enumerate())
+    assert is_thread_there()
     llm.close()
-    assert not any(thread.name == "mambacache files" for thread in threading.enumerate())
+    assert not is_thread_there()
     start()
 
 
-def test_a_read_that_takes_longer_than_computing_is_left_alone(start: Start) -> None:
+def test_a_read_that_takes_longer_than_computing_is_left_alone(start: Restarts) -> None:
     ask_all(start())
     llm = start(disk_bytes_per_token=1)
     assert ask_all(llm) == MISS and llm.stats.bytes_from_disk == 0
     assert ask_all(start()) == HIT
 
 
-def test_a_prefix_that_several_wait_for_is_read_once(start: Start, original: Originals) -> None:
+def test_a_prefix_that_several_wait_for_is_read_once(start: Restarts, original: Callable[[str], Original]) -> None:
     shared = [[*tokens_of(60, 200), *tokens_of(seed, 30)] for seed in range(61, 64)]
     ask(start(), [shared[0][:200]], greedy(2))
     llm = start(max_num_seqs=4)
