@@ -79,7 +79,7 @@ def symbolic_llm(
     """An engine with so many blocks, of which `max_checkpoints` may hold cached states."""
     caches: list[CheckedCache] = []
 
-    def make_cache(config: Any) -> CheckedCache:
+    def make_cache(config: Any, *_: None) -> CheckedCache:
         caches.append(CheckedCache(config))
         return caches[-1]
 
