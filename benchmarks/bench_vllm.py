@@ -22,10 +22,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from about import about
 from vllm_host_time import host_time
 
 REQUESTS = 64
@@ -215,14 +215,10 @@ def main() -> None:
         ratios = [f"{first / seconds:.2f} of {engine}" for engine, seconds in times.items()]
         print(f"{workload:50} {arguments.engines[0]}: {', '.join(ratios)}")
     if arguments.json:
-        import torch
-
-        head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-        versions = {name: version(name) for name in ("torch", "triton", "vllm", "transformers")}
-        about = {"gpu": torch.cuda.get_device_name(), "versions": versions, "commit": head or None}
-        about |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
-        about |= {"host_ms_of_a_decode_step": host} if host else {}
-        Path(arguments.json).write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+        figures = about("torch", "triton", "vllm", "transformers")
+        figures |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
+        figures |= {"host_ms_of_a_decode_step": host} if host else {}
+        Path(arguments.json).write_text(json.dumps(figures | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class Completion:
             tokens and for other reasons.
         logprobs: one entry for each token, if asked for.
         num_draft_tokens: guesses that were verified with other tokens of the answer, in the same steps.
-        num_accepted_tokens: those that were right: as many steps were saved.
+        num_accepted_tokens: those that were right.
     """
 
     index: int

@@ -17,7 +17,7 @@ SHORTEST, LONGEST = 2, 4
 class PromptLookup:
     """A `DraftSource` that copies: good where answers repeat parts of their prompts, as quotations, edits or code do.
 
-    Each call looks at every known token once: about 30 µs for 100,000 of them.
+    Each call looks at every known token once: 23 µs for 100,000 random ones on one x86 core.
     """
 
     def __init__(self) -> None:
