@@ -43,13 +43,13 @@ class Forcing:
         self.drafting = False
 
     def watch(self, llm: LLM) -> None:
-        self._execute, self._logits = llm.runner.execute, llm.runner.model.logits
-        llm.runner.execute = self.execute  # type: ignore[method-assign]
+        self._launch, self._logits = llm.runner.launch, llm.runner.model.logits
+        llm.runner.launch = self.launch  # type: ignore[method-assign]
         llm.runner.model.logits = self.logits  # type: ignore[method-assign]
 
-    def execute(self, plan: StepPlan, *args: Any) -> Any:
+    def launch(self, plan: StepPlan, *args: Any) -> Any:
         self._plan = plan
-        return self._execute(plan, *args)
+        return self._launch(plan, *args)
 
     def logits(self, *args: Any) -> torch.Tensor:
         found, plan = self._logits(*args), self._plan
@@ -110,7 +110,9 @@ def measure(model: str, prompts: int, tokens: int, **options: Any) -> dict[str, 
     texts = [rng.choices(VOCABULARY, k=PROMPT + tokens + 1) for _ in range(prompts)]
     forcing, every, after = Forcing(texts), range(prompts), range(PROMPT - 1, PROMPT + tokens - 1)
     found = {}
-    with LLM(model, draft=forcing.draft, max_draft_tokens=DRAFTS, max_num_seqs=prompts, **options) as llm:
+    with LLM(
+        model, draft=forcing.draft, max_draft_tokens=DRAFTS, max_num_seqs=prompts, enforce_eager=True, **options
+    ) as llm:
         forcing.watch(llm)
         alone = {"read_cache": False, "store_cache": False}
         cold, _ = run(llm, forcing, PROMPT, tokens, every, **alone)

@@ -30,9 +30,14 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) ->
     Returns tensors of the same names and shapes, views of one buffer, each starting at a multiple of 16 bytes.
     Raises ValueError for an array that is not int32.
     """
-    device = torch.device(device)
+    return _packed(arrays, torch.device(device))[1]
+
+
+def _packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
+    """The vector that holds all arrays on the device, in their order, and their views of it."""
     shapes = {name: array.shape for name, array in arrays.items()}
-    return _views(_staged(arrays, shapes, device).to(device, non_blocking=True), shapes)
+    flat = _staged(arrays, shapes, device).to(device, non_blocking=True)
+    return flat, _views(flat, shapes)
 
 
 def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.device) -> Tensor:
@@ -125,6 +130,7 @@ class StateIndices:
     num_prefills: int
     num_tokens: int
     device: torch.device
+    flat: Tensor  # all arrays of `from_arrays`, in its order: equal shapes up to one of them, equal places up to it
     pointers: dict[tuple[str, ...], Any]  # what kernels keep of them
 
     def __init__(
@@ -187,7 +193,8 @@ class StateIndices:
             order = np.argsort(-np.diff(starts), kind="stable")
             arrays = {**arrays, "prefill_rows": np.stack(columns, axis=1)[order]}
         indices = cls.__new__(cls)
-        indices._set(pack_arrays(arrays, device), num_decodes, tokens_per_decode, num_prefills, num_tokens)
+        indices.flat, tensors = _packed(arrays, torch.device(device))
+        indices._set(tensors, num_decodes, tokens_per_decode, num_prefills, num_tokens)
         return indices
 
     @staticmethod

@@ -287,6 +287,11 @@ class SamplingParams:
         _require(all(self.stop or ()), "stop holds an empty string: remove it")
         _require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
 
+    def adjusts(self, num_answered: int) -> bool:
+        """Whether anything is done to the logits after so many answer tokens, before temperature."""
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.logit_bias) or num_answered < self.min_tokens
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -326,6 +331,7 @@ class EngineConfig:
             or those of LLM's `draft`.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
             3, or LLM's `draft`, a function of a request and a limit that gives token ids.
+        enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.
         seed: of the requests that bring none of their own; None for a fresh one.
 
     Raises:
@@ -356,6 +362,7 @@ class EngineConfig:
     strict_reuse: bool = False
     speculative: str | None = None
     max_draft_tokens: int = 0
+    enforce_eager: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:

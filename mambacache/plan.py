@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ PLACEHOLDER = -1
 
 NOT_FINITE = -1
 """What a runner gives as the token after logits that are NaN or infinite."""
+
+_DECODE_ROWS = ("decode_src", "decode_conv_src", "decode_conv_offset")
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
@@ -127,6 +129,30 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int) -> dict[str, np.ndarr
         )
     width = max((row.num_tokens for row in decode), default=1)
     return _decode_arrays(decode, width) | _prefill_arrays(prefill, decode_rows * width)
+
+
+def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
+    """A plan of decode rows alone as one of `rows` rows of `width` tokens: what is added is padding, which reads and
+    writes nothing. All logits are wanted. Arrays of equal `rows` and `width` have equal shapes but for `block_table`,
+    which comes last.
+    """
+    old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
+
+    def widened(name: str, padding: int = 0) -> np.ndarray:
+        return np.pad(old[name].reshape(real), ((0, rows - real[0]), (0, width - real[1])), constant_values=padding)
+
+    arrays = {name: np.pad(old[name], (0, rows - real[0])) for name in (*_DECODE_ROWS, "decode_len")}
+    arrays["decode_boundary_index"] = np.pad(old["decode_boundary_index"], (0, rows - real[0]), constant_values=-1)
+    arrays["decode_dst"] = widened("decode_dst")
+    arrays |= {name: widened(name).ravel() for name in ("tokens", "positions")}
+    arrays["logits_index"] = np.arange(rows * width, dtype=np.int32)
+    arrays["query_start_loc"] = np.array([rows * width], np.int32)
+    if "block_table" in old:
+        arrays["kv_slot"] = widened("kv_slot", -1).ravel()
+        arrays["kv_len"] = np.pad(old["kv_len"], (0, rows - real[0]))
+        arrays["block_table_start"] = np.pad(old["block_table_start"], (0, rows - real[0]), mode="edge")
+        arrays["block_table"] = old["block_table"]
+    return replace(plan, tokens_per_decode=width, arrays=arrays)
 
 
 def _int32(values: Sequence[int]) -> np.ndarray:

@@ -21,14 +21,16 @@ class Line:
     Attributes:
         told: what became of steps, in order, each with its plan; "because of" an error comes after "failed".
         stuck: whether nothing can run.
+        ahead: how many steps may be under way beside the one that is planned.
     """
 
     def __init__(self) -> None:
+        self.ahead = 0
         self.requests: dict[str, Request] = {}
         self.told: list[tuple[str, Any]] = []
         self.stuck = False
         self.numbers = count()
-        self.under_way: Any = None
+        self.under_way: list[Any] = []  # oldest first
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -39,27 +41,38 @@ class Line:
             request.finish_reason = FinishReason.ABORT
 
     def schedule(self) -> Any:
-        assert self.under_way is None, "the step before was neither taken nor failed"
-        row = {"start": 0, "num_tokens": 1, "prefill": False, "prompt_logits": False}
+        assert len(self.under_way) <= self.ahead, "the step before was neither taken nor failed"
+        row = {"start": 0, "num_tokens": 1, "prefill": False, "prompt_logits": False, "samples": False}
         steps = tuple(SimpleNamespace(request_id=request_id, **row) for request_id in self.requests)
-        if steps and not self.stuck:
-            self.under_way = SimpleNamespace(steps=steps, number=next(self.numbers))
-        return self.under_way
+        if not steps or self.stuck:
+            return None
+        self.under_way.append(SimpleNamespace(steps=steps, number=next(self.numbers)))
+        return self.under_way[-1]
 
-    def execute(self, plan: Any, sampling: list[Any]) -> list[RowOutput]:
+    def launch(self, plan: Any, sampling: list[Any], unread: Any = None) -> Any:
         assert len(sampling) == len(plan.steps)
-        tokens = [10 + len(self.requests[step.request_id].output) for step in plan.steps]
-        return [RowOutput([token], [{token: -plan.number}]) for token in tokens]
+        assert (unread is None) == (plan is self.under_way[0])
+        return SimpleNamespace(read=lambda: self.read(plan))
+
+    def read(self, plan: Any) -> list[RowOutput]:
+        assert plan is self.under_way[0]
+        lengths = [len(request.output) if request is not None else LENGTH for request in self.ran(plan)]
+        return [RowOutput([10 + length], [{10 + length: -plan.number}]) for length in lengths]
+
+    def ran(self, plan: Any) -> list[Request | None]:
+        """Whose the rows of a step are; None for those that have ended."""
+        return [self.requests.get(step.request_id) for step in plan.steps]
 
     def issued(self, plan: Any) -> None:
         self.told.append(("issued", plan))
 
     def update(self, plan: Any, sampled: Iterable[list[int]]) -> list[Request]:
         """All of the step's tokens are taken, or, if a callback is interrupted, none."""
-        ran = [self.requests[step.request_id] for step in plan.steps]
+        rows = [pair for pair in zip(self.ran(plan), sampled, strict=True) if pair[0] is not None]
+        ran = [request for request, _ in rows]
         known = [len(request.output) for request in ran]
         try:
-            for request, tokens in zip(ran, sampled, strict=True):
+            for request, tokens in rows:
                 taken, request.finish_reason = request.until_stop(tokens)
                 request.output += taken
         except BaseException:
@@ -68,7 +81,7 @@ class Line:
                 request.finish_reason = None
             raise
         self.told.append(("updated", plan))
-        self.under_way = None
+        self.under_way.remove(plan)
         for request in ran:
             if request.finish_reason is not None:
                 del self.requests[request.request_id]
@@ -76,6 +89,6 @@ class Line:
 
     def failed(self, plan: Any, error: BaseException) -> list[Request]:
         """Of a step whose tokens were taken nothing is taken back."""
-        self.under_way = None
+        self.under_way = [each for each in self.under_way if each is not plan]
         self.told += [("failed", plan), ("because of", error)]
         return []

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from mambacache import LLM, EngineConfig, SamplingParams
 from mambacache.engine.outputs import RequestOutput
 from mambacache.models.adapt import model_skeleton
-from mambacache.plan import StepPlan
+from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import CacheStats, RequestReport
-from mambacache.runner.model_runner import RowOutput
-from mambacache.runner.sampler import RowSampling
+from mambacache.runner.model_runner import Launched, RowOutput
 from mambacache.runner.sizing import plan_memory
 from mambacache.scheduler.drafts import DraftSource
 from state_watch import StateWatch
@@ -115,18 +114,35 @@ def save_text_model(directory: Path) -> Path:
 
 def speak(llm: LLM, *texts: str) -> None:
     """Has an engine's model answer with these texts, each request with the next one, and then with the end token."""
-    execute, upcoming = llm.runner.execute, iter(texts)
+    upcoming = iter(texts)
     scripts: dict[str, Iterator[int]] = {}
 
-    def spoken(plan: StepPlan, sampling: Sequence[RowSampling]) -> list[RowOutput]:
-        rows = execute(plan, sampling)
-        for step, row in zip(plan.steps, rows, strict=True):
-            if row.tokens and step.request_id not in scripts:
-                scripts[step.request_id] = iter(llm.tokenizer.encode(next(upcoming)))
-            row.tokens = [next(scripts[step.request_id], llm.tokenizer.eos_token_id) for _ in row.tokens]
-        return rows
+    def spoken(step: SequenceStep, row: RowOutput) -> None:
+        if row.tokens and step.request_id not in scripts:
+            scripts[step.request_id] = iter(llm.tokenizer.encode(next(upcoming)))
+        row.tokens = [next(scripts[step.request_id], llm.tokenizer.eos_token_id) for _ in row.tokens]
 
-    llm.runner.execute = spoken  # type: ignore[method-assign]
+    change_rows(llm, spoken)
+
+
+def change_rows(llm: LLM, change: Callable[[SequenceStep, RowOutput], None]) -> None:
+    """Has what an engine's model gives for a row be changed when it is read."""
+    launch = llm.runner.launch
+
+    def launching(plan: StepPlan, *args: Any) -> Launched:
+        launched = launch(plan, *args)
+        read = launched.read
+
+        def reading() -> list[RowOutput]:
+            rows = read()
+            for step, row in zip(plan.steps, rows, strict=True):
+                change(step, row)
+            return rows
+
+        launched.read = reading  # type: ignore[method-assign]
+        return launched
+
+    llm.runner.launch = launching  # type: ignore[method-assign]
 
 
 class Engines:

@@ -120,7 +120,7 @@ class Driver:
     def execute(self, rows: Sequence[Row], sampling: Sequence[RowSampling]) -> list[RowOutput]:
         """Runs a step through the runner."""
         plan = self.plan(rows)
-        outputs = self.runner.execute(plan, sampling)
+        outputs = self.runner.launch(plan, sampling).read()
         self.advance(rows, plan)
         return outputs
 

@@ -7,6 +7,7 @@ random as well, and logits that come from any other state show.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,8 @@ class SymbolicModel:
 
     def logits(self, indices: Any, layers: Any, pages: Any) -> torch.Tensor:
         self._following = {}
-        self._symbolic.execute(self.plan, [int(step.samples) for step in self.plan.steps])
+        plan = replace(self.plan, arrays=self.plan.arrays | {"tokens": indices.tokens.numpy()})  # all known here
+        self._symbolic.execute(plan, [int(step.samples) for step in plan.steps])
         return LOGITS[[self._following[offset] for offset in indices.logits_index.tolist()]]
 
 
@@ -103,11 +105,11 @@ def symbolic_llm(
     with patch.multiple(mambacache.engine.parts, **stubs):
         llm = LLM(Path("symbolic"), device="cpu", block_size=CHUNK, **options)
     model = llm.runner.model = SymbolicModel(caches[0])  # type: ignore[assignment]
-    execute = llm.runner.execute
+    launch = llm.runner.launch
 
-    def executing(plan: StepPlan, sampling: Any) -> Any:
+    def launching(plan: StepPlan, *args: Any) -> Any:
         model.plan = plan
-        return execute(plan, sampling)
+        return launch(plan, *args)
 
-    llm.runner.execute = executing  # type: ignore[method-assign]
+    llm.runner.launch = launching  # type: ignore[method-assign]
     return llm

@@ -141,7 +141,7 @@ def test_request_that_fails(
     def fail(*_: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(ModelRunner, "execute", fail)
+    monkeypatch.setattr(ModelRunner, "launch", fail)
     assert main(generate(text_model, "one")) == 1
     assert capfd.readouterr().err.splitlines()[-1] == "error: RuntimeError: planted"
 

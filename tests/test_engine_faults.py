@@ -37,7 +37,7 @@ def failing(
 ) -> Iterator[list[int]]:
     """Has the steps for which `fails` holds raise in the last recurrent layer, when the others have written their
     states; gives a list that grows by the number of rows of each."""
-    execute, last = llm.runner.execute, llm.runner.model.mixers[-1]
+    launch, last = llm.runner.launch, llm.runner.model.mixers[-1]
     forward, failed = last.forward, []
     armed = False
 
@@ -46,16 +46,16 @@ def failing(
             raise kind("planted")
         return forward(*args, **options)
 
-    def watched(plan: StepPlan, sampling: Any) -> Any:
+    def watched(plan: StepPlan, *args: Any) -> Any:
         nonlocal armed
         armed = fails(plan)
         if armed:
             failed.append(len(plan.steps))
-        return execute(plan, sampling)
+        return launch(plan, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last, "forward", break_down)
-        patch.setattr(llm.runner, "execute", watched)
+        patch.setattr(llm.runner, "launch", watched)
         yield failed
 
 
@@ -226,7 +226,7 @@ def test_device_that_fails_for_good(tiny_model: Callable[[str], Path], monkeypat
     next(stream)
     monkeypatch.setattr(llm._stepper, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    monkeypatch.setattr(llm.runner, "execute", fail)
+    monkeypatch.setattr(llm.runner, "launch", fail)
     sentence = "the CUDA device failed (RuntimeError: CUDA error: unspecified launch failure): start a new process"
     for output in (*ask(llm, [CACHED] * 3, greedy(5)), next(stream)):
         assert (output.outputs[0].finish_reason, output.outputs[0].error) == ("error", sentence)
@@ -241,14 +241,14 @@ def test_planted_copy_is_seen(engine: Engines) -> None:
     """The watch over every test of the engine sees a state that is copied."""
     llm = engine()
     ask(llm, [CACHED], greedy(1))
-    execute = llm.runner.execute
+    launch = llm.runner.launch
 
-    def copying(plan: StepPlan, sampling: Any) -> Any:
+    def copying(*args: Any) -> Any:
         pool = llm.runner.states.layers[0][1]
         pool[2] = pool[1]
-        return execute(plan, sampling)
+        return launch(*args)
 
-    llm.runner.execute = copying  # type: ignore[method-assign]
+    llm.runner.launch = copying  # type: ignore[method-assign]
     completion = ask(llm, [CACHED], greedy(1))[0].outputs[0]
     assert completion.finish_reason == "error" and "touches the state pool" in (completion.error or "")
     assert len(engine.watch.offences) == 1

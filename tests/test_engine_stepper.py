@@ -18,11 +18,14 @@ from mambacache.scheduler.request import FinishReason
 
 
 class Bench:
-    """A stepper, and requests that were put in line: `ids`."""
+    """A stepper, and requests that were put in line: `ids`. On a GPU it goes a step ahead."""
 
-    def __init__(self, device: str = "cpu", requests: int = 2) -> None:
+    def __init__(self, device: str = "cpu", requests: int = 2, ahead: int | None = None) -> None:
         self.line = Line()
         self.stepper = Stepper(self.line, self.line, torch.device(device))  # type: ignore[arg-type]
+        if ahead is not None:
+            self.stepper.steps_ahead = ahead
+        self.line.ahead = self.stepper.steps_ahead
         self.ids = [f"request {i}" for i in range(requests)]
         self.outputs: dict[str, RequestOutput] = {}
         for request_id in self.ids:
@@ -83,7 +86,7 @@ class Bench:
 
 
 # Where a step can break: the planted method, and whether it has done its work by then.
-PLACES = [("execute", False), ("execute", True), ("issued", False), ("issued", True), ("update", False)]
+PLACES = [("launch", False), ("launch", True), ("read", False), ("issued", False), ("issued", True), ("update", False)]
 KINDS = [RuntimeError, KeyboardInterrupt, SystemExit, GeneratorExit]
 
 
@@ -105,10 +108,42 @@ def test_step_that_breaks(method: str, after: bool, kind: type[BaseException]) -
     assert len([what for what, _ in bench.line.told if what == "updated"]) == LENGTH
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("method", "after"), PLACES)
+def test_step_that_breaks_with_another_in_flight(method: str, after: bool, kind: type[BaseException]) -> None:
+    """What is behind it fails too, for no fault of its own; what is ahead of it is read, unless the call breaks off."""
+    bench = Bench(ahead=1)
+    error = kind("planted")
+    bench.plant(method, None, error, after=after)
+    raised = bench.run()
+    bench.check_answers()
+    assert raised == ([] if isinstance(error, Exception) else [error])
+    told = bench.line.told
+    failed = [(plan.number, told[i + 1][1]) for i, (what, plan) in enumerate(told) if what == "failed"]
+    if isinstance(error, Exception):
+        assert [reason for _, reason in failed if isinstance(reason, Exception)] == [error]
+    assert {plan.number for what, plan in told if what == "updated"}.isdisjoint(dict(failed))
+    assert len(failed) == len(dict(failed)) <= 4 and not bench.stepper._flights
+
+
+def test_a_step_ahead() -> None:
+    """The next step is launched before this one is read; what ran for a request that had ended is dropped unread."""
+    bench = Bench(ahead=1)
+    real, launched = bench.line.launch, []
+    bench.line.launch = lambda plan, *args: launched.append(plan.number) or real(plan, *args)  # type: ignore
+    reads = []
+    bench.line.read, read = lambda plan: reads.append((plan.number, len(launched))) or read(plan), bench.line.read  # type: ignore
+    assert bench.run() == []
+    bench.check_answers()
+    assert reads == [(number, number + 2) for number in range(LENGTH)]
+    assert launched == [*range(LENGTH + 1)]
+    assert [what for what, _ in bench.line.told][-2:] == ["failed", "because of"]
+
+
 def test_step_that_brings_nothing_on() -> None:
     """There is nothing to give of the requests that it ran."""
     bench = Bench()
-    bench.plant("execute", None, RuntimeError("planted"))
+    bench.plant("launch", None, RuntimeError("planted"))
     assert [bench.step() for _ in range(3)] == [bench.ids, [], bench.ids]
     assert bench.run() == []
 
@@ -117,7 +152,7 @@ def test_step_that_brings_nothing_on() -> None:
 def test_interrupts_while_a_failure_is_handled(times: int) -> None:
     """The plan that is still there is failed before the next step."""
     bench = Bench()
-    bench.plant("execute", RuntimeError("planted"))
+    bench.plant("launch", RuntimeError("planted"))
     bench.plant("failed", *[KeyboardInterrupt()] * times)
     raised = bench.run()
     bench.check_answers()
@@ -128,7 +163,7 @@ def test_interrupts_while_a_failure_is_handled(times: int) -> None:
 def test_failure_that_cannot_be_handled(caplog: pytest.LogCaptureFixture) -> None:
     """The scheduler keeps its books in order whatever it raises: it is told once, and steps go on."""
     bench = Bench()
-    bench.plant("execute", RuntimeError("planted"))
+    bench.plant("launch", RuntimeError("planted"))
     bench.plant("failed", ValueError("planted too"), ValueError("never reached"), after=True)
     assert bench.run() == []
     bench.check_answers()
@@ -279,7 +314,7 @@ def broken_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 def test_device_that_fails_for_good(broken_device: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
     """All requests end with one sentence, which the log holds once; no step is tried again; later calls raise it."""
     bench = Bench("cuda", requests=5)
-    bench.plant("execute", None, RuntimeError(CUDA_ERROR))
+    bench.plant("launch", None, None, RuntimeError(CUDA_ERROR))
     bench.step()
     broken_device()
     with caplog.at_level(logging.DEBUG):
@@ -302,7 +337,7 @@ def test_news_of_a_failed_device_are_given_before_it_is_raised(broken_device: Ca
     """To a stream that has its turn later, too."""
     bench = Bench("cuda")
     broken_device()
-    bench.plant("execute", RuntimeError(CUDA_ERROR))
+    bench.plant("launch", RuntimeError(CUDA_ERROR))
     streams = [bench.stepper.answers[each] for each in bench.ids]
     bench.stepper.advance()
     for answers in streams:
@@ -317,7 +352,7 @@ def test_interrupt_while_a_failed_device_is_told_of(
 ) -> None:
     bench = Bench("cuda")
     broken_device()
-    bench.plant("execute", RuntimeError(CUDA_ERROR))
+    bench.plant("launch", RuntimeError(CUDA_ERROR))
     end, interrupts = Answers.end, iter([KeyboardInterrupt()])
 
     def interrupted(answers: Answers, *told: Any) -> None:
@@ -336,7 +371,7 @@ def test_device_that_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
     for device in ("cuda", "cpu"):
         bench = Bench(device)
-        bench.plant("execute", None, torch.OutOfMemoryError("planted"))
+        bench.plant("launch", None, torch.OutOfMemoryError("planted"))
         assert bench.run() == []
         bench.check_answers()
     assert asked == [torch.device("cuda")]
@@ -345,6 +380,6 @@ def test_device_that_works_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interrupt_is_no_failure_of_the_device(broken_device: Callable[[], None]) -> None:
     bench = Bench("cuda")
     broken_device()
-    bench.plant("execute", KeyboardInterrupt())
+    bench.plant("launch", KeyboardInterrupt())
     assert len(bench.run()) == 1
     bench.check_answers()

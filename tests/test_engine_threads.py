@@ -66,7 +66,7 @@ CALLS: list[Callable[[LLM], object]] = [
 def test_second_caller_is_turned_away_at_once(engine: Engines, original: Originals) -> None:
     """Whatever it calls, while the first one is in the midst of a step."""
     llm = engine()
-    execute = llm.runner.execute
+    launch = llm.runner.launch
     errors: list[str] = []
 
     def call_all() -> None:
@@ -76,14 +76,14 @@ def test_second_caller_is_turned_away_at_once(engine: Engines, original: Origina
             except RuntimeError as error:
                 errors.append(str(error))
 
-    def watched(plan: Any, sampling: Any) -> Any:
+    def watched(*args: Any) -> Any:
         second = threading.Thread(target=call_all)
         second.start()
         second.join(60)
         assert not second.is_alive() and not llm.idle
-        return execute(plan, sampling)
+        return launch(*args)
 
-    llm.runner.execute = watched  # type: ignore[method-assign]
+    llm.runner.launch = watched  # type: ignore[method-assign]
     output = ask(llm, PROMPTS[:1], greedy(3))[0]
     original("qwen3_next").check_all(PROMPTS[:1], [output])
     assert len(errors) == 3 * len(CALLS) and all(error.startswith(BUSY) for error in errors)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from engine_driver import Engines, answer, byte_tokenizer, run_until_idle
+from engine_driver import Engines, answer, byte_tokenizer, change_rows, run_until_idle
 from mambacache import LLM, SamplingParams
 from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import RequestOutput
+from mambacache.plan import SequenceStep
+from mambacache.runner.model_runner import RowOutput
 from mambacache.scheduler.request import FinishReason
 
 GOOD, BAD = "all is well", "it fails ! here"
@@ -26,18 +28,15 @@ SHORT = SamplingParams(max_tokens=len(CUT.encode()) - 1)
 def llm(engine: Engines, text_model: Path) -> LLM:
     """Its model answers prompts that begin with G, B and C with these texts, whatever became of the steps before."""
     llm = engine(text_model)
-    execute, encode = llm.runner.execute, llm.tokenizer.encode
+    encode = llm.tokenizer.encode
     texts = {"G": GOOD, "B": BAD, "C": CUT}
     scripts = {encode(first)[0]: [*encode(text), llm.tokenizer.eos_token_id] for first, text in texts.items()}
 
-    def spoken(plan: Any, sampling: Any) -> Any:
-        rows = execute(plan, sampling)
-        for step, row in zip(plan.steps, rows, strict=True):
-            prompt = llm._stepper.answers[step.request_id].output.prompt_token_ids
-            row.tokens = [scripts[prompt[0]][step.start + step.num_tokens - len(prompt)] for _ in row.tokens]
-        return rows
+    def spoken(step: SequenceStep, row: RowOutput) -> None:
+        prompt = llm._stepper.answers[step.request_id].output.prompt_token_ids
+        row.tokens = [scripts[prompt[0]][step.start + step.num_tokens - len(prompt)] for _ in row.tokens]
 
-    llm.runner.execute = spoken  # type: ignore[method-assign]
+    change_rows(llm, spoken)
     return llm
 
 

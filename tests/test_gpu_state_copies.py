@@ -74,7 +74,7 @@ def test_no_copy_in_more_than_a_hundred_steps(engines: Engines, model: str, tmp_
         llm = engines(model, enable_prefix_caching=cached, **OPTIONS)
         ask(llm, [tokens_of(9, 290)], ANSWER)
         outputs = []
-        with patch.object(llm.runner, "execute", side_effect=llm.runner.execute) as steps:
+        with patch.object(llm.runner, "launch", side_effect=llm.runner.launch) as steps:
             trace = traced(lambda llm=llm, outputs=outputs: outputs.extend(ask(llm, PROMPTS, ANSWER, False)), tmp_path)
         assert hits(outputs) == ([0, 256, 192, 192] if cached else [0] * 4)
         assert not trace.copies.keys() & state_sizes(llm)

@@ -34,7 +34,7 @@ PACKAGE = Path(mambacache.__file__).parent
 TRACED = (str(PACKAGE / "engine"), str(PACKAGE / "runner"))
 
 PLANNING = ("schedule", "plan")
-RUNNING = ("execute", "logits", "sample", "issued", "cache issued")
+RUNNING = ("launch", "logits", "sample", "issued", "cache issued")
 TAKING = ("update", "cache accept")
 SITES = ("encode", "decode", "draft", *PLANNING, *RUNNING, *TAKING)
 MAX_FAULTS = 8  # of one mix
@@ -175,6 +175,7 @@ class User:
             max_num_batched_tokens=rng.choice([60, 100, 1000]), max_draft_tokens=drafts,
             draft=self.draft if drafts else None,
         )  # fmt: skip
+        self.llm._stepper.steps_ahead = rng.choice([0, 1])
         self.jobs = rng.choices(range(len(pool_of_jobs())), k=rng.randint(1, 9))
         self.alone = {job: alone(job, self.attention) for job in self.jobs}
         self.asked: dict[str, int] = {}  # jobs by request id
@@ -205,19 +206,19 @@ class User:
         llm.tokenizer.decode, llm._stepper.add = decoding, adding  # type: ignore[method-assign]
         for owner, name, site in (
             (llm.tokenizer, "encode", "encode"), (scheduler, "schedule", "schedule"), (llm.cache, "plan", "plan"),
-            (llm.runner, "execute", "execute"), (scheduler, "issued", "issued"), (llm.cache, "issued", "cache issued"),
+            (llm.runner, "launch", "launch"), (scheduler, "issued", "issued"), (llm.cache, "issued", "cache issued"),
             (scheduler, "update", "update"), (llm.cache, "accept", "cache accept"),
         ):  # fmt: skip
             around(owner, name, site)
         around(model, "logits", "logits", torn=model.tear)
-        execute = llm.runner.execute
+        launch = llm.runner.launch
 
-        def executing(plan: Any, sampling: Any) -> Any:
+        def launching(plan: Any, *args: Any) -> Any:
             self.faults.rows = tuple(step.request_id for step in plan.steps)
             self.steps += 1
-            return execute(plan, sampling)
+            return launch(plan, *args)
 
-        llm.runner.execute = executing  # type: ignore[method-assign]
+        llm.runner.launch = launching  # type: ignore[method-assign]
 
     def draft(self, request: Request, limit: int) -> list[int]:
         self.faults.at("draft")

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from mambacache.config import SamplingParams
 from mambacache.plan import NOT_FINITE
-from mambacache.runner.adjustments import Adjustment, Adjustments, Tally, adjustment_arrays, adjusts
+from mambacache.runner.adjustments import Adjustment, Adjustments, Tally, adjustment_arrays
 from mambacache.runner.sampler import draw_parameters, sample
 
 VOCABULARY = 40
@@ -81,7 +81,7 @@ def test_rows_of_all_kinds_together() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(30, VOCABULARY, generator=generator)
     rows = [params_of(CASES[i % 10] if i % 3 else {}, temperature=i % 2 * 1.5, seed=i) for i in range(30)]
-    adjusted = {i: adjustment_of(params) for i, params in enumerate(rows) if adjusts(params, len(ANSWER))}
+    adjusted = {i: adjustment_of(params) for i, params in enumerate(rows) if params.adjusts(len(ANSWER))}
     drawn = [i for i, params in enumerate(rows) if params.temperature]
     assert 0 < len(adjusted) < 30 and set(adjusted) & set(drawn) and set(adjusted) - set(drawn)
 
@@ -118,7 +118,7 @@ def test_adjusted_logits_that_are_not_finite_are_told() -> None:
     + [(case, 0, True) for case in CASES],
 )  # fmt: skip
 def test_who_asks_for_any(case: dict[str, Any], num_answered: int, asks: bool) -> None:
-    assert adjusts(params_of(case), num_answered) == asks
+    assert params_of(case).adjusts(num_answered) == asks
 
 
 def test_nothing_is_counted_twice() -> None:

@@ -1,4 +1,4 @@
-"""What `ModelRunner.execute` gives for a mixed batch, against logits of the whole sequences."""
+"""What `ModelRunner` gives for a mixed batch, against logits of the whole sequences."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_kv_copies_come_before_the_pass(model: Model) -> None:
     pages = [page for layer in driver.runner.pages.layers for page in layer]
     before = [page[source, :20].clone() for page in pages]
     plan = replace(driver.plan([Row(fork, drafts=())]), kv_copies=((source, target),))
-    output = driver.runner.execute(plan, [RowSampling(GREEDY, (0,))])[0]
+    output = driver.runner.launch(plan, [RowSampling(GREEDY, (0,))]).read()[0]
     assert output.tokens == [all_logits(model, fork.tokens)[-1].argmax().item()] != first
     for page, old in zip(pages, before, strict=True):
         assert torch.equal(page[source, :20], old) and page[source, 20:].isnan().all()

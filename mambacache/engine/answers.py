@@ -9,7 +9,7 @@ from mambacache.config import SamplingParams
 from mambacache.engine.outputs import Completion, RequestMetrics, RequestOutput
 from mambacache.engine.text import Detokenizer, Tokenizer
 from mambacache.plan import SequenceStep
-from mambacache.runner.adjustments import Adjustment, Tally, adjusts
+from mambacache.runner.adjustments import Adjustment, Tally
 from mambacache.runner.model_runner import RowOutput
 from mambacache.runner.sampler import RowSampling
 from mambacache.scheduler.request import FinishReason, Request
@@ -77,11 +77,13 @@ class Answers:
         return RowSampling(self.params, seeds, targets, self._adjustments(step, index))
 
     def _adjustments(self, step: SequenceStep, index: int) -> list[Adjustment]:
-        answer = self.requests[index].output
-        if not adjusts(self.params, len(answer)) or not step.samples:
+        if not step.samples:
+            return []
+        answer, prompt = self.requests[index].output, self.output.prompt_token_ids
+        if not self.params.adjusts(step.start + step.num_tokens - len(step.drafts) - len(prompt)):
             return []
         if index not in self._tallies:
-            self._tallies[index] = Tally(self.params, self.output.prompt_token_ids, self._all_ends)
+            self._tallies[index] = Tally(self.params, prompt, self._all_ends)
         return self._tallies[index].after(answer, step.drafts)
 
     @property
@@ -91,6 +93,8 @@ class Answers:
     def keep_logprobs(self, step: SequenceStep, row: RowOutput) -> None:
         """Notes a row's log probabilities; those of tokens that turn out not to be taken are dropped by `refresh`."""
         output = self.output
+        if output.finished:
+            return  # by the step before, whose tokens were not read when this one was launched
         if output.prompt_logprobs is not None and step.prompt_logits:  # a second time after a preemption
             output.prompt_logprobs[step.start : step.start + step.num_tokens] = row.prompt_logprobs
         if self.params.logprobs is None:
@@ -101,7 +105,7 @@ class Answers:
         else:
             completion = output.outputs[self._index(step)]
             assert completion.logprobs is not None, "log probabilities were asked for"
-            completion.logprobs += row.logprobs
+            completion.logprobs += row.logprobs if completion.finish_reason is None else []
 
     def refresh(self) -> None:
         """Brings the output up to date with the requests."""

@@ -36,6 +36,7 @@ class EngineOptions(TypedDict, total=False):
     strict_reuse: bool
     speculative: str | None
     max_draft_tokens: int
+    enforce_eager: bool
     seed: int | None
 
 
@@ -48,7 +49,6 @@ class Options(EngineOptions, total=False):
     data_parallel_size: int
     swap_space: float
     cpu_offload_gb: float
-    enforce_eager: bool
     disable_log_stats: bool
     disable_custom_all_reduce: bool
     enable_chunked_prefill: bool | None
@@ -65,7 +65,6 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "cpu_offload_gb": (0,),
-    "enforce_eager": (True, False),
     "disable_log_stats": (True, False),
     "disable_custom_all_reduce": (True, False),
     "enable_chunked_prefill": (True,),

@@ -95,6 +95,10 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         StatePool(layers, sizes.num_state_blocks, device),
         allocate_kv_pages(model.kv_layers, sizes.num_kv_blocks, config.block_size, device),
     )
+    if not config.enforce_eager and torch.device(device).type == "cuda":
+        longest = sizes.max_model_len + config.max_draft_tokens
+        max_pages = -(-longest // config.block_size) if model.kv_layers else 0
+        runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
     vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
     scheduler = Scheduler(
         cache,

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -16,7 +17,7 @@ from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import RequestOutput
 from mambacache.plan import StepPlan
 from mambacache.runner.host_tier import HostTier
-from mambacache.runner.model_runner import ModelRunner
+from mambacache.runner.model_runner import Launched, ModelRunner
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 
@@ -25,8 +26,20 @@ logger = logging.getLogger(__name__)
 PLANNING_ATTEMPTS = 3
 
 
+@dataclass(eq=False)
+class Flight:
+    """A step from when it was planned until its tokens are taken, or it failed."""
+
+    plan: StepPlan
+    answers: Sequence[Answers] = ()  # one for each of its rows
+    launched: Launched | None = None
+
+
 class Stepper:
     """Runs the requests of an engine step by step, and keeps their outputs up to date.
+
+    On a GPU it is a step ahead: the next one is planned and launched before the tokens of this one are read, so that
+    the device has work meanwhile. A request that ends with this one has run one row in vain.
 
     Its methods are for one caller at a time, and `settle` puts in order what they leave behind if they raise: see
     `alone`.
@@ -52,8 +65,10 @@ class Stepper:
         self.giving: list[Answers] = []  # whose outputs the call under way will return
         self.given: list[Answers] = []  # whose outputs the last call returned
         self.left: deque[Answers] = deque()  # that nobody waits for once the call under way is over
+        self.steps_ahead = int(device.type == "cuda")  # launched before one is read; a CPU runs them at once
         self._stale: dict[str, Answers] = {}  # that a step ran since their output was brought up to date
-        self._under_way: StepPlan | None = None
+        self._flights: deque[Flight] = deque()  # oldest first
+        self._advancing = False  # or broken off in it: what is in flight is in disorder
         self._failure: str | None = None
         self.closed = False
 
@@ -74,7 +89,7 @@ class Stepper:
         self._scheduler.add(answers.requests[0])
 
     def advance(self) -> None:
-        """Runs one step, and brings up to date the outputs of the requests that it brought on.
+        """Takes the tokens of one step, and brings up to date the outputs of the requests that it brought on.
 
         What is raised ends the step and not its requests: they are run again, one to a step, and the one whose step
         fails alone ends with the error. What is no `Exception`, as Ctrl-C, goes on to the caller.
@@ -86,26 +101,25 @@ class Stepper:
         if self._failure is not None and self.fresh:
             return  # not all know yet that their requests ended
         self._check_device_works()
+        self._advancing = True
         self._move(ended=True)  # what has come is found by the requests that wait for it
-        plan = self._under_way = self._plan()
-        moving = self._move()
-        if plan is None:
-            if moving and self.answers:
-                self._wait_for_transfer()
-            else:
-                self._check_all_ended()
-            return
-        ran = (self.answers.get(step.request_id) for step in plan.steps)
-        self._stale.update((answers.request_id, answers) for answers in ran if answers is not None)
-        try:
-            rows = self._runner.execute(plan, [self.answers[step.request_id].sampling(step) for step in plan.steps])
-            self._scheduler.issued(plan)
-            for step, row in zip(plan.steps, rows, strict=True):
-                self.answers[step.request_id].keep_logprobs(step, row)
-            self._note(self._scheduler.update(plan, [row.tokens for row in rows]))
-            self._under_way = None
-        except Exception as error:
-            self._contain(plan, error)
+        moving = False
+        while len(self._flights) <= self.steps_ahead:
+            plan = self._plan()
+            if plan is not None:
+                self._flights.append(Flight(plan))
+            moving = self._move()
+            if plan is None or not self._launch():
+                break
+        if self._flights:
+            self._read()
+        elif plan is not None:
+            pass  # its launch failed
+        elif moving and self.answers:
+            self._wait_for_transfer()
+        else:
+            self._check_all_ended()
+        self._advancing = False
         self._refresh()
 
     def close(self) -> None:
@@ -123,16 +137,19 @@ class Stepper:
             self._tier = None
 
     def settle(self) -> None:
-        """Fails a step that is still under way, ends the requests that nobody waits for, refreshes outputs; and forgets
-        whose last output the call before returned."""
+        """Fails steps whose call was broken off, ends the requests that nobody waits for, refreshes outputs; and
+        forgets whose last output the call before returned."""
         while self.given:
             self.hand_out(self.given[-1])
             self.given.pop()
-        if self._under_way is not None:
-            self._fail(self._under_way, KeyboardInterrupt("the step was interrupted"))
+        if self._advancing:
+            self._fail(KeyboardInterrupt("the step was interrupted"))
+            self._advancing = False
         while self.left:
             self._abort(self.left[0])
             self.left.popleft()
+        if not self._scheduler.requests:
+            self._fail(KeyboardInterrupt("its requests had ended"))  # rows that ran in vain: nobody waits for them
         if self._failure is not None:
             self._end_all(self._failure)
         self._refresh()
@@ -168,6 +185,35 @@ class Stepper:
             except Exception:
                 logger.exception("planning a step failed: it is tried again")
         return self._scheduler.schedule()
+
+    def _launch(self) -> bool:
+        """Launches the newest step; whether that went well."""
+        flight = self._flights[-1]
+        unread = self._flights[-2].launched if len(self._flights) > 1 else None
+        try:
+            flight.answers = [self.answers[step.request_id] for step in flight.plan.steps]
+            sampling = [answers.sampling(step) for answers, step in zip(flight.answers, flight.plan.steps, strict=True)]
+            flight.launched = self._runner.launch(flight.plan, sampling, unread)
+            self._scheduler.issued(flight.plan)
+        except Exception as error:
+            self._contain(flight, error)
+            return False
+        return True
+
+    def _read(self) -> None:
+        """Takes the tokens of the oldest step."""
+        flight = self._flights[0]
+        assert flight.launched is not None
+        here = [answers for answers in flight.answers if self.answers.get(answers.request_id) is answers]
+        self._stale.update((answers.request_id, answers) for answers in here)
+        try:
+            rows = flight.launched.read()
+            for answers, step, row in zip(flight.answers, flight.plan.steps, rows, strict=True):
+                answers.keep_logprobs(step, row)
+            self._note(self._scheduler.update(flight.plan, [row.tokens for row in rows]))
+            self._flights.popleft()
+        except Exception as error:
+            self._contain(flight, error)
 
     def _move(self, ended: bool = False, flush: bool = False) -> bool:
         """Tells which transfers are over, and launches those that are due; with `ended` only if any is over, with
@@ -211,20 +257,24 @@ class Stepper:
         if left:
             raise RuntimeError(f"nothing can run and {len(left)} requests are left: abort them, or make a new LLM")
 
-    def _contain(self, plan: StepPlan, error: Exception) -> None:
+    def _contain(self, flight: Flight, error: Exception) -> None:
         failure = self._device_failure()
         if failure is None:
-            logger.exception("a step of %d requests failed", len(plan.steps))
-            self._fail(plan, error)
+            logger.exception("a step of %d requests failed", len(flight.plan.steps))
+            self._fail(error, flight)
         else:
             self._end_all(failure)
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> None:
-        try:
-            self._note(self._scheduler.failed(plan, error))
-        except Exception:  # it keeps its books in order whatever it raises, and a second call would tell it no more
-            logger.exception("a failed step was not taken back in order")
-        self._under_way = None
+    def _fail(self, error: BaseException, first: Flight | None = None) -> None:
+        """Fails a step in flight and those behind it, which go on from it and are not to blame; None for all."""
+        at = 0 if first is None else self._flights.index(first)
+        while len(self._flights) > at:
+            try:
+                self._note(self._scheduler.failed(self._flights[at].plan, error))
+            except Exception:  # it keeps its books in order whatever it raises, and a second call would tell it no more
+                logger.exception("a failed step was not taken back in order")
+            del self._flights[at]
+            error = KeyboardInterrupt("the step before it failed")
 
     def _note(self, touched: Sequence[Request]) -> None:
         """Requests that got tokens or ended, not all of them in this step: their outputs are out of date."""
@@ -250,7 +300,7 @@ class Stepper:
         if self._failure is None:
             logger.error(failure)
         self._failure = failure
-        self._under_way = None
+        self._flights.clear()
         for answers in self.answers.values():
             answers.refresh()
             answers.end(FinishReason.ERROR, failure)

@@ -21,12 +21,6 @@ class Adjustment(NamedTuple):
     cost: np.ndarray
 
 
-def adjusts(params: SamplingParams, num_answered: int) -> bool:
-    """Whether anything is done to the logits after so many answer tokens, before temperature."""
-    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalties or bool(params.logit_bias) or num_answered < params.min_tokens
-
-
 class Tally:
     """The adjustments of one answer. It is told the answer's tokens as they come, so that a step costs what is new.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mambacache.kernels import StateIndices
-from mambacache.plan import SequenceStep, StepPlan
+from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
 from mambacache.runner.sampler import RowSampling, draw_parameters
 
@@ -22,6 +22,8 @@ class DeviceBatch:
     Args:
         indices: the plan's arrays.
         samples: for each row how many tokens it samples.
+        unknown, source: int32 [U], offsets in the flat batch of tokens that the host does not know yet, and where they
+            stand among those that the step before sampled.
         num_top: most likely tokens wanted where log probabilities are.
         sample_index: int32 [S], the logits after which a token is sampled, row by row.
         draw_index: int32 [R], which of these are drawn at random.
@@ -35,6 +37,8 @@ class DeviceBatch:
     indices: StateIndices
     samples: tuple[int, ...]
     num_top: int
+    unknown: torch.Tensor
+    source: torch.Tensor
     sample_index: torch.Tensor
     draw_index: torch.Tensor
     draw_parameters: torch.Tensor
@@ -44,8 +48,15 @@ class DeviceBatch:
     adjustments: Adjustments | None
 
     @classmethod
-    def build(cls, plan: StepPlan, sampling: Sequence[RowSampling], device: torch.device | str) -> DeviceBatch:
-        """Packs a plan, and how its rows are sampled, into one buffer on the device."""
+    def build(
+        cls,
+        plan: StepPlan,
+        sampling: Sequence[RowSampling],
+        device: torch.device | str,
+        places: Mapping[tuple[str, int], int],
+    ) -> DeviceBatch:
+        """Packs a plan, and how its rows are sampled, into one buffer on the device. `places`, by a request and its
+        life, are those of the tokens that the step before sampled."""
         rows = list(zip(plan.steps, sampling, _logits_bounds(plan), strict=True))
         samples = [_samples(step, row, *bounds) for step, row, bounds in rows]
         each = [(row.params, *sample) for row, its in zip(sampling, samples, strict=True) for sample in its]
@@ -57,7 +68,11 @@ class DeviceBatch:
             if row.params.prompt_logprobs is not None
             for i, token in enumerate(row.prompt_targets)
         ]
+        first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
+        unknown = np.flatnonzero(first_tokens == PLACEHOLDER).tolist()
         lists = {
+            "unknown": [row * plan.tokens_per_decode for row in unknown],
+            "source": [places[plan.steps[row].request_id, plan.steps[row].life] for row in unknown],
             "sample_index": [offset for _, offset, *_ in each],
             "draw_index": drawn,
             "prompt_index": [offset for offset, _ in prompts],

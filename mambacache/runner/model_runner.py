@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 
+import numpy as np
 import torch
 
 from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model
-from mambacache.plan import StepPlan
+from mambacache.plan import StepPlan, pad
+from mambacache.runner.cuda_graphs import DecodeGraphs
 from mambacache.runner.device_batch import DeviceBatch
 from mambacache.runner.sampler import RowSampling, sample, score
 
@@ -36,6 +38,58 @@ class RowOutput:
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
 
 
+class Launched:
+    """A step that the device was told to run.
+
+    Args:
+        plan, sampling, batch: the step.
+        tokens: int64 [S] on the device, what it samples.
+        scores: of K tokens these, int64 [K]; their log probabilities [K]; the most likely ones [K, top], and theirs.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        sampling: Sequence[RowSampling],
+        batch: DeviceBatch,
+        tokens: torch.Tensor,
+        scores: Sequence[torch.Tensor],
+    ) -> None:
+        self.tokens = tokens
+        firsts = accumulate(batch.samples, initial=0)
+        self.places = {(step.request_id, step.life): first for step, first in zip(plan.steps, firsts, strict=False)}
+        self._sampling, self._batch = sampling, batch
+        self._shapes = [column.shape for column in (tokens, *scores)]
+        bits = [x.view(torch.int32) if x.is_floating_point() else x.int() for x in (tokens, *scores)]
+        self._results = torch.cat([x.flatten() for x in bits]).to("cpu", non_blocking=True)  # pinned then
+        self._done = torch.cuda.Event() if tokens.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def read(self) -> list[RowOutput]:
+        """For each row of the step what it gives, once the device has run it."""
+        if self._done is not None:
+            self._done.synchronize()
+        ends = np.cumsum([shape.numel() for shape in self._shapes])
+        parts = np.split(self._results.numpy(), ends[:-1])
+        tokens, *scores = (part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        columns = (column.view(np.float32) if i % 2 else column for i, column in enumerate(scores))
+        return self._by_rows(tokens.tolist(), list(zip(*(column.tolist() for column in columns), strict=True)))
+
+    def _by_rows(self, tokens: list[int], scores: list[Score]) -> list[RowOutput]:
+        """Hands out tokens and scores. Both stand in the order of rows, the scores of prompts before the rest."""
+        num_prompts = len(self._batch.prompt_index)
+        of_tokens, of_prompts, of_samples = iter(tokens), iter(scores[:num_prompts]), iter(scores[num_prompts:])
+        return [
+            RowOutput(
+                list(islice(of_tokens, count)),
+                _take(of_samples, count, row.params.logprobs),
+                _take(of_prompts, len(row.prompt_targets), row.params.prompt_logprobs),
+            )
+            for count, row in zip(self._batch.samples, self._sampling, strict=True)
+        ]
+
+
 class ModelRunner:
     """Executes plans: what they say is read from and written to, nothing else of the pools.
 
@@ -49,47 +103,57 @@ class ModelRunner:
         self.model = model
         self.states = states
         self.pages = pages
+        self._graphs: DecodeGraphs | None = None
+
+    def capture(self, max_rows: int, max_draft_tokens: int, max_pages: int) -> None:
+        """Captures decode steps of up to `max_rows` rows, with a bar, in CUDA graphs: from now on a step that fits one
+        is its replay. A model that cannot be captured runs on as it did, which is said once.
+
+        Args:
+            max_pages: KV pages that one row may have.
+        """
+        with torch.cuda.device_of(self.states.buffer):
+            self._graphs = DecodeGraphs.capture(
+                self.model, self.states, self.pages, max_rows, max_draft_tokens + 1, max_pages
+            )
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, sampling: Sequence[RowSampling]) -> list[RowOutput]:
-        """Runs one step.
+    def launch(self, plan: StepPlan, sampling: Sequence[RowSampling], unread: Launched | None = None) -> Launched:
+        """Tells the device to run one step, and does not wait for it.
 
         Args:
             plan: the step, of at least one row.
             sampling: for each row of `plan.steps` how it is sampled.
-
-        Returns:
-            For each row what it gives.
+            unread: the step before, if its tokens were not read when this one was planned: they are taken on the device
+                where the plan has none.
         """
         with torch.cuda.device_of(self.states.buffer):  # where Triton launches, whatever its arguments lie on
             pages = self.pages.layers if self.pages is not None else []
             for source, target in plan.kv_copies:
                 for page in (page for layer in pages for page in layer):
                     page[target] = page[source]
-            batch = DeviceBatch.build(plan, sampling, self.states.buffer.device)
-            logits = self.model.logits(batch.indices, self.states.layers, pages)
+            graph = self._graphs.fitting(plan) if self._graphs is not None else None
+            if graph is not None:
+                plan = pad(plan, graph.rows, graph.width)
+            places = unread.places if unread is not None else {}
+            batch = DeviceBatch.build(plan, sampling, self.states.buffer.device, places)
+            if unread is not None and len(batch.unknown):
+                batch.indices.tokens[batch.unknown] = unread.tokens[batch.source].clamp(min=0).int()
+            if graph is not None:
+                logits = graph.replay(batch.indices)
+            else:
+                logits = self.model.logits(batch.indices, self.states.layers, pages)
             tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
-            scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
-            scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)])
-            columns = (scored, *score(logits[scored_at], scored, batch.num_top))
-            scores = list(zip(*(column.tolist() for column in columns), strict=True))
-            return _by_rows(tokens.tolist(), scores, batch, sampling)
+            return Launched(plan, sampling, batch, tokens, _scores(logits, tokens, batch))
 
 
-def _by_rows(
-    tokens: list[int], scores: list[Score], batch: DeviceBatch, sampling: Sequence[RowSampling]
-) -> list[RowOutput]:
-    """Hands out a step's tokens and scores. Both stand in the order of rows, the scores of prompts before the rest."""
-    of_tokens = iter(tokens)
-    of_prompts, of_samples = iter(scores[: len(batch.prompt_index)]), iter(scores[len(batch.prompt_index) :])
-    return [
-        RowOutput(
-            list(islice(of_tokens, count)),
-            _take(of_samples, count, row.params.logprobs),
-            _take(of_prompts, len(row.prompt_targets), row.params.prompt_logprobs),
-        )
-        for count, row in zip(batch.samples, sampling, strict=True)
-    ]
+def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
+    """See `Launched`: of prompts, then of samples; nothing where none are wanted."""
+    if not len(batch.prompt_index) + len(batch.scored_samples):
+        return []
+    scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
+    scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)])
+    return [scored, *score(logits[scored_at], scored, batch.num_top)]
 
 
 def _take(scores: Iterator[Score], count: int, top: int | None) -> list[Logprobs]:

@@ -1,0 +1,118 @@
+"""Decode steps in CUDA graphs: the host launches one of them in place of every kernel of the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from mambacache.kernels import StateIndices, StatePool
+from mambacache.models.adapt import Model
+from mambacache.plan import StepPlan, layout, pad
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodeGraph:
+    """The model on `rows` decode rows of `width` tokens, some of them padding.
+
+    Args:
+        indices: whose arrays the graph reads, at addresses that never move.
+        logits: [rows * width, vocabulary], what a replay leaves until the next one.
+    """
+
+    rows: int
+    width: int
+    graph: torch.cuda.CUDAGraph
+    indices: StateIndices
+    logits: torch.Tensor
+
+    def replay(self, indices: StateIndices) -> torch.Tensor:
+        """The logits of a step that was padded to this graph's rows."""
+        flat = indices.flat[: len(self.indices.flat)]  # more of it the model does not read
+        self.indices.flat[: len(flat)].copy_(flat)
+        self.graph.replay()
+        return self.logits
+
+
+class DecodeGraphs:
+    """Graphs for powers of two of rows, and for one token a row or, with drafts, as many as there may be.
+
+    Args:
+        graphs: those that were captured, by their rows and width.
+        max_pages: KV pages that one row may have.
+    """
+
+    def __init__(self, graphs: dict[tuple[int, int], DecodeGraph], max_pages: int) -> None:
+        self._graphs, self._max_pages = graphs, max_pages
+        self._rows, self._widths = ([*sorted(set(sizes))] for sizes in zip(*graphs, strict=True))
+
+    @classmethod
+    @torch.inference_mode()
+    def capture(
+        cls, model: Model, states: StatePool, pages: StatePool | None, max_rows: int, max_width: int, max_pages: int
+    ) -> DecodeGraphs | None:
+        """Captures the model, the largest steps first, whose memory the others share. None if it cannot be: a layer of
+        it waits for the device, or the memory does not suffice.
+
+        Every row is padding meanwhile: nothing of the pools is read or written.
+        """
+        sizes = {1 << bits for bits in range(max_rows.bit_length())} | {max_rows}
+        shapes = sorted(((rows, width) for rows in sizes for width in {1, max_width}), reverse=True)
+        layers = (states.layers, pages.layers if pages is not None else [])
+        graphs: dict[tuple[int, int], DecodeGraph] = {}
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+        try:
+            for rows, width in tqdm(shapes, desc="CUDA graphs", disable=None):
+                indices = StateIndices.from_arrays(_padding(rows, width, max_pages), states.buffer.device)
+                model.logits(indices, *layers)  # compiles, and makes what libraries make in their first call
+                with _waits_raise():  # here already: what breaks a capture off leaves more behind
+                    model.logits(indices, *layers)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    logits = model.logits(indices, *layers)
+                graphs[rows, width] = DecodeGraph(rows, width, graph, indices, logits)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            logger.warning("decode steps run without CUDA graphs, as this model cannot be captured: %s", reason)
+            torch.cuda.set_stream(stream)
+            return None
+        return cls(graphs, max_pages)
+
+    def fitting(self, plan: StepPlan) -> DecodeGraph | None:
+        """The smallest graph that the step fits; None for one with prompts, or with more rows or pages than any."""
+        rows = next((rows for rows in self._rows if rows >= plan.num_decodes), None)
+        width = next((width for width in self._widths if width >= plan.tokens_per_decode), None)
+        if rows is None or width is None or len(plan.steps) > plan.num_decodes:
+            return None
+        num_pages = plan.arrays["block_table"].size if "block_table" in plan.arrays else 0
+        return self._graphs[rows, width] if num_pages <= rows * self._max_pages else None
+
+
+@contextmanager
+def _waits_raise() -> Iterator[None]:
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def _padding(rows: int, width: int, max_pages: int) -> dict[str, np.ndarray]:
+    """Arrays of padding alone; for a model with attention with room in the block table for the pages of all rows."""
+    none = np.zeros(0, np.int32)
+    arrays = {**layout((), 0), "tokens": none, "positions": none}
+    if max_pages:
+        arrays |= {"kv_slot": none, "kv_len": none, "block_table_start": np.zeros(1, np.int32)}
+        arrays["block_table"] = np.zeros(rows * max_pages, np.int32)
+    arrays = pad(StepPlan((), 0, 1, arrays), rows, width).arrays
+    if max_pages:
+        arrays["block_table_start"][-1] = rows * max_pages
+    return arrays
