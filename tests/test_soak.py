@@ -71,6 +71,7 @@ class Soak:
             temperature=self.rng.choice([0.0, 0.0, 1.0]),
             top_k=1,
             max_tokens=tokens,
+            min_tokens=self.rng.choice([0, 0, ANSWER_TOKENS]),
             ignore_eos=True,
             n=self.rng.choice([1, 1, 1, 1, 3]),
             salt=self.rng.choice(["", "", "", "other"]),
@@ -109,7 +110,8 @@ class Soak:
         return guess if self.rng.random() < 0.8 else []
 
 
-def soak(engine: Engines, requests: int) -> None:
+def soak(engine: Engines, requests: int, drafts: bool) -> None:
+    """With drafts, or a step ahead, on a CPU too."""
     turns = list(conversations(seed=requests))
     alone = engine(MODEL).generate([prompt for prompt, _ in turns], ALONE, use_tqdm=False)
     known = [turn for turn, output in zip(turns, alone, strict=True) if list(output.outputs[0].token_ids) == turn[1]]
@@ -117,14 +119,15 @@ def soak(engine: Engines, requests: int) -> None:
     soaks: list[Soak] = []
     llm = engine(
         MODEL,
-        draft=lambda request, limit: soaks[0].draft(request, limit),
-        max_draft_tokens=2,
+        draft=(lambda request, limit: soaks[0].draft(request, limit)) if drafts else None,
+        max_draft_tokens=2 if drafts else 0,
         max_num_seqs=8,
         max_num_batched_tokens=384,
         num_checkpoints=12,
         num_kv_blocks=28,
         max_model_len=1536,
     )
+    llm._stepper.steps_ahead = 1
     soaks.append(Soak(llm, known, random.Random(requests)))
     soaks[0].run(requests)
     stats = llm.stats
@@ -133,11 +136,13 @@ def soak(engine: Engines, requests: int) -> None:
     assert not stats.state_blocks["writing"]
 
 
-def test_soak(engine: Engines) -> None:
-    soak(engine, 40)
+@pytest.mark.parametrize("drafts", [True, False])
+def test_soak(engine: Engines, drafts: bool) -> None:
+    soak(engine, 25, drafts)
 
 
 @pytest.mark.gpu_full
 @pytest.mark.parametrize("engine", ["cuda"], indirect=True)
 def test_long_soak(engine: Engines) -> None:
-    soak(engine, 5000)
+    for drafts in (True, False):
+        soak(engine, 2500, drafts)
