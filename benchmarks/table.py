@@ -42,10 +42,6 @@ REPLAYED = {
 }
 BOUND = "clairvoyant"
 REPLAYED_MODELS = {"qwen3-next": "Qwen3-Next", "nemotron-h-8b": "Nemotron-H-8B"}
-HEAD = (
-    "| op | case | graph: ours | vLLM | ratio | to reach | eager: ours | vLLM | floor | copy |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
-)
 
 
 def microseconds(value: float | None) -> str:
@@ -54,25 +50,50 @@ def microseconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def line(graph: dict, eager: dict) -> str:
+def peer_times(row: dict) -> dict[str, float | None]:
+    """The times of a row by peer; rows measured when there was one have it alone."""
+    return row.get("peers_us") or {"vLLM": row["peer_us"]}
+
+
+def peer_names(rows: list[dict]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in peer_times(row)))
+
+
+def peer_cells(row: dict, names: list[str]) -> list[str]:
+    return [microseconds(peer_times(row).get(name)) for name in names]
+
+
+def peers_said(row: dict) -> str:
+    """The time of the fastest peer, as a picture has it; where there are others, its name and theirs too."""
+    times = sorted((us, name) for name, us in peer_times(row).items() if us is not None)
+    return ", ".join(f"{us:,.0f} µs" + f" {name}" * (len(times) > 1) for us, name in times)
+
+
+def line(graph: dict, eager: dict, names: list[str]) -> str:
+    """A case; its ratio is that of the fastest peer."""
     op, case = graph["op"], graph["case"]
     target = TARGETS.get(op, {}).get(case, 1 if op in TARGETS and case.startswith("batch") else None)
     ratio = f"{graph['peer_us'] / graph['ours_us']:.2f}x" if graph["peer_us"] else ""
-    times = [microseconds(row[key]) for row in (graph, eager) for key in ("ours_us", "peer_us")]
+    replayed, called = ([microseconds(row["ours_us"]), *peer_cells(row, names)] for row in (graph, eager))
     limits = [microseconds(graph[key]) for key in ("floor_us", "copy_us")]
-    cells = [f"`{op}`", case, *times[:2], ratio, f"{target:g}x" if target else "", *times[2:], *limits]
+    cells = [f"`{op}`", case, *replayed, ratio, f"{target:g}x" if target else "", *called, *limits]
     return f"| {' | '.join(cells)} |"
 
 
 def table(result: dict) -> str:
     rows = [row for row in result["rows"] if row["mode"] != "host"]
-    return "\n".join([HEAD, *(line(*pair) for pair in zip(rows[::2], rows[1::2], strict=True))])
+    names = peer_names(rows)
+    head = ["op", "case", "graph: ours", *names, "ratio", "to reach", "eager: ours", *names, "floor", "copy"]
+    lines = [line(*pair, names) for pair in zip(rows[::2], rows[1::2], strict=True)]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
 
 def host_table(result: dict) -> str:
     rows = [row for row in result["rows"] if row["mode"] == "host"]
-    lines = [f"| `{row['op']}` | {microseconds(row['ours_us'])} | {microseconds(row['peer_us'])} |" for row in rows]
-    return "\n".join(["| host cost of one prefill call | ours | vLLM |\n|---|---|---|", *lines])
+    names = peer_names(rows)
+    head = ["host cost of one prefill call", "ours", *names]
+    lines = [[f"`{row['op']}`", microseconds(row["ours_us"]), *peer_cells(row, names)] for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)])
 
 
 def faster(rows: list[dict], workload: str) -> dict:
