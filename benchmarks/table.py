@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Of bench_kernels.py, bench_vllm.py or replay_trace.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
+Of bench_kernels.py, bench_engine.py or replay_trace.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ LAYERS = {
     "olmo_hybrid": "OLMo-Hybrid-7B",
     "qwen3_next": "Qwen3-Next",
 }
-ENGINES = {"plugin": "plugin", "vllm": "vLLM alone", "vllm, FlashInfer": "vLLM with FlashInfer's prefill"}
+ENGINES = {
+    "ours": "own engine",
+    "plugin": "plugin",
+    "vllm": "vLLM alone",
+    "vllm, FlashInfer": "vLLM with FlashInfer's prefill",
+}
+OURS = ("ours", "plugin")
 REPLAYED = {
     "mambacache": "mambacache",
     "vllm": "vLLM 0.33",
@@ -98,21 +104,24 @@ def host_table(result: dict) -> str:
 
 def faster(rows: list[dict], workload: str) -> dict:
     """vLLM alone, as it ran the workload in less time: some runs time it with FlashInfer's prefill as well."""
-    alone = [row for row in rows if row["workload"] == workload and row["engine"] != "plugin"]
+    alone = [row for row in rows if row["workload"] == workload and row["engine"] not in OURS]
     return min(alone, key=lambda row: row["seconds"])
 
 
-def vllm_table(run: dict) -> str:
-    """Seconds and hits of each workload of bench_vllm.py; ratio and hits are those of the faster vLLM."""
+def engine_table(run: dict) -> str:
+    """Seconds and hits of each workload of bench_engine.py; ratios and hits beside those of the faster vLLM."""
     rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
-    engines = list(dict.fromkeys(engine for _, engine in rows))
-    names = " | ".join(ENGINES[engine] for engine in engines)
-    lines = [f"| workload | {names} | ratio | hit: plugin | vLLM |\n|---|{'---|' * len(engines)}---|---|---|"]
+    engines = [engine for engine in ENGINES if any(engine == each for _, each in rows)]
+    ours = [engine for engine in engines if engine in OURS]
+    ratios, hits = ([f"{what}: {ENGINES[engine]}" for engine in ours] for what in ("ratio", "hit"))
+    head = ["workload", *(ENGINES[engine] for engine in engines), *ratios, *hits, "vLLM"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for workload in dict.fromkeys(workload for workload, _ in rows):
-        plugin, peer = rows[workload, "plugin"], faster(run["rows"], workload)
-        times = " | ".join(f"{rows[workload, engine]['seconds']:.3f}" for engine in engines)
-        hits = f"{plugin['hit_tokens']:,} | {peer['hit_tokens']:,}"
-        lines.append(f"| {workload} | {times} | {plugin['seconds'] / peer['seconds']:.2f} | {hits} |")
+        peer, own = faster(run["rows"], workload), [rows[workload, engine] for engine in ours]
+        times = [f"{rows[workload, engine]['seconds']:.3f}" for engine in engines]
+        ratios = [f"{row['seconds'] / peer['seconds']:.2f}" for row in own]
+        hits = [f"{row['hit_tokens']:,}" for row in (*own, peer)]
+        lines.append(f"| {' | '.join([workload, *times, *ratios, *hits])} |")
     return "\n".join(lines)
 
 
@@ -206,7 +215,9 @@ def main() -> None:
     if "policy" in figures.get("rows", [{}])[0]:
         print(replay_table(figures), replay_loss_table(figures), sep="\n\n")
     elif "runs" in figures:
-        print(*map(vllm_table, figures["runs"]), sep="\n\n")
+        print(*map(engine_table, figures["runs"]), sep="\n\n")
+    elif "workload" in figures.get("rows", [{}])[0]:
+        print(engine_table(figures))
     elif "models" in figures:
         print(error_table(figures), fp8_table(figures), sep="\n\n")
     else:
