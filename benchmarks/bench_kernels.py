@@ -7,6 +7,9 @@ is the largest of three: the bytes that must move at the bandwidth of a large co
 PRODUCT_RATE and the exponentials at EXPONENTIAL_RATE. `copy` moves a decode step's bytes between the same rows of the
 same pool, or a prefill's between two tensors. Successive calls take different inputs, so that none are found in the L2
 cache.
+
+vLLM has two prefills of the gated delta rule, its own and FlashInfer's, which it prefers on Hopper: each has a column
+where it is installed, and what is said of "the peer" is said of the fastest.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 import kernel_peers
 import torch
 from gpu_timing import Call, copy_bandwidth, eager_us, graph_us, host_us
+from kernel_peers import FLASHINFER, HOW_TO_GET, VLLM
 from kernel_steps import Case, Recurrence
 from kernel_workloads import Conv1d, DeltaRule, GatedNorm, KimiDelta, SelectiveScan, ShortConv, StateSpaceDual
 from torch import Tensor
@@ -70,12 +74,19 @@ def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
     return max(float(((x.double() - y).square().mean() / y.square().mean()).sqrt()) for x, y in pairs)
 
 
-def peer_call(case: Case) -> Call | None:
-    """None where vLLM is not installed."""
+def peer_calls(case: Case) -> dict[str, Call]:
+    """None of them where vLLM is not installed."""
     try:
-        return case.peer()
+        return case.peers()
     except ImportError:
-        return None
+        return {}
+
+
+def against(times: dict[str, float | None], errors: dict[str, float]) -> dict:
+    """What a row says of its peers, in µs: all times by name, and time and error of the fastest."""
+    timed = {name: us for name, us in times.items() if us is not None}
+    fastest = min(timed, key=timed.__getitem__, default=None)
+    return {"peer_us": timed.get(fastest), "peer_error": errors.get(fastest), "peers_us": times}
 
 
 def graph_us_or_none(calls: Sequence[Call], repeats: int) -> float | None:
@@ -92,28 +103,31 @@ def measure(name: str, make: partial[Case], bandwidth: float, repeats: int, erro
     case = make()
     sets = [case, *(make() for _ in range(min(ROTATE_BYTES // case.nbytes, 31)))]
     ours = [s.ours for s in sets]
-    peers = [call for s in sets if (call := peer_call(s))]
+    peer_sets = [peer_calls(s) for s in sets]
+    peers = {name: [calls[name] for calls in peer_sets] for name in peer_sets[0]}
     copies = [call for s in sets if (call := s.copy())]
     row = {"op": case.op, "case": name}
     row["floor_us"] = 1e6 * max(
         case.nbytes / bandwidth, case.flops / PRODUCT_RATE, case.exponentials / EXPONENTIAL_RATE
     )
+    peer_errors = {}
     if errors:
         exact = case.exact()
         row["ours_error"] = relative_error(case.results(ours[0], of_peer=False), exact)
-        row["peer_error"] = relative_error(case.results(peers[0], of_peer=True), exact) if peers else None
+        peer_errors = {n: relative_error(case.results(calls[0], of_peer=True), exact) for n, calls in peers.items()}
     for mode, us in (("graph", graph_us_or_none), ("eager", eager_us)):
-        times = {"ours_us": ours, "peer_us": peers, "copy_us": copies}
-        yield row | {"mode": mode} | {key: us(calls, repeats) if calls else None for key, calls in times.items()}
+        of_peers = against({name: us(calls, repeats) for name, calls in peers.items()}, peer_errors)
+        copied = us(copies, repeats) if copies else None
+        yield row | {"mode": mode, "ours_us": us(ours, repeats), **of_peers, "copy_us": copied}
 
 
 def measure_host(repeats: int) -> Iterator[dict]:
     """What one eager prefill call costs its host."""
     recurrences = [family([128] * 8) for family in (DeltaRule, KimiDelta, StateSpaceDual, SelectiveScan)]
     for case in (*recurrences, Conv1d([128] * 8), GatedNorm(1024)):
-        peer = peer_call(case)
-        times = {"ours_us": host_us(case.ours, repeats), "peer_us": host_us(peer, repeats) if peer else None}
-        yield {"op": case.op, "case": "host cost of a prefill call", "mode": "host", "floor_us": None} | times
+        row = {"op": case.op, "case": "host cost of a prefill call", "mode": "host", "floor_us": None}
+        of_peers = against({name: host_us(call, repeats) for name, call in peer_calls(case).items()}, {})
+        yield row | {"ours_us": host_us(case.ours, repeats), **of_peers}
 
 
 def environment() -> dict:
@@ -128,18 +142,20 @@ def environment() -> dict:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return {
         "gpu": torch.cuda.get_device_name(),
-        "versions": {"python": platform.python_version()} | {p: installed(p) for p in ("torch", "triton", "vllm")},
+        "versions": {
+            "python": platform.python_version(),
+            **{package: installed(package) for package in ("torch", "triton", "vllm")},
+            "flashinfer": kernel_peers.flashinfer_version(),
+        },
         "commit": None if commit.returncode else commit.stdout.strip(),
     }
 
 
 def format_row(row: dict) -> str:
-    def cell(key: str) -> str:
-        return f"{row[key]:9.1f}" if row.get(key) else f"{'-':>9}"
-
-    ratio = f"{row['peer_us'] / row['ours_us']:6.2f}x" if row.get("peer_us") else f"{'-':>7}"
-    times = " ".join(cell(key) for key in ("ours_us", "peer_us", "floor_us", "copy_us"))
-    return f"{row['op']:<17} {row['case']:<36} {row['mode']:<6} {times} {ratio}"
+    times = row["ours_us"], *map(row["peers_us"].get, (VLLM, FLASHINFER)), row["floor_us"], row.get("copy_us")
+    cells = " ".join(f"{us:10.1f}" if us else f"{'-':>10}" for us in times)
+    ratio = f"{row['peer_us'] / row['ours_us']:7.2f}x" if row["peer_us"] else f"{'-':>8}"
+    return f"{row['op']:<17} {row['case']:<36} {row['mode']:<6} {cells} {ratio}"
 
 
 def main() -> None:
@@ -156,7 +172,8 @@ def main() -> None:
     bandwidth = copy_bandwidth(repeats)
     result = environment() | {"copy_bytes_per_second": bandwidth, "rows": []}
     print(f"{result['gpu']}, {bandwidth / 1e12:.2f} TB/s, {result['versions']}")
-    print(f"{'µs':<17} {'':<36} {'':<6} {'ours':>9} {'vLLM':>9} {'floor':>9} {'copy':>9} {'vLLM/ours':>7}")
+    heads = " ".join(f"{head:>10}" for head in ("ours", VLLM, FLASHINFER, "floor", "copy"))
+    print(f"{'µs':<17} {'':<36} {'':<6} {heads} fastest peer/ours")
 
     def record(rows: Iterator[dict]) -> None:
         for row in rows:
@@ -172,8 +189,9 @@ def main() -> None:
             record(measure(name, make, bandwidth, repeats, errors=not options.quick))
             gc.collect()
             torch.cuda.empty_cache()
-    if not result["versions"]["vllm"]:
-        print(f"The column vLLM is empty: to fill it, {kernel_peers.HOW_TO_GET_IT}")
+    for name, how in HOW_TO_GET.items():
+        if not result["versions"][name.lower()]:
+            print(f"The column {name} is empty: to fill it, {how}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Time to the first token by turn: chats that run side by side, with the cache and without.
 
     python benchmarks/bench_multiturn.py MODEL [--json OUT.json] [--chats 32] [--turns 8] [--device cuda]
+        [--random-weights]
 
 A chat's next turn is sent as soon as its answer has ended. Its prompt is all that was said, and a new message; all
 begin with the same instructions.
@@ -12,11 +13,13 @@ import argparse
 import json
 import random
 import statistics
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from about import about
+from random_weights import random_weights
 from tqdm import tqdm
 
 from mambacache import LLM, SamplingParams
@@ -80,13 +83,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chats", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--random-weights", action="store_true", help="of the model its configuration alone")
     arguments = parser.parse_args(argv)
     rows: list[Row] = []
-    for cache in (True, False):
-        with LLM(arguments.model, device=arguments.device, enable_prefix_caching=cache, seed=0) as llm:
-            chats(llm, 2, 2, seed=1, cache=cache)  # to warm up
-            llm.reset_prefix_cache()
-            rows += chats(llm, arguments.chats, arguments.turns, seed=0, cache=cache)
+    with random_weights(arguments.model) if arguments.random_weights else nullcontext(arguments.model) as checkpoint:
+        for cache in (True, False):
+            with LLM(checkpoint, device=arguments.device, enable_prefix_caching=cache, seed=0) as llm:
+                chats(llm, arguments.chats, 2, seed=1, cache=cache)  # to warm up, at the sizes that are measured
+                llm.reset_prefix_cache()
+                rows += chats(llm, arguments.chats, arguments.turns, seed=0, cache=cache)
     for row in rows:
         print(
             f"cache {'on' if row.cache else 'off':4} turn {row.turn}: first token after {1e3 * row.seconds:8.1f} ms, "

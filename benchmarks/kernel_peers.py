@@ -1,14 +1,47 @@
-"""The same work by vLLM's kernels: what its layers call, with gates, gather and scatter of the states included."""
+"""The same work by vLLM: what its layers call, with gates, gather and scatter of the states included.
+
+`VLLM` stands for its own kernels, `FLASHINFER` for those of FlashInfer, which it prefers on Hopper where it has both.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-HOW_TO_GET_IT = "pip install vllm==0.33.0"
+VLLM, FLASHINFER = "vLLM", "FlashInfer"
+HOW_TO_GET = {VLLM: "pip install vllm==0.33.0", FLASHINFER: "pip install flashinfer-python==0.7.2.post1"}
+
+
+def activate_flashinfer() -> None:
+    """Where its prefill alone was put on the path, and not the package: vLLM must have looked for that before."""
+    with suppress(ImportError):
+        import vllm.utils.flashinfer  # noqa: F401, I001
+        from vllm.model_executor.kernels.linear.cute_dsl.ll_bf16 import is_available
+
+        import fi_gdn
+
+        is_available()
+
+        fi_gdn.activate()
+
+
+@cache
+def flashinfer_version() -> str | None:
+    """None where FlashInfer cannot be imported. What of vLLM looks for it or its compiler is imported before."""
+    try:
+        import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn
+        import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
+
+        activate_flashinfer()
+        import flashinfer.gdn_prefill
+    except ImportError:
+        return None
+    return flashinfer.__version__
 
 
 def delta_rule_prefill(
@@ -19,8 +52,10 @@ def delta_rule_prefill(
     dt_bias: Tensor,
     heads: tuple[int, int, int],
     lengths: list[int],
-) -> Any:
-    """`call(pool, src, dst) -> y`: gates and norms, states gathered, the chunked kernels, states scattered."""
+) -> dict[str, Any]:
+    """By name of a peer `call(pool, src, dst) -> y`: gates and norms, states gathered and masked, the chunked kernels,
+    states scattered. The mask is no index, as it is in vLLM: that waits for the device."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import fi_chunk_gated_delta_rule
     from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule
     from vllm.third_party.flash_linear_attention.ops.fused_gdn_prefill_post_conv import fused_post_conv_prep
 
@@ -31,7 +66,7 @@ def delta_rule_prefill(
     chunk_indices = torch.tensor(chunks, dtype=torch.int32, device="cuda")
     resumed = torch.ones(len(lengths), 1, 1, 1, dtype=torch.bool, device="cuda")
 
-    def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+    def prefill(kernels: Any, pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         q, k, v, g, beta = fused_post_conv_prep(
             conv_output=qkv,
             a=a,
@@ -42,7 +77,7 @@ def delta_rule_prefill(
             head_k_dim=key_width,
             head_v_dim=value_width,
         )
-        y, final = chunk_gated_delta_rule(
+        y, final = kernels(
             q[None],
             k[None],
             v[None],
@@ -51,14 +86,15 @@ def delta_rule_prefill(
             initial_state=torch.where(resumed, pool[src], 0),
             output_final_state=True,
             cu_seqlens=starts,
-            chunk_indices=chunk_indices,
-            chunk_offsets=chunk_starts,
             use_qk_l2norm_in_kernel=False,
         )
         pool[dst] = final.to(pool.dtype)
         return y[0]
 
-    return call
+    kernels = {VLLM: partial(chunk_gated_delta_rule, chunk_indices=chunk_indices, chunk_offsets=chunk_starts)}
+    if flashinfer_version():
+        kernels[FLASHINFER] = fi_chunk_gated_delta_rule
+    return {name: partial(prefill, each) for name, each in kernels.items()}
 
 
 def delta_rule_decode(

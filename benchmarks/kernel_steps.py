@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from gpu_timing import Call, row_copy
+from kernel_peers import VLLM
 from torch import Tensor
 
 from mambacache.kernels import StateIndices
@@ -29,7 +31,9 @@ class Case(Protocol):
 
     def ours(self) -> Tensor: ...
 
-    def peer(self) -> Call: ...
+    def peers(self) -> dict[str, Call]:
+        """By name; of those that are optional only what is installed."""
+        ...
 
     def copy(self) -> Call | None: ...
 
@@ -120,18 +124,15 @@ class Recurrence(ABC):
     def ours(self) -> Tensor:
         return self.function(*self.tensors, self.pool, self.steps.indices)
 
-    def peer(self) -> Call:
+    def peers(self) -> dict[str, Call]:
         """Decode is in place: in src, or with drafts in a row of dst."""
         steps, pool = self.steps, self.pool
         if not steps.decode:
-            prefill = self.peer_prefill()
-            return lambda: prefill(pool, steps.src, steps.dst[:, 0])
-        decode = self.peer_decode()
-        blocks = self._peer_blocks().to(torch.int32)
-        return lambda: decode(pool, blocks)
+            return {name: partial(call, pool, steps.src, steps.dst[:, 0]) for name, call in self.peer_prefill().items()}
+        return {VLLM: partial(self.peer_decode(), pool, self._peer_blocks().to(torch.int32))}
 
     @abstractmethod
-    def peer_prefill(self) -> PoolCall: ...
+    def peer_prefill(self) -> dict[str, PoolCall]: ...
 
     @abstractmethod
     def peer_decode(self) -> PoolCall: ...

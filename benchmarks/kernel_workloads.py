@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import kernel_peers
 import torch
 from gpu_timing import Call, row_copy
+from kernel_peers import VLLM
 from kernel_steps import PoolCall, Recurrence, Steps, randn
 from torch import Tensor
 
@@ -48,7 +50,7 @@ class DeltaRule(Recurrence):
         tensors = q, k, v, self.a, self.b, *self.gates
         super().__init__(gated_delta_rule, steps, tensors, (VALUE_HEADS, WIDTH, WIDTH), VALUES, flops)
 
-    def peer_prefill(self) -> PoolCall:
+    def peer_prefill(self) -> dict[str, PoolCall]:
         heads = KEY_HEADS, WIDTH, WIDTH
         gates = self.a.contiguous(), self.b.contiguous(), *self.gates
         return kernel_peers.delta_rule_prefill(self.qkv, *gates, heads, self.steps.lengths)
@@ -74,8 +76,8 @@ class KimiDelta(Recurrence):
         flops = delta_rule_flops(heads, heads)
         super().__init__(kda, steps, tensors, (heads, WIDTH, WIDTH), heads * WIDTH, flops)
 
-    def peer_prefill(self) -> PoolCall:
-        return kernel_peers.kda_prefill(*self.tensors, self.steps.lengths)
+    def peer_prefill(self) -> dict[str, PoolCall]:
+        return {VLLM: kernel_peers.kda_prefill(*self.tensors, self.steps.lengths)}
 
     def peer_decode(self) -> PoolCall:
         return kernel_peers.kda_decode(self.qkv, *self.tensors, self.steps.rows)
@@ -99,8 +101,8 @@ class StateSpaceDual(Recurrence):
         state_shape = heads, width, states
         super().__init__(ssd, steps, (*tensors, parameter(heads)), state_shape, heads * width, flops)
 
-    def peer_prefill(self) -> PoolCall:
-        return kernel_peers.ssd_prefill(*self.tensors, self.steps.lengths)
+    def peer_prefill(self) -> dict[str, PoolCall]:
+        return {VLLM: kernel_peers.ssd_prefill(*self.tensors, self.steps.lengths)}
 
     def peer_decode(self) -> PoolCall:
         return kernel_peers.ssd_decode(*self.tensors)
@@ -121,8 +123,8 @@ class SelectiveScan(Recurrence):
         tensors = x, dt, A, B, C, parameter(dim), z, parameter(dim)
         super().__init__(selective_scan, steps, tensors, (dim, states), dim, exponentials=dim * states)
 
-    def peer_prefill(self) -> PoolCall:
-        return kernel_peers.selective_scan_prefill(*self.tensors, self.steps.lengths)
+    def peer_prefill(self) -> dict[str, PoolCall]:
+        return {VLLM: kernel_peers.selective_scan_prefill(*self.tensors, self.steps.lengths)}
 
     def peer_decode(self) -> PoolCall:
         return kernel_peers.ssd_decode(*self.tensors)
@@ -143,15 +145,14 @@ class Conv1d:
     def ours(self) -> Tensor:
         return conv1d(self.x, self.weight, None, self.pool, self.steps.indices)
 
-    def peer(self) -> Call:
+    def peers(self) -> dict[str, Call]:
         blocks = self.steps.src.to(torch.int32)
         if self.steps.decode:
-            decode = kernel_peers.conv_decode(self.x, self.weight)
-            return lambda: decode(self.pool, blocks)
+            return {VLLM: partial(kernel_peers.conv_decode(self.x, self.weight), self.pool, blocks)}
         prefill = kernel_peers.conv_prefill(
             self.x, self.weight, self.steps.lengths, build_metadata=self.peer_builds_metadata
         )
-        return lambda: prefill(self.pool, blocks)
+        return {VLLM: partial(prefill, self.pool, blocks)}
 
     def copy(self) -> Call:
         if self.steps.decode:  # of a window and a token
@@ -189,12 +190,12 @@ class ShortConv(Conv1d):
     def ours(self) -> Tensor:
         return self._gated(self.x, self.weight, self.pool, self.input_gate, self.output_gate)
 
-    def peer(self) -> Call:
+    def peers(self) -> dict[str, Call]:
         blocks = self.steps.src.to(torch.int32)
         call = kernel_peers.short_conv_prefill(
             self.x, self.input_gate, self.output_gate, self.weight, self.steps.lengths
         )
-        return lambda: call(self.pool, blocks)
+        return {VLLM: partial(call, self.pool, blocks)}
 
     def exact(self) -> list[Tensor]:
         tensors = self.x, self.weight, self.pool, self.input_gate, self.output_gate
@@ -214,9 +215,8 @@ class GatedNorm:
     def ours(self) -> Tensor:
         return gated_rms_norm(self.x, self.gate, self.weight, 1e-6, round_normed=False)  # its peer rounds once, too
 
-    def peer(self) -> Call:
-        call = kernel_peers.gated_norm(self.x, self.gate, self.weight, 1e-6)
-        return lambda: call()
+    def peers(self) -> dict[str, Call]:
+        return {VLLM: kernel_peers.gated_norm(self.x, self.gate, self.weight, 1e-6)}
 
     def copy(self) -> Call | None:
         return None

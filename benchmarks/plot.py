@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from table import BOUND, REPLAYED, faster, in_order, replayed
+from table import BOUND, REPLAYED, faster, in_order, peers_said, replayed
 
 RESULTS = Path(__file__).parent / "results"
 BAR = 0.4
@@ -55,7 +55,7 @@ def kernels(result: dict[str, Any]) -> Figure:
                 axes.remove()
                 continue
             shares = [[100 * row["floor_us"] / row[key] for row in own] for key in ("ours_us", "peer_us")]
-            texts = [(f"{row['ours_us']:,.0f} µs", f"{row['peer_us']:,.0f} µs") for row in own]
+            texts = [(f"{row['ours_us']:,.0f} µs", peers_said(row)) for row in own]
             bars(axes, [row["case"] for row in own], *shares, texts)
             axes.axvline(100, color=pyplot.rcParams["axes.edgecolor"], linewidth=0.8)
             axes.set_xlim(0, 125)

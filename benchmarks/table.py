@@ -2,7 +2,7 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Of bench_kernels.py, bench_vllm.py or replay_trace.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
+Of bench_kernels.py, bench_engine.py or replay_trace.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ LAYERS = {
     "olmo_hybrid": "OLMo-Hybrid-7B",
     "qwen3_next": "Qwen3-Next",
 }
-ENGINES = {"plugin": "plugin", "vllm": "vLLM alone", "vllm, FlashInfer": "vLLM with FlashInfer's prefill"}
+ENGINES = {
+    "ours": "own engine",
+    "plugin": "plugin",
+    "vllm": "vLLM alone",
+    "vllm, FlashInfer": "vLLM with FlashInfer's prefill",
+}
+OURS = ("ours", "plugin")
 REPLAYED = {
     "mambacache": "mambacache",
     "vllm": "vLLM 0.33",
@@ -42,10 +48,6 @@ REPLAYED = {
 }
 BOUND = "clairvoyant"
 REPLAYED_MODELS = {"qwen3-next": "Qwen3-Next", "nemotron-h-8b": "Nemotron-H-8B"}
-HEAD = (
-    "| op | case | graph: ours | vLLM | ratio | to reach | eager: ours | vLLM | floor | copy |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
-)
 
 
 def microseconds(value: float | None) -> str:
@@ -54,44 +56,72 @@ def microseconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def line(graph: dict, eager: dict) -> str:
+def peer_times(row: dict) -> dict[str, float | None]:
+    """The times of a row by peer; rows measured when there was one have it alone."""
+    return row.get("peers_us") or {"vLLM": row["peer_us"]}
+
+
+def peer_names(rows: list[dict]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in peer_times(row)))
+
+
+def peer_cells(row: dict, names: list[str]) -> list[str]:
+    return [microseconds(peer_times(row).get(name)) for name in names]
+
+
+def peers_said(row: dict) -> str:
+    """The time of the fastest peer, as a picture has it; where there are others, its name and theirs too."""
+    times = sorted((us, name) for name, us in peer_times(row).items() if us is not None)
+    return ", ".join(f"{us:,.0f} µs" + f" {name}" * (len(times) > 1) for us, name in times)
+
+
+def line(graph: dict, eager: dict, names: list[str]) -> str:
+    """A case; its ratio is that of the fastest peer."""
     op, case = graph["op"], graph["case"]
     target = TARGETS.get(op, {}).get(case, 1 if op in TARGETS and case.startswith("batch") else None)
     ratio = f"{graph['peer_us'] / graph['ours_us']:.2f}x" if graph["peer_us"] else ""
-    times = [microseconds(row[key]) for row in (graph, eager) for key in ("ours_us", "peer_us")]
+    replayed, called = ([microseconds(row["ours_us"]), *peer_cells(row, names)] for row in (graph, eager))
     limits = [microseconds(graph[key]) for key in ("floor_us", "copy_us")]
-    cells = [f"`{op}`", case, *times[:2], ratio, f"{target:g}x" if target else "", *times[2:], *limits]
+    cells = [f"`{op}`", case, *replayed, ratio, f"{target:g}x" if target else "", *called, *limits]
     return f"| {' | '.join(cells)} |"
 
 
 def table(result: dict) -> str:
     rows = [row for row in result["rows"] if row["mode"] != "host"]
-    return "\n".join([HEAD, *(line(*pair) for pair in zip(rows[::2], rows[1::2], strict=True))])
+    names = peer_names(rows)
+    head = ["op", "case", "graph: ours", *names, "ratio", "to reach", "eager: ours", *names, "floor", "copy"]
+    lines = [line(*pair, names) for pair in zip(rows[::2], rows[1::2], strict=True)]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *lines])
 
 
 def host_table(result: dict) -> str:
     rows = [row for row in result["rows"] if row["mode"] == "host"]
-    lines = [f"| `{row['op']}` | {microseconds(row['ours_us'])} | {microseconds(row['peer_us'])} |" for row in rows]
-    return "\n".join(["| host cost of one prefill call | ours | vLLM |\n|---|---|---|", *lines])
+    names = peer_names(rows)
+    head = ["host cost of one prefill call", "ours", *names]
+    lines = [[f"`{row['op']}`", microseconds(row["ours_us"]), *peer_cells(row, names)] for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)])
 
 
 def faster(rows: list[dict], workload: str) -> dict:
     """vLLM alone, as it ran the workload in less time: some runs time it with FlashInfer's prefill as well."""
-    alone = [row for row in rows if row["workload"] == workload and row["engine"] != "plugin"]
+    alone = [row for row in rows if row["workload"] == workload and row["engine"] not in OURS]
     return min(alone, key=lambda row: row["seconds"])
 
 
-def vllm_table(run: dict) -> str:
-    """Seconds and hits of each workload of bench_vllm.py; ratio and hits are those of the faster vLLM."""
+def engine_table(run: dict) -> str:
+    """Seconds and hits of each workload of bench_engine.py; ratios and hits beside those of the faster vLLM."""
     rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
-    engines = list(dict.fromkeys(engine for _, engine in rows))
-    names = " | ".join(ENGINES[engine] for engine in engines)
-    lines = [f"| workload | {names} | ratio | hit: plugin | vLLM |\n|---|{'---|' * len(engines)}---|---|---|"]
+    engines = [engine for engine in ENGINES if any(engine == each for _, each in rows)]
+    ours = [engine for engine in engines if engine in OURS]
+    ratios, hits = ([f"{what}: {ENGINES[engine]}" for engine in ours] for what in ("ratio", "hit"))
+    head = ["workload", *(ENGINES[engine] for engine in engines), *ratios, *hits, "vLLM"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for workload in dict.fromkeys(workload for workload, _ in rows):
-        plugin, peer = rows[workload, "plugin"], faster(run["rows"], workload)
-        times = " | ".join(f"{rows[workload, engine]['seconds']:.3f}" for engine in engines)
-        hits = f"{plugin['hit_tokens']:,} | {peer['hit_tokens']:,}"
-        lines.append(f"| {workload} | {times} | {plugin['seconds'] / peer['seconds']:.2f} | {hits} |")
+        peer, own = faster(run["rows"], workload), [rows[workload, engine] for engine in ours]
+        times = [f"{rows[workload, engine]['seconds']:.3f}" for engine in engines]
+        ratios = [f"{row['seconds'] / peer['seconds']:.2f}" for row in own]
+        hits = [f"{row['hit_tokens']:,}" for row in (*own, peer)]
+        lines.append(f"| {' | '.join([workload, *times, *ratios, *hits])} |")
     return "\n".join(lines)
 
 
@@ -185,7 +215,9 @@ def main() -> None:
     if "policy" in figures.get("rows", [{}])[0]:
         print(replay_table(figures), replay_loss_table(figures), sep="\n\n")
     elif "runs" in figures:
-        print(*map(vllm_table, figures["runs"]), sep="\n\n")
+        print(*map(engine_table, figures["runs"]), sep="\n\n")
+    elif "workload" in figures.get("rows", [{}])[0]:
+        print(engine_table(figures))
     elif "models" in figures:
         print(error_table(figures), fp8_table(figures), sep="\n\n")
     else:

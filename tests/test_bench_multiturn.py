@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copy2
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.parametrize("weights", [[], ["--random-weights"]], ids=["own weights", "random weights"])
 def test_turns_hit_those_before_them(
-    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: list[str], tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_multiturn
@@ -23,8 +25,11 @@ def test_turns_hit_those_before_them(
     monkeypatch.setattr(bench_multiturn, "MESSAGE", 62)
     monkeypatch.setattr(bench_multiturn, "PARAMS", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     out = tmp_path / "out.json"
-    model = str(tiny_model("qwen3_next"))
-    bench_multiturn.main([model, "--device", "cpu", "--chats", "3", "--turns", "3", "--json", str(out)])
+    model = tiny_model("qwen3_next")
+    if weights:  # where there are none
+        copy2(model / "config.json", tmp_path)
+        model = tmp_path
+    bench_multiturn.main([str(model), "--device", "cpu", "--chats", "3", "--turns", "3", "--json", str(out), *weights])
     rows = json.loads(out.read_text())["rows"]
     assert [(row["cache"], row["turn"]) for row in rows] == [(on, turn) for on in (True, False) for turn in (1, 2, 3)]
     assert [row["prompt_tokens"] for row in rows[:3]] == [3 * (126 + 64 * turn) for turn in range(3)]

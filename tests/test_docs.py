@@ -123,12 +123,12 @@ def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import error_table, fp8_table, serving_table, vllm_table
+    from table import engine_table, error_table, fp8_table, serving_table
 
     page = PAGES["docs/vllm.md"]
     runs = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"]
     assert [run["in_process"] for run in runs] == [True, False]
-    assert all(vllm_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
+    assert all(engine_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
     errors = json.loads((RESULTS / "vllm-accuracy-h200.json").read_text())
     assert error_table(errors) in page and fp8_table(errors) in page
     serving = json.loads((RESULTS / "serving-h200.json").read_text())

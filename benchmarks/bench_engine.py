@@ -1,11 +1,12 @@
-"""vLLM with mambacache's plugin and without it, and mambacache's own engine, one after the other in one run: prompts
-that share a prefix, decoding.
+"""mambacache's own engine, and vLLM with the plugin and without it, one after the other in one run: prompts that share
+a prefix, decoding.
 
-    python benchmarks/bench_vllm.py MODEL [--json OUT.json] [--engines ...] [--in-process] [--mode MODE] [--rounds N]
+    python benchmarks/bench_engine.py MODEL [--json OUT.json] [--engines ...] [--in-process] [--mode MODE] [--rounds N]
 
-Each engine runs in a process of its own, in each round again, in turn; with dummy weights: times and hits mean
+Each engine runs in a process of its own, in each round again, in turn; with random weights: times and hits mean
 something, texts do not. Nothing is detokenised. Of each workload the median over all rounds, beside the best: two runs
-a round (cold), four (nothing cached), seven (hits) or three (decode) after one to warm up.
+a round (cold), four (nothing cached), seven (hits) or three (decode) after one to warm up. The file is written anew
+after each process.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from about import about
+from kernel_peers import activate_flashinfer
+from random_weights import random_weights
 from vllm_host_time import host_time
 
 REQUESTS = 64
 HOST_MS = f"host time of a decode step of {REQUESTS} rows that is the plugin's, ms"
-ENGINES = ("plugin", "vllm", "vllm, FlashInfer", "ours")
+ENGINES = ("ours", "plugin", "vllm", "vllm, FlashInfer")
 VOCABULARY, DECODED = 250, 128
 LIMITS = {
     "max_model_len": 16384,
@@ -43,7 +45,7 @@ SHARED = ((4096, 64), (4001, 512))  # tokens in common, and of each prompt's own
 
 @dataclass
 class Row:
-    """One workload: seconds of all requests together, run by run, and what vLLM counts as hit in the last."""
+    """One workload: seconds of all requests together, run by run, and what the engine counts as hit in the last."""
 
     workload: str
     engine: str
@@ -103,19 +105,6 @@ def host_ms(llm: Any) -> float:
     return 1e3 * statistics.median(middle)
 
 
-def activate_flashinfer() -> None:
-    """Where its prefill alone was put on the path, and not the package: vLLM must have looked for that before."""
-    with suppress(ImportError):
-        import vllm.utils.flashinfer  # noqa: F401, I001
-        from vllm.model_executor.kernels.linear.cute_dsl.ll_bf16 import is_available
-
-        import fi_gdn
-
-        is_available()
-
-        fi_gdn.activate()
-
-
 def rows_of(llm: Any, params_of: Callable[[int], Any], engine: str) -> dict[str, Any]:
     rows = []
     for row in workloads(llm, params_of, engine):
@@ -150,31 +139,30 @@ def measure_vllm(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
 
 
 def measure_ours(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
-    """Our own engine, in this process, without a tokenizer; its random weights are saved first, since it reads some."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    """Our own engine, in this process, with vLLM's share of the GPU for weights, states and KV."""
     from mambacache import LLM, SamplingParams
 
-    with tempfile.TemporaryDirectory() as folder:
-        config = AutoConfig.from_pretrained(arguments.model)
-        AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)
-        with LLM(folder, dtype="bfloat16", seed=0, **LIMITS) as llm:
-            return rows_of(llm, lambda count: SamplingParams(max_tokens=count, temperature=0, ignore_eos=True), engine)
+    with (
+        random_weights(arguments.model) as checkpoint,
+        LLM(checkpoint, dtype="bfloat16", state_dtype="float32", seed=0, **LIMITS) as llm,
+    ):
+        return rows_of(llm, lambda count: SamplingParams(max_tokens=count, temperature=0, ignore_eos=True), engine)
 
 
-def compare(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[float]]:
-    """Every engine in a process of its own, which another follows in each round: rows, and the plugin's host times."""
+def compare(arguments: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], list[float]]]:
+    """Every engine in a process of its own, which another follows in each round. After each of them: the rows so far,
+    and the plugin's host times."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    host = []
+    host: list[float] = []
     for turn in range(arguments.rounds):
         for engine in arguments.engines[:: -1 if turn % 2 else 1]:
             result = run_apart(arguments, engine)
             host += [result["host_ms"]] if "host_ms" in result else []
             for row in result["rows"]:
-                rows.setdefault((row["workload"], engine), row | {"times": []})["times"] += row["times"]
-    for row in rows.values():
-        row |= {"seconds": statistics.median(row["times"]), "best": min(row["times"])}
-    return list(rows.values()), host
+                of_all = rows.setdefault((row["workload"], engine), row | {"times": []})
+                of_all["times"] += row["times"]
+                of_all |= {"seconds": statistics.median(of_all["times"]), "best": min(of_all["times"])}
+            yield list(rows.values()), host
 
 
 def run_apart(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
@@ -195,7 +183,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--json")
     parser.add_argument(
-        "--engines", nargs="+", default=ENGINES[:2], choices=ENGINES, help="the first is set against all"
+        "--engines", nargs="+", default=ENGINES[:3], choices=ENGINES, help="the first is set against all"
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
@@ -208,17 +196,17 @@ def main() -> None:
         measure = measure_ours if arguments.engine == "ours" else measure_vllm
         Path(arguments.json).write_text(json.dumps(measure(arguments, arguments.engine)))
         return
-    rows, host = compare(arguments)
+    figures = about("torch", "triton", "transformers", *([] if arguments.engines == ["ours"] else ["vllm"]))
+    figures |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
+    for rows, host in compare(arguments):
+        figures |= {"host_ms_of_a_decode_step": host} if host else {}
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(figures | {"rows": rows}, indent=1) + "\n")
     for workload in dict.fromkeys(row["workload"] for row in rows):
         times = {row["engine"]: row["seconds"] for row in rows if row["workload"] == workload}
         first = times[arguments.engines[0]]
         ratios = [f"{first / seconds:.2f} of {engine}" for engine, seconds in times.items()]
         print(f"{workload:50} {arguments.engines[0]}: {', '.join(ratios)}")
-    if arguments.json:
-        figures = about("torch", "triton", "vllm", "transformers")
-        figures |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
-        figures |= {"host_ms_of_a_decode_step": host} if host else {}
-        Path(arguments.json).write_text(json.dumps(figures | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
