@@ -7,8 +7,8 @@ that no dst names are never written. Every op raises ValueError if arguments do 
 Every op writes its result to `out`, if that is given, and returns it: a tensor of the result's shape and dtype whose
 tokens are dense inside and any stride apart, and which overlaps no other argument. The bits are the same.
 
-Tensors on a GPU are served by Triton kernels where an op has one, which need the last dim of their inputs dense;
-other ops, tensors on a CPU and float64 by plain torch. What is said to be fp32 is so in these kernels too, with one
+Tensors on a GPU are served by Triton kernels, which need the last dim of their inputs dense; tensors on a CPU and
+float64 by plain torch. What is said to be fp32 is so in these kernels too, with one
 exception: in prefill with bf16 activations the operands of products are rounded to bf16, a state that is read among
 them, and the log decays of `kda` are within 1e-5 of their value. Sums and the state that is carried on are fp32.
 """
@@ -19,7 +19,6 @@ from math import inf
 
 from torch import Tensor
 
-from . import reference
 from .backend import backend
 from .checks import (
     ACTIVATION_DTYPES,
@@ -238,8 +237,8 @@ def paged_attention(
     """Causal attention that keeps keys and values in pages (PagedAttention, Kwon et al. 2023).
 
     Shapes: q [F, HQ, D], k [F, HKV, D], v [F, HKV, DV], key_pages [blocks, block_size, HKV, D], value_pages
-    [blocks, block_size, HKV, DV]; HQ is a multiple of HKV. Returns [F, HQ, DV] in q's dtype. `scale` defaults to
-    1 / sqrt(D).
+    [blocks, block_size, HKV, DV]; HQ is a multiple of HKV. Returns [F, HQ, DV] in q's dtype. `scale`, which is
+    positive, defaults to 1 / sqrt(D).
 
     First every token with `kv_slot` >= 0 is written to its slot of the pages. Then every query reads, from pages alone,
     the positions of its row up to its own, through its row's part of `block_table` and `kv_len`; a slot at or beyond
@@ -258,6 +257,8 @@ def paged_attention(
     heads, value_width = v.shape[1:]
     if query_heads % heads:
         raise ValueError(f"{query_heads} query heads cannot share {heads} key heads: HQ must be a multiple of HKV.")
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale is {scale}, but it must be positive.")
     check_shape("k", k, tokens, heads, key_width)
     check_shape("v", v, tokens, heads, value_width)
     check_shape("key_pages", key_pages, *key_pages.shape[:2], heads, key_width)
@@ -265,7 +266,7 @@ def paged_attention(
     if out is not None:
         check_out(out, q, tokens, query_heads, value_width)
     check_devices(indices, q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
-    return reference.paged_attention(q, k, v, key_pages, value_pages, indices, scale, out)
+    return backend(q).paged_attention(q, k, v, key_pages, value_pages, indices, scale, out)
 
 
 def selective_scan(

@@ -22,6 +22,8 @@ from op_kda import KDAOp
 from op_ssd import SsdOp
 from sass import disassembled, unwritten_reads
 from test_gpu_bitwise import outcome
+from test_gpu_paged_attention import SHAPES as ATTENTION_SHAPES
+from test_gpu_paged_attention import Shape, batch_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
@@ -109,4 +111,12 @@ def test_no_kernel_of_a_model_reads_what_nothing_wrote(
     case: Case, variants: list[dict[tuple[object, ...], Any]]
 ) -> None:
     run_once(case.make, case.dtypes)
+    assert_well_assembled(variants)
+
+
+@pytest.mark.parametrize("shape", ATTENTION_SHAPES.values(), ids=ATTENTION_SHAPES)
+def test_no_kernel_of_attention_reads_what_nothing_wrote(
+    shape: Shape, variants: list[dict[tuple[object, ...], Any]]
+) -> None:
+    batch_of(shape).run()
     assert_well_assembled(variants)

@@ -22,7 +22,11 @@ import torch
 from gpu_cases import norm_errors
 norm_errors(7, 4, 128, torch.bfloat16, torch.bfloat16)
 """
-CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {"gated_rms_norm": NORM}
+ATTENTION = """
+from test_gpu_paged_attention import SHAPES, batch_of
+batch_of(SHAPES["grouped"], contexts=(0, 65, 1000)).run()
+"""
+CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {"gated_rms_norm": NORM, "paged_attention": ATTENTION}
 
 
 @pytest.mark.gpu_full

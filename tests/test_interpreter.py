@@ -17,9 +17,11 @@ import test_kernels_bitwise as bitwise
 import test_kernels_contract as contract
 import test_kernels_gated_rms_norm as norm
 import test_kernels_out as out
+import test_kernels_paged_attention as attention
 from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix, errors_and_ruler, norm_errors
-from kernel_cases import Recurrence
+from kernel_cases import Recurrence, assert_bitwise
 from mambacache.kernels import api, gpu, reference
+from mambacache.kernels.gpu import attention_decode
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
@@ -144,3 +146,41 @@ def test_out(make: Make) -> None:
 @pytest.mark.parametrize(("shape", "group_size"), [((21, 3, 48), None), ((5, 96), 24)])
 def test_gated_rms_norm_into_out(shape: tuple[int, ...], group_size: int | None) -> None:
     out.test_gated_rms_norm_writes_its_result_into_out(shape, group_size, FP16, gap=8)
+
+
+@pytest.mark.parametrize(
+    ("heads", "widths", "block_size", "dtypes"),
+    [
+        ((4, 2), (16, 16), 16, (FP32, FP32)),
+        ((4, 4), (24, 16), 64, (FP16, FP16)),
+        ((6, 1), (32, 80), 128, (FP16, FP32)),
+        ((3, 1), (8, 8), 4, (FP32, FP16)),
+    ],
+    ids=str,
+)
+def test_paged_attention(heads: tuple[int, int], widths: tuple[int, int], block_size: int, dtypes: Dtypes) -> None:
+    attention.test_mixed_batch(heads, widths, dtypes[0], 1.0, block_size, dtypes[1])
+
+
+def test_paged_attention_of_a_row_does_not_depend_on_its_batch() -> None:
+    attention.test_a_row_does_not_depend_on_its_batch()
+
+
+def test_paged_attention_of_many_parts_does_not_depend_on_who_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short parts and few splits, so that splits take several parts each; and one program for all splits of a row."""
+    monkeypatch.setattr(attention_decode, "PART", 64)
+    monkeypatch.setattr(attention_decode, "SPLITS", 2)
+    pages = attention.Pages(1, (16, 24), FP32)
+    rows = [pages.row(context, 2, decode=True, seed=context) for context in (300, 510, 20)]
+    tokens = attention.inputs(10, (2, 1), (16, 24), FP32)
+    attention.run_and_check(pages, rows, [], tokens, None, attention.BOUND[FP32])
+    outputs = []
+    for waves in (attention_decode.WAVES, 1):
+        monkeypatch.setattr(attention_decode, "WAVES", waves)
+        monkeypatch.setattr(attention_decode, "processors", lambda index, waves=waves: waves)
+        outputs.append(api.paged_attention(*tokens, pages.keys, pages.values, pages.indices(rows, [], 10)))
+    assert_bitwise(*outputs)
+
+
+def test_paged_attention_into_out() -> None:
+    out.test_paged_attention_writes_its_result_into_out(gap=3)

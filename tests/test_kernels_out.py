@@ -76,8 +76,8 @@ def test_gated_rms_norm_writes_its_result_into_out(
 def test_paged_attention_writes_its_result_into_out(gap: int) -> None:
     rows = [Row(2, 1, (1, 1), 3, pages=(2,)), Row(0)], [Row(5, 1, (1,), 0, pages=(1,))]
     indices = StateIndices.from_arrays(plan_arrays(*rows, num_tokens=11, block_size=16), "cpu")
-    q, k, v = random(11, 4, 16, seed=1), random(11, 2, 16, seed=2), random(11, 2, 8, seed=3)
-    keys, values = random(3, 16, 2, 16, seed=4), random(3, 16, 2, 8, seed=5)
+    q, k, v = (random(11, *shape, seed=i, dtype=torch.float32) for i, shape in enumerate(((4, 16), (2, 16), (2, 8))))
+    keys, values = (random(3, 16, 2, width, seed=width, dtype=torch.float32) for width in (16, 8))
     out = check_out(lambda **options: paged_attention(q, k, v, keys, values, indices, **options), gap)
     assert out.shape == (11, 4, 8) and out[[0, 1, *range(4, 9)]].all() and not out[[2, 3, 9, 10]].any()
 

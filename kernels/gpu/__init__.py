@@ -1,4 +1,4 @@
-"""The ops in Triton, all but attention. Loaded with the first call on a GPU: the package imports without Triton.
+"""The ops in Triton. Loaded with the first call on a GPU: the package imports without Triton.
 
 A folder of its own: a module beside `api.py` that bears an op's name would take the op's place in the package when it
 loads.
@@ -9,7 +9,17 @@ from .copy_blocks import copy_blocks
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
+from .paged_attention import paged_attention
 from .selective_scan import selective_scan
 from .ssd import ssd
 
-__all__ = ["conv1d", "copy_blocks", "gated_delta_rule", "gated_rms_norm", "kda", "selective_scan", "ssd"]
+__all__ = [
+    "conv1d",
+    "copy_blocks",
+    "gated_delta_rule",
+    "gated_rms_norm",
+    "kda",
+    "paged_attention",
+    "selective_scan",
+    "ssd",
+]

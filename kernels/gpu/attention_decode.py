@@ -1,0 +1,209 @@
+"""Attention of the decode rows of a batch over pages, in two Triton launches (Flash-Decoding, Dao et al. 2023).
+
+The context is cut into parts of PART tokens, and split s of a row takes the parts s, s + SPLITS, and so on, one after
+the other. The second launch adds up the splits. How many programs share the splits changes nothing about a result: it
+depends on the row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device import processors
+from ..indices import StateIndices
+from .attention_tile import LOWEST, attend, tile_pages
+from .chunks import row_and_tile
+from .launch import Launcher, index_pointers
+from .layout import cdiv, layer_strides, power_of_2
+
+PART = 256
+SPLITS = 64
+TILE_BYTES = 32768  # of keys and values that are read at once
+MAX_ROWS = 64  # queries of one program
+WAVES = 64  # programs per processor in a launch: more than that find nothing to do, mostly
+ARRAYS = "decode_len", "kv_len", "block_table_start", "block_table"
+
+
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_decode", "scale"])
+def _attention_decode_kernel(
+    q,
+    key_pages,
+    value_pages,
+    sums,
+    statistics,
+    lengths,
+    kv_len,
+    block_table_start,
+    block_table,
+    num_rows,
+    tokens_per_decode,
+    scale,
+    Q_STRIDES: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A program takes every so many-th split of BLOCK_M queries: tokens of one row with heads that share a key head.
+
+    The first splits of all rows come first: later ones may not exist.
+    """
+    tiles = tl.cdiv(tokens_per_decode * GROUP, BLOCK_M)
+    programs = num_rows * (HEADS // GROUP) * tiles
+    index = tl.program_id(0) % programs
+    row = index // tiles // (HEADS // GROUP)
+    key_head = index // tiles % (HEADS // GROUP)
+    length, num_keys = tl.load(lengths + row), tl.load(kv_len + row)
+    table = block_table + tl.load(block_table_start + row)
+    if length == 0:
+        return
+
+    query = index % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    step, head = query // GROUP, key_head * GROUP + query % GROUP
+    token = row.to(tl.int64) * tokens_per_decode + step
+    filled = (step < length)[:, None]
+    position = num_keys - length + step
+    channel, value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    place = (token * Q_STRIDES[0] + head * Q_STRIDES[1])[:, None] + channel
+    queries = tl.load(q + place, mask=filled & (channel < D), other=0)
+    key_pages += key_head * KEY_STRIDES[2]
+    value_pages += key_head * VALUE_STRIDES[2]
+
+    last = tl.minimum(tl.cdiv(num_keys, PART), SPLITS)
+    for split in tl.range(tl.program_id(0) // programs, last, tl.num_programs(0) // programs, num_stages=1):
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        highest = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        left = num_keys - split * PART
+        rest = tl.minimum(left % (SPLITS * PART), PART)
+        first = split * PART
+        pages = tile_pages(table, first, num_keys, PAGE, BLOCK_N)
+        for i in tl.range(1, left // (SPLITS * PART) * (PART // BLOCK_N) + tl.cdiv(rest, BLOCK_N) + 1):
+            next_first = (i // (PART // BLOCK_N) * SPLITS + split) * PART + i % (PART // BLOCK_N) * BLOCK_N
+            next_pages = tile_pages(table, next_first, num_keys, PAGE, BLOCK_N)
+            acc, highest, total = attend(
+                acc, highest, total, queries, key_pages, value_pages, pages, first, num_keys, position, scale,
+                KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
+            )  # fmt: skip
+            first, pages = next_first, next_pages
+        result = (tl.cast(split, tl.int64) * num_rows * tokens_per_decode + token) * HEADS + head
+        tl.store(sums + result[:, None] * DV + value, acc, mask=filled & (value < DV))
+        tl.store(statistics + 2 * result, highest, mask=step < length)
+        tl.store(statistics + 2 * result + 1, total, mask=step < length)
+
+
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_decode"])
+def _attention_combine_kernel(
+    sums,
+    statistics,
+    out,
+    lengths,
+    kv_len,
+    num_rows,
+    tokens_per_decode,
+    OUT_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PART: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A program adds up the splits of one head of one token, BLOCK_S at a time."""
+    token, head = row_and_tile(HEADS)
+    row, step = token // tokens_per_decode, token % tokens_per_decode
+    num_splits = tl.minimum(tl.cdiv(tl.load(kv_len + row), PART), SPLITS)
+    num_splits = tl.where(step < tl.load(lengths + row), num_splits, 0)
+    stride = num_rows.to(tl.int64) * tokens_per_decode * HEADS
+    result = token.to(tl.int64) * HEADS + head
+    value = tl.arange(0, BLOCK_DV)
+    every = tl.arange(0, SPLITS)
+    highest = tl.load(statistics + 2 * (every * stride + result), mask=every < num_splits, other=LOWEST)
+    highest = tl.max(highest, 0)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    total = tl.zeros([BLOCK_S], tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        exists = split < num_splits
+        each = split * stride + result
+        weight = tl.exp2(tl.load(statistics + 2 * each, mask=exists, other=LOWEST) - highest)
+        total += weight * tl.load(statistics + 2 * each + 1, mask=exists, other=0)
+        mask = exists[:, None] & (value < DV)[None, :]
+        parts = tl.load(sums + each[:, None] * DV + value[None, :], mask=mask, other=0)
+        acc += tl.sum(weight[:, None] * parts, 0)
+    y = acc / tl.where(num_splits > 0, tl.sum(total, 0), 1.0)
+    tl.store(out + token.to(tl.int64) * OUT_STRIDE + head * DV + value, y.to(out.dtype.element_ty), mask=value < DV)
+
+
+_launch = Launcher(_attention_decode_kernel)
+_launch_combine = Launcher(_attention_combine_kernel)
+
+
+def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndices, scale: float, out: Tensor) -> None:
+    """Fills the decode tokens of `out` [F, HQ, DV]; `scale` includes log2(e).
+
+    Scratch: 4 (DV + 2) bytes per split, token and query head, of as many splits as the pool could hold for a row.
+    """
+    heads, D = q.shape[1:]
+    blocks, page, key_heads, DV = value_pages.shape
+    rows, width = indices.num_decodes, indices.tokens_per_decode
+    group = heads // key_heads
+    splits = min(SPLITS, cdiv(blocks * page, PART))
+    sums = q.new_empty(splits, rows * width, heads, DV, dtype=torch.float32)
+    statistics = q.new_empty(splits, rows * width, heads, 2, dtype=torch.float32)
+    (q_strides,) = layer_strides(q)
+    block_m = min(max(power_of_2(width * group), 16), MAX_ROWS)
+    block_d, block_dv = (max(power_of_2(size), 16) for size in (D, DV))
+    tiles = rows * key_heads * cdiv(width * group, block_m)
+    _launch(
+        tiles * min(splits, cdiv(WAVES * processors(q.get_device()), tiles)),
+        (q, key_pages, value_pages, sums, statistics),
+        index_pointers(indices, ARRAYS),
+        (rows, width, scale),
+        {
+            "Q_STRIDES": q_strides,
+            "KEY_STRIDES": key_pages.stride()[:3],
+            "VALUE_STRIDES": value_pages.stride()[:3],
+            "PAGE": page,
+            "HEADS": heads,
+            "GROUP": group,
+            "D": D,
+            "DV": DV,
+            "BLOCK_M": block_m,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "BLOCK_N": min(max(TILE_BYTES // ((block_d + block_dv) * q.element_size()), 16), 64),
+            "PART": PART,
+            "SPLITS": SPLITS,
+        },
+        num_warps=4,
+        num_stages=3,
+    )
+    _launch_combine(
+        rows * width * heads,
+        (sums, statistics, out),
+        index_pointers(indices, ARRAYS[:2]),
+        (rows, width),
+        {
+            "OUT_STRIDE": out.stride(0),
+            "HEADS": heads,
+            "DV": DV,
+            "BLOCK_DV": block_dv,
+            "BLOCK_S": 16,
+            "PART": PART,
+            "SPLITS": SPLITS,
+        },
+        num_warps=2,
+    )

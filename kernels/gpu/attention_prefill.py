@@ -1,0 +1,161 @@
+"""Causal attention of the prefill rows of a batch over pages, in one Triton launch (FlashAttention-2, Dao 2023)."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .attention_tile import LOWEST, attend, tile_pages
+from .chunks import CHUNK, clear_padding, row_and_tile
+from .launch import Launcher, index_pointers
+from .layout import layer_strides, power_of_2
+
+ARRAYS = (
+    "query_start_loc",
+    "chunk_seq",
+    "chunk_start",
+    "seq_chunk_start",
+    "kv_len",
+    "block_table_start",
+    "block_table",
+)
+
+
+@triton.jit(do_not_specialize=["num_decodes", "num_prefills", "num_chunks", "num_tokens", "scale"])
+def _attention_prefill_kernel(
+    q,
+    key_pages,
+    value_pages,
+    out,
+    query_start_loc,
+    chunk_seq,
+    chunk_start,
+    seq_chunk_start,
+    kv_len,
+    block_table_start,
+    block_table,
+    num_decodes,
+    num_prefills,
+    num_chunks,
+    num_tokens,
+    scale,
+    Q_STRIDES: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_CHUNKS: tl.constexpr,
+):
+    """A program takes TILE_CHUNKS chunks of one row with TILE_HEADS query heads that share a key head.
+
+    The last chunks come first: those of a long prompt have the most keys, and what ends a launch should be short.
+    """
+    TILES: tl.constexpr = HEADS // TILE_HEADS
+    TOKENS: tl.constexpr = CHUNK * TILE_CHUNKS
+    place, tile = row_and_tile(TILES)
+    chunk = num_chunks - place
+    head = tile * TILE_HEADS
+    query = tl.arange(0, TILE_HEADS * TOKENS)
+    value = tl.arange(0, BLOCK_DV)
+    out += head * DV
+    if chunk == num_chunks:
+        for i in tl.static_range(TILE_HEADS):
+            clear_padding(out + i * DV, query_start_loc, num_prefills, num_tokens, value, value < DV, OUT_STRIDE)
+        return
+    if chunk >= tl.load(seq_chunk_start + num_prefills):
+        return
+    row = tl.load(chunk_seq + chunk)
+    if (chunk - tl.load(seq_chunk_start + row)) % TILE_CHUNKS != 0:
+        return
+
+    start, row_end = tl.load(chunk_start + chunk), tl.load(query_start_loc + row + 1)
+    behind = chunk + TILE_CHUNKS
+    goes_on = behind < tl.load(seq_chunk_start + row + 1)
+    count = tl.where(goes_on, tl.load(chunk_start + behind, mask=goes_on, other=0), row_end) - start
+    context = tl.load(kv_len + num_decodes + row) - (row_end - start)
+    table = block_table + tl.load(block_table_start + num_decodes + row)
+
+    step = query % TOKENS
+    filled = (step < count)[:, None]
+    channel = tl.arange(0, BLOCK_D)
+    q += start.to(tl.int64) * Q_STRIDES[0] + head * Q_STRIDES[1]
+    q_tile = (step * Q_STRIDES[0] + query // TOKENS * Q_STRIDES[1])[:, None] + channel[None, :]
+    queries = tl.load(q + q_tile, mask=filled & (channel < D)[None, :], other=0)
+    key_pages += head // GROUP * KEY_STRIDES[2]
+    value_pages += head // GROUP * VALUE_STRIDES[2]
+
+    acc = tl.zeros([TILE_HEADS * TOKENS, BLOCK_DV], tl.float32)
+    highest = tl.full([TILE_HEADS * TOKENS], LOWEST, tl.float32)
+    total = tl.zeros([TILE_HEADS * TOKENS], tl.float32)
+    position, end = context + step, context + count
+    seen_by_all = (context + 1) // BLOCK_N * BLOCK_N
+    pages = tile_pages(table, 0, end, PAGE, BLOCK_N)
+    for first in tl.range(0, seen_by_all, BLOCK_N):
+        following = tile_pages(table, first + BLOCK_N, end, PAGE, BLOCK_N)
+        acc, highest, total = attend(
+            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, scale,
+            KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, False,
+        )  # fmt: skip
+        pages = following
+    for first in tl.range(seen_by_all, end, BLOCK_N):
+        following = tile_pages(table, first + BLOCK_N, end, PAGE, BLOCK_N)
+        acc, highest, total = attend(
+            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, scale,
+            KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
+        )  # fmt: skip
+        pages = following
+
+    y = (acc / total[:, None]).to(out.dtype.element_ty)
+    out_tile = (step * OUT_STRIDE + query // TOKENS * DV)[:, None] + value[None, :]
+    tl.store(out + start.to(tl.int64) * OUT_STRIDE + out_tile, y, mask=filled & (value < DV)[None, :])
+
+
+_launch = Launcher(_attention_prefill_kernel)
+
+
+def prefill(
+    q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndices, scale: float, out: Tensor
+) -> None:
+    """Fills the prefill and padding tokens of `out` [F, HQ, DV]; `scale` includes log2(e)."""
+    heads, D = q.shape[1:]
+    page, key_heads, DV = value_pages.shape[1:]
+    group = heads // key_heads
+    (q_strides,) = layer_strides(q)
+    narrow = q.element_size() == 2
+    # 128 queries, which share what they read of keys and values. fp32 has room for 64.
+    tile_heads = 2 if narrow and group % 2 == 0 else 1
+    num_chunks = indices.chunk_seq.shape[0]
+    _launch(
+        (num_chunks + 1) * (heads // tile_heads),
+        (q, key_pages, value_pages, out),
+        index_pointers(indices, ARRAYS),
+        (indices.num_decodes, indices.num_prefills, num_chunks, len(q), scale),
+        {
+            "Q_STRIDES": q_strides,
+            "KEY_STRIDES": key_pages.stride()[:3],
+            "VALUE_STRIDES": value_pages.stride()[:3],
+            "OUT_STRIDE": out.stride(0),
+            "PAGE": page,
+            "HEADS": heads,
+            "GROUP": group,
+            "D": D,
+            "DV": DV,
+            "BLOCK_D": max(power_of_2(D), 16),
+            "BLOCK_DV": max(power_of_2(DV), 16),
+            "BLOCK_N": 64 if narrow else 16,
+            "TILE_HEADS": tile_heads,
+            "TILE_CHUNKS": 2 // tile_heads if narrow else 1,
+        },
+        num_warps=8,
+        num_stages=3 if narrow and max(D, DV) <= 128 else 2,
+    )

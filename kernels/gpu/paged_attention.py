@@ -1,0 +1,108 @@
+"""Paged attention over a mixed batch: a Triton launch that writes pages, two for decode rows, one for prefill rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..indices import StateIndices
+from .attention_decode import decode
+from .attention_prefill import prefill
+from .decays import LOG2_E
+from .launch import Launcher, index_pointers
+from .layout import check_dense, clear_from, layer_strides, power_of_2
+
+TILE = 4096  # elements that a program has on their way at a time
+
+
+@triton.jit
+def _write_pages_kernel(
+    k,
+    v,
+    key_pages,
+    value_pages,
+    kv_slot,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    KEY_STRIDES: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """A program takes one token to its slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(kv_slot + token)
+    if slot < 0:
+        return
+    page, place = (slot // PAGE).to(tl.int64), slot % PAGE
+    k += token * K_STRIDES[0]
+    v += token * V_STRIDES[0]
+    key_pages += page * KEY_STRIDES[0] + place * KEY_STRIDES[1]
+    value_pages += page * VALUE_STRIDES[0] + place * VALUE_STRIDES[1]
+    channel, value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    for first in range(0, HEADS, BLOCK_H):
+        head = first + tl.arange(0, BLOCK_H)[:, None]
+        mask = (head < HEADS) & (channel < D)
+        x = tl.load(k + head * K_STRIDES[1] + channel, mask=mask)
+        tl.store(key_pages + head * KEY_STRIDES[2] + channel, x.to(key_pages.dtype.element_ty), mask=mask)
+        mask = (head < HEADS) & (value < DV)
+        x = tl.load(v + head * V_STRIDES[1] + value, mask=mask)
+        tl.store(value_pages + head * VALUE_STRIDES[2] + value, x.to(value_pages.dtype.element_ty), mask=mask)
+
+
+_launch_write = Launcher(_write_pages_kernel)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    indices: StateIndices,
+    scale: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `mambacache.kernels.paged_attention`. The last dim of all is dense; other strides are free."""
+    check_dense(q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
+    out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
+    if not len(out):
+        return out
+    heads, D = k.shape[1:]
+    DV = v.shape[2]
+    k_strides, v_strides = layer_strides(k, v)
+    block_d, block_dv = power_of_2(D), power_of_2(DV)
+    _launch_write(
+        len(k),
+        (k, v, key_pages, value_pages),
+        index_pointers(indices, ("kv_slot",)),
+        (),
+        {
+            "K_STRIDES": k_strides,
+            "V_STRIDES": v_strides,
+            "KEY_STRIDES": key_pages.stride()[:3],
+            "VALUE_STRIDES": value_pages.stride()[:3],
+            "PAGE": key_pages.shape[1],
+            "HEADS": heads,
+            "D": D,
+            "DV": DV,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "BLOCK_H": min(power_of_2(heads), max(TILE // max(block_d, block_dv), 1)),
+        },
+        num_warps=4,
+    )
+    scale = (D**-0.5 if scale is None else scale) * LOG2_E.value
+    if indices.num_decodes:
+        decode(q, key_pages, value_pages, indices, scale, out)
+    if indices.num_prefills:
+        prefill(q, key_pages, value_pages, indices, scale, out)
+    else:
+        clear_from(out, indices.num_decodes * indices.tokens_per_decode)
+    return out
