@@ -22,7 +22,7 @@ from runner_driver import Driver, Row
 
 pytestmark = pytest.mark.gpu
 
-EXPERTS = ("qwen3_next_moe", "jamba", "kimi_linear", "lfm2_moe", "granitemoehybrid")
+EXPERTS = ("qwen3_next_moe", "jamba", "kimi_linear", "lfm2_moe", "granitemoehybrid", "nemotron_h")
 """Their products by expert wait for the device in float32."""
 
 GREEDY = RowSampling(SamplingParams(temperature=0), (0,))
@@ -82,7 +82,7 @@ def test_no_step_waits_compiles_or_captures(name: str, engines: Engines) -> None
     """But for the tokens of the step before: prompts, hits, chunks and decode, once all of it has run."""
     llm = engines(name, dtype=dtype_of(name), max_num_batched_tokens=96)
     prompts = [tokens_of(1, 150), [*tokens_of(1, 100), *tokens_of(2, 60)], tokens_of(3, 5)]
-    params = [greedy(20), SamplingParams(temperature=0.7, max_tokens=20, seed=1, logprobs=2), greedy(12, min_tokens=3)]
+    params = [greedy(20), greedy(20, temperature=0.7, seed=1, logprobs=2), greedy(12, min_tokens=3)]
     first = ask(llm, prompts, params)
     llm.reset_prefix_cache()
     with patch.object(torch.cuda, "graph", side_effect=AssertionError("captures")), compiling() as compiled:
@@ -147,9 +147,9 @@ def test_a_model_that_waits_runs_without_graphs(
         last = runner.model.mixers[-1]
         forward = last.forward  # type: ignore[attr-defined]
 
-        def slow(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-            x.sum().item()
-            return forward(x, *rest, **options)
+        def slow(*args: Any, **options: Any) -> torch.Tensor:
+            torch.zeros(1, device="cuda").item()
+            return forward(*args, **options)
 
         last.forward = slow  # type: ignore[attr-defined]
         capture(runner, *args)

@@ -28,9 +28,9 @@ PLANNING_ATTEMPTS = 3
 
 @dataclass(eq=False)
 class Flight:
-    """A step from when it was planned until its tokens are taken, or it failed."""
+    """A step from when it is planned until its tokens are taken, or it failed."""
 
-    plan: StepPlan
+    plan: StepPlan | None = None  # while it is being made
     answers: Sequence[Answers] = ()  # one for each of its rows
     launched: Launched | None = None
 
@@ -105,19 +105,19 @@ class Stepper:
         self._move(ended=True)  # what has come is found by the requests that wait for it
         moving = False
         while len(self._flights) <= self.steps_ahead:
-            plan = self._plan()
-            if plan is not None:
-                self._flights.append(Flight(plan))
+            self._flights.append(Flight())
+            plan = self._flights[-1].plan = self._plan()  # in one line: an interrupt finds it there
             moving = self._move()
-            if plan is None or not self._launch():
+            if plan is None:
+                self._flights.pop()
+                break
+            if not self._launch(plan):
                 break
         if self._flights:
             self._read()
-        elif plan is not None:
-            pass  # its launch failed
-        elif moving and self.answers:
+        elif plan is None and moving and self.answers:
             self._wait_for_transfer()
-        else:
+        elif plan is None:
             self._check_all_ended()
         self._advancing = False
         self._refresh()
@@ -186,15 +186,15 @@ class Stepper:
                 logger.exception("planning a step failed: it is tried again")
         return self._scheduler.schedule()
 
-    def _launch(self) -> bool:
-        """Launches the newest step; whether that went well."""
+    def _launch(self, plan: StepPlan) -> bool:
+        """Launches the newest step, whose plan this is; whether that went well."""
         flight = self._flights[-1]
         unread = self._flights[-2].launched if len(self._flights) > 1 else None
         try:
-            flight.answers = [self.answers[step.request_id] for step in flight.plan.steps]
-            sampling = [answers.sampling(step) for answers, step in zip(flight.answers, flight.plan.steps, strict=True)]
-            flight.launched = self._runner.launch(flight.plan, sampling, unread)
-            self._scheduler.issued(flight.plan)
+            flight.answers = [self.answers[step.request_id] for step in plan.steps]
+            sampling = [answers.sampling(step) for answers, step in zip(flight.answers, plan.steps, strict=True)]
+            flight.launched = self._runner.launch(plan, sampling, unread)
+            self._scheduler.issued(plan)
         except Exception as error:
             self._contain(flight, error)
             return False
@@ -203,14 +203,15 @@ class Stepper:
     def _read(self) -> None:
         """Takes the tokens of the oldest step."""
         flight = self._flights[0]
-        assert flight.launched is not None
+        plan = flight.plan
+        assert plan is not None and flight.launched is not None
         here = [answers for answers in flight.answers if self.answers.get(answers.request_id) is answers]
         self._stale.update((answers.request_id, answers) for answers in here)
         try:
             rows = flight.launched.read()
-            for answers, step, row in zip(flight.answers, flight.plan.steps, rows, strict=True):
+            for answers, step, row in zip(flight.answers, plan.steps, rows, strict=True):
                 answers.keep_logprobs(step, row)
-            self._note(self._scheduler.update(flight.plan, [row.tokens for row in rows]))
+            self._note(self._scheduler.update(plan, [row.tokens for row in rows]))
             self._flights.popleft()
         except Exception as error:
             self._contain(flight, error)
@@ -260,7 +261,7 @@ class Stepper:
     def _contain(self, flight: Flight, error: Exception) -> None:
         failure = self._device_failure()
         if failure is None:
-            logger.exception("a step of %d requests failed", len(flight.plan.steps))
+            logger.exception("a step of %d requests failed", len(flight.answers))
             self._fail(error, flight)
         else:
             self._end_all(failure)
@@ -270,7 +271,8 @@ class Stepper:
         at = 0 if first is None else self._flights.index(first)
         while len(self._flights) > at:
             try:
-                self._note(self._scheduler.failed(self._flights[at].plan, error))
+                if (plan := self._flights[at].plan) is not None:
+                    self._note(self._scheduler.failed(plan, error))
             except Exception:  # it keeps its books in order whatever it raises, and a second call would tell it no more
                 logger.exception("a failed step was not taken back in order")
             del self._flights[at]
