@@ -26,6 +26,7 @@ from pathlib import Path
 
 import kernel_peers
 import torch
+from attention_workload import Attention
 from gpu_timing import Call, copy_bandwidth, eager_us, graph_us, host_us
 from kernel_peers import FLASHINFER, HOW_TO_GET, VLLM
 from kernel_steps import Case, Recurrence
@@ -37,7 +38,7 @@ EXPONENTIAL_RATE = 132 * 16 * 1.83e9  # per second: 16 a clock on each processor
 ROTATE_BYTES = 200 << 20  # several times the L2 cache
 
 
-QUICK = ("64 x 128", "8192 tokens")  # of every op what `--quick` times
+QUICK = ("64 x 128", "8192 tokens", "batch 64 x 4096")  # of every op what `--quick` times
 
 
 def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Case]]]:
@@ -50,6 +51,20 @@ def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Ca
     if family in (DeltaRule, KimiDelta):
         for batch in (16, 64, 256):
             yield f"batch {batch}, 4 tokens", partial(family, [4] * batch, decode=True)
+
+
+def attention_cases() -> Iterator[tuple[str, partial[Case]]]:
+    """Heads of 128, as many models have, and of 256 as Qwen3-Next's."""
+    for name, heads, width in (("", (32, 8), 128), (", 256 wide", (16, 2), 256)):
+        family = partial(Attention, heads=heads, width=width)
+        for rows, context, tokens in ((64, 4096, 1), (1, 32768, 1), (64, 4096, 4)):
+            drafts = ", 4 tokens" if tokens > 1 else ""
+            yield (
+                f"batch {rows} x {context}{drafts}{name}",
+                partial(family, [tokens] * rows, context - tokens, decode=True),
+            )
+        yield f"1 x 8192{name}", partial(family, [8192], 0)
+        yield f"64 x 64 after 4096{name}", partial(family, [64] * 64, 4096)
 
 
 def case_list() -> Iterator[tuple[str, partial[Case]]]:
@@ -66,6 +81,7 @@ def case_list() -> Iterator[tuple[str, partial[Case]]]:
         yield f"{tokens} tokens", partial(GatedNorm, tokens)
     for family in (StateSpaceDual, KimiDelta, SelectiveScan):
         yield from recurrence_cases(family)
+    yield from attention_cases()
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:

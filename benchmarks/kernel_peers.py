@@ -371,6 +371,37 @@ def conv_decode(x: Tensor, weight: Tensor) -> Any:
     return call
 
 
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, indices: Any, length: int
+) -> Any:
+    """`call() -> y`: keys and values written to their slots, then FlashAttention 3 over pages; rows of one `length`."""
+    from vllm._custom_ops import reshape_and_cache_flash
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    rows, longest = len(table), table.shape[1] * key_pages.shape[1]
+    starts, slots, one = _starts([length] * rows), indices.kv_slot.long(), torch.ones((), device="cuda")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+
+    def call() -> Tensor:
+        reshape_and_cache_flash(k, v, key_pages, value_pages, slots, "auto", one, one)
+        flash_attn_varlen_func(
+            q,
+            key_pages,
+            value_pages,
+            max_seqlen_q=length,
+            cu_seqlens_q=starts,
+            max_seqlen_k=longest,
+            seqused_k=indices.kv_len,
+            causal=True,
+            block_table=table,
+            out=out,
+            fa_version=3,
+        )
+        return out
+
+    return call
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Any:
     """`call() -> y`: norm of x, times the gate's SiLU."""
     from vllm.third_party.flash_linear_attention.ops.layernorm_guard import layer_norm_fwd

@@ -74,7 +74,7 @@ def assert_well_assembled(variants: list[dict[tuple[object, ...], Any]]) -> None
     assert kernels
     for kernel in kernels:
         code = disassembled(kernel.asm["cubin"], triton.knobs.nvidia.nvdisasm.path)
-        assert code.count(";") > 100 and unwritten_reads(code) == [], kernel.name
+        assert code.count(";") > 50 and unwritten_reads(code) == [], kernel.name
 
 
 @pytest.fixture
