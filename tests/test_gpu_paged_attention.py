@@ -20,9 +20,9 @@ pytestmark = pytest.mark.gpu
 
 BOUND = {
     BF16: 2.5e-3,
-    FP16: 3.5e-4,
-    FP32: 1.5e-6,
-}  # relative RMS: what rounding weights and outputs costs, and some more
+    FP16: 6e-4,
+    FP32: 4e-6,
+}  # relative RMS: what rounding weights and outputs costs, and some more. 20,000 values cancel to a hundredth of one
 MAX_LAUNCHES = 4  # pages are written, decode and the sum of its splits, prefill
 
 

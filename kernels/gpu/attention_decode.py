@@ -184,7 +184,7 @@ def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndi
             "BLOCK_M": block_m,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
-            "BLOCK_N": min(max(TILE_BYTES // ((block_d + block_dv) * q.element_size()), 16), 64),
+            "BLOCK_N": min(max(TILE_BYTES // (2 * max(block_d, block_dv) * q.element_size()), 16), 64),
             "PART": PART,
             "SPLITS": SPLITS,
         },
