@@ -8,6 +8,7 @@ import kernel_peers
 import numpy as np
 import torch
 from gpu_timing import Call
+from kernel_peers import VLLM
 from kernel_steps import int32, randn
 from torch import Tensor
 
@@ -76,9 +77,9 @@ class Attention:
     def ours(self) -> Tensor:
         return paged_attention(*self.qkv, *self.pages, self.indices)
 
-    def peer(self) -> Call:
+    def peers(self) -> dict[str, Call]:
         table = torch.tensor(self.table, device="cuda")
-        return kernel_peers.attention(*self.qkv, *self.pages, table, self.indices, self.length)
+        return {VLLM: kernel_peers.attention(*self.qkv, *self.pages, table, self.indices, self.length)}
 
     def copy(self) -> Call | None:
         return None

@@ -21,7 +21,6 @@ from .layout import cdiv, layer_strides, power_of_2
 
 PART = 256
 SPLITS = 64
-TILE_BYTES = 32768  # of keys and values that are read at once
 MAX_ROWS = 64  # queries of one program
 WAVES = 64  # programs per processor in a launch: more than that find nothing to do, mostly
 ARRAYS = "decode_len", "kv_len", "block_table_start", "block_table"
@@ -159,7 +158,7 @@ def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndi
     heads, D = q.shape[1:]
     blocks, page, key_heads, DV = value_pages.shape
     rows, width = indices.num_decodes, indices.tokens_per_decode
-    group = heads // key_heads
+    group, narrow = heads // key_heads, q.element_size() == 2
     splits = min(SPLITS, cdiv(blocks * page, PART))
     sums = q.new_empty(splits, rows * width, heads, DV, dtype=torch.float32)
     statistics = q.new_empty(splits, rows * width, heads, 2, dtype=torch.float32)
@@ -184,12 +183,12 @@ def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndi
             "BLOCK_M": block_m,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
-            "BLOCK_N": min(max(TILE_BYTES // (2 * max(block_d, block_dv) * q.element_size()), 16), 64),
+            "BLOCK_N": 32 if narrow else 16,
             "PART": PART,
             "SPLITS": SPLITS,
         },
-        num_warps=4,
-        num_stages=3,
+        num_warps=4 if narrow else 8,
+        num_stages=4 if block_d + block_dv <= 256 else 3,
     )
     _launch_combine(
         rows * width * heads,

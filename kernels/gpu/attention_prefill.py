@@ -156,6 +156,6 @@ def prefill(
             "TILE_HEADS": tile_heads,
             "TILE_CHUNKS": 2 // tile_heads if narrow else 1,
         },
-        num_warps=8,
+        num_warps=8 if narrow else 16,
         num_stages=3 if narrow and max(D, DV) <= 128 else 2,
     )
