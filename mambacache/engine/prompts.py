@@ -129,7 +129,9 @@ def _integers(given: Any, name: str) -> list[int]:
     values = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
         raise ValueError(f"{name} is of type {type(given).__name__}: give {FORMS}")
-    wrong = [value for value in values if type(value) is not int and not is_integer(value)]
+    if set(map(type, values)) <= {int}:  # long prompts are checked in no time
+        return list(values)
+    wrong = [value for value in values if not is_integer(value)]
     if wrong:
         raise ValueError(
             f"{name} holds {reprlib.repr(wrong[0])} of type {type(wrong[0]).__name__}: give token ids as integers"
