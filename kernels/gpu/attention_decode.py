@@ -22,7 +22,7 @@ from .layout import cdiv, layer_strides, power_of_2
 PART = 256
 SPLITS = 64
 MAX_ROWS = 64  # queries of one program
-WAVES = 64  # programs per processor in a launch: more than that find nothing to do, mostly
+WAVES = 32  # programs per processor in a launch: more than that find nothing to do, mostly
 ARRAYS = "decode_len", "kv_len", "block_table_start", "block_table"
 
 

@@ -157,5 +157,5 @@ def prefill(
             "TILE_CHUNKS": 2 // tile_heads if narrow else 1,
         },
         num_warps=8 if narrow else 16,
-        num_stages=3 if narrow and max(D, DV) <= 128 else 2,
+        num_stages=4 if narrow and max(D, DV) <= 128 else 2,
     )
