@@ -27,7 +27,14 @@ PLACEHOLDER = -1
 NOT_FINITE = -1
 """What a runner gives as the token after logits that are NaN or infinite."""
 
-_DECODE_ROWS = ("decode_src", "decode_conv_src", "decode_conv_offset")
+_DECODE_ROWS = {
+    "decode_src": 0,
+    "decode_conv_src": 0,
+    "decode_conv_offset": 0,
+    "decode_boundary_index": -1,
+    "decode_len": 0,
+}
+"""Arrays of a decode row, and what stands in them for a row of padding."""
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
@@ -137,22 +144,27 @@ def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
     which comes last.
     """
     old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
-
-    def widened(name: str, padding: int = 0) -> np.ndarray:
-        return np.pad(old[name].reshape(real), ((0, rows - real[0]), (0, width - real[1])), constant_values=padding)
-
-    arrays = {name: np.pad(old[name], (0, rows - real[0])) for name in (*_DECODE_ROWS, "decode_len")}
-    arrays["decode_boundary_index"] = np.pad(old["decode_boundary_index"], (0, rows - real[0]), constant_values=-1)
-    arrays["decode_dst"] = widened("decode_dst")
-    arrays |= {name: widened(name).ravel() for name in ("tokens", "positions")}
+    tokens = {"tokens": 0, "positions": 0, "kv_slot": -1}
+    arrays = {name: _padded(old[name], (rows,), padding) for name, padding in _DECODE_ROWS.items()}
+    arrays["decode_dst"] = _padded(old["decode_dst"], (rows, width), 0)
+    arrays |= {
+        name: _padded(old[name].reshape(real), (rows, width), padding).ravel()
+        for name, padding in tokens.items()
+        if name in old
+    }
     arrays["logits_index"] = np.arange(rows * width, dtype=np.int32)
     arrays["query_start_loc"] = np.array([rows * width], np.int32)
     if "block_table" in old:
-        arrays["kv_slot"] = widened("kv_slot", -1).ravel()
-        arrays["kv_len"] = np.pad(old["kv_len"], (0, rows - real[0]))
-        arrays["block_table_start"] = np.pad(old["block_table_start"], (0, rows - real[0]), mode="edge")
+        arrays["kv_len"] = _padded(old["kv_len"], (rows,), 0)
+        arrays["block_table_start"] = _padded(old["block_table_start"], (rows + 1,), old["block_table_start"][-1])
         arrays["block_table"] = old["block_table"]
     return replace(plan, tokens_per_decode=width, arrays=arrays)
+
+
+def _padded(array: np.ndarray, shape: tuple[int, ...], padding: int) -> np.ndarray:
+    larger = np.full(shape, padding, np.int32)
+    larger[tuple(map(slice, array.shape))] = array
+    return larger
 
 
 def _int32(values: Sequence[int]) -> np.ndarray:
