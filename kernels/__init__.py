@@ -3,7 +3,17 @@
 They know nothing of the rest of mambacache: an engine of one's own calls them with the index arrays of a plan.
 """
 
-from .api import conv1d, copy_blocks, gated_delta_rule, gated_rms_norm, kda, paged_attention, selective_scan, ssd
+from .api import (
+    conv1d,
+    copy_blocks,
+    gated_delta_rule,
+    gated_rms_norm,
+    kda,
+    paged_attention,
+    rms_norm,
+    selective_scan,
+    ssd,
+)
 from .indices import DecodeBuffers, StateIndices, pack_arrays
 from .state_pool import StatePool, StateTensor, state_bytes
 
@@ -19,6 +29,7 @@ __all__ = [
     "kda",
     "pack_arrays",
     "paged_attention",
+    "rms_norm",
     "selective_scan",
     "ssd",
     "state_bytes",

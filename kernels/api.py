@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from math import inf
 
+import torch
 from torch import Tensor
 
 from .backend import backend
@@ -208,6 +209,24 @@ def gated_rms_norm(
     if not x.device == gate.device == weight.device:
         raise ValueError(f"x, gate and weight are on {x.device}, {gate.device} and {weight.device}: move them to one.")
     return backend(x).gated_rms_norm(x, gate, weight, eps, activation, norm_before_gate, group_size, round_normed, out)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool, out: Tensor | None = None) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) weight, over the last dim.
+
+    Shapes: x [..., dim], weight [dim] or None; returns x's shape. Everything is computed in fp32 (float64 for float64).
+    With `round_normed` the normalised value is rounded to x's dtype, and the result is its product with the weight in
+    their common dtype, as Llama's is. Without it the result is rounded once, to x's dtype, as Qwen3-Next's is.
+    """
+    check_dtype("x", x, *ACTIVATION_DTYPES)
+    if weight is not None:
+        check_shape("weight", weight, x.shape[-1])
+        if x.device != weight.device:
+            raise ValueError(f"x is on {x.device} and weight on {weight.device}: move them to one.")
+    if out is not None:
+        dtype = torch.promote_types(x.dtype, weight.dtype) if round_normed and weight is not None else x.dtype
+        check_out(out, torch.empty(0, dtype=dtype, device=x.device), *x.shape)
+    return backend(x).rms_norm(x, weight, eps, round_normed=round_normed, out=out)
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:

@@ -10,6 +10,7 @@ from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
 from .paged_attention import paged_attention
+from .rms_norm import rms_norm
 from .selective_scan import selective_scan
 from .ssd import ssd
 
@@ -20,6 +21,7 @@ __all__ = [
     "gated_rms_norm",
     "kda",
     "paged_attention",
+    "rms_norm",
     "selective_scan",
     "ssd",
 ]

@@ -1,4 +1,4 @@
-"""Models of transformers with our mixers and our attention in place of theirs."""
+"""Models of transformers with our mixers, attention and norms in place of theirs."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from mambacache.models import gated_delta_net, mamba1, mamba2
 from mambacache.models.attention import ATTENTION, kv_layer
 from mambacache.models.kimi_delta_attention import KimiDeltaAttention
 from mambacache.models.layer import ForwardContext, KVLayer, Mixer, forward_context
+from mambacache.models.norm import NORMS
 from mambacache.models.short_conv import ShortConv
 
 logger = logging.getLogger(__name__)
@@ -218,6 +219,10 @@ def adapt(module: PreTrainedModel) -> Model:
         setattr(parent, name, mixers[-1])
     if not mixers:
         raise ValueError(f"this {config.model_type} model has attention layers only: serve it with another engine")
+    for parent in [*module.modules()]:
+        for name, child in parent.named_children():
+            if adapt_norm := NORMS.get(type(child).__name__):
+                setattr(parent, name, adapt_norm(child))
     return Model(module, config, tuple(mixers), kv_layers)
 
 
