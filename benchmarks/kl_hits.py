@@ -1,6 +1,7 @@
 """How far answers after a hit are from answers computed in full: the mean KL divergence of the next token.
 
     python benchmarks/kl_hits.py MODEL [--dtype bfloat16] [--device cuda] [--prompts 64] [--tokens 256] [--json OUT]
+        [--random-weights]
 
 All prompts run cold and together, then again so that each resumes from a state that was written by prefill, by decode,
 or by decode with drafts of which some are wrong; all go on with the same forced tokens. Beside that stand answers
@@ -13,12 +14,14 @@ import argparse
 import json
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from about import about
+from random_weights import random_weights
 from tqdm import tqdm
 
 from mambacache import LLM, SamplingParams
@@ -139,10 +142,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--random-weights", action="store_true", help="of the model its configuration alone")
     parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args(argv))
-    target = options.pop("json")
-    found = measure(**options)
+    target, random_ones = options.pop("json"), options.pop("random_weights")
+    with random_weights(options["model"]) if random_ones else nullcontext(options["model"]) as checkpoint:
+        found = measure(**options | {"model": checkpoint})
     for name, value in found.items():
         print(f"{name:32}{value:10.2e}")
     if target:

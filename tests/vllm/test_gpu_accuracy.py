@@ -77,7 +77,7 @@ def test_errors_against_fp32_are_those_of_vllm(name: str, tmp_path: Path) -> Non
     assert errors["plugin"] <= RATIO * errors["vllm"]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "lfm2_moe", "jamba", "granitemoehybrid", "falcon_h1"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_errors_of_fp8_are_those_of_vllm(name: str, tmp_path: Path) -> None:
     """With the mean KL from plain vLLM's logits noted, beside that of plain vLLM in another batch order."""
     served = save(name, tmp_path / "model", "cuda")
