@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 import triton
 from torch.profiler import ProfilerActivity, profile
 
-from gpu_cases import DTYPES, MODELS, Batch, Mix
+import test_kernels_rms_norm as norm
+from gpu_cases import BF16, DTYPES, MODELS, Batch, Mix
 from kernel_cases import Pool, Row, assert_bitwise, plan_arrays, random, run_rows
-from mambacache.kernels import StateIndices
+from mambacache.kernels import StateIndices, rms_norm
 from op_conv1d import Conv1dOp
 from test_gpu_accuracy import check
 from test_gpu_bitwise import first_shape
@@ -88,6 +90,18 @@ def test_an_op_launches_its_kernels_and_copies_nothing(op: str, kind: int, mix: 
     names = launched(Batch(make(), mix, dtypes, padding=0).run)
     assert 0 < len(names) <= LAUNCHES[op][kind], names
     assert all(map(is_ours, names)), names
+
+
+@pytest.mark.parametrize("view", ["dense", "split", "chunk", "heads"])
+def test_a_norm_is_one_launch_that_no_batch_compiles_anew(view: str, compilations: list[str]) -> None:
+    weight = norm.norm_weight(256, BF16, "cuda")
+    for tokens in (7, 1, 2, 16, 17, 333):
+        x = norm.norm_input(view, tokens, 256, BF16, "cuda")
+        names = launched(partial(rms_norm, x, weight, 1e-6, round_normed=True))
+        assert len(names) == 1 and is_ours(names[0]), names
+        if tokens == 7:
+            compilations.clear()
+    assert compilations == []
 
 
 def test_the_profile_sees_a_planted_copy() -> None:

@@ -17,6 +17,13 @@ from gpu_cases import DTYPES, MODELS, run_once
 model = next(iter(MODELS[{op!r}].values()))
 run_once(model(8), DTYPES[{op!r}][0])
 """
+PLAIN_NORM = """
+import torch
+from test_kernels_rms_norm import check_against_the_reference, norm_input, norm_weight
+for width in (160, 35000):
+    x = norm_input("split", 7, width, torch.bfloat16, "cuda")
+    check_against_the_reference(x, norm_weight(width, torch.bfloat16, "cuda"), True)
+"""
 NORM = """
 import torch
 from gpu_cases import norm_errors
@@ -26,7 +33,11 @@ ATTENTION = """
 from test_gpu_paged_attention import SHAPES, batch_of
 batch_of(SHAPES["grouped"], contexts=(0, 65, 1000)).run()
 """
-CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {"gated_rms_norm": NORM, "paged_attention": ATTENTION}
+CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
+    "gated_rms_norm": NORM,
+    "rms_norm": PLAIN_NORM,
+    "paged_attention": ATTENTION,
+}
 
 
 @pytest.mark.gpu_full

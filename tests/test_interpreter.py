@@ -18,6 +18,7 @@ import test_kernels_contract as contract
 import test_kernels_gated_rms_norm as norm
 import test_kernels_out as out
 import test_kernels_paged_attention as attention
+import test_kernels_rms_norm as plain_norm
 from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix, errors_and_ruler, norm_errors
 from kernel_cases import Recurrence, assert_bitwise
 from mambacache.kernels import api, gpu, reference
@@ -133,6 +134,24 @@ def test_gated_rms_norm_of_a_vector() -> None:
     norm.test_a_vector_is_one_token()
 
 
+@pytest.mark.parametrize("view", plain_norm.VIEWS)
+@pytest.mark.parametrize("width", [8, 48, 600, 35000])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [(FP32, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16), (FP16, None)]
+)
+@pytest.mark.parametrize("round_normed", [True, False])
+def test_rms_norm(
+    round_normed: bool, dtype: torch.dtype, weight_dtype: torch.dtype | None, width: int, view: str
+) -> None:
+    x = plain_norm.norm_input(view, 21 if width < 1000 else 2, width, dtype)
+    plain_norm.check_against_the_reference(x, plain_norm.norm_weight(width, weight_dtype), round_normed)
+
+
+@pytest.mark.parametrize("view", ["dense", "heads"])
+def test_rms_norm_of_a_token_does_not_depend_on_its_batch(view: str) -> None:
+    plain_norm.test_a_token_does_not_depend_on_its_batch(view, 48, FP16, tokens=30)
+
+
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
 def test_out(make: Make) -> None:
     batch = Batch(make(), Mix((2, 1), (5,)), (FP32, FP32))
@@ -146,6 +165,11 @@ def test_out(make: Make) -> None:
 @pytest.mark.parametrize(("shape", "group_size"), [((21, 3, 48), None), ((5, 96), 24)])
 def test_gated_rms_norm_into_out(shape: tuple[int, ...], group_size: int | None) -> None:
     out.test_gated_rms_norm_writes_its_result_into_out(shape, group_size, FP16, gap=8)
+
+
+@pytest.mark.parametrize("shape", [(21, 48), (5, 2, 3, 48)])
+def test_rms_norm_into_out(shape: tuple[int, ...]) -> None:
+    out.test_rms_norm_writes_its_result_into_out(shape, True, gap=8)
 
 
 @pytest.mark.parametrize(

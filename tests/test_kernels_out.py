@@ -12,7 +12,7 @@ from torch import Tensor
 from kernel_cases import Op, Pool, Row, assert_bitwise, bits, plan_arrays, random, run_rows
 from kernel_ops import EVERY_OP_AND_DTYPE, OPS
 from mambacache import kernels
-from mambacache.kernels import StateIndices, gated_rms_norm, paged_attention
+from mambacache.kernels import StateIndices, gated_rms_norm, paged_attention, rms_norm
 from test_kernels_contract import mixed_batch, with_inputs
 
 GAPS = (0, 8, 3)  # elements between tokens; the last leaves none of them aligned
@@ -73,6 +73,17 @@ def test_gated_rms_norm_writes_its_result_into_out(
 
 
 @pytest.mark.parametrize("gap", GAPS)
+@pytest.mark.parametrize("round_normed", [True, False])
+@pytest.mark.parametrize("shape", [(21, 48), (21, 3, 48), (5, 2, 3, 48)])
+def test_rms_norm_writes_its_result_into_out(
+    shape: tuple[int, ...], round_normed: bool, gap: int, device: str = "cpu"
+) -> None:
+    x = random(*shape, seed=1, dtype=torch.float16).to(device)
+    weight = random(shape[-1], seed=2, dtype=torch.float32).to(device)  # with `round_normed` the result is fp32 too
+    check_out(lambda **options: rms_norm(x, weight, 1e-5, round_normed=round_normed, **options), gap)
+
+
+@pytest.mark.parametrize("gap", GAPS)
 def test_paged_attention_writes_its_result_into_out(gap: int) -> None:
     rows = [Row(2, 1, (1, 1), 3, pages=(2,)), Row(0)], [Row(5, 1, (1,), 0, pages=(1,))]
     indices = StateIndices.from_arrays(plan_arrays(*rows, num_tokens=11, block_size=16), "cpu")
@@ -107,7 +118,7 @@ def test_no_other_out_is_taken(make: Callable[[], Op], change: Callable[[Tensor]
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
-@pytest.mark.parametrize("op", ["gated_rms_norm", "paged_attention"])
+@pytest.mark.parametrize("op", ["gated_rms_norm", "rms_norm", "paged_attention"])
 def test_no_other_out_is_taken_without_a_state(op: str, change: Callable[[Tensor], Tensor], message: str) -> None:
     arguments: dict[str, Any] = {
         "x": torch.zeros(3, 32),
@@ -119,6 +130,8 @@ def test_no_other_out_is_taken_without_a_state(op: str, change: Callable[[Tensor
         indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, (1,), pages=(1,))], block_size=16), "cpu")
         arguments = {name: torch.zeros(3, 2, 16) for name in "qkv"} | {"indices": indices}
         arguments |= {name: torch.zeros(2, 16, 2, 16) for name in ("key_pages", "value_pages")}
+    elif op == "rms_norm":
+        arguments = {"x": torch.zeros(3, 32), "weight": None, "eps": 0, "round_normed": True}
     function = getattr(kernels, op)
     with pytest.raises(ValueError, match=message):
         function(**arguments, out=change(function(**arguments)))

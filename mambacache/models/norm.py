@@ -69,4 +69,7 @@ NORMS: dict[str, Callable[[Any], RMSNorm]] = {
     "Qwen3_5RMSNorm": from_zero_centred,
     "Zamba2RMSNorm": from_rounding,
 }
-"""How each norm class of transformers is replaced. One that is not here stays as it is."""
+"""How each norm class of transformers is replaced. One that is not here stays as it is.
+
+NemotronHRMSNorm is that of transformers 5.18, as the model was trained; 5.17 rounds the normalised value as well.
+"""
