@@ -25,9 +25,12 @@ class Restarts:
         self._running: list[LLM] = []
         self._pools: list[Any] = []  # so that no other one lies at the same place, as far as it is watched
 
-    def __call__(self, model: str | Path = "qwen3_next", **options: Any) -> LLM:
+    def close(self) -> None:
         while self._running:
             self._running.pop().close()
+
+    def __call__(self, model: str | Path = "qwen3_next", **options: Any) -> LLM:
+        self.close()
         llm = self._engine(model, **{"host_cache_bytes": 1 << 26, "disk_cache_dir": self.path, **options})
         self._running.append(llm)
         self._pools.append((llm.runner.states, llm.runner.pages))
@@ -43,8 +46,7 @@ class Restarts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for llm in self._running:
-            llm.close()
+        self.close()
         assert error is not None or not is_thread_there()
 
 

@@ -15,6 +15,7 @@ import torch
 from engine_driver import Engines, Original, answer, ask, greedy, hits, run_until_idle, speak, tokens_of
 from mambacache import LLM, SamplingParams
 from mambacache.plan import StepPlan
+from mambacache.runner.cuda_graphs import DecodeGraph
 from mambacache.scheduler.request import Request
 from tiny_models import VOCABULARY
 
@@ -38,7 +39,7 @@ def failing(
     """Has the steps for which `fails` holds raise in the last recurrent layer, when the others have written their
     states; gives a list that grows by the number of rows of each."""
     launch, last = llm.runner.launch, llm.runner.model.mixers[-1]
-    forward, failed = last.forward, []
+    forward, replay, failed = last.forward, DecodeGraph.replay, []
     armed = False
 
     def break_down(*args: Any, **options: Any) -> torch.Tensor:
@@ -53,8 +54,15 @@ def failing(
             failed.append(len(plan.steps))
         return launch(plan, *args)
 
+    def break_off(graph: DecodeGraph, indices: Any) -> torch.Tensor:
+        logits = replay(graph, indices)
+        if armed:
+            raise kind("planted")
+        return logits
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last, "forward", break_down)
+        patch.setattr(DecodeGraph, "replay", break_off)
         patch.setattr(llm.runner, "launch", watched)
         yield failed
 

@@ -37,7 +37,8 @@ def norm_weight(width: int, dtype: torch.dtype | None, device: str = "cpu") -> T
 
 
 def check_against_the_reference(x: Tensor, weight: Tensor | None, round_normed: bool) -> None:
-    """In 16 bits almost every output is the same to the last bit; another rounding point would change many."""
+    """In 16 bits almost every output is the same to the last bit; another rounding point would change many. The
+    normalised value and its product are rounded: the few others are two units off at most."""
     y = rms_norm(x, weight, 1e-5, round_normed=round_normed)
     expected = reference.rms_norm(x, weight, 1e-5, round_normed=round_normed)
     assert y.dtype == expected.dtype and y.shape == x.shape
@@ -45,7 +46,8 @@ def check_against_the_reference(x: Tensor, weight: Tensor | None, round_normed: 
         torch.testing.assert_close(y, expected, atol=2e-6, rtol=2e-6)
     else:
         assert (y != expected).float().mean() < 0.01
-        torch.testing.assert_close(y.to(x.dtype), expected.to(x.dtype))
+        ulp = torch.finfo(x.dtype).eps
+        torch.testing.assert_close(y.to(x.dtype), expected.to(x.dtype), rtol=2 * ulp, atol=ulp)
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -211,14 +211,18 @@ class User:
         ):  # fmt: skip
             around(owner, name, site)
         around(model, "logits", "logits", torn=model.tear)
-        launch = llm.runner.launch
+        launch, update = llm.runner.launch, scheduler.update
+
+        def updating(plan: Any, sampled: Any) -> Any:
+            self.faults.rows = tuple(step.request_id for step in plan.steps)  # another one may be in flight
+            return update(plan, sampled)
 
         def launching(plan: Any, *args: Any) -> Any:
             self.faults.rows = tuple(step.request_id for step in plan.steps)
             self.steps += 1
             return launch(plan, *args)
 
-        llm.runner.launch = launching  # type: ignore[method-assign]
+        llm.runner.launch, scheduler.update = launching, updating  # type: ignore[method-assign]
 
     def draft(self, request: Request, limit: int) -> list[int]:
         self.faults.at("draft")

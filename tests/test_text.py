@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -69,6 +69,7 @@ INVALID = st.sampled_from([*"né🚀".encode(), 0x80, 0xC3, 0xE2, 0xF0, 0xFF, 25
 
 
 @settings(max_examples=300, deadline=None)
+@example([[127] * 10, [256] * 7, [102]])  # a character with many tokens between its bytes that are no text
 @given(
     st.lists(
         st.lists(INVALID, min_size=1, max_size=6).flatmap(lambda run: st.integers(1, 30).map(run.__mul__)), max_size=5

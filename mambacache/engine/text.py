@@ -130,6 +130,9 @@ class Detokenizer:
             return read if waits else replace(read, window=window[: read.known] + window[-1:])
         if not new.endswith(REPLACEMENT):
             return self._append(read, len(window), new)
+        if not self._decode(window[-2:]) and len(window) > 1:
+            # Tokens without text may stand inside a character too. One of many does, so that they push nothing out.
+            return replace(read, window=window[:-1])
         if waits:
             return read
         end = self._cut(window, read.known, new)

@@ -295,6 +295,7 @@ class Scheduler:
             The requests that got tokens, or ended, since that was last told.
         """
         alone = len(plan.steps) == 1 and self.cache.counts(plan.steps[0])  # else a step before it had failed
+        self._torn |= self._planned is not None and self._planned is not plan  # that one never reached its reader
         self._mend()
         self._torn = True
         self.cache.cancel([step for step in plan.steps if self.cache.under_way(step)])
