@@ -96,6 +96,7 @@ def test_interrupt_on_any_line(
     for after in count(1, STRIDE):
         line = Line()
         llm._stepper = Stepper(line, line, torch.device("cpu"))  # type: ignore[arg-type]
+        line.ahead = llm._stepper.steps_ahead = after % 2
         by_hand = llm.submit([5, 6], PARAMS)
         outputs: Outputs = {}
         interrupt = Interrupt(after)
@@ -122,6 +123,7 @@ def test_interrupt_while_outputs_are_given(engine: Engines, text_model: Path) ->
     for after in count(1):
         line = Line()
         llm._stepper = Stepper(line, line, torch.device("cpu"))  # type: ignore[arg-type]
+        line.ahead = llm._stepper.steps_ahead = after % 2
         ids = {llm.submit([5, 6], SamplingParams(max_tokens=1, temperature=0)) for _ in range(2)}
         outputs: Outputs = {}
         interrupt = Interrupt(after)
