@@ -112,6 +112,25 @@ def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -
     assert compared and all(row["ours_error"] <= 1.2 * row["peer_error"] for row in compared)
 
 
+def test_times_of_attention_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import table
+
+    figures, page = json.loads((RESULTS / "attention-h200.json").read_text()), PAGES["docs/performance.md"]
+    assert table(figures) in page and f"commit {figures['commit'][:7]}" in page
+    assert all(row["ours_error"] <= 1.2 * row["peer_error"] for row in figures["rows"] if row.get("peer_error"))
+
+
+def test_times_of_the_engine_are_those_of_the_benchmark() -> None:
+    figures, page = json.loads((RESULTS / "engine-h200.json").read_text()), PAGES["docs/performance.md"]
+    seconds = {row["workload"]: row["seconds"] for row in figures["rows"]}
+    assert f"commit {figures['commit'][:7]}" in page
+    assert f"4,160 tokens {seconds['cold, 64 x 4160']:.2f} s" in page
+    assert f"hit {seconds['64 x (4096 shared + 64)']:.3f} s" in page
+    assert f"64 prompts {seconds['decode 64 x 128 after 512']:.2f} s" in page
+    assert f"of one {seconds['decode 1 x 128 after 512']:.2f} s" in page
+
+
 def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from table import REPLAYED, replay_loss_table, replay_table
