@@ -138,7 +138,7 @@ def soak(engine: Engines, requests: int, drafts: bool) -> None:
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_soak(engine: Engines, drafts: bool) -> None:
-    soak(engine, 25, drafts)
+    soak(engine, 18 if engine.device == "cpu" else 25, drafts)
 
 
 @pytest.mark.gpu_full
