@@ -287,10 +287,14 @@ class SamplingParams:
         _require(all(self.stop or ()), "stop holds an empty string: remove it")
         _require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether the tokens of an answer change the logits of those that follow."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def adjusts(self, num_answered: int) -> bool:
         """Whether anything is done to the logits after so many answer tokens, before temperature."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-        return penalties or bool(self.logit_bias) or num_answered < self.min_tokens
+        return self.penalizes or bool(self.logit_bias) or num_answered < self.min_tokens
 
 
 @dataclass(frozen=True)

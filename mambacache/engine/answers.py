@@ -80,11 +80,12 @@ class Answers:
         if not step.samples:
             return []
         answer, prompt = self.requests[index].output, self.output.prompt_token_ids
-        if not self.params.adjusts(step.start + step.num_tokens - len(step.drafts) - len(prompt)):
+        answered = step.start + step.num_tokens - len(step.drafts) - len(prompt)
+        if not self.params.adjusts(answered):
             return []
         if index not in self._tallies:
             self._tallies[index] = Tally(self.params, prompt, self._all_ends)
-        return self._tallies[index].after(answer, step.drafts)
+        return self._tallies[index].after(answer, step.drafts, answered - len(answer))
 
     @property
     def request_id(self) -> str:

@@ -41,11 +41,12 @@ class Tally:
         self._penalty[self._tokens.searchsorted(np.unique(np.array(seen, dtype=np.int64)))] = params.repetition_penalty
         self._ends = np.array(ends, dtype=np.int64)
 
-    def after(self, answer: Sequence[int], drafts: Sequence[int] = ()) -> list[Adjustment]:
-        """Of the logits after the answer so far, which only grows, and after each of the drafts."""
+    def after(self, answer: Sequence[int], drafts: Sequence[int] = (), unread: int = 0) -> list[Adjustment]:
+        """Of the logits after the answer so far, which only grows, and after each of the drafts. Tokens behind it may
+        be `unread` where there are no penalties: then it does not matter which they are."""
         self._note(answer[self._read :])
         self._read = len(answer)
-        found, known = [self._adjustment(len(answer))], (self._tokens, self._bias, self._penalty, self._count)
+        found, known = [self._adjustment(len(answer) + unread)], (self._tokens, self._bias, self._penalty, self._count)
         for number, draft in enumerate(drafts, 1):
             self._count = self._count.copy()  # what was given before stays as it is, and so does what is known
             self._penalty = self._penalty.copy()
@@ -55,7 +56,7 @@ class Tally:
         return found
 
     def _note(self, answer: Sequence[int]) -> None:
-        for token in answer:
+        for token in answer if self._params.penalizes else ():
             place = int(self._tokens.searchsorted(token))
             if place == len(self._tokens) or self._tokens[place] != token:
                 self._tokens = np.insert(self._tokens, place, token)

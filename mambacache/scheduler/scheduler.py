@@ -229,10 +229,9 @@ class Scheduler:
         return True
 
     def _may_decode(self, request: Request, in_flight: int) -> bool:
-        answered = in_flight + len(request.output)
-        if in_flight and (request.siblings or self._drafts is not None or request.params.adjusts(answered)):
+        if in_flight and (request.siblings or self._drafts is not None or request.params.penalizes):
             return False  # what it needs is known when its tokens are: a fork, the last accepted draft, a penalty
-        return answered < request.params.max_tokens
+        return in_flight + len(request.output) < request.params.max_tokens
 
     def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:
         budget = min(self._budget, self._long_prefill or self._budget)
