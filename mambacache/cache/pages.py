@@ -32,7 +32,7 @@ class Pages:
     def exact_until(self, chain: Sequence[bytes], coverage: int) -> int:
         """The position up to which covering pages are exact; `ALWAYS_EXACT` if all are."""
         exact = [self.pool.exact[page] for page in self._covering(chain, coverage)]
-        return exact.index(False) * self.block_size if False in exact else ALWAYS_EXACT
+        return ALWAYS_EXACT if all(exact) else exact.index(False) * self.block_size
 
     def has_room(self, chain: Sequence[bytes], coverage: int, num_tokens: int) -> bool:
         """Whether there are pages for all known tokens beside what is shared and what admitted prompts still lack."""
