@@ -31,24 +31,23 @@ class Pages:
 
     def exact_until(self, chain: Sequence[bytes], coverage: int) -> int:
         """The position up to which covering pages are exact; `ALWAYS_EXACT` if all are."""
-        exact, pages = self.pool.exact, self._covering(chain, coverage)
-        return next((i * self.block_size for i, page in enumerate(pages) if not exact[page]), ALWAYS_EXACT)
+        exact = [self.pool.exact[page] for page in self._covering(chain, coverage)]
+        return ALWAYS_EXACT if all(exact) else exact.index(False) * self.block_size
 
     def has_room(self, chain: Sequence[bytes], coverage: int, num_tokens: int) -> bool:
         """Whether there are pages for all known tokens beside what is shared and what admitted prompts still lack."""
         if not self.present:
             return True
-        references = self.pool.references
         shared = self._covering(chain, coverage)
-        idle = sum(not references[page] for page in shared)
+        idle = [self.pool.references[page] for page in shared].count(0)
         return self._blocks(num_tokens) - len(shared) <= self.pool.num_available - idle - self._lacking
 
     def begin(self, life: Life, chain: Sequence[bytes], coverage: int) -> None:
         """Takes references to the pages that cover a life's beginning."""
         life.shared_pages = coverage if self.present else 0
-        for page in self._covering(chain, coverage):
+        life.pages.extend(self._covering(chain, coverage))
+        for page in life.pages:
             self.pool.hold(page)
-            life.pages.append(page)
         self._lacking += self._lack(life)
 
     def fork(self, parent: Life, child: Life) -> bool:
@@ -112,10 +111,10 @@ class Pages:
         """Gives back all that a life holds."""
         self.copied(life)
         pages, life.pages = life.pages, array("i")
-        rank = life.request.rank
-        for page in pages:
-            self.pool.rank[page] = max(self.pool.rank[page], rank)
+        rank, ranks = life.request.rank, self.pool.rank
         for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
+            if ranks[page] < rank:
+                ranks[page] = rank
             self.pool.release(page)
 
     def unused(self, life: Life) -> None:
@@ -129,7 +128,8 @@ class Pages:
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"
 
     def _covering(self, chain: Sequence[bytes], coverage: int) -> list[int]:
-        return [page for page in map(self.pool.lookup, chain[1 : coverage + 1]) if page is not None]
+        blocks = chain[1 : coverage + 1] if self.present else ()  # the host's KV may cover more
+        return [page for page in map(self.pool.lookup, blocks) if page is not None]
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -230,7 +230,7 @@ class Tier:
 
     def hit(self, chain: Sequence[bytes], depth: int) -> None:
         """So many blocks are in use on the device: what is here of them goes first, until that is about to go."""
-        for pool, first in ((self.states, depth), (self.pages, 1)):
+        for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
             for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
                 pool.demote(slot)
 

@@ -139,7 +139,7 @@ def _integers(given: Any, name: str) -> list[int]:
     values = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
         raise ValueError(f"{name} is of type {type(given).__name__}: give {FORMS}")
-    if set(map(type, values)) <= {int}:  # long prompts are checked in no time
+    if list(map(type, values)).count(int) == len(values):  # long prompts are checked in no time
         return list(values)
     wrong = [value for value in values if not is_integer(value)]
     if wrong:

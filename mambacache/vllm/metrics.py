@@ -15,6 +15,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Metric, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.report import Loss
 from mambacache.vllm.sizing import left_files, left_path
 
 SECONDS = 1.0
@@ -31,32 +32,37 @@ class Counters:
     def __init__(self, vllm_config: Any) -> None:
         self._path = left_path(vllm_config).with_suffix(".prom")
         self._registry = CollectorRegistry()
-        self._labels = {
+        labels = {
             "model_name": vllm_config.model_config.served_model_name,
             "engine": str(vllm_config.parallel_config.data_parallel_index),
         }
-        self._totals = {name: self._counter(name, text) for name, text in TOTALS.items()}
-        self._lost = self._counter("lost_tokens", "Prompt tokens that were computed again, by reason.", "reason")
-        self._told: dict[Counter, int] = {}
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(f"mambacache:{name}", text, [*labels, *more], registry=self._registry)
+
+        lost = counter("lost_tokens", "Prompt tokens that were computed again, by reason.", "reason")
+        self._counters = {name: counter(name, text).labels(**labels) for name, text in TOTALS.items()}
+        self._counters |= {reason: lost.labels(**labels, reason=reason) for reason in Loss}
+        self._told = dict.fromkeys(self._counters, 0)
+        self._left: dict[str, int] = {}  # what the file tells
         self._written = 0.0
 
-    def _counter(self, name: str, text: str, *more: str) -> Counter:
-        return Counter(f"mambacache:{name}", text, [*self._labels, *more], registry=self._registry)
-
     def tell(self, states: PrefixCache, *, idle: bool) -> None:
-        """Once a second at most, or when no request is left."""
+        """Once a second at most, or when no request is left; a file that tells all that is left alone."""
         now = time.monotonic()
         if not idle and now - self._written < SECONDS:
             return
         self._written, stats = now, states.stats
-        values = {counter.labels(**self._labels): getattr(stats, name) for name, counter in self._totals.items()}
-        values |= {self._lost.labels(**self._labels, reason=reason): lost for reason, lost in stats.losses.items()}
-        for counter, value in values.items():
-            counter.inc(value - self._told.get(counter, 0))
+        values = {name: getattr(stats, name) for name in TOTALS} | stats.losses
+        if values == self._left:
+            return
+        for name, value in values.items():
+            self._counters[name].inc(value - self._told[name])
         self._told = values
         with suppress(OSError):  # a full disk is no reason to end the engine
             self._path.with_suffix(".new").write_bytes(generate_latest(self._registry))
             self._path.with_suffix(".new").replace(self._path)
+            self._left = values
 
 
 class Shown:

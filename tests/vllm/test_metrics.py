@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from simulation import VOCABULARY, Simulation, make_scheduler, model_config
 
 from mambacache.report import CacheStats, Loss
-from mambacache.vllm import metrics, scheduler
+from mambacache.vllm import metrics, scheduler, sizing
 
 
 def shown(vllm_config: Any) -> dict[str, float]:
@@ -100,6 +100,11 @@ def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytes
     assert told() == 140
     simulation.drain()
     assert shown(config)["mambacache:prompt_tokens_total 0"] == 210
+
+    file, counters = sizing.left_path(config).with_suffix(".prom"), simulation.scheduler._counters
+    file.write_text("")
+    counters.tell(simulation.scheduler.states, idle=True)
+    assert file.read_text() == "", "nothing has changed, and the file was written again"
 
 
 def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
