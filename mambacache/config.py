@@ -332,7 +332,7 @@ class EngineConfig:
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
         speculative: "ngram" drafts what followed a request's last tokens where they stood before; None for no drafts,
-            or those of LLM's `draft`.
+            or those of LLM's `draft`. With drafts a GPU waits for each step's tokens before the next one begins.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
             3, or LLM's `draft`, a function of a request and a limit that gives token ids.
         enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.

@@ -64,3 +64,19 @@ def test_who_waits_for_tokens(engine: Engines, name: str, waits: bool) -> None:
     output = llm.generate(STEM, ASKED[name], use_tqdm=False)[0].outputs[0]
     assert len(output.token_ids) > 8
     assert unknown[1:] == [0 if waits else 1] * (len(unknown) - 1)
+
+
+@pytest.mark.parametrize("params", [greedy(30, presence_penalty=1.0), greedy(30)], ids=["penalties", "plain"])
+def test_requests_decode_together(engine: Engines, params: SamplingParams) -> None:
+    """Although their prompts end in different steps."""
+    llm = engine(max_num_batched_tokens=128)
+    llm._stepper.steps_ahead = 1
+    launch, rows = llm.runner.launch, []
+
+    def launching(plan: StepPlan, *args: Any) -> Any:
+        rows.append(plan.num_decodes)
+        return launch(plan, *args)
+
+    llm.runner.launch = launching  # type: ignore[method-assign]
+    llm.generate([tokens_of(seed, 90) for seed in range(6)], params, use_tqdm=False)
+    assert rows.count(6) > 20 and len(rows) < 45

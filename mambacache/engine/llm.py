@@ -187,7 +187,7 @@ class LLM:
 
     @alone
     def step(self) -> list[RequestOutput]:
-        """Runs one step.
+        """Takes the tokens of one step; on a GPU the next one runs by then.
 
         Returns:
             The outputs that have grown or ended since they were last given, the same objects each time, brought up to
@@ -214,7 +214,8 @@ class LLM:
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Forgets all that is cached, as after a change of weights. Running requests finish on what they have read."""
+        """Forgets all that is cached, as after a change of weights, which must be made in place: CUDA graphs hold their
+        addresses. Running requests finish on what they have read."""
         self.cache.reset()
 
     @property

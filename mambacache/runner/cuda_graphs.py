@@ -42,7 +42,7 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Graphs for powers of two of rows, and for one token a row or, with drafts, as many as there may be.
+    """Graphs for powers of two of rows and, with drafts, of tokens a row, and for as many as there may be.
 
     Args:
         graphs: those that were captured, by their rows and width.
@@ -61,27 +61,30 @@ class DecodeGraphs:
         """Captures the model, the largest steps first, whose memory the others share. None if it cannot be: a layer of
         it waits for the device, or the memory does not suffice.
 
-        Every row is padding meanwhile: nothing of the pools is read or written.
+        Every row is padding meanwhile: nothing of the pools is read or written. At its beginning what waits for a
+        device raises, in other threads too.
         """
-        sizes = {1 << bits for bits in range(max_rows.bit_length())} | {max_rows}
-        shapes = sorted(((rows, width) for rows in sizes for width in {1, max_width}), reverse=True)
+        sizes, widths = ({1 << bits for bits in range(most.bit_length())} | {most} for most in (max_rows, max_width))
+        shapes = sorted(((rows, width) for rows in sizes for width in widths), reverse=True)
         layers = (states.layers, pages.layers if pages is not None else [])
         graphs: dict[tuple[int, int], DecodeGraph] = {}
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+        pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()  # of this device: torch's own one is of that of the first capture
         try:
             for rows, width in tqdm(shapes, desc="CUDA graphs", disable=None):
                 indices = StateIndices.from_arrays(_padding(rows, width, max_pages), states.buffer.device)
                 model.logits(indices, *layers)  # compiles, and makes what libraries make in their first call
-                with _waits_raise():  # here already: what breaks a capture off leaves more behind
-                    model.logits(indices, *layers)
+                if not graphs:
+                    with _waits_raise():  # before any capture: what breaks one off leaves more behind
+                        model.logits(indices, *layers)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     logits = model.logits(indices, *layers)
                 graphs[rows, width] = DecodeGraph(rows, width, graph, indices, logits)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            logger.warning("decode steps run without CUDA graphs, as this model cannot be captured: %s", reason)
-            torch.cuda.set_stream(stream)
+            logger.warning("decode steps run without CUDA graphs, as the model could not be captured: %s", reason)
+            torch.cuda.set_stream(before)
             return None
         return cls(graphs, max_pages)
 

@@ -135,15 +135,21 @@ class Scheduler:
         """The next step, or None if no request can run (none is there, or all wait for tokens that are not read)."""
         self._torn = self._torn or self._planned is not None  # an exception kept the last plan from its reader
         self._mend()
-        self._torn = True
-        self._steps = {}
-        self._budget = self._max_num_batched_tokens
+        if self._awaits_tokens():
+            return None
+        self._torn, self._steps, self._budget = True, {}, self._max_num_batched_tokens
         if not (self._suspects and self._schedule_alone()):
             self._schedule_all()
         plan = self.cache.plan(list(self._steps.values())) if self._steps else None
         self._rows.update({step.row: request for request, step in self._steps.items()})
         self._planned, self._torn = plan, False
         return plan
+
+    def _awaits_tokens(self) -> bool:
+        """Whether a running request needs unread tokens: for a fork, the last accepted draft, or a penalty. All wait
+        with it: were the others to go ahead, two halves of the batch would take turns from then on."""
+        needy = (r for r in self._running if self._drafts is not None or r.siblings or r.params.penalizes)
+        return any(not r.waiting and self.cache.progress(r.request_id).in_flight for r in needy)
 
     def _schedule_alone(self) -> bool:
         """After a failed step its requests run one to a step, so that only the one that fails alone ends."""
@@ -211,7 +217,7 @@ class Scheduler:
         if progress.computed < progress.prefill_end:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
-            num_tokens = int(self._may_decode(request, progress.in_flight))
+            num_tokens = int(progress.in_flight + len(request.output) < request.params.max_tokens)
             drafts = self._propose(request) if num_tokens and self._drafts is not None else ()
         if not num_tokens:
             return False
@@ -227,11 +233,6 @@ class Scheduler:
         self._budget -= step.num_tokens
         self._steps[request] = step
         return True
-
-    def _may_decode(self, request: Request, in_flight: int) -> bool:
-        if in_flight and (request.siblings or self._drafts is not None or request.params.penalizes):
-            return False  # what it needs is known when its tokens are: a fork, the last accepted draft, a penalty
-        return in_flight + len(request.output) < request.params.max_tokens
 
     def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:
         budget = min(self._budget, self._long_prefill or self._budget)
