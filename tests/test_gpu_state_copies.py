@@ -57,7 +57,10 @@ def traced(call: Callable[[], object], directory: Path) -> Trace:
 
 def is_product(kernel: str) -> bool:
     """Of a library that chooses a kernel for each matrix product by sizes and addresses."""
-    return any(part in kernel for part in ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK", "dot_kernel"))
+    return any(
+        part in kernel
+        for part in ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitK", "dot_kernel", "reduce_1Block")
+    )
 
 
 def state_sizes(llm: LLM) -> set[int]:

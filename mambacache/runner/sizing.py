@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 SHARES = {
     "cpu": (0.25, "a CPU's memory is shared with other programs"),
-    "cuda": (0.85, "the rest is for activations"),
+    "cuda": (0.85, "the rest is for activations and CUDA graphs"),
 }
 """Parts of what the weights leave free that the default budgets take together, and why not all of it."""
 
