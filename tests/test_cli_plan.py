@@ -76,7 +76,7 @@ def test_plan_for_a_device_that_is_not_here(
     taken = numbers(rows["cached states"])[1] + numbers(rows["running states"])[0] * numbers(rows["one state"])[0]
     taken += numbers(rows["KV blocks"])[0] * numbers(rows["one KV block"])[0]
     assert numbers(rows["states and KV"])[0] == taken < 0.85 * memory
-    assert rows["states and KV"].endswith("by default at most 85% of what is left: the rest is for activations and CUDA graphs")
+    assert rows["states and KV"].endswith("85% of what is left: the rest is for activations and CUDA graphs")
     assert main(["plan", str(config_only), "--device", "cuda"]) == 1
     assert "there is no CUDA device here" in capsys.readouterr().err
 
