@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 def pytest_configure() -> None:
     import torch
 
+    worker, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), torch.cuda.device_count()
+    if count > 1:  # said before CUDA is initialised: each worker's first device is another one
+        names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+        own = int(worker.removeprefix("gw")) % count
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[own:] + names[:own])
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which other packages do as well
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from gpu_cases import (
     BF16,
@@ -33,7 +34,6 @@ SLACK = 5e-7  # four units in the last place of fp32, which elementary functions
 HARD_SLACK = {"selective_scan": 150 * 2**-24}
 
 GRID = [case for op in MODELS for case in every_case(op)]
-HEAVY = [case for case in GRID if case.mix == "1 x 33000" or (case.mix, case.divisor) == ("batch 512", 1)]
 CHOSEN = [case for op in MODELS for case in pairwise_cases(every_case(op))]
 HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, make in FAMILIES[op].HARD.items()}
 WATCHED = {name: make for name, make in EVERY_HARD_CASE.items() if name.split("-")[0] in RULERS} | {
@@ -49,6 +49,13 @@ LARGE = {
 }  # inputs that may be of any magnitude
 
 
+def heavy_apart(cases: list[Case]) -> list[ParameterSet]:
+    """Three at a time of those whose references in float64 need most memory."""
+    heavy = [c for c in cases if c.mix == "1 x 33000" or (c.mix == "batch 512" and c.divisor <= 4)]
+    light = [pytest.param(c) for c in cases if c not in heavy]
+    return [pytest.param(c, marks=pytest.mark.xdist_group(f"memory {i % 3}")) for i, c in enumerate(heavy)] + light
+
+
 def check(batch: Batch, dtypes: Dtypes, slack: float = SLACK) -> None:
     """At most twice the error of the reference with operands rounded, three times in fp32."""
     factor = 3 if dtypes[0] == FP32 else 2
@@ -58,20 +65,14 @@ def check(batch: Batch, dtypes: Dtypes, slack: float = SLACK) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize("case", heavy_apart(CHOSEN), ids=str)
 def test_real_shapes(case: Case) -> None:
     check(Batch(case.make(), MIXES[case.mix], case.dtypes), case.dtypes)
 
 
 @pytest.mark.gpu_full
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize(
-    "case",
-    # Three at a time of those whose references in float64 need most memory.
-    [pytest.param(c, marks=pytest.mark.xdist_group(f"memory {i % 3}")) for i, c in enumerate(HEAVY)]
-    + [c for c in GRID if c not in HEAVY],
-    ids=str,
-)
+@pytest.mark.parametrize("case", heavy_apart(GRID), ids=str)
 def test_every_real_shape(case: Case) -> None:
     check(Batch(case.make(), MIXES[case.mix], case.dtypes, seed=1), case.dtypes)
 
