@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from simulators import POLICIES
 from simulators.parts import BLOCK, GIB, Budget, Shape
@@ -174,6 +175,16 @@ def gib_of(text: str) -> tuple[float, float, float]:
     return state, kv, host
 
 
+def blocks_of(run: Run, budget: Budget, shape: Shape) -> dict[str, Any]:
+    """The pools of `CacheConfig`: one memory where there is one budget."""
+    page = shape.kv_bytes * BLOCK
+    if run.budget == UNBOUNDED or gib_of(run.budget)[1]:
+        return {"num_state_blocks": budget.state // shape.state_bytes, "num_kv_blocks": budget.kv // page}
+    per_slab = -(-shape.state_bytes // page)
+    slabs = budget.total // (per_slab * page) - 1
+    return {"num_state_blocks": slabs, "num_kv_blocks": (slabs - run.running - 2) * per_slab, "slab": (1, per_slab)}
+
+
 def measure(run: Run) -> Row:
     """Raises ValueError if the trace is of no use, or the budget too small to run anything."""
     trace = list(requests(run.trace))[: run.requests]
@@ -193,7 +204,7 @@ def measure(run: Run) -> Row:
     page_bytes, host = shape.kv_bytes * BLOCK, split(host_gib * GIB, shape, KV_TOKENS_PER_HOST_STATE)
     cache = PrefixCache(
         CacheConfig(
-            budget.state // shape.state_bytes, budget.kv // page_bytes, accounting=run.losses, record_tokens=RECORD,
+            **blocks_of(run, budget, shape), accounting=run.losses, record_tokens=RECORD,
             num_host_states=host.state // shape.state_bytes, num_host_pages=host.kv // page_bytes,
             state_bytes=shape.state_bytes, page_bytes=page_bytes,
         )

@@ -99,6 +99,9 @@ class CacheConfig:
     Args:
         num_state_blocks: blocks of the state pool, ids 1 to this number; at least 2, with drafts max_draft_tokens + 3.
         num_kv_blocks: blocks of the KV pool; 0 where the host engine keeps the KV, or the model has none.
+        slab: states and KV pages that a slab of one memory holds, one of the two is 1; slab i then holds those with ids
+            from i times so many on, slab 0 the null blocks. States and pages share num_state_blocks / states slabs, of
+            which pages take num_kv_blocks / pages at most. None for two memories.
         block_size: tokens in a block, a multiple of 64: the unit of hashing, of KV pages and of checkpoint positions.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
         model_key: identifies model, weights, state dtype and whatever else makes states incomparable.
@@ -121,6 +124,7 @@ class CacheConfig:
 
     num_state_blocks: int
     num_kv_blocks: int = 0
+    slab: tuple[int, int] | None = None
     block_size: int = CHUNK
     max_draft_tokens: int = 0
     model_key: str = ""
@@ -142,6 +146,18 @@ class CacheConfig:
     def host_keeps_kv(self) -> bool:
         """Whether the model has KV, and its pages are not ours."""
         return self.has_attention and not self.num_kv_blocks
+
+    @property
+    def num_state_ids(self) -> int:
+        """One more than the largest id of a state, which is 0 for the null block."""
+        return self.num_state_blocks + (self.slab[0] if self.slab is not None else 1)
+
+    @property
+    def num_page_ids(self) -> int:
+        """One more than the largest id of a KV page, which is 0 for the null block."""
+        if self.slab is None:
+            return self.num_kv_blocks + 1
+        return self.num_state_ids // self.slab[0] * self.slab[1]
 
     def __post_init__(self) -> None:
         _require(
@@ -171,7 +187,25 @@ class CacheConfig:
         _require(
             self.max_seen_blocks >= 0 and self.record_tokens >= 0, "max_seen_blocks and record_tokens must be 0 or more"
         )
+        self._check_slab()
         self._check_host_tier()
+
+    def _check_slab(self) -> None:
+        if self.slab is None:
+            return
+        states, pages = self.slab
+        _require(
+            min(states, pages) == 1 and self.num_kv_blocks > 0,
+            f"slab is {self.slab} and num_kv_blocks {self.num_kv_blocks}: let a slab hold one state or one page, and "
+            "set num_kv_blocks, or slab to None",
+        )
+        _require(
+            self.num_state_blocks % states == 0
+            and self.num_kv_blocks % pages == 0
+            and self.num_kv_blocks // pages < self.num_state_blocks // states,
+            f"num_state_blocks is {self.num_state_blocks} and num_kv_blocks {self.num_kv_blocks}: fill whole slabs of "
+            f"{states} states and {pages} pages, and leave a slab to states",
+        )
 
     def _check_host_tier(self) -> None:
         names = ("num_host_states", "num_host_pages", "state_bytes", "page_bytes")

@@ -24,6 +24,11 @@ from symbolic_jobs import Job, Mix
 MAX_STEPS = 20_000
 
 
+def unheld(pool: BlockPool) -> list[int]:
+    """Blocks that are free, or that the pool has no memory for."""
+    return [b for b, count in enumerate(pool.references) if not count and pool.hashes[b] is None]
+
+
 class CheckedCache(PrefixCache):
     """Compares every admission with `CacheModel`, and every stored block with what it must hold."""
 
@@ -31,8 +36,8 @@ class CheckedCache(PrefixCache):
         super().__init__(config, files)
         self.model = CacheModel(config.block_size, config.strict_reuse, config.has_attention)
         self.runner = SymbolicRunner(
-            config.num_state_blocks,
-            config.num_kv_blocks,
+            config.num_state_ids - 1,
+            config.num_page_ids - 1,
             block_size=config.block_size,
             max_draft_tokens=config.max_draft_tokens,
             may_write_state=lambda block: self.states.hashes[block] is None and self.states.references[block] == 1,
@@ -203,9 +208,9 @@ class CheckedCache(PrefixCache):
         self._events_seen = self._books.ledger._num_events
         num_kv = self.kv.num_committed if self.kv is not None else 0
         self.model.check(self.states.num_committed, num_kv, self.kv_elsewhere())
-        self.runner.written[self.states._free] = False
+        self.runner.written[unheld(self.states)] = False
         if self.kv is not None:
-            self.runner.kv_written.reshape(-1, self.config.block_size)[self.kv._free] = False
+            self.runner.kv_written.reshape(-1, self.config.block_size)[unheld(self.kv)] = False
 
     def prefix_of(self, event: CacheEvent) -> Prefix:
         """The prefix that was stored: known tokens of a request that may store."""
@@ -229,7 +234,7 @@ class CheckedCache(PrefixCache):
         self.check()
         for pool in filter(None, (self.states, self.kv)):
             assert not any(pool.references)
-            assert pool.counts()["free"] + pool.counts()["evictable"] == pool.num_blocks
+            assert pool.counts()["writing"] == 0
             assert pool.counts()["evictable"] == pool.num_committed
 
     def _check_stored(self, kind: str, block_hash: bytes, tokens: bytes) -> bool:

@@ -63,6 +63,16 @@ def job_lists(draw: st.DrawFn, longest: int, count: int, options: bool, attentio
 
 
 @st.composite
+def shared_memory(draw: st.DrawFn, whole: int, least: int) -> dict[str, Any]:
+    """The fields of `CacheConfig` that make one memory, in which the longest request finds room, alone or with more."""
+    states, pages = draw(st.sampled_from([(1, 1), (1, 2), (1, 5), (1, 5), (3, 1), (1, 20)]))
+    reserve = -(-draw(st.sampled_from([least, least, least + 2])) // states)
+    slabs = -(-draw(st.sampled_from([whole, whole + 1, 2 * whole, 60])) // pages)
+    blocks = {"num_state_blocks": (reserve + slabs) * states, "num_kv_blocks": slabs * pages}
+    return {"slab": (states, pages), **blocks}
+
+
+@st.composite
 def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     size = draw(st.sampled_from([64, 64, 64, 128]))
     budget = draw(st.sampled_from([1, 7, 63, 64, 65, 100, 200, 200, 1000, 1000]))
@@ -82,6 +92,8 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
         "checkpoint_interval": draw(st.sampled_from([0, 0, 0, 1, 2])) * size,
         "strict_reuse": draw(st.integers(0, 3)) == 0,
     }
+    if attention and draw(st.booleans()):
+        cache |= draw(shared_memory(whole, least))
     mix = Mix(jobs, budget=budget, cache=cache)
     mix.max_num_seqs = draw(st.sampled_from([1, 2, 3, 8, 8]))
     mix.long_prefill = draw(st.sampled_from([0, 0, 0, 5, 64, 90]))

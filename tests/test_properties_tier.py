@@ -43,7 +43,7 @@ def tiered_mixes(draw: st.DrawFn, faults: bool = False) -> tuple[Mix, dict[str, 
     cache = mix.cache
     cache |= draw(tiers(bool(cache["num_kv_blocks"])))
     least = max(-(-(len(job.prompt) + job.max_tokens) // cache["block_size"]) for job in mix.jobs)
-    if cache["num_kv_blocks"]:
+    if cache["num_kv_blocks"] and "slab" not in cache:
         cache["num_kv_blocks"] = draw(st.sampled_from([least, least + 1, least + 4, 60]))
     chance = {
         "seed": draw(st.integers(0, 1 << 30)),

@@ -114,12 +114,13 @@ class Loads:
             slots.append(self._host["state"].share(self.held(chain[depth], self._host["state"])))
         else:
             kept[depth + 1] = states.share(self.held(chain[depth], states))
-        if pages.num_available < len(lacks) or states.num_available < 1 + lacks_state:
-            for lease in [*slots, *kept.values()]:
+        room = states.num_available > lacks_state
+        own = [Lease(states, block) for block in states.take(int(room and lacks_state))]  # which may come from pages
+        if not room or pages.num_available < len(lacks):
+            for lease in [*own, *slots, *kept.values()]:
                 lease.end()
             return None
-        fresh = [Lease(pages, page) for page in pages.take(len(lacks))]
-        fresh += [Lease(states, block) for block in states.take(int(lacks_state))]
+        fresh = [Lease(pages, page) for page in pages.take(len(lacks))] + own
         places = [*lacks, depth + 1] if lacks_state else lacks
         blocks = kept | dict(zip(places, fresh, strict=True))
         load = Load(request.request_id, chain, depth, [blocks[i] for i in sorted(blocks)])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from mambacache.cache.chains import Chains, Rank
-from mambacache.cache.pool import BlockPool, RemovedCallback
+from mambacache.cache.chains import Rank
+from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import ALWAYS_EXACT, Life
 from mambacache.plan import PageTables
 
@@ -14,10 +14,10 @@ from mambacache.plan import PageTables
 class Pages:
     """A pool of KV pages. Where it has none, the host keeps the KV, or nothing needs it: every call succeeds then."""
 
-    def __init__(self, block_size: int, num_pages: int, on_removed: RemovedCallback, chains: Chains) -> None:
+    def __init__(self, block_size: int, pool: BlockPool) -> None:
         self.block_size = block_size
-        self.pool = BlockPool(num_pages, on_removed, chains)
-        self.present = num_pages > 0
+        self.pool = pool
+        self.present = pool.num_blocks > 0
         self._lacking = 0  # pages that admitted prompts will still take
 
     def coverage(self, chain: Sequence[bytes], strict: bool) -> int:
@@ -76,7 +76,7 @@ class Pages:
         if self.pool.num_available < missing:
             return False
         lacked = self._lack(life)
-        life.pages.extend(self.pool.take(missing))
+        life.pages.extend(self.pool.take(missing, near=life.pages[-1] if life.pages else 0))
         self._lacking += self._lack(life) - lacked
         return True
 

@@ -150,6 +150,23 @@ class EvictionOrder:
         self._going = (*going, others, now, weights) if asked and going is not None else None
         return found
 
+    def cold(self, block: int, rank: Rank) -> float:
+        """How cold a block is: its time without use, divided by the odds."""
+        idle = self._idle[rank]
+        used = (idle if block in idle else self._back[rank])[block]
+        return (self._chains.now - used + self._chains.mean_gap) / self._chains.weights[rank]
+
+    def coldness(self) -> float:
+        """How cold the coldest block is that somebody asked for; minus infinity for none."""
+        now, gap, weights = self._chains.now, self._chains.mean_gap, self._chains.weights
+        heads = [
+            (now - next(iter(order[rank].values())) + gap) / weights[rank]
+            for order in (self._idle, self._back)
+            for rank in range(Rank.FIRST, len(Rank))
+            if order[rank]
+        ]
+        return max(heads, default=-inf)
+
     def limit(self, count: int) -> float:
         """How cold the first blocks to go are at least, about so many of them: their time without use, divided by the
         odds. Infinite for none."""

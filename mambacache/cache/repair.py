@@ -23,6 +23,8 @@ def check(books: Books) -> None:
     held = [lease.block for life in lives for lease in states.held(life, life.row)]
     books.pool.check([*held, *tier.held(books.pool)])
     books.pages.check(lives, running, tier.held(books.pages.pool))
+    if books.slabs is not None:
+        books.slabs.check()
     books.lookup.check(requests)
     tier.check(requests)
     for block_hash, (chain, depth) in zip(books.pool.hashes, states.prefix, strict=True):

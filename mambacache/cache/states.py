@@ -34,7 +34,7 @@ class States:
         self._ledger = ledger
         self._numbers = numbers  # of rows
         self.num_issued = self.unwritten = 0  # rows; checkpoint blocks of rows that are not issued yet
-        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * (pool.num_blocks + 1)  # chain and depth of a state
+        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth of a state
 
     # --- a life begins ---
 

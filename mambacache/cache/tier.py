@@ -66,8 +66,7 @@ class Tier:
         self._unflushed: list[int] | None = None  # of `flush`, states that were not looked at
         self._lacked: dict[int, int] = {}  # how much of the one that was looked at last was in no file
         self._writable = True  # as far as the last transfer to files has told
-        least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
-        self._ahead = {each: max(each.num_blocks // AHEAD, few) for each, few in least.items()}
+        self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
         self._seen = (-1, 0)  # when there was a look at what to copy: nothing else makes a block due
         for transfer in under_way:
@@ -148,8 +147,9 @@ class Tier:
         states, pages = self._slots
         most = self._config.max_checkpoints
         budget = states.num_free if most is None else most - states.num_committed - self._device.unwritten
+        ahead = [max(each.num_owned // AHEAD, few) for each, few in self._least.items()]
         room = min(states.num_free, budget)
-        return states.idle.limit(self._ahead[states] - room), pages.idle.limit(self._ahead[pages] - pages.num_free)
+        return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
 
     def _restore(self, state: int) -> bool:
         """Whether the host has a state, as exact as the device's; it is kept there from now on."""
