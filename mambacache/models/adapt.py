@@ -1,4 +1,4 @@
-"""Models of transformers with our mixers, attention and norms in place of theirs."""
+"""Models of transformers with our mixers, attention, norms and experts in place of theirs."""
 
 from __future__ import annotations
 
