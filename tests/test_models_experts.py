@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import NemotronHConfig, Qwen3NextConfig
+from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
@@ -17,7 +18,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
 from kernel_cases import assert_bitwise, random
 from mambacache.kernels import combine_experts
 from mambacache.models import experts
-from mambacache.models.adapt import load_model
+from mambacache.models.adapt import load_model, model_skeleton
 from runner_driver import Driver, Row
 from tiny_models import VOCABULARY
 
@@ -140,8 +141,11 @@ def test_logits_of_models(
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_quantised_experts_keep_their_own_interface(tiny_model: Callable[[str], Path]) -> None:
-    config = load_model(tiny_model("qwen3_next_moe")).config
-    assert config._experts_implementation == experts.EXPERTS == experts.experts_implementation(config)
-    config.quantization_config = {"quant_method": "fp8"}
-    assert experts.experts_implementation(config) is None
+def test_models_take_ours(tiny_model: Callable[[str], Path]) -> None:
+    for load in (load_model, model_skeleton):
+        assert load(tiny_model("qwen3_next_moe")).config._experts_implementation == experts.EXPERTS
+
+
+def test_quantised_experts_are_those_that_transformers_chooses() -> None:
+    known = ALL_FP8_EXPERTS_FUNCTIONS
+    assert known.get_interface(experts.EXPERTS, None) is known.get_interface("grouped_mm", None) is not None

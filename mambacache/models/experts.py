@@ -8,21 +8,17 @@ import torch
 from torch import nn
 from torch.nn.functional import grouped_mm, silu
 from transformers.activations import SiLUActivation
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate, grouped_mm_experts_forward
 
 from mambacache.kernels import combine_experts, group_by_expert, silu_and_mul
 
 EXPERTS = "mambacache"
-"""The name under which `forward` is registered in transformers' interface of experts."""
+"""The name under which `forward` is registered in transformers' interface of experts. In that of FP8 weights it stands
+for what transformers would choose."""
 
 OTHER_LAYOUTS = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 """What a module of experts may have and ours knows not. Releases of transformers lack some."""
-
-
-def experts_implementation(config: Any) -> str | None:
-    """What transformers is to take for a model's experts: where weights are quantised, these are modules of its own,
-    with an interface of their own, and it chooses."""
-    return EXPERTS if getattr(config, "quantization_config", None) is None else None
 
 
 def forward(
@@ -67,3 +63,4 @@ def _is_silu(activation: Any) -> bool:
 
 
 ExpertsInterface.register(EXPERTS, forward)
+FP8ExpertsInterface.register(EXPERTS, fp8_grouped_mm_experts_forward)
