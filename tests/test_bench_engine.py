@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mambacache import LLM
+from mambacache.engine.stepper import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,8 +59,8 @@ def test_how_long_a_device_idles(tiny_model: Callable[[str], Path], monkeypatch:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, max_model_len=256) as llm:
         brief = bench_engine.idle_share(llm)
-        step = llm._stepper.step
-        monkeypatch.setattr(llm._stepper, "step", lambda: (time.sleep(0.1), step())[1])
+        step = Stepper.step
+        monkeypatch.setattr(Stepper, "step", lambda self: (time.sleep(0.1), step(self))[1])
         assert brief < 0.5 < bench_engine.idle_share(llm) < 1
 
 
