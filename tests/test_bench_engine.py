@@ -59,8 +59,8 @@ def test_how_long_a_device_idles(tiny_model: Callable[[str], Path], monkeypatch:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     with LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, max_model_len=256) as llm:
         brief = bench_engine.idle_share(llm)
-        step = Stepper.step
-        monkeypatch.setattr(Stepper, "step", lambda self: (time.sleep(0.1), step(self))[1])
+        advance = Stepper.advance
+        monkeypatch.setattr(Stepper, "advance", lambda self: (time.sleep(0.1), advance(self)))
         assert brief < 0.5 < bench_engine.idle_share(llm) < 1
 
 
