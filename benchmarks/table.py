@@ -2,7 +2,8 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Of bench_kernels.py, bench_engine.py, kl_hits.py or replay_trace.py, or what the plugin's GPU tests leave (vllm-accuracy-h200.json).
+Of bench_kernels.py, bench_engine.py, kl_hits.py or replay_trace.py, or what the plugin's GPU tests leave
+(vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
