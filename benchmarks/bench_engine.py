@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm_host_time import host_time
 
 REQUESTS = 64
 HOST_MS = f"host time of a decode step of {REQUESTS} rows that is the plugin's, ms"
+IDLE = f"share of a decode step of {REQUESTS} rows in which the device waits for the host"
 ENGINES = ("ours", "plugin", "vllm", "vllm, FlashInfer")
 VOCABULARY, DECODED = 250, 128
 LIMITS = {
@@ -105,6 +107,33 @@ def host_ms(llm: Any) -> float:
     return 1e3 * statistics.median(middle)
 
 
+def idle_share(llm: Any) -> float:
+    """Of the device's time in decode steps of all rows of ours, the share in which it waits for the host: from the end
+    of a step to the beginning of the next, by events on its stream."""
+    import torch
+
+    from mambacache import SamplingParams
+
+    launch, marks = llm.runner.launch, []
+
+    def marked(*args: Any) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        launched = launch(*args)
+        end.record()
+        marks.append((begin, end))
+        return launched
+
+    llm.runner.launch = marked
+    prompts = [{"prompt_token_ids": [request, *range(100)]} for request in range(REQUESTS)]
+    llm.generate(prompts, SamplingParams(max_tokens=2 * DECODED, temperature=0, ignore_eos=True), use_tqdm=False)
+    llm.runner.launch = launch
+    torch.cuda.synchronize()
+    middle = marks[DECODED // 2 : -DECODED // 2]
+    idle = sum(end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(middle))
+    return idle / middle[0][0].elapsed_time(middle[-1][1])
+
+
 def rows_of(llm: Any, params_of: Callable[[int], Any], engine: str) -> dict[str, Any]:
     rows = []
     for row in workloads(llm, params_of, engine):
@@ -146,23 +175,28 @@ def measure_ours(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
         random_weights(arguments.model) as checkpoint,
         LLM(checkpoint, dtype="bfloat16", state_dtype="float32", seed=0, **LIMITS) as llm,
     ):
-        return rows_of(llm, lambda count: SamplingParams(max_tokens=count, temperature=0, ignore_eos=True), engine)
+        result = rows_of(llm, lambda count: SamplingParams(max_tokens=count, temperature=0, ignore_eos=True), engine)
+        if llm.runner.states.buffer.is_cuda:
+            result["idle_share"] = idle_share(llm)
+            print(f"{engine:18}{IDLE}: {result['idle_share']:.3f}")
+        return result
 
 
-def compare(arguments: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], list[float]]]:
+def compare(arguments: argparse.Namespace) -> Iterator[tuple[list[dict[str, Any]], dict[str, list[float]]]]:
     """Every engine in a process of its own, which another follows in each round. After each of them: the rows so far,
-    and the plugin's host times."""
+    and what else was measured, by round: the plugin's host times, and how long our device idles."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    host: list[float] = []
+    beside: dict[str, list[float]] = {}
     for turn in range(arguments.rounds):
         for engine in arguments.engines[:: -1 if turn % 2 else 1]:
             result = run_apart(arguments, engine)
-            host += [result["host_ms"]] if "host_ms" in result else []
+            for key, name in (("host_ms", "host_ms_of_a_decode_step"), ("idle_share", "idle_share_of_a_decode_step")):
+                beside.setdefault(name, []).extend([result[key]] if key in result else [])
             for row in result["rows"]:
                 of_all = rows.setdefault((row["workload"], engine), row | {"times": []})
                 of_all["times"] += row["times"]
                 of_all |= {"seconds": statistics.median(of_all["times"]), "best": min(of_all["times"])}
-            yield list(rows.values()), host
+            yield list(rows.values()), {name: values for name, values in beside.items() if values}
 
 
 def run_apart(arguments: argparse.Namespace, engine: str) -> dict[str, Any]:
@@ -198,8 +232,8 @@ def main() -> None:
         return
     figures = about("torch", "triton", "transformers", *([] if arguments.engines == ["ours"] else ["vllm"]))
     figures |= {"mode": arguments.mode, "in_process": arguments.in_process, "rounds": arguments.rounds}
-    for rows, host in compare(arguments):
-        figures |= {"host_ms_of_a_decode_step": host} if host else {}
+    for rows, beside in compare(arguments):
+        figures |= beside
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(figures | {"rows": rows}, indent=1) + "\n")
     for workload in dict.fromkeys(row["workload"] for row in rows):

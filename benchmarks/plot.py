@@ -61,7 +61,7 @@ def kernels(result: dict[str, Any]) -> Figure:
             axes.set_xlim(0, 125)
             axes.set_title(f"{op}, {kind}", fontsize=9, loc="left")
     figure.supxlabel(f"% of what memory bandwidth, tensor cores and exponentials of one {result['gpu']} allow", size=9)
-    legend(figure, f"vLLM {result['versions']['vllm']}")
+    legend(figure, f"the fastest of vLLM {result['versions']['vllm']}'s kernels and FlashInfer's")
     return figure
 
 

@@ -4,14 +4,17 @@ They know nothing of the rest of mambacache: an engine of one's own calls them w
 """
 
 from .api import (
+    combine_experts,
     conv1d,
     copy_blocks,
     gated_delta_rule,
     gated_rms_norm,
+    group_by_expert,
     kda,
     paged_attention,
     rms_norm,
     selective_scan,
+    silu_and_mul,
     ssd,
 )
 from .indices import DecodeBuffers, StateIndices, pack_arrays
@@ -22,15 +25,18 @@ __all__ = [
     "StateIndices",
     "StatePool",
     "StateTensor",
+    "combine_experts",
     "conv1d",
     "copy_blocks",
     "gated_delta_rule",
     "gated_rms_norm",
+    "group_by_expert",
     "kda",
     "pack_arrays",
     "paged_attention",
     "rms_norm",
     "selective_scan",
+    "silu_and_mul",
     "ssd",
     "state_bytes",
 ]

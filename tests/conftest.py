@@ -64,6 +64,19 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             done.touch()
 
 
+@pytest.fixture(params=["reference", "interpreted"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sends the ops to those in plain torch, or to the GPU's kernels in Triton's interpreter."""
+    import torch
+
+    from mambacache.kernels import api, gpu, reference
+
+    if request.param == "interpreted" and torch.cuda.is_available():
+        pytest.skip("the GPU itself runs them")
+    monkeypatch.setattr(api, "backend", lambda x: reference if request.param == "reference" else gpu)
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The directory of a tiny model by its name, made once."""

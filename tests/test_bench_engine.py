@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+from mambacache import LLM
+from mambacache.engine.stepper import Stepper
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,6 +36,34 @@ def test_our_engine(tiny_model: Callable[[str], Path], monkeypatch: pytest.Monke
     assert all(min(row["times"]) > 0 for row in rows)
 
 
+class Clock:
+    """For an event on a stream that is never behind: the time at which it was recorded, in ms."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = 1e3 * time.perf_counter()
+
+    def elapsed_time(self, other: Clock) -> float:
+        return other.at - self.at
+
+
+def test_how_long_a_device_idles(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import bench_engine
+
+    for name, value in {"REQUESTS": 2, "DECODED": 8}.items():
+        monkeypatch.setattr(bench_engine, name, value)
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, max_model_len=256) as llm:
+        brief = bench_engine.idle_share(llm)
+        advance = Stepper.advance
+        monkeypatch.setattr(Stepper, "advance", lambda self: (time.sleep(0.1), advance(self)))
+        assert brief < 0.5 < bench_engine.idle_share(llm) < 1
+
+
 def test_rounds_take_turns_and_the_median_is_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import bench_engine
@@ -45,11 +78,11 @@ def test_rounds_take_turns_and_the_median_is_of_all(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench_engine, "run_apart", run_apart)
     engines = ["ours", "plugin", "vllm"]
     counts = []
-    for rows, host in bench_engine.compare(argparse.Namespace(rounds=2, engines=engines)):
-        counts.append((len(rows), len(host)))
+    for rows, beside in bench_engine.compare(argparse.Namespace(rounds=2, engines=engines)):
+        counts.append((len(rows), len(beside.get("host_ms_of_a_decode_step", []))))
     assert asked == [*engines, *reversed(engines)]
     assert counts == [(1, 0), (2, 1), (3, 1), (3, 1), (3, 2), (3, 2)]
-    assert host == [2, 5]
+    assert beside == {"host_ms_of_a_decode_step": [2, 5]}
     assert [row["engine"] for row in rows] == engines
     assert rows[0]["times"] == [1, 10, 6, 10] and rows[0]["seconds"] == 8 and rows[0]["best"] == 1
 

@@ -107,7 +107,8 @@ def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -
 
     figures, page = json.loads((RESULTS / "kernels-h200.json").read_text()), PAGES["docs/performance.md"]
     assert table(figures) in page and host_table(figures) in page
-    assert f"commit {figures['commit'][:7]}" in page
+    commits = [figures["commit"], *figures["commits"].values()]
+    assert all(f"commit {commit[:7]}" in page for commit in commits)
     compared = [row for row in figures["rows"] if row.get("peer_error")]
     assert compared and all(row["ours_error"] <= 1.2 * row["peer_error"] for row in compared)
 
@@ -121,14 +122,18 @@ def test_times_of_attention_are_those_of_the_benchmark(monkeypatch: pytest.Monke
     assert all(row["ours_error"] <= 1.2 * row["peer_error"] for row in figures["rows"] if row.get("peer_error"))
 
 
-def test_times_of_the_engine_are_those_of_the_benchmark() -> None:
+def test_times_of_the_engine_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from table import engine_table, kl_table
+
     figures, page = json.loads((RESULTS / "engine-h200.json").read_text()), PAGES["docs/performance.md"]
-    seconds = {row["workload"]: row["seconds"] for row in figures["rows"]}
-    assert f"commit {figures['commit'][:7]}" in page
-    assert f"4,160 tokens {seconds['cold, 64 x 4160']:.2f} s" in page
-    assert f"hit {seconds['64 x (4096 shared + 64)']:.3f} s" in page
-    assert f"64 prompts {seconds['decode 64 x 128 after 512']:.2f} s" in page
-    assert f"of one {seconds['decode 1 x 128 after 512']:.2f} s" in page
+    assert engine_table(figures) in page and f"commit {figures['commit'][:7]}" in page
+    [idle] = figures["idle_share_of_a_decode_step"]
+    assert f"the device waited for the host {idle:.1%} of the time" in page
+    seconds = {(row["workload"], row["engine"]): f"{row['seconds']:.2f}" for row in figures["rows"]}
+    for workload in ("64 x (4001 shared + 512)", "decode 64 x 128 after 512"):
+        assert f"{seconds[workload, 'ours']} s against {seconds[workload, 'vllm']}" in " ".join(README.split())
+    assert kl_table(json.loads((RESULTS / "kl-hits-h200.json").read_text())) in page
 
 
 def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,10 +171,16 @@ def test_ctrl_c_in_between(
         original("qwen3_next").check_all([prompt], outputs)
     assert interrupts >= 3 and llm.stats.disk_hit_tokens > 0
 
+    ended = tier.ended
+
     def closed_in_the_midst() -> None:
+        monkeypatch.setattr(tier, "ended", ended)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tier, "wait", closed_in_the_midst)
+    monkeypatch.setattr(  # no file is written before it was waited for
+        tier, "ended", lambda: {transfer: failed for transfer, failed in ended().items() if not transfer.files}
+    )
     ask(llm, [tokens_of(99, 200)], greedy(2))
     with pytest.raises(KeyboardInterrupt):
         llm.close()

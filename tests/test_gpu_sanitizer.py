@@ -24,6 +24,15 @@ for width in (160, 35000):
     x = norm_input("split", 7, width, torch.bfloat16, "cuda")
     check_against_the_reference(x, norm_weight(width, torch.bfloat16, "cuda"), True)
 """
+EXPERTS = """
+import torch
+from test_gpu_experts import check_grouping
+from test_kernels_experts import check_combine, check_silu_and_mul
+for tokens in (7, 600):
+    check_grouping(tokens, 8, 60)
+check_silu_and_mul(63, 24, 3, torch.bfloat16, "cuda")
+check_combine((65, 8), 100, 3, (torch.bfloat16, torch.bfloat16), "cuda")
+"""
 NORM = """
 import torch
 from gpu_cases import norm_errors
@@ -34,6 +43,7 @@ from test_gpu_paged_attention import SHAPES, batch_of
 batch_of(SHAPES["grouped"], contexts=(0, 65, 1000)).run()
 """
 CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
+    "experts": EXPERTS,
     "gated_rms_norm": NORM,
     "rms_norm": PLAIN_NORM,
     "paged_attention": ATTENTION,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ pytestmark = pytest.mark.gpu
 SHARED = tokens_of(1, 200)
 PROMPTS = [[*SHARED, *tokens_of(seed, 90)] for seed in (2, 2, 3, 4)]
 ANSWER = greedy(40)  # crosses a boundary
-# Steps of one chunk or one token: those that a hit leaves have the shapes of others, and so the same matrix products.
-OPTIONS = {"max_num_batched_tokens": 64}
+OPTIONS = {"max_num_batched_tokens": 64}  # steps of one chunk or one token: those that a hit leaves are like others
+# Which of these a product takes goes by more than its shape; none of them copies anything.
+PRODUCTS = re.compile("gemm|gemv|cutlass|nvjet|splitK|dot_kernel|reduce_1Block")
+# What a graph copies, which is the same in every replay, the driver copies with this kernel or without one.
+OF_GRAPHS = "memcpy32_post"
 
 
 @pytest.fixture
@@ -47,6 +51,9 @@ def traced(call: Callable[[], object], directory: Path) -> Trace:
     recorded.export_chrome_trace(str(directory / "trace.json"))
     events = json.loads((directory / "trace.json").read_text())["traceEvents"]
     kernels = Counter(event["name"] for event in events if event.get("cat") == "kernel")
+    kernels.pop(OF_GRAPHS, None)
+    products = [name for name in kernels if PRODUCTS.search(name)]
+    kernels["products"] = sum(kernels.pop(name) for name in products)
     copies = [event for event in events if event.get("cat") == "gpu_memcpy"]
     return Trace(
         kernels,
@@ -82,7 +89,8 @@ def test_no_copy_in_more_than_a_hundred_steps(engines: Engines, model: str, tmp_
         traces.append(trace)
     engines.check()
     on, off = traces
-    assert on.kernels and not on.kernels.keys() ^ off.kernels.keys()
+    different = sorted(on.kernels.keys() ^ off.kernels.keys())
+    assert len(on.kernels) > 1 and not different, "\n".join(different)
     assert on.kernels <= off.kernels and on.copies <= off.copies
 
 

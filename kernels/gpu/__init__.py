@@ -6,6 +6,7 @@ loads.
 
 from .conv1d import conv1d
 from .copy_blocks import copy_blocks
+from .experts import combine_experts, group_by_expert, silu_and_mul
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
@@ -15,13 +16,16 @@ from .selective_scan import selective_scan
 from .ssd import ssd
 
 __all__ = [
+    "combine_experts",
     "conv1d",
     "copy_blocks",
     "gated_delta_rule",
     "gated_rms_norm",
+    "group_by_expert",
     "kda",
     "paged_attention",
     "rms_norm",
     "selective_scan",
+    "silu_and_mul",
     "ssd",
 ]

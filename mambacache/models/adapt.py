@@ -1,4 +1,4 @@
-"""Models of transformers with our mixers, attention and norms in place of theirs."""
+"""Models of transformers with our mixers, attention, norms and experts in place of theirs."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from transformers import (
 from mambacache.kernels import StateIndices, StateTensor
 from mambacache.models import gated_delta_net, mamba1, mamba2
 from mambacache.models.attention import ATTENTION, kv_layer
+from mambacache.models.experts import EXPERTS
 from mambacache.models.kimi_delta_attention import KimiDeltaAttention
 from mambacache.models.layer import ForwardContext, KVLayer, Mixer, forward_context
 from mambacache.models.norm import NORMS
@@ -162,6 +163,7 @@ def load_model(
             revision=revision,
             dtype=_resolve_dtype(dtype, config, device),
             attn_implementation=ATTENTION,
+            experts_implementation=EXPERTS,
             use_safetensors=True,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -189,7 +191,12 @@ def model_skeleton(
     resolved = _resolve_dtype(dtype, config, device)
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, dtype=resolved, attn_implementation=ATTENTION)
+            module = AutoModelForCausalLM.from_config(
+                config,
+                dtype=resolved,
+                attn_implementation=ATTENTION,
+                experts_implementation=EXPERTS,
+            )
     except Exception as error:  # as above: heads that do not divide the width, layers of no such type
         raise _unusable(model, error) from error
     return adapt(module)
@@ -198,7 +205,8 @@ def model_skeleton(
 def adapt(module: PreTrainedModel) -> Model:
     """Puts our layers in place of those of a model of a supported type, and takes over their parameters.
 
-    The model must have been built with `attn_implementation=ATTENTION`.
+    The model must have been built with `attn_implementation=ATTENTION`, and is quicker with
+    `experts_implementation=EXPERTS`.
 
     Raises:
         ValueError: it has no recurrent layer, or one of an activation that our layers do not know.

@@ -1,0 +1,252 @@
+"""What a mixture of experts does around its products: grouping, gate and sum in few launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from .launch import NO_POINTERS, Launcher
+from .layout import cdiv, check_dense, power_of_2, stride_alignment
+from .prefetch import INTERPRETED
+
+RANKED_SLOTS = 4096  # as many are compared all with all; beyond that it is quicker to count by blocks
+RANK_BLOCK, RANK_TILE = 16, 512
+COUNT_BLOCK, COUNT_TILE = 256, 32
+TILE_WIDTH = 1024  # elements of a row that one program handles, 8 to a thread
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _rank_kernel(
+    experts,
+    tokens,
+    places,
+    offsets,
+    slots,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Every slot, and then the end of every expert, counts the slots before it. In order of expert and slot these
+    have the keys expert * slots + slot."""
+    query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_slot = query < slots
+    expert = tl.load(experts + query, mask=is_slot, other=0).to(tl.int32)
+    key = tl.where(is_slot, expert * slots + query, (query - slots + 1) * slots)
+    place = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, slots, TILE):
+        other = first + tl.arange(0, TILE)
+        other_expert = tl.load(experts + other, mask=other < slots, other=EXPERTS).to(tl.int32)
+        before = (other_expert * slots + other)[None, :] < key[:, None]
+        place += tl.sum(before.to(tl.int32), axis=1)
+    tl.store(places + query, place, mask=is_slot)
+    tl.store(tokens + place, query // CHOICES, mask=is_slot)
+    tl.store(offsets + query - slots, place, mask=(query >= slots) & (query < slots + EXPERTS))
+
+
+@triton.jit(do_not_specialize=["slots", "blocks"])
+def _count_kernel(
+    experts,
+    counts,
+    slots,
+    blocks,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """counts[expert, block]: how many slots of a block chose an expert."""
+    block = tl.program_id(0)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    chosen = tl.load(experts + slot, mask=slot < slots, other=EXPERTS).to(tl.int32)
+    for first in range(0, EXPERTS, TILE):
+        expert = first + tl.arange(0, TILE)
+        count = tl.sum((chosen[None, :] == expert[:, None]).to(tl.int32), axis=1)
+        tl.store(counts + expert * blocks + block, count, mask=expert < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["slots", "blocks"])
+def _place_kernel(
+    experts,
+    ends,
+    tokens,
+    places,
+    offsets,
+    slots,
+    blocks,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A slot comes behind those of its expert in earlier blocks, where `ends`, the running sum of `counts`, says that
+    these end, and behind those before it in its own block."""
+    block, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    slot = block * BLOCK + lane
+    is_slot = slot < slots
+    chosen = tl.load(experts + slot, mask=is_slot, other=EXPERTS).to(tl.int32)
+    before = (chosen[None, :] == chosen[:, None]) & (lane[None, :] < lane[:, None])
+    last = chosen * blocks + block - 1
+    place = tl.load(ends + last, mask=is_slot & (last >= 0), other=0) + tl.sum(before.to(tl.int32), axis=1)
+    tl.store(places + slot, place, mask=is_slot)
+    tl.store(tokens + place, slot // CHOICES, mask=is_slot)
+    tl.store(offsets + slot, tl.load(ends + slot * blocks + blocks - 1, mask=slot < EXPERTS), mask=slot < EXPERTS)
+
+
+_launch_rank, _launch_count, _launch_place = map(Launcher, (_rank_kernel, _count_kernel, _place_kernel))
+
+
+def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `mambacache.kernels.group_by_expert`. One launch, or four."""
+    experts = experts.contiguous()
+    slots, choices = experts.numel(), experts.shape[1]
+    tokens = torch.empty(slots, dtype=torch.int32, device=experts.device)
+    places = torch.empty_like(experts, dtype=torch.int32)
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+    if slots <= RANKED_SLOTS:
+        _launch_rank(
+            cdiv(slots + num_experts, RANK_BLOCK),
+            (experts, tokens, places, offsets),
+            NO_POINTERS,
+            (slots,),
+            {"EXPERTS": num_experts, "CHOICES": choices, "BLOCK": RANK_BLOCK, "TILE": RANK_TILE},
+            num_warps=4,
+        )
+        return tokens, places, offsets
+    blocks = cdiv(slots, COUNT_BLOCK)
+    counts = torch.empty(num_experts * blocks, dtype=torch.int32, device=experts.device)
+    _launch_count(
+        blocks,
+        (experts, counts),
+        NO_POINTERS,
+        (slots, blocks),
+        {"EXPERTS": num_experts, "BLOCK": COUNT_BLOCK, "TILE": COUNT_TILE},
+        num_warps=4,
+    )
+    ends = counts.cumsum(0, dtype=torch.int32)
+    _launch_place(
+        max(blocks, cdiv(num_experts, COUNT_BLOCK)),
+        (experts, ends, tokens, places, offsets),
+        NO_POINTERS,
+        (slots, blocks),
+        {"EXPERTS": num_experts, "CHOICES": choices, "BLOCK": COUNT_BLOCK},
+        num_warps=8,
+    )
+    return tokens, places, offsets
+
+
+@triton.jit
+def _silu(x):
+    """As torch computes it, bit for bit: with quotient and exponential of full precision."""
+    power = tl.exp(-x) if INTERPRETED else libdevice.exp(-x)  # Triton's interpreter knows no libdevice
+    return tl.div_rn(x, 1 + power)
+
+
+@triton.jit
+def _tile(rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Rows and channels of this program's tile, and which of them there are."""
+    TILES: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
+    row = tl.program_id(0) // TILES * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    channel = (tl.program_id(0) % TILES * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH))[None, :]
+    return row, channel, (row < rows)[:, None] & (channel < WIDTH)
+
+
+@triton.jit(do_not_specialize=["rows", "row_stride"])
+def _silu_and_mul_kernel(
+    x,
+    out,
+    rows,
+    row_stride,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    X: tl.constexpr = x.dtype.element_ty
+    row, channel, mask = _tile(rows, WIDTH, BLOCK_ROWS, BLOCK_WIDTH)
+    row = row.to(tl.int64)[:, None]
+    # Strides come in units of what they are multiples of, so that the compiler knows it.
+    x += row * row_stride * UNIT + channel
+    gate = tl.load(x, mask=mask, other=0).to(tl.float32)
+    up = tl.load(x + WIDTH, mask=mask, other=0).to(tl.float32)
+    tl.store(out + row * WIDTH + channel, (_silu(gate).to(X).to(tl.float32) * up).to(X), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "row_stride"])
+def _combine_kernel(
+    rows,
+    weights,
+    places,
+    out,
+    tokens,
+    row_stride,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    X: tl.constexpr = rows.dtype.element_ty
+    token, channel, mask = _tile(tokens, WIDTH, BLOCK_TOKENS, BLOCK_WIDTH)
+    inside = token < tokens
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_WIDTH], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        slot = token.to(tl.int64) * CHOICES + choice
+        place = tl.load(places + slot, mask=inside, other=0).to(tl.int64)
+        weight = tl.load(weights + slot, mask=inside, other=0)
+        row = rows + (place * row_stride * UNIT)[:, None] + channel
+        product = tl.load(row, mask=mask, other=0).to(tl.float32) * weight.to(tl.float32)[:, None]
+        if X == weight.dtype:  # else their common dtype is fp32
+            product = product.to(X).to(tl.float32)
+        total += product
+    tl.store(out + token.to(tl.int64)[:, None] * WIDTH + channel, total.to(X), mask=mask)
+
+
+_launch_silu_and_mul, _launch_combine = Launcher(_silu_and_mul_kernel), Launcher(_combine_kernel)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """See `mambacache.kernels.silu_and_mul`. One launch."""
+    check_dense(x=x)
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
+    unit, block_width = stride_alignment(x), min(power_of_2(width), TILE_WIDTH // 2)
+    block_rows = TILE_WIDTH // block_width
+    if rows:
+        _launch_silu_and_mul(
+            cdiv(rows, block_rows) * cdiv(width, block_width),
+            (x, out),
+            NO_POINTERS,
+            (rows, x.stride(0) // unit),
+            {"WIDTH": width, "UNIT": unit, "BLOCK_ROWS": block_rows, "BLOCK_WIDTH": block_width},
+            num_warps=4,
+        )
+    return out
+
+
+def combine_experts(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+    """See `mambacache.kernels.combine_experts`. One launch."""
+    check_dense(rows=rows)
+    weights, places = weights.contiguous(), places.contiguous()
+    (tokens, choices), width = places.shape, rows.shape[1]
+    out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+    unit, block_width = stride_alignment(rows), min(power_of_2(width), TILE_WIDTH)
+    block_tokens = TILE_WIDTH // block_width
+    if tokens:
+        _launch_combine(
+            cdiv(tokens, block_tokens) * cdiv(width, block_width),
+            (rows, weights, places, out),
+            NO_POINTERS,
+            (tokens, rows.stride(0) // unit),
+            {
+                "WIDTH": width,
+                "UNIT": unit,
+                "CHOICES": choices,
+                "BLOCK_TOKENS": block_tokens,
+                "BLOCK_WIDTH": block_width,
+            },
+            num_warps=4,
+            enable_fp_fusion=False,  # in fp32, too, a product is rounded before it is added
+        )
+    return out

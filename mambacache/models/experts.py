@@ -1,0 +1,66 @@
+"""Mixtures of experts of transformers' models, in few launches around their products by expert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import grouped_mm, silu
+from transformers.activations import SiLUActivation
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, _default_apply_gate, grouped_mm_experts_forward
+
+from mambacache.kernels import combine_experts, group_by_expert, silu_and_mul
+
+EXPERTS = "mambacache"
+"""The name under which `forward` is registered in transformers' interface of experts. In that of FP8 weights it stands
+for what transformers would choose."""
+
+OTHER_LAYOUTS = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+"""What a module of experts may have and ours knows not. Releases of transformers lack some."""
+
+
+def forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The weighted sum of what each token's experts make of it, as transformers' `grouped_mm_experts_forward` gives it.
+
+    Values are rounded where they are there, so that 16-bit results are the same to the last bit, but for sums of more
+    than four terms, which are added in another order.
+
+    Args:
+        hidden_states: [F, dim].
+        top_k_index: int64 [F, k], the experts of each token; top_k_weights: [F, k].
+
+    Returns:
+        [F, dim].
+    """
+    if not is_served(module, hidden_states):
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    tokens, places, offsets = group_by_expert(top_k_index, module.num_experts)
+    weight = module.gate_up_proj if module.has_gate else module.up_proj
+    rows = grouped_mm(hidden_states.index_select(0, tokens), weight.transpose(1, 2), offs=offsets)
+    if not module.has_gate:
+        rows = module.act_fn(rows)
+    elif _is_silu(module.act_fn) and type(module)._apply_gate is _default_apply_gate:
+        rows = silu_and_mul(rows)
+    else:
+        rows = module._apply_gate(rows)
+    rows = grouped_mm(rows, module.down_proj.transpose(1, 2), offs=offsets)
+    return combine_experts(rows, top_k_weights, places)
+
+
+def is_served(module: Any, hidden_states: torch.Tensor) -> bool:
+    """Whether ours serves a call: on a GPU, for plain weights in the dtype of activations. (On a CPU launches cost
+    little, and what transformers does is done by several threads.)"""
+    plain = not any(getattr(module, name, False) for name in OTHER_LAYOUTS)
+    return plain and hidden_states.is_cuda and module.down_proj.dtype == hidden_states.dtype
+
+
+def _is_silu(activation: Any) -> bool:
+    return activation is silu or isinstance(activation, (nn.SiLU, SiLUActivation))
+
+
+ExpertsInterface.register(EXPERTS, forward)
+FP8ExpertsInterface.register(EXPERTS, fp8_grouped_mm_experts_forward)
