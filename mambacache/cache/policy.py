@@ -150,20 +150,15 @@ class EvictionOrder:
         self._going = (*going, others, now, weights) if asked and going is not None else None
         return found
 
-    def cold(self, block: int, rank: Rank) -> float:
-        """How cold a block is: its time without use, divided by the odds."""
-        idle = self._idle[rank]
-        used = (idle if block in idle else self._back[rank])[block]
-        return (self._chains.now - used + self._chains.mean_gap) / self._chains.weights[rank]
-
     def coldness(self) -> float:
-        """How cold the coldest block is that somebody asked for; minus infinity for none."""
-        now, gap, weights = self._chains.now, self._chains.mean_gap, self._chains.weights
+        """How cold the coldest block is that somebody asked for: its time without use, divided by the odds; minus
+        infinity for none."""
+        now, gap = self._chains.now, self._chains.mean_gap
         heads = [
-            (now - next(iter(order[rank].values())) + gap) / weights[rank]
-            for order in (self._idle, self._back)
-            for rank in range(Rank.FIRST, len(Rank))
-            if order[rank]
+            (now - next(iter(idle.values())) + gap) / weight
+            for ranks in (self._idle, self._back)
+            for idle, weight in zip(ranks[Rank.FIRST :], self._chains.weights[Rank.FIRST :], strict=True)
+            if idle
         ]
         return max(heads, default=-inf)
 

@@ -2,65 +2,246 @@
 
 from __future__ import annotations
 
-from math import inf
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from math import inf, log2
 
-if TYPE_CHECKING:
-    from mambacache.cache.pool import BlockPool
+from mambacache.cache.chains import Chains, Rank
+from mambacache.cache.policy import EvictionOrder
+from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+
+MEMORY = 8
+"""The balance of two pools is that of what they evicted last, one in so many slabs of the memory."""
+
+LEAN = 0.5
+"""How far on average, in powers of two, what one pool evicts must be hotter before it is given a slab of the other."""
 
 
-import os
-H = float(os.environ.get('H','1.5'))
 class Slabs:
-    """Slabs of one size, 1 to `num_slabs`, each of them free or one pool's; slab 0 holds the null blocks.
+    """Slabs of one size, 1 to `num_slabs`, each of them one pool's, of states or of pages; slab 0 holds the null blocks.
 
-    A pool that lacks blocks takes a free slab. Where there is none, what is coldest goes, be it a block of its own or a
-    slab of another pool none of whose blocks has a reference: times without use compare across pools, as they are
-    counted alike.
+    Pools evict their own blocks. A slab moves to the one whose evicted blocks were hotter for long, or which has none to
+    evict: rarely, since blocks of many chains lie beside each other by then, and all of them go.
 
     Args:
-        num_slabs: 0 for none, to which no pool belongs.
-        reserve: slabs that the first pool has, or finds free, whatever others need: running requests' states.
+        reserve: slabs that the first pool keeps, whatever the other needs: those of running requests' states.
     """
 
-    def __init__(self, num_slabs: int, reserve: int = 0) -> None:
+    def __init__(self, num_slabs: int, reserve: int) -> None:
         self.num_slabs = num_slabs
-        self.free = list(range(num_slabs, 0, -1))
-        self.pools: list[BlockPool] = []
+        self.pools: list[SlabPool] = []
         self._reserve = reserve
+        self._lean = 0.0  # above 0: what pages evict is hotter
+        self._memory = max(num_slabs // MEMORY, 8)
 
-    def spare(self, pool: BlockPool) -> int:
-        """Free slabs that a pool may take."""
-        if not self.free or pool is self.pools[0]:
-            return len(self.free)
-        return max(len(self.free) - max(self._reserve - self.pools[0].num_slabs, 0), 0)
+    def divide(self, blocks_per_state: int) -> None:
+        """At first, a state for so many pages."""
+        states, pages = self.pools
+        share = pages.per_slab / (pages.per_slab + blocks_per_state * states.per_slab)
+        first = min(max(round(share * self.num_slabs), self._reserve), self.num_slabs - 1)
+        for slab in range(1, self.num_slabs + 1):
+            (states if slab <= first else pages).adopt(slab)
 
-    def obtainable(self, pool: BlockPool) -> int:
-        """Slabs that a pool may take, or that others would give up for it."""
-        return self.spare(pool) + sum(self._idle(other) for other in self.pools if other is not pool)
+    def obtainable(self, pool: SlabPool) -> int:
+        """Slabs that the other pool could give up."""
+        states, pages = self.pools
+        if pool is states:
+            return pages.num_idle_slabs
+        return max(min(states.num_idle_slabs, states.num_slabs - self._reserve), 0)
 
-    def take_from_other(self, pool: BlockPool, own: float) -> bool:
-        """Evicts a slab of another pool"""
-        for other in self.pools:
-            if other is not pool and self._idle(other) and other.coldest() > H * own:
-                other.give_up_slab()
-                return True
+    def evicts(self, pool: SlabPool) -> bool:
+        """A pool is about to evict about a slab's blocks; whether it is to take a slab of the other pool instead."""
+        states, pages = self.pools
+        cold, other = pages.idle.coldness(), states.idle.coldness()
+        if cold > 0 and other > 0:
+            self._lean += (min(max(log2(other / cold), -1), 1) - self._lean) / self._memory
+        due = self._lean > LEAN if pool is pages else self._lean < -LEAN
+        if due and self.obtainable(pool):
+            self._lean = 0.0
+            return True
         return False
 
-    def _idle(self, pool: BlockPool) -> int:
-        idle = pool.num_idle_slabs
-        return idle if pool is not self.pools[0] else max(min(idle, pool.num_slabs - self._reserve), 0)
+    def move(self, pool: SlabPool) -> None:
+        """Gives a pool the slab that the other one misses least."""
+        states, pages = self.pools
+        pool.adopt((states if pool is pages else pages).give_up())
 
-    def put_last(self, slab: int) -> bool:
-        """Makes this the free slab that is taken next; False if it is not free."""
-        if slab not in self.free:
-            return False
-        self.free.remove(slab)
-        self.free.append(slab)
-        return True
+    def exchange(self, slab: int, pool: SlabPool) -> None:
+        """Gives a pool this slab, which the other one has and does not use."""
+        states, pages = self.pools
+        pool.adopt((states if pool is pages else pages).give_up(slab))
 
     def check(self) -> None:
-        """Raises AssertionError unless every slab is free, or one pool's."""
+        """Raises AssertionError unless every slab is one pool's."""
         owned = [slab for pool in self.pools for slab in pool.owned_slabs()]
-        assert sorted(self.free + owned) == list(range(1, self.num_slabs + 1)), "a slab is lost, or of two pools"
+        assert sorted(owned) == list(range(1, self.num_slabs + 1)), "a slab is lost, or of two pools"
         assert len(owned) == sum(pool.num_slabs for pool in self.pools), "slabs of pools"
+
+
+class SlabPool(BlockPool):
+    """A pool whose blocks lie in slabs that it shares with another: slab i holds those with ids from i * per_slab on."""
+
+    def __init__(self, slabs: Slabs, per_slab: int, on_removed: RemovedCallback, chains: Chains) -> None:
+        self._on_removed = on_removed
+        self._set_up(slabs.num_slabs * per_slab, (slabs.num_slabs + 1) * per_slab, chains)
+        self.num_slabs, self.per_slab = 0, per_slab
+        self._slabs = slabs
+        self._free: dict[int, list[int]] = {}  # by slab
+        self._num_free = 0
+        self._empty: dict[int, None] = {}  # slabs all of whose blocks are free
+        self._busy = [0] * (slabs.num_slabs + 1)  # blocks with references, by slab
+        self._idle_slabs = EvictionOrder(chains)  # without references, and not empty
+        self._slab_rank: dict[int, Rank] = {}  # of these: that of their hottest block
+        self._evicted = 0  # blocks since their number was a slab's
+        slabs.pools.append(self)
+
+    @property
+    def num_available(self) -> int:
+        return self._num_free + len(self.idle) + self.per_slab * self._slabs.obtainable(self)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_slabs * self.per_slab
+
+    @property
+    def num_idle_slabs(self) -> int:
+        """Slabs none of whose blocks has a reference."""
+        return len(self._idle_slabs) + len(self._empty)
+
+    def counts(self) -> dict[str, int]:
+        committed = len(self._blocks)
+        writing = self.num_owned - self._num_free - committed
+        return {"free": self._num_free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
+
+    # --- references ---
+
+    def take(self, count: int, near: int = 0) -> list[int]:
+        while self._num_free < count:
+            self._make_room()
+        blocks: list[int] = []
+        slab = near // self.per_slab
+        while len(blocks) < count:
+            slab = slab if slab in self._free else next(iter(self._free))
+            free = self._free[slab]
+            taken = free[: -(count - len(blocks)) - 1 : -1]
+            del free[len(free) - len(taken) :]
+            self._taken(slab, taken)
+            blocks += taken
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def lease(self, asked: bool = True) -> Lease | None:
+        if not self._num_free and not self._make_room(asked):
+            return None
+        return Lease(self, self.take(1)[0])
+
+    def seize(self, block: int) -> Lease:
+        if not self.references[block]:
+            slab = block // self.per_slab
+            if slab not in self._free:  # since it began anew, the other pool has the slab, and all of it is free
+                self._slabs.exchange(slab, self)
+            self._free[slab].remove(block)
+            self._taken(slab, [block])
+        self.references[block] += 1
+        return Lease(self, block)
+
+    def release(self, block: int, used: float | None = None) -> None:
+        slab, last = block // self.per_slab, self.references[block] == 1
+        if last:
+            self._busy[slab] -= 1
+        super().release(block, used)
+        if last and not self._busy[slab] and slab not in self._empty:
+            ids = self._ids(slab)
+            rank = self._slab_rank[slab] = max(self.rank[each] for each in ids if self.hashes[each] is not None)
+            self._idle_slabs.add(slab, rank)
+
+    def _taken(self, slab: int, blocks: Sequence[int]) -> None:
+        """These blocks of a slab are free no more."""
+        self._num_free -= len(blocks)
+        self._empty.pop(slab, None)
+        if not self._free[slab]:
+            del self._free[slab]
+        self._occupy(slab, len(blocks))
+
+    def _wake(self, block: int) -> float:
+        self._occupy(block // self.per_slab, 1)
+        return super()._wake(block)
+
+    def _occupy(self, slab: int, count: int) -> None:
+        if slab in self._slab_rank:
+            self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
+        self._busy[slab] += count
+
+    def _free_again(self, block: int) -> None:
+        slab = block // self.per_slab
+        free = self._free.setdefault(slab, [])
+        free.append(block)
+        self._num_free += 1
+        if len(free) == self.per_slab:
+            if slab in self._slab_rank:
+                self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
+            self._empty[slab] = None
+
+    # --- slabs ---
+
+    def _make_room(self, asked: bool = True) -> bool:
+        """At least a free block; False if there is none to be had."""
+        self._evicted += asked
+        if self._evicted >= self.per_slab:
+            self._evicted = 0
+            if self._slabs.evicts(self):
+                self._slabs.move(self)
+                return True
+        if self.evict(asked):
+            return True
+        if asked and self._slabs.obtainable(self):
+            self._slabs.move(self)
+            return True
+        return False
+
+    def adopt(self, slab: int) -> None:
+        """A slab whose blocks are free is this pool's."""
+        self.num_slabs += 1
+        self._free[slab] = self._ids(slab)
+        self._num_free += self.per_slab
+        self._empty[slab] = None
+
+    def give_up(self, slab: int = 0) -> int:
+        """Leaves a slab to the other pool: this one, else an empty one, else the one that goes first, once its blocks
+        are evicted, what is deepest in its chains first."""
+        if not slab and not self._empty:
+            first = self._idle_slabs.first(asked=True)
+            assert first is not None
+            for block in self._ids(first):
+                if self.hashes[block] is not None:
+                    self._forget(block, evicted=True)
+        slab = slab or next(iter(self._empty))
+        del self._empty[slab], self._free[slab]
+        self._num_free -= self.per_slab
+        self.num_slabs -= 1
+        return slab
+
+    def owned_slabs(self) -> set[int]:
+        """The slabs that hold this pool's blocks."""
+        held = (block for block, count in enumerate(self.references) if count)
+        return {block // self.per_slab for block in (*held, *self._blocks.values())} | self._free.keys()
+
+    def _ids(self, slab: int) -> list[int]:
+        """Its blocks, the last one first."""
+        return list(range((slab + 1) * self.per_slab - 1, slab * self.per_slab - 1, -1))
+
+    def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:
+        per, free = self.per_slab, [block for blocks in self._free.values() for block in blocks]
+        assert len(set(free)) == len(free) == self._num_free, "free blocks"
+        assert not any(counted[b] or self.hashes[b] for b in free), "a free block"
+        assert idle == self.idle.blocks(), "the evictable blocks"
+        assert len(free) + len(idle) + sum(map(bool, counted)) == self.num_owned, "a block is lost"
+        busy = [sum(map(bool, counted[start : start + per])) for start in range(0, len(counted), per)]
+        assert busy == self._busy, "references, by slab"
+        resting = {b // per for b in idle if not busy[b // per]}
+        assert resting == self._idle_slabs.blocks() == self._slab_rank.keys(), "idle slabs"
+        assert self._empty.keys() == {slab for slab, blocks in self._free.items() if len(blocks) == per}, "empty slabs"
