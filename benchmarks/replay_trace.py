@@ -5,7 +5,7 @@ what could be.
         [--budgets 5+20 20+40 20+40+200 60 unbounded] [--policies mambacache vllm] [--running 1] [--losses]
         [--requests N] [--jobs 1] [--json OUT.json]
 
-Budgets are GiB of states + GiB of KV, or of both together; policies with two pools split these as `split` says. A third
+Budgets are GiB of states + GiB of KV, or of both together, which policies with two pools split as `split` says. A third
 number is GiB of host memory, which only mambacache has; a transfer takes as long as a step. A trace is in Mooncake's
 format (see trace_tokens.py). Simulators run one request after the other.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import time
 from collections import deque
@@ -37,6 +38,7 @@ OURS = "mambacache"
 STEP = 8192  # tokens
 RECORD = 1 << 28  # tokens that the cache's accounting remembers: more than a trace has
 UNBOUNDED = "unbounded"
+SAMPLED = 100  # requests
 STATES_OF_A_REQUEST = 8  # at most, on average
 MODELS = {
     "qwen3-next": Shape(77_266_944, 24_576, 36, 12, 4096, 3_000_000_000),
@@ -61,8 +63,9 @@ class Run:
 class Row:
     """`share`: of the ceiling, 0 to 1; GiB are None where unbounded, `kv_gib` 0 where states and KV share `state_gib`.
 
-    Of mambacache alone: `host_ms` of one request, and, where they were asked for, how many states were stored and the
-    share of the ceiling that was lost by reason.
+    Of mambacache alone: `host_ms` of one request; `unused`, of the device's memory, what holds nothing on average over
+    the second half of the trace, be it free or left over by rounding; and, where they were asked for, how many states
+    were stored and the share of the ceiling that was lost by reason.
     """
 
     trace: str
@@ -74,6 +77,7 @@ class Row:
     host_gib: float
     share: float
     host_ms: float | None = None
+    unused: float | None = None
     states_stored: int | None = None
     losses: dict[str, float] | None = None
 
@@ -209,10 +213,21 @@ def measure(run: Run) -> Row:
             state_bytes=shape.state_bytes, page_bytes=page_bytes,
         )
     )  # fmt: skip
+    unused: list[float] = []
+
+    def watched() -> Iterator[Request]:
+        for number, request in enumerate(bar):
+            if number > len(trace) // 2 and number % SAMPLED == 0:
+                states, pages = cache.stats.state_blocks, cache.stats.kv_blocks
+                used = [blocks["writing"] + blocks["committed"] for blocks in (states, pages)]
+                unused.append(1 - (used[0] * shape.state_bytes + used[1] * page_bytes) / budget.total)
+            yield request
+
     replay, start = Replay(cache, run.running), time.perf_counter()
-    replay.replay(iter(bar))
+    replay.replay(watched())
     cache.check()
     row.share, row.host_ms = replay.hit_tokens / ceiling, 1e3 * (time.perf_counter() - start) / len(trace)
+    row.unused = statistics.mean(unused) if unused else None
     if run.losses:
         row.states_stored = cache.stats.states_stored
         row.losses = {str(reason): tokens / ceiling for reason, tokens in cache.stats.losses.items() if tokens}

@@ -187,25 +187,16 @@ class CacheConfig:
         _require(
             self.max_seen_blocks >= 0 and self.record_tokens >= 0, "max_seen_blocks and record_tokens must be 0 or more"
         )
-        self._check_slab()
+        if self.slab is not None:
+            states, pages = self.slab
+            reserve = self.num_state_blocks - self.num_kv_blocks // pages * states
+            whole = self.num_state_blocks % states == self.num_kv_blocks % pages == 0 < self.num_kv_blocks
+            _require(
+                min(self.slab) == 1 and whole and reserve >= least,
+                f"slab is {self.slab}, num_state_blocks {self.num_state_blocks} and num_kv_blocks {self.num_kv_blocks}: "
+                f"let a slab hold one state or one page, fill whole slabs, and leave {least} states to running requests",
+            )
         self._check_host_tier()
-
-    def _check_slab(self) -> None:
-        if self.slab is None:
-            return
-        states, pages = self.slab
-        _require(
-            min(states, pages) == 1 and self.num_kv_blocks > 0,
-            f"slab is {self.slab} and num_kv_blocks {self.num_kv_blocks}: let a slab hold one state or one page, and "
-            "set num_kv_blocks, or slab to None",
-        )
-        _require(
-            self.num_state_blocks % states == 0
-            and self.num_kv_blocks % pages == 0
-            and self.num_kv_blocks // pages < self.num_state_blocks // states,
-            f"num_state_blocks is {self.num_state_blocks} and num_kv_blocks {self.num_kv_blocks}: fill whole slabs of "
-            f"{states} states and {pages} pages, and leave a slab to states",
-        )
 
     def _check_host_tier(self) -> None:
         names = ("num_host_states", "num_host_pages", "state_bytes", "page_bytes")

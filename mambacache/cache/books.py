@@ -12,10 +12,9 @@ from mambacache.cache.files import Files, NoFiles
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
-from mambacache.cache.pool import BlockPool
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
-from mambacache.cache.slabs import SlabPool, Slabs
+from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
 from mambacache.cache.tier import Tier
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
@@ -46,17 +45,7 @@ class Books:
         config = self._config
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
-        self.slabs = None
-        if config.slab is None:
-            self.pool = BlockPool(config.num_state_blocks, self._state_removed, chains)
-            page_pool = BlockPool(config.num_kv_blocks, self._page_removed, chains)
-        else:
-            states, pages = config.slab
-            num_slabs = config.num_state_blocks // states
-            self.slabs = Slabs(num_slabs, reserve=num_slabs - config.num_kv_blocks // pages)
-            self.pool = SlabPool(self.slabs, states, self._state_removed, chains)
-            page_pool = SlabPool(self.slabs, pages, self._page_removed, chains)
-            self.slabs.divide(KV_TOKENS_PER_STATE // config.block_size)
+        self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
         self.pages = Pages(config.block_size, page_pool)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers)

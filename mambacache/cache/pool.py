@@ -131,12 +131,7 @@ class BlockPool:
             return
         if self.hashes[block] is None:
             self._free_again(block)
-        else:
-            self._rest(block, used)
-
-    def _rest(self, block: int, used: float | None) -> None:
-        """A COMMITTED block has no reference any more."""
-        if self._useless[block]:
+        elif self._useless[block]:
             self.idle.put_first(block)
         elif used is None:
             self.idle.add(block, self.rank[block])
@@ -226,13 +221,9 @@ class BlockPool:
         del self._blocks[block_hash]
         self.hashes[block] = None
         if not self.references[block]:
-            self._not_idle(block)
+            self.idle.remove(block, self.rank[block])
             self._free_again(block)
         self._on_removed(block_hash, block, evicted)
-
-    def _not_idle(self, block: int) -> None:
-        """A block without references is not COMMITTED any more."""
-        self.idle.remove(block, self.rank[block])
 
     def check(self, held: Iterable[int]) -> None:
         """Raises AssertionError unless the references are those of `held` (a block as often as it is held), and every

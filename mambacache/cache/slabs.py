@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, log2
+from math import log2
 
 from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.policy import EvictionOrder
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
 """The balance of two pools is that of what they evicted last, one in so many slabs of the memory."""
@@ -16,11 +17,26 @@ LEAN = 0.5
 """How far on average, in powers of two, what one pool evicts must be hotter before it is given a slab of the other."""
 
 
-class Slabs:
-    """Slabs of one size, 1 to `num_slabs`, each of them one pool's, of states or of pages; slab 0 holds the null blocks.
+def make_pools(
+    config: CacheConfig, state_removed: RemovedCallback, page_removed: RemovedCallback, chains: Chains
+) -> tuple[Slabs | None, BlockPool, BlockPool]:
+    """The pools of states and of KV pages, each with memory of its own or both in slabs."""
+    if config.slab is None:
+        states = BlockPool(config.num_state_blocks, state_removed, chains)
+        return None, states, BlockPool(config.num_kv_blocks, page_removed, chains)
+    states_a_slab, pages_a_slab = config.slab
+    num_slabs = config.num_state_blocks // states_a_slab
+    slabs = Slabs(num_slabs, reserve=num_slabs - config.num_kv_blocks // pages_a_slab)
+    pools = SlabPool(slabs, states_a_slab, state_removed, chains), SlabPool(slabs, pages_a_slab, page_removed, chains)
+    slabs.divide(*pools, KV_TOKENS_PER_STATE // config.block_size)
+    return slabs, *pools
 
-    Pools evict their own blocks. A slab moves to the one whose evicted blocks were hotter for long, or which has none to
-    evict: rarely, since blocks of many chains lie beside each other by then, and all of them go.
+
+class Slabs:
+    """Slabs of one size, 1 to `num_slabs`, each of them a pool's, of states or of pages; slab 0 holds the null blocks.
+
+    Pools evict their own blocks. A slab moves to the one whose evicted blocks were hotter for long, or which has none
+    to evict: rarely, since blocks of many chains lie beside each other in it, and all of them go.
 
     Args:
         reserve: slabs that the first pool keeps, whatever the other needs: those of running requests' states.
@@ -28,15 +44,14 @@ class Slabs:
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
         self.num_slabs = num_slabs
-        self.pools: list[SlabPool] = []
         self._reserve = reserve
         self._lean = 0.0  # above 0: what pages evict is hotter
         self._memory = max(num_slabs // MEMORY, 8)
 
-    def divide(self, blocks_per_state: int) -> None:
-        """At first, a state for so many pages."""
-        states, pages = self.pools
-        share = pages.per_slab / (pages.per_slab + blocks_per_state * states.per_slab)
+    def divide(self, states: SlabPool, pages: SlabPool, pages_per_state: int) -> None:
+        """At first there is a state for so many pages."""
+        self.pools = states, pages
+        share = pages.per_slab / (pages.per_slab + pages_per_state * states.per_slab)
         first = min(max(round(share * self.num_slabs), self._reserve), self.num_slabs - 1)
         for slab in range(1, self.num_slabs + 1):
             (states if slab <= first else pages).adopt(slab)
@@ -78,7 +93,7 @@ class Slabs:
 
 
 class SlabPool(BlockPool):
-    """A pool whose blocks lie in slabs that it shares with another: slab i holds those with ids from i * per_slab on."""
+    """A pool of blocks in slabs: slab i holds those with ids from i * per_slab on."""
 
     def __init__(self, slabs: Slabs, per_slab: int, on_removed: RemovedCallback, chains: Chains) -> None:
         self._on_removed = on_removed
@@ -92,7 +107,6 @@ class SlabPool(BlockPool):
         self._idle_slabs = EvictionOrder(chains)  # without references, and not empty
         self._slab_rank: dict[int, Rank] = {}  # of these: that of their hottest block
         self._evicted = 0  # blocks since their number was a slab's
-        slabs.pools.append(self)
 
     @property
     def num_available(self) -> int:

@@ -1,0 +1,213 @@
+"""One memory for states and KV pages: traffic divides it, and neither kind ever keeps what the other one needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cache_calls import hit, make, run_step, started
+from mambacache import CacheConfig
+from mambacache.cache.chains import Chains, Rank
+from mambacache.cache.pool import BlockPool
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.slabs import SlabPool, Slabs
+from symbolic import text
+from test_cache_pool import commit, name, taken
+
+PAGES = 5
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+def pools(
+    num_slabs: int = 10, reserve: int = 2, states: int = 1, pages: int = PAGES
+) -> tuple[Slabs, SlabPool, SlabPool]:
+    """Half of the slabs for each."""
+    chains = Chains(64, 100)
+    slabs = Slabs(num_slabs, reserve)
+    made = SlabPool(slabs, states, ignore, chains), SlabPool(slabs, pages, ignore, chains)
+    slabs.divide(*made, pages // states if pages > 1 else 1)
+    return slabs, *made
+
+
+def check(slabs: Slabs, *held: list[int]) -> None:
+    for pool, blocks in zip(slabs.pools, held, strict=True):
+        pool.check(blocks)
+    slabs.check()
+
+
+def test_ids_of_a_slab_follow_each_other_and_slab_0_is_never_given() -> None:
+    slabs, states, pages = pools()
+    assert (states.num_owned, pages.num_owned) == (5, 25)
+    blocks, page_ids = states.take(5), pages.take(25)
+    assert sorted(blocks) == [1, 2, 3, 4, 5] and sorted(page_ids) == list(range(6 * PAGES, 11 * PAGES))
+    check(slabs, blocks, page_ids)
+
+
+def test_a_chain_goes_on_beside_itself() -> None:
+    _, _, pages = pools()
+    [first], [other] = pages.take(1), pages.take(1, near=7 * PAGES)
+    assert pages.take(2, near=first) == [first + 1, first + 2] and pages.take(1, near=other) == [other + 1]
+
+
+@pytest.mark.parametrize("kind", ["states", "pages"])
+def test_a_pool_with_nothing_to_evict_takes_what_the_other_does_not_use(kind: str) -> None:
+    slabs, states, pages = pools()
+    if kind == "states":
+        for i in range(25):
+            commit(pages, i)
+        assert states.num_available == 10  # five pages of each slab may go
+        blocks = states.take(8)
+        assert pages.num_owned == 10 and pages.num_committed == 10
+        check(slabs, blocks, [])
+    else:
+        for i in range(5):
+            commit(states, i)
+        assert pages.num_available == 25 + 3 * PAGES  # two slabs are kept for states
+        blocks = pages.take(40)
+        assert states.num_owned == states.num_committed == 2 and pages.num_available == 0
+        check(slabs, [], blocks)
+
+
+def test_a_page_that_is_held_keeps_its_slab_and_no_other() -> None:
+    slabs, states, pages = pools()
+    kept = [commit(pages, i) for i in range(25)][::PAGES][:2]  # one in each of two slabs
+    for page in kept:
+        pages.hold(page)
+    assert states.num_available == 8
+    blocks = states.take(8)
+    assert all(pages.hashes[page] is not None for page in kept)
+    check(slabs, blocks, kept)
+    assert states.lease() is None and states.lease(asked=False) is None
+
+
+def test_a_slab_goes_by_its_hottest_block() -> None:
+    _, states, pages = pools(num_slabs=4)
+    chains = pages.idle._chains
+    cold = [commit(pages, i, rank=Rank.FIRST) for i in range(5)]
+    hot = [commit(pages, 5 + i, rank=Rank.LATER if i == 4 else Rank.FIRST) for i in range(5)]
+    assert {each // PAGES for each in cold} != {each // PAGES for each in hot}
+    chains.now += 10
+    states.take(3)
+    assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (1, 1), (4, 1)])
+def test_random_use_keeps_every_slab_in_one_pool(shape: tuple[int, int]) -> None:
+    slabs, *both = pools(12, 3, *shape)
+    rng = random.Random(0)
+    held: list[list[int]] = [[], []]
+    moves = 0
+    for _ in range(6000):
+        side = rng.random() < 0.5
+        pool, own, move = both[side], held[side], rng.randrange(6)
+        before = both[0].num_slabs
+        if move < 2:
+            count = rng.choice([1, 1, 2, 7])
+            if count <= pool.num_available:
+                own += pool.take(count, near=rng.choice(own) if own else 0)
+            else:
+                assert pool.num_available < count
+        elif move == 2 and own:
+            for block in own[: rng.randrange(1, 4)]:
+                own.remove(block)
+                pool.release(block, used=rng.choice([None, 0.0]))
+        elif move == 3 and own and pool.hashes[block := rng.choice(own)] is None:
+            pool.commit(block, name(rng.randrange(40)), exact=rng.random() < 0.5, rank=rng.choice(list(Rank)))
+        elif move == 4 and (found := pool.lookup(name(rng.randrange(40)))) is not None:
+            own.append(rng.choice([pool.share, pool.lend])(found).block)
+        elif move == 5:
+            pool.drop(name(rng.randrange(40)))
+            pool.idle._chains.now += rng.randrange(3)
+        moves += both[0].num_slabs != before
+        check(slabs, *held)
+    assert moves > 5
+
+
+# --- who needs more of it gets it ---
+
+
+def cache_of(num_slabs: int, reserve: int = 3) -> PrefixCache:
+    return make(
+        num_state_blocks=num_slabs, num_kv_blocks=(num_slabs - reserve) * PAGES, slab=(1, PAGES), accounting=False
+    )
+
+
+def asked_again(cache: PrefixCache, length: int, count: int, requests: int, seed: int) -> Iterator[int]:
+    """Requests for `count` prompts of this length, each as often; the hits of each."""
+    rng = random.Random(seed)
+    for i in range(requests):
+        tokens = [*text(length, rng.randrange(count)), i % 40]
+        cache.add("a", tokens)
+        found = cache.admit("a")
+        left = cache.progress("a")
+        run_step(cache, "a", left.prefill_end - left.computed, sampled=1)
+        cache.free("a", finished=True)
+        yield found.num_tokens  # type: ignore[union-attr]
+    cache.check()
+
+
+def test_traffic_divides_the_memory() -> None:
+    cache = cache_of(60)
+    assert cache.stats.state_blocks["committed"] == 0
+    list(asked_again(cache, 130, 36, 1500, 1))
+    short = cache.stats
+    list(asked_again(cache, 1290, 12, 1500, 2))
+    long = cache.stats
+    assert short.state_blocks["committed"] > 2 * long.state_blocks["committed"]
+    assert long.kv_blocks["committed"] > 1.3 * short.kv_blocks["committed"]
+
+
+def test_it_hits_what_two_pools_divided_otherwise_cannot() -> None:
+    """Short prompts in the share that long ones want."""
+    shared, divided = cache_of(40), make(num_state_blocks=6, num_kv_blocks=34 * PAGES, accounting=False)
+    hits = [sum(list(asked_again(cache, 130, 24, 2000, 3))[1000:]) for cache in (shared, divided)]
+    assert hits[0] > 1.5 * hits[1]
+
+
+def test_traffic_that_stays_as_it_is_moves_few_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, moved = cache_of(60), []
+    move = Slabs.move
+    monkeypatch.setattr(Slabs, "move", lambda self, pool: (moved.append(pool), move(self, pool))[1])
+    list(asked_again(cache, 700, 30, 1500, 1))
+    moved.clear()
+    list(asked_again(cache, 700, 30, 3000, 2))
+    assert len(moved) <= 15
+
+
+def test_one_long_prompt_may_take_all_but_the_reserve() -> None:
+    cache = cache_of(20)
+    list(asked_again(cache, 130, 17, 100, 1))
+    longest = 17 * PAGES * 64
+    started(cache, "a", text(longest))
+    run_step(cache, "a", longest - cache.progress("a").computed, sampled=1)
+    cache.check()
+    with pytest.raises(ValueError, match="raise num_kv_blocks"):
+        cache.add("b", text(longest + 1))
+    cache.free("a", finished=True)
+    assert hit(cache, [*text(longest), 1][:longest]) == longest - 64
+
+
+def test_a_pool_of_its_own_is_as_it_was() -> None:
+    pool = BlockPool(3, ignore, Chains(64, 3))
+    assert (pool.num_owned, pool.take(2, near=3), taken(pool)) == (3, [1, 2], 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slab": (2, 4)}, "let a slab hold one state or one page"),
+        ({"slab": (1, 4), "num_kv_blocks": 0}, "num_kv_blocks 0: .* fill whole slabs"),
+        ({"slab": (1, 5)}, "fill whole slabs"),
+        ({"slab": (3, 1)}, "fill whole slabs"),
+        ({"slab": (1, 1)}, "leave 2 states to running requests"),
+        ({"slab": (1, 1), "num_state_blocks": 20, "max_draft_tokens": 2}, "leave 5 states"),
+    ],
+)
+def test_slabs_that_cannot_be(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheConfig(**{"num_state_blocks": 16, "num_kv_blocks": 16, **options})
