@@ -193,8 +193,8 @@ class CacheConfig:
             whole = self.num_state_blocks % states == self.num_kv_blocks % pages == 0 < self.num_kv_blocks
             _require(
                 min(self.slab) == 1 and whole and reserve >= least,
-                f"slab is {self.slab}, num_state_blocks {self.num_state_blocks}, num_kv_blocks {self.num_kv_blocks}: let "
-                f"a slab hold one state or one page, fill whole slabs, and leave {least} states to running requests",
+                f"slab is {self.slab}, num_state_blocks {self.num_state_blocks}, num_kv_blocks {self.num_kv_blocks}: "
+                f"let a slab hold one state or one page, fill slabs, and leave {least} states to running requests",
             )
         self._check_host_tier()
 

@@ -36,7 +36,7 @@ class Cached:
         self.chain = chain
         chains = Chains(SIZE, 50)
         self.states = BlockPool(50, ignore, chains)
-        pages = Pages(SIZE, 50 if attention else 0, ignore, chains)
+        pages = Pages(SIZE, BlockPool(50 if attention else 0, ignore, chains))
         self.kv = pages.pool
         config = CacheConfig(num_state_blocks=50, max_seen_blocks=max_seen, strict_reuse=strict)
         self.index = Lookup(config, self.states, pages, Ledger(SIZE, 0, on=False))

@@ -201,9 +201,9 @@ def test_a_pool_of_its_own_is_as_it_was() -> None:
     ("options", "message"),
     [
         ({"slab": (2, 4)}, "let a slab hold one state or one page"),
-        ({"slab": (1, 4), "num_kv_blocks": 0}, "num_kv_blocks 0: .* fill whole slabs"),
-        ({"slab": (1, 5)}, "fill whole slabs"),
-        ({"slab": (3, 1)}, "fill whole slabs"),
+        ({"slab": (1, 4), "num_kv_blocks": 0}, "num_kv_blocks 0: .* fill slabs"),
+        ({"slab": (1, 5)}, "fill slabs"),
+        ({"slab": (3, 1)}, "fill slabs"),
         ({"slab": (1, 1)}, "leave 2 states to running requests"),
         ({"slab": (1, 1), "num_state_blocks": 20, "max_draft_tokens": 2}, "leave 5 states"),
     ],

@@ -100,7 +100,7 @@ class SlabPool(BlockPool):
         self._set_up(slabs.num_slabs * per_slab, (slabs.num_slabs + 1) * per_slab, chains)
         self.num_slabs, self.per_slab = 0, per_slab
         self._slabs = slabs
-        self._free: dict[int, list[int]] = {}  # by slab
+        self._free_in: dict[int, list[int]] = {}  # by slab
         self._num_free = 0
         self._empty: dict[int, None] = {}  # slabs all of whose blocks are free
         self._busy = [0] * (slabs.num_slabs + 1)  # blocks with references, by slab
@@ -138,8 +138,8 @@ class SlabPool(BlockPool):
         blocks: list[int] = []
         slab = near // self.per_slab
         while len(blocks) < count:
-            slab = slab if slab in self._free else next(iter(self._free))
-            free = self._free[slab]
+            slab = slab if slab in self._free_in else next(iter(self._free_in))
+            free = self._free_in[slab]
             taken = free[: -(count - len(blocks)) - 1 : -1]
             del free[len(free) - len(taken) :]
             self._taken(slab, taken)
@@ -156,9 +156,9 @@ class SlabPool(BlockPool):
     def seize(self, block: int) -> Lease:
         if not self.references[block]:
             slab = block // self.per_slab
-            if slab not in self._free:  # since it began anew, the other pool has the slab, and all of it is free
+            if slab not in self._free_in:  # since it began anew, the other pool has the slab, and all of it is free
                 self._slabs.exchange(slab, self)
-            self._free[slab].remove(block)
+            self._free_in[slab].remove(block)
             self._taken(slab, [block])
         self.references[block] += 1
         return Lease(self, block)
@@ -177,8 +177,8 @@ class SlabPool(BlockPool):
         """These blocks of a slab are free no more."""
         self._num_free -= len(blocks)
         self._empty.pop(slab, None)
-        if not self._free[slab]:
-            del self._free[slab]
+        if not self._free_in[slab]:
+            del self._free_in[slab]
         self._occupy(slab, len(blocks))
 
     def _wake(self, block: int) -> float:
@@ -192,7 +192,7 @@ class SlabPool(BlockPool):
 
     def _free_again(self, block: int) -> None:
         slab = block // self.per_slab
-        free = self._free.setdefault(slab, [])
+        free = self._free_in.setdefault(slab, [])
         free.append(block)
         self._num_free += 1
         if len(free) == self.per_slab:
@@ -220,7 +220,7 @@ class SlabPool(BlockPool):
     def adopt(self, slab: int) -> None:
         """A slab whose blocks are free is this pool's."""
         self.num_slabs += 1
-        self._free[slab] = self._ids(slab)
+        self._free_in[slab] = self._ids(slab)
         self._num_free += self.per_slab
         self._empty[slab] = None
 
@@ -234,7 +234,7 @@ class SlabPool(BlockPool):
                 if self.hashes[block] is not None:
                     self._forget(block, evicted=True)
         slab = slab or next(iter(self._empty))
-        del self._empty[slab], self._free[slab]
+        del self._empty[slab], self._free_in[slab]
         self._num_free -= self.per_slab
         self.num_slabs -= 1
         return slab
@@ -242,14 +242,14 @@ class SlabPool(BlockPool):
     def owned_slabs(self) -> set[int]:
         """The slabs that hold this pool's blocks."""
         held = (block for block, count in enumerate(self.references) if count)
-        return {block // self.per_slab for block in (*held, *self._blocks.values())} | self._free.keys()
+        return {block // self.per_slab for block in (*held, *self._blocks.values())} | self._free_in.keys()
 
     def _ids(self, slab: int) -> list[int]:
         """Its blocks, the last one first."""
         return list(range((slab + 1) * self.per_slab - 1, slab * self.per_slab - 1, -1))
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:
-        per, free = self.per_slab, [block for blocks in self._free.values() for block in blocks]
+        per, free = self.per_slab, [block for blocks in self._free_in.values() for block in blocks]
         assert len(set(free)) == len(free) == self._num_free, "free blocks"
         assert not any(counted[b] or self.hashes[b] for b in free), "a free block"
         assert idle == self.idle.blocks(), "the evictable blocks"
@@ -258,4 +258,5 @@ class SlabPool(BlockPool):
         assert busy == self._busy, "references, by slab"
         resting = {b // per for b in idle if not busy[b // per]}
         assert resting == self._idle_slabs.blocks() == self._slab_rank.keys(), "idle slabs"
-        assert self._empty.keys() == {slab for slab, blocks in self._free.items() if len(blocks) == per}, "empty slabs"
+        empty = {slab for slab, blocks in self._free_in.items() if len(blocks) == per}
+        assert self._empty.keys() == empty, "empty slabs"
