@@ -119,3 +119,4 @@ replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model nemotron-h-8b
 	$(PY) $(REPLAY) --budgets 20+40 --running 32 --policies mambacache
 	$(PY) $(REPLAY) --budgets 20+40+200 --policies mambacache
+	$(PY) $(REPLAY) --jobs 2 --budgets 160 60 25 --policies mambacache lru-joint vllm sglang

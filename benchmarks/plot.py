@@ -100,9 +100,10 @@ def first_token(result: dict[str, Any]) -> Figure:
 
 
 def replay(result: dict[str, Any]) -> Figure:
-    """A panel for each budget: the share of the ceiling that each policy hits, one request after the other, without
-    host memory."""
-    rows = in_order([row for row in result["rows"] if row["running"] == 1 and not row["host_gib"]])
+    """A panel for each pair of budgets: the share of the ceiling that each policy hits, one request after the other,
+    without host memory."""
+    pairs = [row for row in result["rows"] if row["kv_gib"] != 0]
+    rows = in_order([row for row in pairs if row["running"] == 1 and not row["host_gib"]])
     columns = list(dict.fromkeys(map(replayed, rows)))
     figure, grid = pyplot.subplots(
         1, len(columns), figsize=(2.2 * len(columns) + 1, 2.6), sharex=True, sharey=True, layout="constrained"

@@ -178,7 +178,8 @@ def kl_table(result: dict) -> str:
 def memory(row: dict) -> str:
     if row["state_gib"] is None:
         return "unbounded"
-    return " + ".join(f"{row[part]:g}" for part in ("state_gib", "kv_gib", "host_gib") if row[part]) + " GiB"
+    gib = " + ".join(f"{row[part]:g}" for part in ("state_gib", "kv_gib", "host_gib") if row[part]) + " GiB"
+    return gib if row["kv_gib"] else f"{gib} for both"
 
 
 def replayed(row: dict) -> str:

@@ -143,6 +143,11 @@ def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     figures, page = json.loads((RESULTS / "replay-conversation.json").read_text()), PAGES["docs/performance.md"]
     assert replay_table(figures) in page and replay_loss_table(figures) in page
     assert {row["policy"] for row in figures["rows"]} == set(REPLAYED)
+    shares = {(row["policy"], row["state_gib"]): row["share"] for row in figures["rows"] if row["kv_gib"] == 0}
+    budgets = {gib for _, gib in shares}
+    assert {25, 60, 160} <= budgets and shares["mambacache", 60] >= 0.38
+    assert all(shares["mambacache", gib] == max(shares[p, gib] for p, at in shares if at == gib) for gib in budgets)
+    assert f"{max(row.get('unused') or 0 for row in figures['rows']):.1%} holds nothing" in page
 
 
 def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
