@@ -49,36 +49,42 @@ class StatePool:
     """
 
     def __init__(self, layers: StateLayers, num_blocks: int, device: torch.device | str = "cpu") -> None:
-        size = (num_blocks + 1) * state_bytes(layers)
-        self._lay_out(torch.empty(size, dtype=torch.uint8, device=device), layers)
+        slot = state_bytes(layers)
+        self._lay_out(torch.empty((num_blocks + 1) * slot, dtype=torch.uint8, device=device), layers, slot)
 
     @classmethod
-    def from_tensor(cls, buffer: torch.Tensor, layers: StateLayers) -> StatePool:
+    def from_tensor(cls, buffer: torch.Tensor, layers: StateLayers, slot_bytes: int | None = None) -> StatePool:
         """Lays a pool into memory that the caller gives, and keeps.
 
         Args:
             buffer: uint8 [bytes], contiguous, from a multiple of 16 bytes on; as many blocks as fit are made of it.
             layers: the tensors of one state, layer by layer.
+            slot_bytes: from one slot to the next, a multiple of 256; None for as many as a state has.
 
         Raises:
-            ValueError: a buffer of another kind, or one that holds no block beside the null block.
+            ValueError: a buffer of another kind, or one that holds no block beside the null block; slots into which no
+                state fits.
         """
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise ValueError("the buffer must be a contiguous uint8 vector that begins at a multiple of 16 bytes")
-        if buffer.numel() < 2 * state_bytes(layers):
+        slot = state_bytes(layers) if slot_bytes is None else slot_bytes
+        if slot < state_bytes(layers) or slot % ALIGNMENT:
             raise ValueError(
-                f"the buffer has {buffer.numel()} bytes: give at least {2 * state_bytes(layers)}, two states"
+                f"slot_bytes is {slot}: give a multiple of {ALIGNMENT} that holds the {state_bytes(layers)} bytes of a "
+                "state"
             )
+        if buffer.numel() < 2 * slot:
+            raise ValueError(f"the buffer has {buffer.numel()} bytes: give at least {2 * slot}, two states")
         pool = cls.__new__(cls)
-        pool._lay_out(buffer, layers)
+        pool._lay_out(buffer, layers, slot)
         return pool
 
-    def _lay_out(self, buffer: torch.Tensor, layers: StateLayers) -> None:
+    def _lay_out(self, buffer: torch.Tensor, layers: StateLayers, slot_bytes: int) -> None:
         self.block_bytes = state_bytes(layers)
-        slots = buffer.numel() // self.block_bytes
+        slots = buffer.numel() // slot_bytes
         self.num_blocks = slots - 1
         self.buffer = buffer
-        self.slabs = slabs = buffer[: slots * self.block_bytes].view(slots, self.block_bytes)
+        self.slabs = slabs = buffer[: slots * slot_bytes].view(slots, slot_bytes)[:, : self.block_bytes]
         offsets = accumulate((_padded(tensor) for layer in layers for tensor in layer), initial=0)
         self.layers = [tuple(_view(slabs, tensor, next(offsets)) for tensor in layer) for layer in layers]
 

@@ -62,6 +62,7 @@ def test_plan(
     assert numbers(rows["running states"]) == [2 * (5 if drafts else 1) + 2, 2]
     assert numbers(rows["cached states"]) == [1_000_000 // state, 1_000_000 // state * state]
     assert numbers(rows["KV blocks"]) == [500_000 // page, 500_000 // page * 64]
+    assert rows["shared by both"].strip() == "nothing: each has memory of its own"
     assert numbers(rows["longest request"]) == [16384] and numbers(rows["shortest hit"]) == [64, 65]
     assert numbers(rows["max_num_seqs + 1"]) == [(5 if drafts else 1) * state]
 
@@ -73,9 +74,9 @@ def test_plan_for_a_device_that_is_not_here(
     memory = 80 * 10**9
     assert main(["plan", str(config_only), "--device", "cuda", "--memory", "80GB"]) == 0
     rows = table(capsys.readouterr().out)
-    taken = numbers(rows["cached states"])[1] + numbers(rows["running states"])[0] * numbers(rows["one state"])[0]
-    taken += numbers(rows["KV blocks"])[0] * numbers(rows["one KV block"])[0]
-    assert numbers(rows["states and KV"])[0] == taken < 0.85 * memory
+    slabs, size = numbers(rows["shared by both"])[:2]
+    assert "at most" in rows["cached states"] and "rounding loses" in rows["shared by both"]
+    assert numbers(rows["states and KV"])[0] == slabs * size < 0.85 * memory
     assert rows["states and KV"].endswith("85% of what is left: the rest is for activations and CUDA graphs")
     assert main(["plan", str(config_only), "--device", "cuda"]) == 1
     assert "there is no CUDA device here" in capsys.readouterr().err

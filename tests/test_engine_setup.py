@@ -116,16 +116,19 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
         plan_memory(config, skeleton, int((least - 1) / SHARES["cpu"][0]))
     for share in (least, least + page, 2 * least, 5 * least, 30 * least, 300 * least, 1000 * least):
         sizes = plan_memory(config, skeleton, int(share / SHARES["cpu"][0]))
-        assert sizes.num_state_blocks * state + sizes.num_kv_blocks * page <= share
+        assert sizes.device_bytes <= share
         assert sizes.max_num_seqs >= 1 and sizes.num_kv_blocks >= 1
         assert sizes.num_running_states == sizes.max_num_seqs * per_request + 2
     assert sizes.max_num_seqs == ample.max_num_seqs == 64 and sizes.max_checkpoints > 100
 
 
 def test_the_default_is_a_state_for_every_7000_tokens_of_kv(skeleton: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they have memory of their own; where they share it they begin with that."""
     config = EngineConfig("model", device="cpu", max_model_len=1000)
     monkeypatch.setattr(sizing, "MAX_DEFAULT_BLOCKS", 1 << 40)
     monkeypatch.setattr(sizing, "state_bytes", lambda layers: 77 << 20)
+    assert plan_memory(config, skeleton, 1 << 40).slab is not None
+    monkeypatch.setattr(sizing, "MOST_LOST", -1)
     sizes = plan_memory(config, skeleton, 1 << 40)
     tokens, state, page = sizes.num_kv_blocks * config.block_size, sizes.state_bytes, sizes.kv_block_bytes
     assert tokens / sizes.max_checkpoints == pytest.approx(7000, rel=0.01)

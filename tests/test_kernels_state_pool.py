@@ -55,6 +55,16 @@ def test_from_tensor_lays_the_pool_into_given_memory() -> None:
     assert buffer[: 4 * BLOCK_BYTES].count_nonzero() == 0
 
 
+def test_slots_may_be_further_apart() -> None:
+    pool = StatePool.from_tensor(torch.zeros(4 * 1024, dtype=torch.uint8), LAYERS, 1024)
+    assert pool.num_blocks == 3 and pool.slabs.shape == (4, BLOCK_BYTES)
+    pool.layers[1][0][2] = 1.0
+    assert pool.buffer[2 * 1024 + 512 :][:4].view(torch.float32) == 1.0
+    for slot in (512, 1000):
+        with pytest.raises(ValueError, match=f"slot_bytes is {slot}: give a multiple of 256 that holds the 768 bytes"):
+            StatePool.from_tensor(pool.buffer, LAYERS, slot)
+
+
 @pytest.mark.parametrize(
     ("buffer", "message"),
     [

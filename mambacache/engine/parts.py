@@ -23,7 +23,7 @@ from mambacache.runner.directory import Directory
 from mambacache.runner.disk_tier import DiskTier
 from mambacache.runner.host_tier import HostTier
 from mambacache.runner.identity import identity
-from mambacache.runner.kv_pages import allocate_kv_pages
+from mambacache.runner.kv_pages import allocate_kv_pages, allocate_slabs
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.runner.sizing import (
     Sizes,
@@ -89,12 +89,7 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     _warn_of_small_steps(config, sizes)
     files = _disk_tier(config, model, torch.device(device), directory)
     cache = PrefixCache(_cache_config(config, model, sizes), files)
-    layers = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens)
-    runner = ModelRunner(
-        model,
-        StatePool(layers, sizes.num_state_blocks, device),
-        allocate_kv_pages(model.kv_layers, sizes.num_kv_blocks, config.block_size, device),
-    )
+    runner = ModelRunner(model, *_pools(config, model, sizes, device))
     if not config.enforce_eager and torch.device(device).type == "cuda":
         longest = sizes.max_model_len + config.max_draft_tokens
         max_pages = -(-longest // config.block_size) if model.kv_layers else 0
@@ -120,10 +115,19 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     )
 
 
+def _pools(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> tuple[StatePool, StatePool | None]:
+    layers, size = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens), config.block_size
+    if sizes.slab is not None:
+        return allocate_slabs(layers, model.kv_layers, sizes.num_slabs, sizes.slab, size, device)
+    pages = allocate_kv_pages(model.kv_layers, sizes.num_kv_blocks, size, device)
+    return StatePool(layers, sizes.num_state_blocks, device), pages
+
+
 def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConfig:
     return CacheConfig(
         num_state_blocks=sizes.num_state_blocks,
         num_kv_blocks=sizes.num_kv_blocks,
+        slab=(sizes.slab.states, sizes.slab.pages) if sizes.slab is not None else None,
         block_size=config.block_size,
         max_draft_tokens=config.max_draft_tokens,
         model_key="" if config.disk_cache_dir else f"{config.model} {config.revision or ''} {config.state_dtype}",

@@ -15,7 +15,7 @@ from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, Eng
 from mambacache.kernels import state_bytes
 from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
-from mambacache.runner.kv_pages import kv_block_bytes
+from mambacache.runner.kv_pages import Slab, kv_block_bytes, slab_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,18 @@ STRETCHING = ("linear", "dynamic", "yarn")
 
 MAX_DEFAULT_BLOCKS = 1 << 16
 
+LEAST_SLABS, MOST_LOST = 8, 0.1
+"""Memory is shared in slabs where so many are left beside running states, since fewer divide it too coarsely, and
+rounding loses no more of any."""
+
 SPARE_STATES = 2
 """Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one block, and how many blocks of each kind there are beside the null block."""
+    """Bytes of one block, and how many blocks of each kind there are beside the null block: with a `slab`, whose
+    states or KV pages it counts, so many at most, since both share one memory."""
 
     state_bytes: int
     kv_block_bytes: int
@@ -47,6 +52,18 @@ class Sizes:
     max_model_len: int
     num_host_states: int = 0
     num_host_pages: int = 0
+    slab: Slab | None = None
+
+    @property
+    def num_slabs(self) -> int:
+        return self.num_state_blocks // self.slab.states if self.slab is not None else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """What states and KV take of the device, the null blocks left out."""
+        if self.slab is not None:
+            return self.num_slabs * self.slab.nbytes
+        return self.num_state_blocks * self.state_bytes + self.num_kv_blocks * self.kv_block_bytes
 
     @property
     def num_state_blocks(self) -> int:
@@ -85,6 +102,10 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
     num_running = max_num_seqs * per_seq + SPARE_STATES
+    if (shared := _shared(config, state, page, memory, num_running)) is not None:
+        slab, max_checkpoints, num_kv_blocks = shared
+        host = _host_slots(config, state, page, max_checkpoints)
+        return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host, slab)
     rest = memory - num_running * state
     kv_budget = config.kv_cache_bytes
     if kv_budget and not page:
@@ -103,6 +124,20 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         )
     host = _host_slots(config, state, page, max_checkpoints)
     return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host)
+
+
+def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:
+    """A slab, and how many checkpoints and KV pages there may be in slabs; None where memory is not shared: budgets are
+    given, there is one kind of block alone, too little memory, or too much of it would be lost."""
+    budgets = config.kv_cache_bytes, config.checkpoint_budget_bytes
+    if not page or not config.enable_prefix_caching or budgets != (None, None):
+        return None
+    slab = slab_of(state, page)
+    num_slabs = min(memory // slab.nbytes - 1, 2 * MAX_DEFAULT_BLOCKS // max(slab.states, slab.pages))
+    reserve = -(-num_running // slab.states)
+    if num_slabs < reserve + LEAST_SLABS or slab.lost(state, page) > MOST_LOST:
+        return None
+    return slab, num_slabs * slab.states - num_running, (num_slabs - reserve) * slab.pages
 
 
 def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: int) -> tuple[int, int]:
@@ -187,17 +222,21 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usa
     """The sizes as a table, and what the settings that change them cost. `usable` is what `usable_memory` gave."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
     share, reason = _share(config.device)
-    taken = sizes.num_state_blocks * state + sizes.num_kv_blocks * page
+    at_most = "at most " if sizes.slab is not None else ""
     rows = [
         ("memory", f"{usable + weights:,} bytes"),
         ("weights", f"{weights:,} bytes, which leave {usable:,}"),
-        ("states and KV", f"{taken:,} bytes; by default at most {share:.0%} of what is left: {reason}"),
+        ("states and KV", f"{sizes.device_bytes:,} bytes; by default at most {share:.0%} of what is left: {reason}"),
         ("one state", f"{state:,} bytes in {len(model.mixers)} recurrent layers, {config.state_dtype}"),
         ("one KV block", f"{page:,} bytes in {len(model.kv_layers)} attention layers, {block} tokens"),
         ("one state equals", f"the KV of {state * block // page:,} tokens" if page else "(no attention layers)"),
         ("running states", f"{sizes.num_running_states} for {sizes.max_num_seqs} requests at a time"),
-        ("cached states", f"{sizes.max_checkpoints:,}, {sizes.max_checkpoints * state:,} bytes"),
-        ("KV blocks", f"{sizes.num_kv_blocks:,}, {sizes.num_kv_blocks * block:,} tokens" if page else "none"),
+        ("cached states", f"{at_most}{sizes.max_checkpoints:,}, {sizes.max_checkpoints * state:,} bytes"),
+        (
+            "KV blocks",
+            f"{at_most}{sizes.num_kv_blocks:,}, {sizes.num_kv_blocks * block:,} tokens" if page else "none",
+        ),
+        ("shared by both", _slabs(sizes)),
         ("host memory", _host_memory(sizes)),
         ("longest request", f"{sizes.max_model_len:,} tokens"),
         ("shortest hit", f"{block} tokens, of a prompt of {block + 1} or more"),
@@ -213,6 +252,17 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usa
     ]
     table = "\n".join(f"{name:<28}{value}" for name, value in rows)
     return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
+
+
+def _slabs(sizes: Sizes) -> str:
+    if (slab := sizes.slab) is None:
+        return "nothing: each has memory of its own"
+    what = "a state" if slab.states == 1 else f"{slab.states} states"
+    lost = slab.lost(sizes.state_bytes, sizes.kv_block_bytes)
+    return (
+        f"{sizes.num_slabs:,} slabs of {slab.nbytes:,} bytes for {what} or {slab.pages} KV blocks; rounding loses "
+        f"{lost:.1%} at most"
+    )
 
 
 def _host_memory(sizes: Sizes) -> str:
