@@ -33,6 +33,7 @@ from trace_tokens import Request, requests
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE
 from mambacache.plan import Transfer
+from mambacache.runner.kv_pages import slab_of
 
 OURS = "mambacache"
 STEP = 8192  # tokens
@@ -184,9 +185,10 @@ def blocks_of(run: Run, budget: Budget, shape: Shape) -> dict[str, Any]:
     page = shape.kv_bytes * BLOCK
     if run.budget == UNBOUNDED or gib_of(run.budget)[1]:
         return {"num_state_blocks": budget.state // shape.state_bytes, "num_kv_blocks": budget.kv // page}
-    per_slab = -(-shape.state_bytes // page)
-    slabs = budget.total // (per_slab * page) - 1
-    return {"num_state_blocks": slabs, "num_kv_blocks": (slabs - run.running - 2) * per_slab, "slab": (1, per_slab)}
+    slab = slab_of(shape.state_bytes, page)
+    num_slabs = budget.total // slab.nbytes - 1
+    pages = (num_slabs - run.running - 2) * slab.pages
+    return {"num_state_blocks": num_slabs * slab.states, "num_kv_blocks": pages, "slab": (slab.states, slab.pages)}
 
 
 def measure(run: Run) -> Row:

@@ -97,11 +97,13 @@ class CacheConfig:
     """What a `PrefixCache` manages. Counts of blocks leave out the null block, id 0.
 
     Args:
-        num_state_blocks: blocks of the state pool, ids 1 to this number; at least 2, with drafts max_draft_tokens + 3.
+        num_state_blocks: blocks of the state pool, without `slab` ids 1 to this number; at least 2, with drafts
+            max_draft_tokens + 3.
         num_kv_blocks: blocks of the KV pool; 0 where the host engine keeps the KV, or the model has none.
         slab: states and KV pages that a slab of one memory holds, one of the two is 1; slab i then holds those with ids
             from i times so many on, slab 0 the null blocks. States and pages share num_state_blocks / states slabs, of
-            which pages take num_kv_blocks / pages at most. None for two memories.
+            which pages take num_kv_blocks / pages at most: the others are the reserve of running requests' states. None
+            for two memories.
         block_size: tokens in a block, a multiple of 64: the unit of hashing, of KV pages and of checkpoint positions.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
         model_key: identifies model, weights, state dtype and whatever else makes states incomparable.
@@ -189,12 +191,12 @@ class CacheConfig:
         )
         if self.slab is not None:
             states, pages = self.slab
-            reserve = self.num_state_blocks - self.num_kv_blocks // pages * states
+            reserve = self.num_state_blocks // states - self.num_kv_blocks // pages
             whole = self.num_state_blocks % states == self.num_kv_blocks % pages == 0 < self.num_kv_blocks
             _require(
                 min(self.slab) == 1 and whole and reserve >= least,
                 f"slab is {self.slab}, num_state_blocks {self.num_state_blocks}, num_kv_blocks {self.num_kv_blocks}: "
-                f"let a slab hold one state or one page, fill slabs, and leave {least} states to running requests",
+                f"let a slab hold one state or one page, fill slabs, and leave {least} to running requests",
             )
         self._check_host_tier()
 

@@ -208,6 +208,8 @@ class CheckedCache(PrefixCache):
         self._events_seen = self._books.ledger._num_events
         num_kv = self.kv.num_committed if self.kv is not None else 0
         self.model.check(self.states.num_committed, num_kv, self.kv_elsewhere())
+        if self._books.slabs is not None:
+            self._books.slabs.check()
         self.runner.written[unheld(self.states)] = False
         if self.kv is not None:
             self.runner.kv_written.reshape(-1, self.config.block_size)[unheld(self.kv)] = False

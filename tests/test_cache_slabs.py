@@ -88,12 +88,68 @@ def test_a_page_that_is_held_keeps_its_slab_and_no_other() -> None:
 def test_a_slab_goes_by_its_hottest_block() -> None:
     _, states, pages = pools(num_slabs=4)
     chains = pages.idle._chains
-    cold = [commit(pages, i, rank=Rank.FIRST) for i in range(5)]
     hot = [commit(pages, 5 + i, rank=Rank.LATER if i == 4 else Rank.FIRST) for i in range(5)]
+    chains.now += 1
+    cold = [commit(pages, i, rank=Rank.FIRST) for i in range(5)]
     assert {each // PAGES for each in cold} != {each // PAGES for each in hot}
     chains.now += 10
     states.take(3)
     assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
+
+
+def test_being_lent_makes_no_slab_hotter() -> None:
+    _, states, pages = pools(num_slabs=4)
+    cold = [commit(pages, i) for i in range(5)]
+    pages.idle._chains.now += 100
+    hot = [commit(pages, 5 + i) for i in range(5)]
+    pages.lend(cold[2]).end()
+    states.take(3)
+    assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
+
+
+def test_a_block_that_is_under_way_keeps_its_kind_and_the_division() -> None:
+    """As after books were rebuilt: the slab was the other pool's by then."""
+    slabs, states, pages = pools()
+    lease = pages.seize(2 * PAGES + 1)
+    assert (states.num_slabs, pages.num_slabs) == (5, 5)
+    assert pages.owned_slabs() >= {2} and 2 not in states.owned_slabs()
+    check(slabs, [], [lease.block])
+    lease.end()
+    check(slabs, [], [])
+
+
+def test_empty_slabs_go_to_who_evicts_but_for_a_few() -> None:
+    slabs, states, pages = pools(num_slabs=40, reserve=5)
+    for i in range(30):
+        commit(states, i)
+    assert (states.num_slabs, states.num_committed, pages.num_empty) == (30, 30, 10)
+    for i in range(100):
+        commit(states, 100 + i)
+    assert (states.num_slabs, pages.num_empty) == (38, 2)
+    check(slabs, [], [])
+    slabs, states, pages = pools(num_slabs=40, reserve=5)
+    for i in range(300):
+        commit(pages, i)
+    assert (states.num_slabs, states.num_empty) == (7, 7)  # the reserve, and two
+    check(slabs, [], [])
+
+
+@pytest.mark.parametrize(("ratio", "moves"), [(1.3, 0), (1.5, 2), (4, 6), (0.25, 0)])
+def test_a_slab_moves_once_the_balance_leans_for_long(ratio: float, moves: int) -> None:
+    """`ratio`: how much colder states are than pages; 8 slabs are remembered."""
+    _, states, pages = pools(num_slabs=40)
+    for pool, rank in ((states, Rank.FIRST), (pages, Rank.FIRST)):
+        for i in range(pool.num_owned):
+            commit(pool, i, rank=rank)
+    slabs, chains = pages._slabs, pages.idle._chains
+    gap, chains.now = chains.mean_gap, chains.now + 1000
+    for block in list(pages.idle.blocks()):
+        used = chains.now + gap - (1000 + gap) / ratio
+        pages.idle.remove(block, pages.rank[block])
+        pages.idle.put_back(block, pages.rank[block], used)
+    asked = [slabs.weigh(pages) for _ in range(36)]
+    assert sum(asked) == moves and not any(asked[:4])
+    assert not any(slabs.weigh(states) for _ in range(36)) or ratio < 1
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (1, 1), (4, 1)])
@@ -204,8 +260,8 @@ def test_a_pool_of_its_own_is_as_it_was() -> None:
         ({"slab": (1, 4), "num_kv_blocks": 0}, "num_kv_blocks 0: .* fill slabs"),
         ({"slab": (1, 5)}, "fill slabs"),
         ({"slab": (3, 1)}, "fill slabs"),
-        ({"slab": (1, 1)}, "leave 2 states to running requests"),
-        ({"slab": (1, 1), "num_state_blocks": 20, "max_draft_tokens": 2}, "leave 5 states"),
+        ({"slab": (1, 1)}, "leave 2 to running requests"),
+        ({"slab": (1, 1), "num_state_blocks": 20, "max_draft_tokens": 2}, "leave 5 to"),
     ],
 )
 def test_slabs_that_cannot_be(options: dict, message: str) -> None:

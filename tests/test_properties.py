@@ -66,7 +66,7 @@ def job_lists(draw: st.DrawFn, longest: int, count: int, options: bool, attentio
 def shared_memory(draw: st.DrawFn, whole: int, least: int) -> dict[str, Any]:
     """The fields of `CacheConfig` that make one memory, in which the longest request finds room, alone or with more."""
     states, pages = draw(st.sampled_from([(1, 1), (1, 2), (1, 5), (1, 5), (3, 1), (1, 20)]))
-    reserve = -(-draw(st.sampled_from([least, least, least + 2])) // states)
+    reserve = draw(st.sampled_from([least, least, least + 2]))
     slabs = -(-draw(st.sampled_from([whole, whole + 1, 2 * whole, 60])) // pages)
     blocks = {"num_state_blocks": (reserve + slabs) * states, "num_kv_blocks": slabs * pages}
     return {"slab": (states, pages), **blocks}

@@ -31,7 +31,7 @@ class Lease:
 
 
 class BlockPool:
-    """Ids 1 to `num_blocks`; id 0 is the null block and never handed out.
+    """Blocks with ids from 1 on, to `num_blocks` where the memory is the pool's own; id 0 is never handed out.
 
     FREE blocks have no reference and no hash. WRITING blocks are private: referenced, no hash, and may be a dst.
     COMMITTED blocks carry a hash, are immutable and shared by reference; without references they may be evicted, in the

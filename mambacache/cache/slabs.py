@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import log2
 
@@ -11,7 +12,10 @@ from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
-"""The balance of two pools is that of what they evicted last, one in so many slabs of the memory."""
+"""The balance is an average over as many evicted slabs as the memory has, divided by this; at least 8."""
+
+FEW = 16
+"""Of a memory one slab in so many may lie empty, and 2 at least, before the other kind takes them."""
 
 LEAN = 0.5
 """How far on average, in powers of two, what one pool evicts must be hotter before it is given a slab of the other."""
@@ -36,7 +40,8 @@ class Slabs:
     """Slabs of one size, 1 to `num_slabs`, each of them a pool's, of states or of pages; slab 0 holds the null blocks.
 
     Pools evict their own blocks. A slab moves to the one whose evicted blocks were hotter for long, or which has none
-    to evict: rarely, since blocks of many chains lie beside each other in it, and all of them go.
+    to evict: rarely, since blocks of many chains lie beside each other in it, and all of them go. Of slabs that lie
+    empty a few are kept, as many as come and go with requests; others move at once.
 
     Args:
         reserve: slabs that the first pool keeps, whatever the other needs: those of running requests' states.
@@ -47,6 +52,7 @@ class Slabs:
         self._reserve = reserve
         self._lean = 0.0  # above 0: what pages evict is hotter
         self._memory = max(num_slabs // MEMORY, 8)
+        self._few = max(num_slabs // FEW, 2)
 
     def divide(self, states: SlabPool, pages: SlabPool, pages_per_state: int) -> None:
         """At first there is a state for so many pages."""
@@ -63,8 +69,14 @@ class Slabs:
             return pages.num_idle_slabs
         return max(min(states.num_idle_slabs, states.num_slabs - self._reserve), 0)
 
-    def evicts(self, pool: SlabPool) -> bool:
-        """A pool is about to evict about a slab's blocks; whether it is to take a slab of the other pool instead."""
+    def lies_empty(self, pool: SlabPool) -> bool:
+        """Whether more slabs of the other pool are empty than come and go."""
+        other = self._other(pool)
+        return other.num_empty > self._few + (self._reserve if other is self.pools[0] else 0)
+
+    def weigh(self, pool: SlabPool) -> bool:
+        """Notes that a pool is about to evict about a slab's blocks; whether it is to take a slab of the other pool
+        instead."""
         states, pages = self.pools
         cold, other = pages.idle.coldness(), states.idle.coldness()
         if cold > 0 and other > 0:
@@ -77,13 +89,18 @@ class Slabs:
 
     def move(self, pool: SlabPool) -> None:
         """Gives a pool the slab that the other one misses least."""
-        states, pages = self.pools
-        pool.adopt((states if pool is pages else pages).give_up())
+        pool.adopt(self._other(pool).give_up())
 
     def exchange(self, slab: int, pool: SlabPool) -> None:
-        """Gives a pool this slab, which the other one has and does not use."""
+        """Gives a pool this slab, which lies empty at the other one, for another one that does."""
+        other = self._other(pool)
+        pool.adopt(other.give_up(slab))
+        if pool.num_empty > 1:
+            other.adopt(pool.give_up())
+
+    def _other(self, pool: SlabPool) -> SlabPool:
         states, pages = self.pools
-        pool.adopt((states if pool is pages else pages).give_up(slab))
+        return states if pool is pages else pages
 
     def check(self) -> None:
         """Raises AssertionError unless every slab is one pool's."""
@@ -93,19 +110,26 @@ class Slabs:
 
 
 class SlabPool(BlockPool):
-    """A pool of blocks in slabs: slab i holds those with ids from i * per_slab on."""
+    """A pool of blocks in slabs. Its calls are as fast as those of other pools, but that the last reference to a slab
+    costs a look at all blocks in it.
+
+    Args:
+        slabs: the memory, whose slab i holds blocks with ids from i * per_slab on.
+        per_slab: blocks of this kind that a slab holds.
+    """
 
     def __init__(self, slabs: Slabs, per_slab: int, on_removed: RemovedCallback, chains: Chains) -> None:
         self._on_removed = on_removed
         self._set_up(slabs.num_slabs * per_slab, (slabs.num_slabs + 1) * per_slab, chains)
         self.num_slabs, self.per_slab = 0, per_slab
-        self._slabs = slabs
-        self._free_in: dict[int, list[int]] = {}  # by slab
+        self._slabs, self._chains = slabs, chains
+        self._free_in: OrderedDict[int, list[int]] = OrderedDict()  # by slab
         self._num_free = 0
-        self._empty: dict[int, None] = {}  # slabs all of whose blocks are free
+        self._empty: OrderedDict[int, None] = OrderedDict()  # slabs all of whose blocks are free
         self._busy = [0] * (slabs.num_slabs + 1)  # blocks with references, by slab
         self._idle_slabs = EvictionOrder(chains)  # without references, and not empty
         self._slab_rank: dict[int, Rank] = {}  # of these: that of their hottest block
+        self._slab_used = [0.0] * (slabs.num_slabs + 1)  # when; being lent is no use
         self._evicted = 0  # blocks since their number was a slab's
 
     @property
@@ -124,6 +148,11 @@ class SlabPool(BlockPool):
     def num_idle_slabs(self) -> int:
         """Slabs none of whose blocks has a reference."""
         return len(self._idle_slabs) + len(self._empty)
+
+    @property
+    def num_empty(self) -> int:
+        """Slabs all of whose blocks are free."""
+        return len(self._empty)
 
     def counts(self) -> dict[str, int]:
         committed = len(self._blocks)
@@ -167,11 +196,16 @@ class SlabPool(BlockPool):
         slab, last = block // self.per_slab, self.references[block] == 1
         if last:
             self._busy[slab] -= 1
+            if used is None:
+                self._slab_used[slab] = self._chains.now
         super().release(block, used)
         if last and not self._busy[slab] and slab not in self._empty:
             ids = self._ids(slab)
             rank = self._slab_rank[slab] = max(self.rank[each] for each in ids if self.hashes[each] is not None)
-            self._idle_slabs.add(slab, rank)
+            if used is None:
+                self._idle_slabs.add(slab, rank)
+            else:
+                self._idle_slabs.put_back(slab, rank, self._slab_used[slab])
 
     def _taken(self, slab: int, blocks: Sequence[int]) -> None:
         """These blocks of a slab are free no more."""
@@ -186,6 +220,7 @@ class SlabPool(BlockPool):
         return super()._wake(block)
 
     def _occupy(self, slab: int, count: int) -> None:
+        """So many blocks of a slab have references that had none."""
         if slab in self._slab_rank:
             self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
         self._busy[slab] += count
@@ -204,10 +239,13 @@ class SlabPool(BlockPool):
 
     def _make_room(self, asked: bool = True) -> bool:
         """At least a free block; False if there is none to be had."""
+        if asked and self._slabs.lies_empty(self):
+            self._slabs.move(self)
+            return True
         self._evicted += asked
         if self._evicted >= self.per_slab:
             self._evicted = 0
-            if self._slabs.evicts(self):
+            if self._slabs.weigh(self):
                 self._slabs.move(self)
                 return True
         if self.evict(asked):

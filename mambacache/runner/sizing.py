@@ -134,7 +134,8 @@ def _shared(config: EngineConfig, state: int, page: int, memory: int, num_runnin
         return None
     slab = slab_of(state, page)
     num_slabs = min(memory // slab.nbytes - 1, 2 * MAX_DEFAULT_BLOCKS // max(slab.states, slab.pages))
-    reserve = -(-num_running // slab.states)
+    least = config.max_draft_tokens + 3 if config.max_draft_tokens else 2  # slabs: a request's states may lie apart
+    reserve = max(-(-num_running // slab.states), least)
     if num_slabs < reserve + LEAST_SLABS or slab.lost(state, page) > MOST_LOST:
         return None
     return slab, num_slabs * slab.states - num_running, (num_slabs - reserve) * slab.pages
