@@ -41,7 +41,7 @@ class Slabs:
 
     Pools evict their own blocks. A slab moves to the one whose evicted blocks were hotter for long, or which has none
     to evict: rarely, since blocks of many chains lie beside each other in it, and all of them go. Of slabs that lie
-    empty a few are kept, as many as come and go with requests; others move at once.
+    empty a few are kept, as many as come and go with requests; others move when they were empty for as long.
 
     Args:
         reserve: slabs that the first pool keeps, whatever the other needs: those of running requests' states.
@@ -53,6 +53,7 @@ class Slabs:
         self._lean = 0.0  # above 0: what pages evict is hotter
         self._memory = max(num_slabs // MEMORY, 8)
         self._few = max(num_slabs // FEW, 2)
+        self._wasted = 0  # slabs that were evicted while the other kind had more than a few empty ones
 
     def divide(self, states: SlabPool, pages: SlabPool, pages_per_state: int) -> None:
         """At first there is a state for so many pages."""
@@ -69,15 +70,14 @@ class Slabs:
             return pages.num_idle_slabs
         return max(min(states.num_idle_slabs, states.num_slabs - self._reserve), 0)
 
-    def lies_empty(self, pool: SlabPool) -> bool:
-        """Whether more slabs of the other pool are empty than come and go."""
-        other = self._other(pool)
-        return other.num_empty > self._few + (self._reserve if other is self.pools[0] else 0)
-
     def weigh(self, pool: SlabPool) -> bool:
         """Notes that a pool is about to evict about a slab's blocks; whether it is to take a slab of the other pool
         instead."""
         states, pages = self.pools
+        kept = self._few + (self._reserve if pool is pages else 0)
+        self._wasted = self._wasted + 1 if self._other(pool).num_empty > kept else 0
+        if self._wasted > self._memory:
+            return True
         cold, other = pages.idle.coldness(), states.idle.coldness()
         if cold > 0 and other > 0:
             self._lean += (min(max(log2(other / cold), -1), 1) - self._lean) / self._memory
@@ -239,9 +239,6 @@ class SlabPool(BlockPool):
 
     def _make_room(self, asked: bool = True) -> bool:
         """At least a free block; False if there is none to be had."""
-        if asked and self._slabs.lies_empty(self):
-            self._slabs.move(self)
-            return True
         self._evicted += asked
         if self._evicted >= self.per_slab:
             self._evicted = 0
