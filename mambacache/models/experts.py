@@ -8,14 +8,18 @@ import torch
 from torch import nn
 from torch.nn.functional import grouped_mm, silu
 from transformers.activations import SiLUActivation
+from transformers.integrations import moe
 from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface, fp8_grouped_mm_experts_forward
-from transformers.integrations.moe import ExpertsInterface, _default_apply_gate, grouped_mm_experts_forward
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from mambacache.kernels import combine_experts, group_by_expert, silu_and_mul
 
 EXPERTS = "mambacache"
 """The name under which `forward` is registered in transformers' interface of experts. In that of FP8 weights it stands
 for what transformers would choose."""
+
+DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
+"""What modules do with the two halves unless they say otherwise: the activation of the first, times the second."""
 
 OTHER_LAYOUTS = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 """What a module of experts may have and ours knows not. Releases of transformers lack some."""
@@ -43,7 +47,7 @@ def forward(
     rows = grouped_mm(hidden_states.index_select(0, tokens), weight.transpose(1, 2), offs=offsets)
     if not module.has_gate:
         rows = module.act_fn(rows)
-    elif _is_silu(module.act_fn) and type(module)._apply_gate is _default_apply_gate:
+    elif _is_silu(module.act_fn) and type(module)._apply_gate is DEFAULT_GATE:
         rows = silu_and_mul(rows)
     else:
         rows = module._apply_gate(rows)
