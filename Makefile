@@ -91,7 +91,7 @@ test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py tests/vllm/test_metrics.py \
 		tests/vllm/test_models.py
 
-# On a machine with a CUDA device, in the environment that has its torch: under eight minutes, and the whole grid.
+# On a machine with a CUDA device, in the environment that has its torch: eight minutes are aimed at; and the whole grid.
 pytest-gpu: MARK := gpu
 pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 12

@@ -344,8 +344,8 @@ class EngineConfig:
         enable_prefix_caching: False computes every prompt in full and keeps nothing.
         checkpoint_budget_bytes: memory for cached states, apart from those of running requests, 0 for none; None, with
             `kv_cache_bytes`, for one memory that traffic divides between both.
-        kv_cache_bytes: memory for KV pages; None for a default from the device's memory, at first or, beside a budget
-            for states, for good 7,000 tokens for each cached state.
+        kv_cache_bytes: memory for KV pages; None for that one memory or, beside a budget for states, for a default from
+            the device's memory, as if there were 7,000 tokens for each cached state.
         host_cache_bytes: memory of the host for states and KV that the device has no room for, pinned where the device
             is a GPU; 0 for none.
         host_bytes_per_token: bytes that may be loaded from there for each token that is not computed then; what takes

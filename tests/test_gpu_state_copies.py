@@ -25,7 +25,8 @@ ANSWER = greedy(40)  # crosses a boundary
 OPTIONS = {"max_num_batched_tokens": 64}  # steps of one chunk or one token: those that a hit leaves are like others
 # Which of these a product takes goes by more than its shape; none of them copies anything.
 PRODUCTS = re.compile("gemm|gemv|cutlass|nvjet|splitK|dot_kernel|reduce_1Block")
-# What a graph copies, which is the same in every replay, the driver copies with this kernel or without one.
+# By its name, small copies of a graph, which are the same in every replay. In some runs of one engine of two it is not
+# there; a state copied by it would not be seen here.
 OF_GRAPHS = "memcpy32_post"
 
 

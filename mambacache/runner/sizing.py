@@ -40,8 +40,8 @@ SPARE_STATES = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one block, and how many blocks of each kind there are beside the null block: with a `slab`, whose
-    states or KV pages it counts, so many at most, since both share one memory."""
+    """Bytes of one block, and how many blocks of each kind there are beside the null block. With a `slab`
+    both kinds share one memory, and the counts are what each may have at most."""
 
     state_bytes: int
     kv_block_bytes: int
