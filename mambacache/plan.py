@@ -162,6 +162,8 @@ def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
 
 
 def _padded(array: np.ndarray, shape: tuple[int, ...], padding: int) -> np.ndarray:
+    if array.shape == shape:
+        return array
     larger = np.full(shape, padding, np.int32)
     larger[tuple(map(slice, array.shape))] = array
     return larger

@@ -243,7 +243,8 @@ class PrefixCache:
 
     def counts(self, step: SequenceStep) -> bool:
         """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
-        return self.under_way(step) and not self._books.rows[step.row].life.void
+        row = self._books.rows.get(step.row)
+        return row is not None and row.life.number == step.life and not row.life.void
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         """The step failed, before it was issued or on the device: its requests are preempted, and nothing of it stays.

@@ -41,9 +41,11 @@ class Answers:
         stops = frozenset(params.stop_token_ids or ())
         self._all_ends = stops | end_tokens
         self._stops = stops if params.ignore_eos else stops - end_tokens
-        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are adjusted
+        self._adjusts = params.adjusts(0)  # later they are adjusted no more than at first
+        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are
         self._submitted = time.perf_counter()
         self._seeds = tuple(seed + i for i in range(params.n))
+        self._plain = [RowSampling(params, (seed,)) for seed in self._seeds]  # of nearly all rows
         self._given = [0] * params.n  # characters of each text that were handed out
         self._handed_out: list[tuple[int, str | None]] = [(0, None)] * params.n
         self._texts = [_detokenizer(tokenizer, params) for _ in range(params.n)] if tokenizer is not None else []
@@ -58,6 +60,7 @@ class Answers:
             for i in range(params.n)
         ]
         self.requests[0].siblings = self.requests[1:]
+        self._index = {request.request_id: i for i, request in enumerate(self.requests)}
         completions = [Completion(i, logprobs=None if params.logprobs is None else []) for i in range(params.n)]
         self.output = RequestOutput(
             request_id,
@@ -70,10 +73,12 @@ class Answers:
 
     def sampling(self, step: SequenceStep) -> RowSampling:
         """How a row of these requests is sampled: where the prompt ends, once for each answer."""
+        index, siblings = self._index[step.request_id], self.requests[0].siblings
+        if not (self._adjusts or siblings or step.prompt_logits):
+            return self._plain[index]
         after = slice(step.start + 1, step.start + step.num_tokens + 1)
         targets = self.requests[0].prompt[after] if step.prompt_logits else ()
-        index = self._index(step)
-        seeds = self._seeds if self.requests[0].siblings else self._seeds[index : index + 1]
+        seeds = self._seeds if siblings else self._seeds[index : index + 1]
         return RowSampling(self.params, seeds, targets, self._adjustments(step, index))
 
     def _adjustments(self, step: SequenceStep, index: int) -> list[Adjustment]:
@@ -94,6 +99,8 @@ class Answers:
     def keep_logprobs(self, step: SequenceStep, row: RowOutput) -> None:
         """Notes a row's log probabilities; those of tokens that turn out not to be taken are dropped by `refresh`."""
         output = self.output
+        if self.params.logprobs is None and output.prompt_logprobs is None:
+            return
         if output.finished:
             return  # by the step before, whose tokens were not read when this one was launched
         if output.prompt_logprobs is not None and step.prompt_logits:  # a second time after a preemption
@@ -104,7 +111,7 @@ class Answers:
             for completion, entry in zip(output.outputs, row.logprobs, strict=True):
                 completion.logprobs = [entry]
         else:
-            completion = output.outputs[self._index(step)]
+            completion = output.outputs[self._index[step.request_id]]
             assert completion.logprobs is not None, "log probabilities were asked for"
             completion.logprobs += row.logprobs if completion.finish_reason is None else []
 
@@ -180,9 +187,6 @@ class Answers:
 
     def _progress(self) -> list[tuple[int, str | None]]:
         return [(len(completion.token_ids), completion.finish_reason) for completion in self.output.outputs]
-
-    def _index(self, step: SequenceStep) -> int:
-        return next(i for i, request in enumerate(self.requests) if request.request_id == step.request_id)
 
 
 def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer:

@@ -268,7 +268,7 @@ class LLM:
         with tqdm(total=len(left), desc="prompts", disable=not use_tqdm) as bar:
             while left:
                 self._stepper.advance()
-                ended = [a for a in self._stepper.fresh.values() if a.request_id in left and a.output.finished]
+                ended = [a for a in self._stepper.fresh.values() if a.output.finished and a.request_id in left]
                 for answers in ended:
                     self._stepper.hand_out(answers)
                     left.remove(answers.request_id)

@@ -76,4 +76,4 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.outputs)
+        return None not in [completion.finish_reason for completion in self.outputs]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
 
@@ -13,6 +12,9 @@ LONGEST_CHARACTER = 4
 
 MAX_PENDING = 16
 """Tokens that are waited for at most until they make a character, or a text at all."""
+
+MAX_CONTEXT = 8
+"""Tokens in the text that are decoded again at most with each new one: to drop some takes a call of its own."""
 
 
 class Tokenizer(Protocol):
@@ -25,8 +27,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(NamedTuple):
     """What the first `count` tokens of an answer say. Never changed but replaced, so that whatever a tokenizer raises
     leaves the one before."""
 
@@ -123,16 +124,16 @@ class Detokenizer:
     def _next(self, read: _Read) -> _Read:
         """Reads one token more."""
         window = (*read.window, self._tokens[read.count])
-        read = replace(read, count=read.count + 1, window=window)
+        read = _Read(read.count + 1, window, *read[2:])
         new, waits = self._decode(window), len(window) - read.known <= MAX_PENDING
         if new == read.shown:
             # Tokens without text are decoded again with the next: they may stand between two words. One of many does.
-            return read if waits else replace(read, window=window[: read.known] + window[-1:])
+            return read if waits else read._replace(window=window[: read.known] + window[-1:])
         if not new.endswith(REPLACEMENT):
             return self._append(read, len(window), new)
         if not self._decode(window[-2:]) and len(window) > 1:
             # Tokens without text may stand inside a character too. One of many does, so that they push nothing out.
-            return replace(read, window=window[:-1])
+            return read._replace(window=window[:-1])
         if waits:
             return read
         end = self._cut(window, read.known, new)
@@ -149,8 +150,11 @@ class Detokenizer:
         """Takes the window's tokens up to `end` into the text, and what they decode to."""
         old, text = len(read.text), read.text + decoded[len(read.shown) :]
         if decoded != read.shown:
-            window, known = read.window[read.known :], end - read.known
-            read = replace(read, text=text, window=window, known=known, shown=self._decode(window[:known]))
+            window, known, shown = read.window, end, decoded
+            if known > MAX_CONTEXT:
+                window, known = window[read.known :], known - read.known
+                shown = self._decode(window[:known])
+            read = _Read(read.count, window, known, shown, text)
         if read.count <= self._min_tokens:
             return read
         # What ends in the new text; of several the one that begins first.
@@ -160,7 +164,7 @@ class Detokenizer:
         if not found:
             return read
         at, length, stop = min(found)
-        return replace(read, text=text[: at + length if self._keep_stop else at], stop=stop)
+        return read._replace(text=text[: at + length if self._keep_stop else at], stop=stop)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if not tokens:

@@ -282,9 +282,10 @@ class Scheduler:
         self._planned = None
         for step in plan.steps:
             request = self._rows.get(step.row)
-            if request is not None and self.cache.counts(step):
+            news = request is not None and (request.report is None or request in self._suspects)
+            if request is not None and news and self.cache.counts(step):
                 self._suspects.discard(request)
-                if request.report is None and request.finish_reason is None:
+                if request.finish_reason is None:
                     request.report = self.cache.report(request.request_id)
 
     def failed(self, plan: StepPlan, error: BaseException) -> list[Request]:
@@ -334,10 +335,8 @@ class Scheduler:
         ends: dict[Request, tuple[list[int], FinishReason | None]] = {}
         for step, tokens in zip(plan.steps, sampled, strict=True):
             request = self._rows.get(step.row)
-            if request is None or request.finish_reason is not None or not step.samples:
-                continue
-            if not self.cache.counts(step):
-                continue  # a step before it failed
+            if request is None or request.finish_reason or not (step.samples and self.cache.counts(step)):
+                continue  # what it gives is not wanted, or a step before it failed
             given = tokens[:1] if step.prefill else agreed(step.drafts, tokens)
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
             taken, reason = self._until_stop(request, sound)
