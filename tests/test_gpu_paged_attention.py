@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 from gpu_cases import BF16, FP16, FP32
@@ -53,6 +54,7 @@ SHAPES = {
     "small pages": Shape(FP16, (8, 1), (64, 64), 16, 4),
     "narrow": Shape(FP16, (2, 2), (8, 8), 256, 3),
     "fp32": Shape(FP32, (4, 1), (80, 80), 16, 2),
+    "fp32, wide": Shape(FP32, (4, 2), (256, 256), 64, 1),
 }
 CONTEXTS = (0, 1, 63, 64, 65, 1000, 20000)
 LENGTHS = (200, 1, 64, 130, 63, 70, 3)  # of prefill rows after these contexts
@@ -145,6 +147,18 @@ def test_launches(kind: str) -> None:
         call()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_no_batch_compiles_for_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where heads come before tokens, as rotary embeddings leave them. Nor does it change a result."""
+    compiled: list[object] = []
+    for padding in (0, 5):
+        batch = batch_of(SHAPES["wide"], padding=padding)
+        expected = batch.run()
+        batch.tokens = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in batch.tokens]
+        assert_bitwise(batch.run(), expected)
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **options: compiled.append(options))
+    assert not compiled
 
 
 def test_into_an_unaligned_out() -> None:

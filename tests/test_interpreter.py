@@ -190,6 +190,10 @@ def test_paged_attention_of_a_row_does_not_depend_on_its_batch() -> None:
     attention.test_a_row_does_not_depend_on_its_batch()
 
 
+def test_paged_attention_with_heads_before_tokens() -> None:
+    attention.test_heads_before_tokens()
+
+
 def test_paged_attention_of_many_parts_does_not_depend_on_who_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short parts and few splits, so that splits take several parts each; and one program for all splits of a row."""
     monkeypatch.setattr(attention_decode, "PART", 64)

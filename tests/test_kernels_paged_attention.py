@@ -151,6 +151,14 @@ def test_mixed_batch(
     run_and_check(pages, decodes, prefills, tokens, scale, BOUND[dtype])
 
 
+def test_heads_before_tokens() -> None:
+    """As rotary embeddings leave queries and keys: the distance of heads grows with the batch."""
+    pages = Pages(2, (16, 24), torch.float32)
+    tokens = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs(81, (4, 2), (16, 24), torch.float32)]
+    rows = [pages.row(40, 2, decode=True), pages.row(127, 2, decode=True)]
+    run_and_check(pages, rows, [pages.row(3, 70, seed=1)], tokens, None, BOUND[torch.float32])
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     heads, widths = (4, 2), (16, 16)
     pages = Pages(2, widths, torch.float32)

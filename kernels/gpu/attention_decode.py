@@ -17,7 +17,7 @@ from ..indices import StateIndices
 from .attention_tile import LOWEST, attend, tile_pages
 from .chunks import row_and_tile
 from .launch import Launcher, index_pointers
-from .layout import cdiv, layer_strides, power_of_2
+from .layout import cdiv, power_of_2, stride_alignment
 
 PART = 256
 SPLITS = 64
@@ -26,7 +26,7 @@ WAVES = 32  # programs per processor in a launch: more than that find nothing to
 ARRAYS = "decode_len", "kv_len", "block_table_start", "block_table"
 
 
-@triton.jit(do_not_specialize=["num_rows", "tokens_per_decode", "scale"])
+@triton.jit(do_not_specialize=["num_rows", "tokens_per_decode", "q_token_stride", "q_head_stride", "scale"])
 def _attention_decode_kernel(
     q,
     key_pages,
@@ -39,8 +39,10 @@ def _attention_decode_kernel(
     block_table,
     num_rows,
     tokens_per_decode,
+    q_token_stride,
+    q_head_stride,
     scale,
-    Q_STRIDES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -70,13 +72,13 @@ def _attention_decode_kernel(
         return
 
     query = index % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    step, head = query // GROUP, key_head * GROUP + query % GROUP
+    step, head = query // GROUP, (key_head * GROUP + query % GROUP).to(tl.int64)
     token = row.to(tl.int64) * tokens_per_decode + step
     filled = (step < length)[:, None]
     position = num_keys - length + step
     channel, value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    place = (token * Q_STRIDES[0] + head * Q_STRIDES[1])[:, None] + channel
-    queries = tl.load(q + place, mask=filled & (channel < D), other=0)
+    place = tl.multiple_of(token * q_token_stride + head * q_head_stride, ALIGNMENT)
+    queries = tl.load(q + place[:, None] + channel, mask=filled & (channel < D), other=0)
     key_pages += key_head * KEY_STRIDES[2]
     value_pages += key_head * VALUE_STRIDES[2]
 
@@ -162,7 +164,6 @@ def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndi
     splits = min(SPLITS, cdiv(blocks * page, PART))
     sums = q.new_empty(splits, rows * width, heads, DV, dtype=torch.float32)
     statistics = q.new_empty(splits, rows * width, heads, 2, dtype=torch.float32)
-    (q_strides,) = layer_strides(q)
     block_m = min(max(power_of_2(width * group), 16), MAX_ROWS)
     block_d, block_dv = (max(power_of_2(size), 16) for size in (D, DV))
     tiles = rows * key_heads * cdiv(width * group, block_m)
@@ -170,9 +171,9 @@ def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndi
         tiles * min(splits, cdiv(WAVES * processors(q.get_device()), tiles)),
         (q, key_pages, value_pages, sums, statistics),
         index_pointers(indices, ARRAYS),
-        (rows, width, scale),
+        (rows, width, *q.stride()[:2], scale),
         {
-            "Q_STRIDES": q_strides,
+            "ALIGNMENT": stride_alignment(q),
             "KEY_STRIDES": key_pages.stride()[:3],
             "VALUE_STRIDES": value_pages.stride()[:3],
             "PAGE": page,

@@ -10,7 +10,7 @@ from ..indices import StateIndices
 from .attention_tile import LOWEST, attend, tile_pages
 from .chunks import CHUNK, clear_padding, row_and_tile
 from .launch import Launcher, index_pointers
-from .layout import layer_strides, power_of_2
+from .layout import power_of_2, stride_alignment
 
 ARRAYS = (
     "query_start_loc",
@@ -23,7 +23,17 @@ ARRAYS = (
 )
 
 
-@triton.jit(do_not_specialize=["num_decodes", "num_prefills", "num_chunks", "num_tokens", "scale"])
+@triton.jit(
+    do_not_specialize=[
+        "num_decodes",
+        "num_prefills",
+        "num_chunks",
+        "num_tokens",
+        "q_token_stride",
+        "q_head_stride",
+        "scale",
+    ]
+)
 def _attention_prefill_kernel(
     q,
     key_pages,
@@ -40,8 +50,10 @@ def _attention_prefill_kernel(
     num_prefills,
     num_chunks,
     num_tokens,
+    q_token_stride,
+    q_head_stride,
     scale,
-    Q_STRIDES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -88,9 +100,9 @@ def _attention_prefill_kernel(
     step = query % TOKENS
     filled = (step < count)[:, None]
     channel = tl.arange(0, BLOCK_D)
-    q += start.to(tl.int64) * Q_STRIDES[0] + head * Q_STRIDES[1]
-    q_tile = (step * Q_STRIDES[0] + query // TOKENS * Q_STRIDES[1])[:, None] + channel[None, :]
-    queries = tl.load(q + q_tile, mask=filled & (channel < D)[None, :], other=0)
+    token, own_head = (start + step).to(tl.int64), (head + query // TOKENS).to(tl.int64)
+    q_row = tl.multiple_of(token * q_token_stride + own_head * q_head_stride, ALIGNMENT)
+    queries = tl.load(q + q_row[:, None] + channel[None, :], mask=filled & (channel < D)[None, :], other=0)
     key_pages += head // GROUP * KEY_STRIDES[2]
     value_pages += head // GROUP * VALUE_STRIDES[2]
 
@@ -130,7 +142,6 @@ def prefill(
     heads, D = q.shape[1:]
     page, key_heads, DV = value_pages.shape[1:]
     group = heads // key_heads
-    (q_strides,) = layer_strides(q)
     narrow = q.element_size() == 2
     # 128 queries, which share what they read of keys and values. fp32 has room for 64.
     tile_heads = 2 if narrow and group % 2 == 0 else 1
@@ -139,9 +150,9 @@ def prefill(
         (num_chunks + 1) * (heads // tile_heads),
         (q, key_pages, value_pages, out),
         index_pointers(indices, ARRAYS),
-        (indices.num_decodes, indices.num_prefills, num_chunks, len(q), scale),
+        (indices.num_decodes, indices.num_prefills, num_chunks, len(q), *q.stride()[:2], scale),
         {
-            "Q_STRIDES": q_strides,
+            "ALIGNMENT": stride_alignment(q),
             "KEY_STRIDES": key_pages.stride()[:3],
             "VALUE_STRIDES": value_pages.stride()[:3],
             "OUT_STRIDE": out.stride(0),

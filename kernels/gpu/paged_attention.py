@@ -11,20 +11,24 @@ from .attention_decode import decode
 from .attention_prefill import prefill
 from .decays import LOG2_E
 from .launch import Launcher, index_pointers
-from .layout import check_dense, clear_from, layer_strides, power_of_2
+from .layout import check_dense, clear_from, power_of_2, stride_alignment
 
 TILE = 4096  # elements that a program has on their way at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"])
 def _write_pages_kernel(
     k,
     v,
     key_pages,
     value_pages,
     kv_slot,
-    K_STRIDES: tl.constexpr,
-    V_STRIDES: tl.constexpr,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
+    K_ALIGNMENT: tl.constexpr,
+    V_ALIGNMENT: tl.constexpr,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
     PAGE: tl.constexpr,
@@ -41,18 +45,19 @@ def _write_pages_kernel(
     if slot < 0:
         return
     page, place = (slot // PAGE).to(tl.int64), slot % PAGE
-    k += token * K_STRIDES[0]
-    v += token * V_STRIDES[0]
     key_pages += page * KEY_STRIDES[0] + place * KEY_STRIDES[1]
     value_pages += page * VALUE_STRIDES[0] + place * VALUE_STRIDES[1]
     channel, value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     for first in range(0, HEADS, BLOCK_H):
-        head = first + tl.arange(0, BLOCK_H)[:, None]
+        heads = first + tl.arange(0, BLOCK_H)
+        k_row = tl.multiple_of(token * k_token_stride + heads.to(tl.int64) * k_head_stride, K_ALIGNMENT)[:, None]
+        v_row = tl.multiple_of(token * v_token_stride + heads.to(tl.int64) * v_head_stride, V_ALIGNMENT)[:, None]
+        head = heads[:, None]
         mask = (head < HEADS) & (channel < D)
-        x = tl.load(k + head * K_STRIDES[1] + channel, mask=mask)
+        x = tl.load(k + k_row + channel, mask=mask)
         tl.store(key_pages + head * KEY_STRIDES[2] + channel, x.to(key_pages.dtype.element_ty), mask=mask)
         mask = (head < HEADS) & (value < DV)
-        x = tl.load(v + head * V_STRIDES[1] + value, mask=mask)
+        x = tl.load(v + v_row + value, mask=mask)
         tl.store(value_pages + head * VALUE_STRIDES[2] + value, x.to(value_pages.dtype.element_ty), mask=mask)
 
 
@@ -69,23 +74,23 @@ def paged_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.paged_attention`. The last dim of all is dense; other strides are free."""
+    """See `mambacache.kernels.paged_attention`. The last dim of all is dense; other strides are free, and no kernel is
+    compiled for those of q, k and v: where heads come before tokens, they change with the batch."""
     check_dense(q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
     out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     if not len(out):
         return out
     heads, D = k.shape[1:]
     DV = v.shape[2]
-    k_strides, v_strides = layer_strides(k, v)
     block_d, block_dv = power_of_2(D), power_of_2(DV)
     _launch_write(
         len(k),
         (k, v, key_pages, value_pages),
         index_pointers(indices, ("kv_slot",)),
-        (),
+        (*k.stride()[:2], *v.stride()[:2]),
         {
-            "K_STRIDES": k_strides,
-            "V_STRIDES": v_strides,
+            "K_ALIGNMENT": stride_alignment(k),
+            "V_ALIGNMENT": stride_alignment(v),
             "KEY_STRIDES": key_pages.stride()[:3],
             "VALUE_STRIDES": value_pages.stride()[:3],
             "PAGE": key_pages.shape[1],
