@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_driver import MODELS, Engines, ask, greedy, tokens_of
-from mambacache import LLM, SamplingParams
+from mambacache import LLM, RequestOutput, SamplingParams
 from mambacache.kernels import StateIndices
 from mambacache.models.adapt import Model, load_model
 from mambacache.plan import StepPlan
@@ -79,16 +79,20 @@ def test_a_replay_is_bitwise_the_same_step_without_a_graph(name: str, tiny_model
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_step_waits_compiles_or_captures(name: str, engines: Engines) -> None:
-    """But for the tokens of the step before: prompts, hits, chunks and decode, once all of it has run."""
+    """But for tokens of the step before: prompts, hits, chunks and decode, once all of it has run in other sizes."""
     llm = engines(name, dtype=dtype_of(name), max_num_batched_tokens=96)
-    prompts = [tokens_of(1, 150), [*tokens_of(1, 100), *tokens_of(2, 60)], tokens_of(3, 5)]
     params = [greedy(20), greedy(20, temperature=0.7, seed=1, logprobs=2), greedy(12, min_tokens=3)]
-    first = ask(llm, prompts, params)
+
+    def run(more: int) -> list[RequestOutput]:
+        prompts = [tokens_of(1, 150 + more), [*tokens_of(1, 100), *tokens_of(2, 60 + more)], tokens_of(3, 5 + more)]
+        return ask(llm, prompts, params)
+
+    first = run(0)
     llm.reset_prefix_cache()
     with patch.object(torch.cuda, "graph", side_effect=AssertionError("captures")), compiling() as compiled:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            second = ask(llm, prompts, params)
+            second = run(13)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert not compiled
@@ -136,25 +140,40 @@ def test_decode_steps_are_replays(engines: Engines) -> None:
     assert unread == [False] + [True] * 8
 
 
-def test_a_model_that_waits_runs_without_graphs(
-    tiny_model: Callable[[str], Path], engines: Engines, caplog: pytest.LogCaptureFixture
+def wait() -> None:
+    torch.zeros(1, device="cuda").item()
+
+
+def wait_unseen() -> None:
+    """Not seen before a capture, which it spoils."""
+    torch.cuda.current_stream().synchronize()
+
+
+def fail_in_a_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the memory does not suffice")
+
+
+@pytest.mark.parametrize("fault", [wait, wait_unseen, fail_in_a_capture])
+def test_a_model_that_cannot_be_captured_runs_without_graphs(
+    fault: Callable[[], None], engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says so, once, and answers as ever."""
     right = ask(engines(), [tokens_of(1, 20)], greedy(9))[0].outputs[0].token_ids
     capture = ModelRunner.capture
 
-    def waiting(runner: ModelRunner, *args: int) -> None:
+    def faulty(runner: ModelRunner, *args: int) -> None:
         last = runner.model.mixers[-1]
         forward = last.forward  # type: ignore[attr-defined]
 
         def slow(*args: Any, **options: Any) -> torch.Tensor:
-            torch.zeros(1, device="cuda").item()
+            fault()
             return forward(*args, **options)
 
         last.forward = slow  # type: ignore[attr-defined]
         capture(runner, *args)
 
-    with patch.object(ModelRunner, "capture", waiting):
+    with patch.object(ModelRunner, "capture", faulty):
         llm = engines()
     assert len([record for record in caplog.records if "without CUDA graphs" in record.getMessage()]) == 1
     assert ask(llm, [tokens_of(1, 20)], greedy(9))[0].outputs[0].token_ids == right

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -216,3 +216,12 @@ def test_16_bit_models(name: str, dtype: str, tmp_path: Path) -> None:
     checkpoint, tokens = save_tiny_model(name, tmp_path), tokens_of(0, 100)
     difference = all_logits(load_model(checkpoint, dtype), tokens).float() - all_logits(load_model(checkpoint), tokens)
     assert 1e-4 < difference.square().mean().sqrt() < 0.15
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba", "mamba2"])
+def test_warming_up_writes_nothing(name: str, tiny_model: Callable[[str], Path]) -> None:
+    runner = Driver(load_model(tiny_model(name))).runner
+    pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
+    before = [pool.buffer.clone() for pool in pools]
+    runner.warm_up(130, 64)
+    assert all(torch.equal(pool.buffer, old) for pool, old in zip(pools, before, strict=True))

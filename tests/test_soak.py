@@ -110,9 +110,9 @@ class Soak:
         return guess if self.rng.random() < 0.8 else []
 
 
-def soak(engine: Engines, requests: int, drafts: bool) -> None:
+def soak(engine: Engines, requests: int, drafts: bool, seed: int = 0) -> None:
     """With drafts, or a step ahead, on a CPU too."""
-    turns = list(conversations(seed=requests))
+    turns = list(conversations(seed=requests + seed))
     alone = engine(MODEL).generate([prompt for prompt, _ in turns], ALONE, use_tqdm=False)
     known = [turn for turn, output in zip(turns, alone, strict=True) if list(output.outputs[0].token_ids) == turn[1]]
     assert len(known) >= 0.8 * len(turns)
@@ -128,7 +128,7 @@ def soak(engine: Engines, requests: int, drafts: bool) -> None:
         max_model_len=1536,
     )
     llm._stepper.steps_ahead = 1
-    soaks.append(Soak(llm, known, random.Random(requests)))
+    soaks.append(Soak(llm, known, random.Random(requests + seed)))
     soaks[0].run(requests)
     stats = llm.stats
     assert soaks[0].right + soaks[0].aborted == requests and soaks[0].aborted == -(-requests // ABORT_EACH)
@@ -143,6 +143,8 @@ def test_soak(engine: Engines, drafts: bool) -> None:
 
 @pytest.mark.gpu_full
 @pytest.mark.parametrize("engine", ["cuda"], indirect=True)
-def test_long_soak(engine: Engines) -> None:
-    for drafts in (True, False):
-        soak(engine, 2500, drafts)
+@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_long_soak(engine: Engines, drafts: bool, seed: int) -> None:
+    """5,000 requests in all."""
+    soak(engine, 500, drafts, seed)

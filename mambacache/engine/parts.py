@@ -41,6 +41,9 @@ from mambacache.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
+WARM_UP_TOKENS = 512
+"""Enough for the kernels that long prompts take."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -90,10 +93,12 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     files = _disk_tier(config, model, torch.device(device), directory)
     cache = PrefixCache(_cache_config(config, model, sizes), files)
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
-    if not config.enforce_eager and torch.device(device).type == "cuda":
-        longest = sizes.max_model_len + config.max_draft_tokens
-        max_pages = -(-longest // config.block_size) if model.kv_layers else 0
-        runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
+    if torch.device(device).type == "cuda":
+        runner.warm_up(min(WARM_UP_TOKENS, config.max_num_batched_tokens, sizes.max_model_len), config.block_size)
+        if not config.enforce_eager:
+            longest = sizes.max_model_len + config.max_draft_tokens
+            max_pages = -(-longest // config.block_size) if model.kv_layers else 0
+            runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
     vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
     scheduler = Scheduler(
         cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
@@ -9,9 +10,10 @@ from itertools import accumulate, islice
 import numpy as np
 import torch
 
+from mambacache.config import SamplingParams
 from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model
-from mambacache.plan import StepPlan, pad
+from mambacache.plan import NULL_BLOCK, PageTables, SequenceStep, StepPlan, build_plan, pad
 from mambacache.runner.cuda_graphs import DecodeGraphs
 from mambacache.runner.device_batch import DeviceBatch
 from mambacache.runner.sampler import RowSampling, sample, score
@@ -116,6 +118,15 @@ class ModelRunner:
             self._graphs = DecodeGraphs.capture(
                 self.model, self.states, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
+
+    def warm_up(self, num_tokens: int, block_size: int) -> None:
+        """Runs a prompt that reads and writes nothing of the pools, so that no request waits for what compiles."""
+        step = SequenceStep("", 0, 0, 0, num_tokens, True, True, NULL_BLOCK, NULL_BLOCK, 0, (NULL_BLOCK,))
+        num_pages = -(-num_tokens // block_size)
+        null_pages = PageTables([array("i", [NULL_BLOCK] * num_pages)], [num_pages], [0])  # others wrote them
+        tokens = array("i", bytes(4 * num_tokens))
+        plan = build_plan([step], [tokens], null_pages if self.pages is not None else None, block_size)
+        self.launch(plan, [RowSampling(SamplingParams(temperature=0), (0,))]).read()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, sampling: Sequence[RowSampling], unread: Launched | None = None) -> Launched:

@@ -54,10 +54,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OLMo-Hybrid-7B", LAYERS),
     "falcon_mamba": ("Falcon-Mamba-7B", {"num_hidden_layers": 2}),
 }
+# All layers of the checkpoint.
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_linear, whole": ("Kimi-Linear-48B-A3B", {"num_experts": 8, "num_experts_per_token": 8}),
+    "qwen3_next, whole": ("Qwen3-Next-80B-A3B", {"num_experts": 8, "num_experts_per_tok": 8}),
+}
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    checkpoint, changes = SHAPES[name]
+    checkpoint, changes = (SHAPES | WHOLE)[name]
     values = PUBLISHED[checkpoint] | changes | {"vocab_size": VOCABULARY, "pad_token_id": None, "eos_token_id": 1}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
@@ -94,7 +99,7 @@ def for_vllm(name: str, directory: Path) -> Path:
     weights = load_file(directory / "model.safetensors")
     served = directory / "served"
     served.mkdir()
-    if name == "kimi_linear":
+    if settings["model_type"] == "kimi_linear":
         recurrent = [kind == "linear_attention" for kind in settings["layer_types"]]
         settings |= {
             "first_k_dense_replace": settings["mlp_layer_types"].count("dense"),

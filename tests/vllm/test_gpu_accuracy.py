@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from logits_run import DECODED, PROMPTS, sequences
-from real_shapes import SHAPES, save
+from real_shapes import SHAPES, WHOLE, save
 from transformers import AutoModelForCausalLM
 
 FOLDER = Path(__file__).resolve().parent
@@ -77,7 +77,7 @@ def test_errors_against_fp32_are_those_of_vllm(name: str, tmp_path: Path) -> Non
     assert errors["plugin"] <= RATIO * errors["vllm"]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *WHOLE])
 def test_errors_of_fp8_are_those_of_vllm(name: str, tmp_path: Path) -> None:
     """With the mean KL from plain vLLM's logits noted, beside that of plain vLLM in another batch order."""
     served = save(name, tmp_path / "model", "cuda")
