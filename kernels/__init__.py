@@ -4,19 +4,17 @@ They know nothing of the rest of mambacache: an engine of one's own calls them w
 """
 
 from .api import (
-    combine_experts,
     conv1d,
     copy_blocks,
     gated_delta_rule,
     gated_rms_norm,
-    group_by_expert,
     kda,
     paged_attention,
     rms_norm,
     selective_scan,
-    silu_and_mul,
     ssd,
 )
+from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
 from .indices import DecodeBuffers, StateIndices, pack_arrays
 from .state_pool import StatePool, StateTensor, state_bytes
 
@@ -25,6 +23,7 @@ __all__ = [
     "StateIndices",
     "StatePool",
     "StateTensor",
+    "choose_experts",
     "combine_experts",
     "conv1d",
     "copy_blocks",

@@ -229,48 +229,6 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool
     return backend(x).rms_norm(x, weight, eps, round_normed=round_normed, out=out)
 
 
-def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the slots of a batch, a slot being one choice of one token, by expert and, for the same one, by slot.
-
-    Shapes: experts int64 [F, k], each from 0 to `num_experts` - 1. Returns int32 tensors: [F * k], the token of every
-    sorted slot; [F, k], the place of every slot among the sorted ones; [num_experts], where each expert's slots end.
-    """
-    check_rank("experts", experts, "F, k")
-    check_dtype("experts", experts, torch.int64)
-    return backend(experts).group_by_expert(experts, num_experts)
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """SiLU of a row's first half times its second (SwiGLU, Shazeer 2020): x [S, 2 * dim] -> [S, dim] in x's dtype.
-
-    Rows may lie any stride apart. SiLU is computed in fp32, and rounded to x's dtype before the product.
-    """
-    check_rank("x", x, "S, 2 * dim")
-    check_dtype("x", x, *ACTIVATION_DTYPES)
-    check_shape("x", x, x.shape[0], x.shape[1] // 2 * 2)
-    return backend(x).silu_and_mul(x)
-
-
-def combine_experts(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
-    """What each token's experts gave, weighted and summed: out_t = sum_c weights[t, c] rows[places[t, c]].
-
-    Shapes: rows [S, dim], any stride apart; weights [F, k] in their dtype or fp32; places int32 [F, k], as
-    `group_by_expert` gives them. Returns [F, dim] in the dtype of rows. A product is rounded to the common dtype of
-    rows and weights; the sum, in the order of the choices, is fp32 (float64 for float64) and rounded once.
-    """
-    check_rank("rows", rows, "S, dim")
-    check_rank("places", places, "F, k")
-    check_shape("weights", weights, *places.shape)
-    check_dtype("rows", rows, *ACTIVATION_DTYPES)
-    check_dtype("weights", weights, rows.dtype, torch.float32)
-    check_dtype("places", places, torch.int32)
-    if not rows.device == weights.device == places.device:
-        raise ValueError(
-            f"rows, weights and places are on {rows.device}, {weights.device} and {places.device}: move them to one."
-        )
-    return backend(rows).combine_experts(rows, weights, places)
-
-
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copies whole blocks of one pool to another: the block `pairs[i, 0]` of `source` to `pairs[i, 1]` of `target`.
 

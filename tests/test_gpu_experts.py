@@ -12,9 +12,17 @@ from transformers.integrations.moe import grouped_mm_experts_forward
 from gpu_cases import BF16, FP16, FP32, Dtypes
 from kernel_cases import assert_bitwise, random
 from mambacache.kernels import combine_experts, group_by_expert, reference, silu_and_mul
+from mambacache.models import experts
 from test_gpu_launches import launched
-from test_kernels_experts import CHOSEN, check_combine, check_silu_and_mul, routing
-from test_models_experts import experts_module, layer_input
+from test_kernels_experts import (
+    CHOSEN,
+    check_choice,
+    check_choice_without_numbers,
+    check_combine,
+    check_silu_and_mul,
+    routing,
+)
+from test_models_experts import experts_module, layer_input, qwen_block
 
 pytestmark = pytest.mark.gpu
 
@@ -65,6 +73,33 @@ def test_silu_and_mul(rows: int, width: int, gap: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("batch", [(1, 1), (65, 2), (640, 8), (3000, 10)], ids=str)
 def test_combine(batch: tuple[int, int], width: int, gap: int, dtypes: Dtypes) -> None:
     check_combine(batch, width, gap, dtypes, "cuda")
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(("choices", "num_experts"), [(10, 512), (8, 8), (8, 256)])
+def test_the_likeliest_are_chosen(choices: int, num_experts: int, dtype: torch.dtype, normalize: bool) -> None:
+    for tokens in (1, 64, 5000):
+        check_choice(tokens, choices, num_experts, dtype, normalize, "cuda")
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_choice_without_numbers(normalize: bool) -> None:
+    check_choice_without_numbers(normalize, "cuda")
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 2500])
+def test_a_gated_mixture_is_that_of_transformers(tokens: int) -> None:
+    """In fewer launches. A product of another width may take a kernel that adds in another order."""
+    block, x = qwen_block(BF16, device="cuda"), random(1, tokens, 2048, seed=1, dtype=BF16).cuda()
+    expected, theirs = block(x), launched(partial(block, x))
+    mixture = experts.MIXTURES["Qwen3NextSparseMoeBlock"](block)
+    mixture.experts.config._experts_implementation = experts.EXPERTS
+    y, names = mixture(x), launched(partial(mixture, x))
+    scale = expected.float().pow(2).mean(-1).sqrt()
+    errors = (y - expected).float().pow(2).mean(-1).sqrt() / scale
+    assert errors.median() < 0.01 and (errors < 0.05).float().mean() > 0.95  # near ties choose other experts
+    assert len(names) + 15 <= len(theirs), names
 
 
 def test_no_tokens() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import assert_bitwise, random
-from mambacache.kernels import combine_experts, group_by_expert, reference, silu_and_mul
+from mambacache.kernels import choose_experts, combine_experts, group_by_expert, reference, silu_and_mul
 from mambacache.kernels.gpu import experts as gpu_experts
 
 FP16, FP32 = torch.float16, torch.float32
@@ -37,6 +37,48 @@ def check_grouping(ids: Tensor, num_experts: int) -> None:
     assert [order[place] for place in places.flatten().tolist()] == [*range(len(chosen))]
     ends = torch.bincount(ids.flatten().cpu(), minlength=num_experts).cumsum(0)
     assert offsets.tolist() == ends.tolist()
+
+
+def check_choice(
+    tokens: int, choices: int, num_experts: int, dtype: torch.dtype, normalize: bool, device: str = "cpu"
+) -> None:
+    """Against float64: experts in falling order, of which none that was left out is likelier."""
+    gap = 3
+    wide = (3 * random(tokens, gap + num_experts, seed=tokens)).to(device, dtype)
+    logits = wide[:, gap:]
+    weights, experts = choose_experts(logits, choices, normalize=normalize)
+    assert weights.dtype == dtype and experts.dtype == torch.int64 and experts.shape == (tokens, choices)
+    chosen = logits.double().gather(1, experts)
+    assert (chosen.diff(dim=1) <= 0).all()
+    assert all(len(set(row)) == choices for row in experts.tolist())
+    best = logits.double().topk(choices).values
+    torch.testing.assert_close(chosen, best, rtol=0, atol=0)
+    exact = logits.double().softmax(-1).gather(1, experts)
+    exact = exact / exact.sum(-1, keepdim=True) if normalize else exact
+    torch.testing.assert_close(weights.double(), exact, rtol=1.01 * torch.finfo(dtype).eps + 2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize(("tokens", "choices", "num_experts"), [*BATCHES, (3, 8, 8), (5, 10, 512), (70, 4, 32)])
+def test_the_likeliest_are_chosen(
+    backend: str, tokens: int, choices: int, num_experts: int, dtype: torch.dtype, normalize: bool
+) -> None:
+    check_choice(tokens, choices, num_experts, dtype, normalize)
+
+
+def check_choice_without_numbers(normalize: bool, device: str = "cpu") -> None:
+    logits = torch.zeros(4, 12, device=device)
+    logits[1], logits[2, 3], logits[3, 5] = torch.nan, torch.inf, -torch.inf
+    weights, experts = choose_experts(logits, 5, normalize=normalize)
+    assert ((experts >= 0) & (experts < 12)).all() and all(len(set(row)) == 5 for row in experts.tolist())
+    assert weights[1:3].isnan().all() and weights[[0, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_choice_without_numbers(backend: str, normalize: bool) -> None:
+    """What is chosen is an expert all the same: an index beyond them would write where nothing may."""
+    check_choice_without_numbers(normalize)
 
 
 @pytest.mark.parametrize("ranked", [gpu_experts.RANKED_SLOTS, 0])
@@ -89,6 +131,13 @@ def check_combine(
     weights = random(tokens, choices, seed=3).sigmoid().to(device, dtypes[1])
     places = order.view(tokens, choices).int().to(device)
     assert_bitwise(combine_experts(rows, weights, places), reference.combine_experts(rows, weights, places))
+    # A sigmoid may be rounded otherwise.
+    wide = random(tokens, gap + width + 1, seed=4).to(device, dtypes[0])
+    shared, gate = wide[:, gap:-1], 3 * wide[:, -1]
+    actual, expected = (op(rows, weights, places, shared, gate) for op in (combine_experts, reference.combine_experts))
+    ulp = torch.finfo(dtypes[0]).eps
+    assert (actual != expected).float().mean() < (0.1 if dtypes[0] == FP32 else 0.01)
+    torch.testing.assert_close(actual, expected, rtol=2 * ulp, atol=4 * ulp)
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16), (FP16, FP32)], ids=str)
@@ -101,6 +150,9 @@ def test_combine(
     check_combine(batch, width, gap, dtypes)
 
 
+FITTING = torch.zeros(4, 8), torch.zeros(2, 2), torch.zeros(2, 2).int()
+
+
 @pytest.mark.parametrize(
     ("op", "arguments", "message"),
     [
@@ -111,6 +163,13 @@ def test_combine(
         (combine_experts, (torch.zeros(4, 8), torch.zeros(2, 3), torch.zeros(2, 2).int()), "weights has shape"),
         (combine_experts, (torch.zeros(4, 8), torch.zeros(2, 2), torch.zeros(2, 2).long()), "places is int64"),
         (combine_experts, (torch.zeros(4, 8), torch.zeros(2, 2).half(), torch.zeros(2, 2).int()), "weights is float16"),
+        (choose_experts, (torch.zeros(4),), r"logits has shape"),
+        (choose_experts, (torch.zeros(4, 2).long(),), "logits is int64"),
+        (choose_experts, (torch.zeros(4, 2),), "choices is 3, but it must be 1 to 2"),
+        (combine_experts, (*FITTING, torch.zeros(2, 7), torch.zeros(2)), "shared has shape"),
+        (combine_experts, (*FITTING, torch.zeros(2, 8), torch.zeros(2, 1)), "gate has shape"),
+        (combine_experts, (*FITTING, torch.zeros(2, 8).half(), torch.zeros(2)), "shared is float16"),
+        (combine_experts, (*FITTING, torch.zeros(2, 8)), "belong together"),
         (
             combine_experts,
             (torch.zeros(4, 8), torch.zeros(2, 2, device="meta"), torch.zeros(2, 2).int()),
@@ -119,5 +178,6 @@ def test_combine(
     ],
 )
 def test_errors(op: Callable[..., Any], arguments: tuple[Any, ...], message: str) -> None:
+    options = {"choices": 3, "normalize": True} if op is choose_experts else {}
     with pytest.raises(ValueError, match=message):
-        op(*arguments)
+        op(*arguments, **options)

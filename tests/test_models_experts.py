@@ -13,7 +13,7 @@ from transformers import NemotronHConfig, Qwen3NextConfig
 from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
 from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts, Qwen3NextSparseMoeBlock
 
 from kernel_cases import assert_bitwise, random
 from mambacache.kernels import combine_experts
@@ -94,6 +94,40 @@ def test_a_mixture_is_that_of_transformers(
     else:
         ulp = torch.finfo(dtypes[0]).eps
         torch.testing.assert_close(y, expected, rtol=2 * ulp, atol=2 * ulp)
+
+
+def qwen_block(dtype: torch.dtype, normalize: bool = True, device: str = "cpu", **shape: int) -> Any:
+    """Of Qwen3-Next a router, experts, and one that all tokens take."""
+    with torch.device("meta"):
+        block: Any = Qwen3NextSparseMoeBlock(Qwen3NextConfig(**shape, norm_topk_prob=normalize))
+    block.to(dtype).to_empty(device=device).requires_grad_(False)
+    for seed, weight in enumerate(block.parameters()):
+        torch.manual_seed(seed)
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+    block.experts.config._experts_implementation = "grouped_mm"
+    return block
+
+
+SMALL = {"hidden_size": 64, "num_experts": 12, "num_experts_per_tok": 4}
+SMALL |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_gated_mixture_is_that_of_transformers(backend: str, normalize: bool, ours: bool, served: None) -> None:
+    """Whether or not its experts are ours."""
+    block, x = qwen_block(FP32, normalize, **SMALL), random(1, 37, 64, seed=1, dtype=FP32)
+    expected = block(x)
+    mixture = experts.MIXTURES["Qwen3NextSparseMoeBlock"](block)
+    if ours:
+        mixture.experts.config._experts_implementation = experts.EXPERTS
+    torch.testing.assert_close(mixture(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_mixture_with_a_quantised_gate_is_left_to_transformers() -> None:
+    block = qwen_block(FP32, **SMALL)
+    block.shared_expert_gate = torch.nn.Sequential(block.shared_expert_gate)
+    assert experts.MIXTURES["Qwen3NextSparseMoeBlock"](block) is block
 
 
 def test_what_padding_holds_matters_to_no_token(backend: str, served: None) -> None:

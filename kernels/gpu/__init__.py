@@ -6,7 +6,7 @@ loads.
 
 from .conv1d import conv1d
 from .copy_blocks import copy_blocks
-from .experts import combine_experts, group_by_expert, silu_and_mul
+from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
@@ -16,6 +16,7 @@ from .selective_scan import selective_scan
 from .ssd import ssd
 
 __all__ = [
+    "choose_experts",
     "combine_experts",
     "conv1d",
     "copy_blocks",

@@ -15,6 +15,7 @@ from .prefetch import INTERPRETED
 RANKED_SLOTS = 4096  # as many are compared all with all; beyond that it is quicker to count by blocks
 RANK_BLOCK, RANK_TILE = 16, 512
 COUNT_BLOCK, COUNT_TILE = 256, 32
+CHOOSE_TILE = 512  # probabilities in one program
 TILE_WIDTH = 1024  # elements of a row that one program handles, 8 to a thread
 
 
@@ -137,10 +138,87 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 
 @triton.jit
+def _exp(x):
+    """Of full precision, as torch computes it. (Triton's interpreter knows no libdevice.)"""
+    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
+
+
+@triton.jit(do_not_specialize=["tokens", "row_stride"])
+def _choose_kernel(
+    logits,
+    weights,
+    experts,
+    tokens,
+    row_stride,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_CHOICES: tl.constexpr,
+):
+    """A program takes the likeliest expert of each of its tokens, then the next one, and so on."""
+    token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)[:, None]
+    expert, choice = tl.arange(0, BLOCK_EXPERTS)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
+    inside, is_expert = token < tokens, expert < EXPERTS
+    x = tl.load(logits + token * row_stride * UNIT + expert, mask=inside & is_expert, other=float("-inf"))
+    x = x.to(tl.float32)
+    power = _exp(x - tl.max(x, axis=1)[:, None])
+    total = tl.sum(power, axis=1)[:, None]
+    left = power / total
+    left = tl.where(left == left, left, 0)  # where a token's are no numbers, experts must be chosen all the same
+    left = tl.where(is_expert, left, -1)
+    chosen = tl.zeros([BLOCK_TOKENS, BLOCK_CHOICES], tl.int32)
+    share = tl.zeros([BLOCK_TOKENS, BLOCK_CHOICES], tl.float32)
+    for i in tl.static_range(CHOICES):
+        highest, best = tl.max(left, axis=1, return_indices=True)
+        chosen = tl.where(choice == i, best[:, None], chosen)
+        share = tl.where(choice == i, highest[:, None], share)
+        left = tl.where(expert == best[:, None], -1, left)
+    if NORMALIZE:
+        share /= tl.sum(share, axis=1)[:, None]
+    share = tl.where(total == total, share, float("nan"))
+    mask = inside & (choice < CHOICES)
+    tl.store(weights + token * CHOICES + choice, share.to(weights.dtype.element_ty), mask=mask)
+    tl.store(experts + token * CHOICES + choice, chosen.to(tl.int64), mask=mask)
+
+
+_launch_choose = Launcher(_choose_kernel)
+
+
+def choose_experts(logits: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """See `mambacache.kernels.choose_experts`. One launch."""
+    check_dense(logits=logits)
+    tokens, num_experts = logits.shape
+    weights = torch.empty(tokens, choices, dtype=logits.dtype, device=logits.device)
+    experts = torch.empty_like(weights, dtype=torch.int64)
+    unit, block_experts = stride_alignment(logits), power_of_2(num_experts)
+    block_tokens = max(CHOOSE_TILE // block_experts, 1)
+    if tokens:
+        _launch_choose(
+            cdiv(tokens, block_tokens),
+            (logits, weights, experts),
+            NO_POINTERS,
+            (tokens, logits.stride(0) // unit),
+            {
+                "EXPERTS": num_experts,
+                "CHOICES": choices,
+                "NORMALIZE": normalize,
+                "UNIT": unit,
+                "BLOCK_TOKENS": block_tokens,
+                "BLOCK_EXPERTS": block_experts,
+                "BLOCK_CHOICES": power_of_2(choices),
+            },
+            num_warps=1,  # which finds the likeliest without the others
+        )
+    return weights, experts
+
+
+@triton.jit
 def _silu(x):
     """As torch computes it, bit for bit: with quotient and exponential of full precision."""
-    power = tl.exp(-x) if INTERPRETED else libdevice.exp(-x)  # Triton's interpreter knows no libdevice
-    return tl.div_rn(x, 1 + power)
+    return tl.div_rn(x, 1 + _exp(-x))
 
 
 @triton.jit
@@ -173,16 +251,21 @@ def _silu_and_mul_kernel(
     tl.store(out + row * WIDTH + channel, (_silu(gate).to(X).to(tl.float32) * up).to(X), mask=mask)
 
 
-@triton.jit(do_not_specialize=["tokens", "row_stride"])
+@triton.jit(do_not_specialize=["tokens", "row_stride", "shared_stride", "gate_stride"])
 def _combine_kernel(
     rows,
     weights,
     places,
+    shared,
+    gate,
     out,
     tokens,
     row_stride,
+    shared_stride,
+    gate_stride,
     WIDTH: tl.constexpr,
     UNIT: tl.constexpr,
+    SHARED_UNIT: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
@@ -200,7 +283,14 @@ def _combine_kernel(
         if X == weight.dtype:  # else their common dtype is fp32
             product = product.to(X).to(tl.float32)
         total += product
-    tl.store(out + token.to(tl.int64)[:, None] * WIDTH + channel, total.to(X), mask=mask)
+    token = token.to(tl.int64)
+    if shared is not None:
+        opened = tl.load(gate + token * gate_stride, mask=inside, other=0).to(tl.float32)
+        opened = (1 / (1 + _exp(-opened))).to(X).to(tl.float32)
+        place = shared + (token * shared_stride * SHARED_UNIT)[:, None] + channel
+        added = (opened[:, None] * tl.load(place, mask=mask, other=0).to(tl.float32)).to(X)
+        total = total.to(X).to(tl.float32) + added.to(tl.float32)
+    tl.store(out + token[:, None] * WIDTH + channel, total.to(X), mask=mask)
 
 
 _launch_silu_and_mul, _launch_combine = Launcher(_silu_and_mul_kernel), Launcher(_combine_kernel)
@@ -225,23 +315,27 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-def combine_experts(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+def combine_experts(
+    rows: Tensor, weights: Tensor, places: Tensor, shared: Tensor | None, gate: Tensor | None
+) -> Tensor:
     """See `mambacache.kernels.combine_experts`. One launch."""
-    check_dense(rows=rows)
+    check_dense(rows=rows, shared=shared)
     weights, places = weights.contiguous(), places.contiguous()
     (tokens, choices), width = places.shape, rows.shape[1]
     out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
     unit, block_width = stride_alignment(rows), min(power_of_2(width), TILE_WIDTH)
     block_tokens = TILE_WIDTH // block_width
+    shared_stride, shared_unit = (0, 1) if shared is None else (shared.stride(0), stride_alignment(shared))
     if tokens:
         _launch_combine(
             cdiv(tokens, block_tokens) * cdiv(width, block_width),
-            (rows, weights, places, out),
+            (rows, weights, places, shared, gate, out),
             NO_POINTERS,
-            (tokens, rows.stride(0) // unit),
+            (tokens, rows.stride(0) // unit, shared_stride // shared_unit, 0 if gate is None else gate.stride(0)),
             {
                 "WIDTH": width,
                 "UNIT": unit,
+                "SHARED_UNIT": shared_unit,
                 "CHOICES": choices,
                 "BLOCK_TOKENS": block_tokens,
                 "BLOCK_WIDTH": block_width,

@@ -8,6 +8,14 @@ from torch import Tensor
 from .elementwise import silu
 
 
+def choose_experts(logits: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """See `mambacache.kernels.choose_experts`."""
+    weights, experts = logits.softmax(-1, dtype=_wide(logits)).topk(choices)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), experts
+
+
 def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `mambacache.kernels.group_by_expert`."""
     ids = experts.flatten()
@@ -24,12 +32,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return silu(gate.to(_wide(x))).to(x.dtype) * up
 
 
-def combine_experts(rows: Tensor, weights: Tensor, places: Tensor) -> Tensor:
+def combine_experts(
+    rows: Tensor, weights: Tensor, places: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
+) -> Tensor:
     """See `mambacache.kernels.combine_experts`."""
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=_wide(rows), device=rows.device)
     for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
         total += rows[place] * weight[:, None]
-    return total.to(rows.dtype)
+    out = total.to(rows.dtype)
+    return out if shared is None or gate is None else out + gate.sigmoid()[:, None] * shared
 
 
 def _wide(x: Tensor) -> torch.dtype:

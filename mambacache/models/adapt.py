@@ -22,7 +22,7 @@ from transformers import (
 from mambacache.kernels import StateIndices, StateTensor
 from mambacache.models import gated_delta_net, mamba1, mamba2
 from mambacache.models.attention import ATTENTION, kv_layer
-from mambacache.models.experts import EXPERTS
+from mambacache.models.experts import EXPERTS, MIXTURES
 from mambacache.models.kimi_delta_attention import KimiDeltaAttention
 from mambacache.models.layer import ForwardContext, KVLayer, Mixer, forward_context
 from mambacache.models.norm import NORMS
@@ -229,8 +229,9 @@ def adapt(module: PreTrainedModel) -> Model:
         raise ValueError(f"this {config.model_type} model has attention layers only: serve it with another engine")
     for parent in [*module.modules()]:
         for name, child in parent.named_children():
-            if adapt_norm := NORMS.get(type(child).__name__):
-                setattr(parent, name, adapt_norm(child))
+            kind = type(child).__name__
+            if replace := NORMS.get(kind) or MIXTURES.get(kind):
+                setattr(parent, name, replace(child))
     return Model(module, config, tuple(mixers), kv_layers)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -25,13 +26,15 @@ from real_shapes import VOCABULARY
 from engine_driver import tokens_of
 
 PROMPTS = (700, 300, 65, 3)
+MANY_PROMPTS = (700, 300, 65, 3, 512, 129, 40, 448, 610, 200, 17, 333, 90, 256, 470, 150)
+"""Twice as many as run at a time: which of them run together depends on their order."""
 DECODED = 16
 
 
-def sequences() -> torch.Tensor:
+def sequences(prompts: Sequence[int]) -> torch.Tensor:
     """[requests, tokens]: no two have the same token at a position, so that token and position tell the request."""
-    first = torch.tensor(tokens_of(1, max(PROMPTS) + DECODED))
-    return 1 + (first + 37 * torch.arange(len(PROMPTS))[:, None]) % (VOCABULARY - 1)
+    first = torch.tensor(tokens_of(1, max(prompts) + DECODED))
+    return 1 + (first + 37 * torch.arange(len(prompts))[:, None]) % (VOCABULARY - 1)
 
 
 class Capture:
@@ -84,7 +87,7 @@ def let_load(settings: dict[str, Any]) -> None:
         olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *args: lambda conv, whole: conv.data.copy_(whole)
 
 
-def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None:
+def main(model: str, out: Path, backwards: bool = False, prompts: Sequence[int] = PROMPTS, **options: Any) -> None:
     from vllm import LLM, SamplingParams
 
     let_load(json.loads((Path(model) / "config.json").read_text()))
@@ -106,11 +109,11 @@ def main(model: str, out: Path, backwards: bool = False, **options: Any) -> None
         **options,
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    tokens = sequences()
+    tokens = sequences(prompts)
     capture = Capture(runner.get_model(), tokens)
     requests = [
         ({"prompt_token_ids": own[:count].tolist()}, own[count : count + DECODED].tolist())
-        for own, count in zip(tokens, PROMPTS, strict=True)
+        for own, count in zip(tokens, prompts, strict=True)
     ]
     params = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True, detokenize=False)
     hits, seen = [], []

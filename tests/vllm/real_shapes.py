@@ -17,7 +17,7 @@ from tiny_models import randomize
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "checkpoint_configs.json").read_text())
 VOCABULARY = 512
-LAYERS = {
+LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
 }
@@ -54,15 +54,21 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OLMo-Hybrid-7B", LAYERS),
     "falcon_mamba": ("Falcon-Mamba-7B", {"num_hidden_layers": 2}),
 }
-# All layers of the checkpoint.
-WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
-    "kimi_linear, whole": ("Kimi-Linear-48B-A3B", {"num_experts": 8, "num_experts_per_token": 8}),
-    "qwen3_next, whole": ("Qwen3-Next-80B-A3B", {"num_experts": 8, "num_experts_per_tok": 8}),
+DEEP: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_linear, 12 layers": (
+        "Kimi-Linear-48B-A3B",
+        {
+            "num_hidden_layers": 12,
+            "layer_types": 3 * LAYERS["layer_types"],
+            "num_experts": 8,
+            "num_experts_per_token": 8,
+        },
+    ),
 }
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    checkpoint, changes = (SHAPES | WHOLE)[name]
+    checkpoint, changes = (SHAPES | DEEP)[name]
     values = PUBLISHED[checkpoint] | changes | {"vocab_size": VOCABULARY, "pad_token_id": None, "eos_token_id": 1}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
