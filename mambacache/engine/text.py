@@ -28,10 +28,10 @@ class Tokenizer(Protocol):
 
 
 class _Read(NamedTuple):
-    """What the first `count` tokens of an answer say. Never changed but replaced, so that whatever a tokenizer raises
-    leaves the one before."""
+    """What the first tokens of an answer say. Never changed but replaced, so that whatever a tokenizer raises leaves
+    the one before."""
 
-    count: int = 0
+    num_tokens: int = 0
     window: tuple[int, ...] = ()  # tokens that are decoded again with each new one
     known: int = 0  # how many of them are in the text
     shown: str = ""  # what these decode to
@@ -99,7 +99,7 @@ class Detokenizer:
     @property
     def count(self) -> int:
         """Tokens that are read. More than the answer has are those of a step that failed after they were taken."""
-        return self._read.count
+        return self._read.num_tokens
 
     @property
     def text(self) -> str:
@@ -117,14 +117,14 @@ class Detokenizer:
     def _rewind(self, position: int) -> None:
         assert position <= len(self._tokens), "no token is left out"
         read = _Read()
-        while read.count < position:
+        while read.num_tokens < position:
             read = self._next(read)
         self._read = read
 
     def _next(self, read: _Read) -> _Read:
         """Reads one token more."""
-        window = (*read.window, self._tokens[read.count])
-        read = _Read(read.count + 1, window, *read[2:])
+        window = (*read.window, self._tokens[read.num_tokens])
+        read = _Read(read.num_tokens + 1, window, *read[2:])
         new, waits = self._decode(window), len(window) - read.known <= MAX_PENDING
         if new == read.shown:
             # Tokens without text are decoded again with the next: they may stand between two words. One of many does.
@@ -154,8 +154,8 @@ class Detokenizer:
             if known > MAX_CONTEXT:
                 window, known = window[read.known :], known - read.known
                 shown = self._decode(window[:known])
-            read = _Read(read.count, window, known, shown, text)
-        if read.count <= self._min_tokens:
+            read = _Read(read.num_tokens, window, known, shown, text)
+        if read.num_tokens <= self._min_tokens:
             return read
         # What ends in the new text; of several the one that begins first.
         found = [
