@@ -2,8 +2,8 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Of bench_kernels.py, bench_engine.py, kl_hits.py or replay_trace.py, or what the plugin's GPU tests leave
-(vllm-accuracy-h200.json).
+Of bench_kernels.py, bench_engine.py, bench_multiturn.py, kl_hits.py or replay_trace.py, or what the plugin's GPU tests
+leave (vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
@@ -175,6 +175,17 @@ def kl_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def turn_table(result: dict) -> str:
+    """Of bench_multiturn.py, by turn: milliseconds to the first token, and what is hit."""
+    lines = ["| turn | tokens of a prompt | hit | cache on | p99 | cache off | p99 |", "|---" * 7 + "|"]
+    on, off = ([row for row in result["rows"] if row["cache"] is cache] for cache in (True, False))
+    for one, other in zip(on, off, strict=True):
+        times = [f"{1e3 * row[key]:.0f}" for row in (one, other) for key in ("seconds", "p99")]
+        tokens, hit = one["prompt_tokens"] // result["chats"], one["hit_tokens"] / one["prompt_tokens"]
+        lines.append(f"| {one['turn']} | {tokens:,} | {hit:.0%} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
 def memory(row: dict) -> str:
     if row["state_gib"] is None:
         return "unbounded"
@@ -235,6 +246,8 @@ def main() -> None:
         print(*map(engine_table, figures["runs"]), sep="\n\n")
     elif "workload" in figures.get("rows", [{}])[0]:
         print(engine_table(figures))
+    elif "chats" in figures:
+        print(turn_table(figures))
     elif "models" in figures:
         print(error_table(figures), fp8_table(figures), sep="\n\n")
     elif "kl" in figures:
