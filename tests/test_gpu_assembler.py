@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gpu_cases import DTYPES, FP32, MODELS, Batch, Case, Dtypes, Make, Mix, run_once
-from mambacache.kernels.gpu.launch import Launcher
+from mambacache.kernels.gpu.common.launch import Launcher
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
 from op_ssd import SsdOp

@@ -39,20 +39,20 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("conv1d", "STAGES"): (1, 3),
     },
     "gated_delta_rule": {
-        ("gated_delta_rule_prefill", "processors"): (no_processors, many_processors),
-        ("gated_delta_rule_decode", "BLOCK_V"): (4, 8, 16),
+        ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
+        ("gated_delta_rule.decode", "BLOCK_V"): (4, 8, 16),
     },
     "ssd": {
-        ("ssd_prefill", "processors"): (no_processors, many_processors),
-        ("ssd_decode", "BLOCK_P"): (4, 16),
+        ("ssd.prefill", "processors"): (no_processors, many_processors),
+        ("ssd.decode", "BLOCK_P"): (4, 16),
     },
     "kda": {
-        ("kda_prefill", "processors"): (no_processors, many_processors),
-        ("kda_decode", "BLOCK_V"): (4, 16),
+        ("kda.prefill", "processors"): (no_processors, many_processors),
+        ("kda.decode", "BLOCK_V"): (4, 16),
     },
     "selective_scan": {
-        ("selective_scan_prefill", "SHORT_CHAIN_WARPS"): (0, 1 << 30),
-        ("selective_scan_decode", "LANES"): (1, 2),
+        ("selective_scan.prefill", "SHORT_CHAIN_WARPS"): (0, 1 << 30),
+        ("selective_scan.decode", "LANES"): (1, 2),
     },
 }
 # Shapes beside those of models that have choices of their own.

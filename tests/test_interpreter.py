@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ import test_kernels_rms_norm as plain_norm
 from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix, errors_and_ruler, norm_errors
 from kernel_cases import Recurrence, assert_bitwise
 from mambacache.kernels import api, gpu, reference
-from mambacache.kernels.gpu import attention_decode
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
@@ -196,6 +196,7 @@ def test_paged_attention_with_heads_before_tokens() -> None:
 
 def test_paged_attention_of_many_parts_does_not_depend_on_who_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short parts and few splits, so that splits take several parts each; and one program for all splits of a row."""
+    attention_decode = import_module("mambacache.kernels.gpu.paged_attention.decode")
     monkeypatch.setattr(attention_decode, "PART", 64)
     monkeypatch.setattr(attention_decode, "SPLITS", 2)
     pages = attention.Pages(1, (16, 24), FP32)

@@ -17,7 +17,7 @@ from triton.compiler import compiler
 from triton.runtime.jit import JITFunction
 
 from mambacache.kernels import device
-from mambacache.kernels.gpu.launch import NO_POINTERS, Launcher
+from mambacache.kernels.gpu.common.launch import NO_POINTERS, Launcher
 from mambacache.runner import sizing
 
 CHANGE = r"install a torch for CUDA that brings Triton 3.6 to 3.9, or choose the CPU\.$"

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..indices import MAX_TOKENS_PER_DECODE, StateIndices
-from .chunks import CHUNK
-from .launch import Launcher, index_pointers
-from .layout import check_dense, stride_alignment
+from .common.chunks import CHUNK
+from .common.launch import Launcher, index_pointers
+from .common.layout import check_dense, stride_alignment
 
 MAX_TOKENS = tl.constexpr(MAX_TOKENS_PER_DECODE)
 BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import NO_POINTERS, Launcher
-from .layout import cdiv
+from .common.launch import NO_POINTERS, Launcher
+from .common.layout import cdiv
 
 PROGRAMS = 16
 """Enough to keep PCIe busy, and few enough that a pass beside them has nearly all of the GPU."""

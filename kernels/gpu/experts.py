@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from .launch import NO_POINTERS, Launcher
-from .layout import cdiv, check_dense, power_of_2, stride_alignment
-from .prefetch import INTERPRETED
+from .common.launch import NO_POINTERS, Launcher
+from .common.layout import cdiv, check_dense, power_of_2, stride_alignment
+from .common.prefetch import INTERPRETED
 
 RANKED_SLOTS = 4096  # as many are compared all with all; beyond that it is quicker to count by blocks
 RANK_BLOCK, RANK_TILE = 16, 512

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import NO_POINTERS, Launcher
-from .layout import cdiv, check_dense, power_of_2, stride_alignment
+from .common.launch import NO_POINTERS, Launcher
+from .common.layout import cdiv, check_dense, power_of_2, stride_alignment
 
 WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
 MAX_WIDTH = 32 * WARP_TILE  # of a tile: more warps do not fit into a program

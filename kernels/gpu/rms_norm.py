@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common.launch import NO_POINTERS, Launcher
+from .common.layout import cdiv, check_dense, power_of_2, stride_alignment
 from .gated_rms_norm import MAX_WIDTH, WARP_TILE
-from .launch import NO_POINTERS, Launcher
-from .layout import cdiv, check_dense, power_of_2, stride_alignment
 
 
 @triton.jit

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import StateIndices
-from .attention_decode import decode
-from .attention_prefill import prefill
-from .decays import LOG2_E
-from .launch import Launcher, index_pointers
-from .layout import check_dense, clear_from, power_of_2, stride_alignment
+from ...indices import StateIndices
+from ..common.decays import LOG2_E
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import check_dense, clear_from, power_of_2, stride_alignment
+from .decode import decode
+from .prefill import prefill
 
 TILE = 4096  # elements that a program has on their way at a time
 

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import StateIndices
-from .chunks import DECODE_ARRAYS, decode_token, row_and_tile
-from .decays import LOG2_E, softplus
-from .launch import Launcher, index_pointers
-from .layout import layer_strides, power_of_2, slot_elements, slot_stride
+from ...indices import StateIndices
+from ..common.chunks import DECODE_ARRAYS, decode_token, row_and_tile
+from ..common.decays import LOG2_E, softplus
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import layer_strides, power_of_2, slot_elements, slot_stride
 
 BLOCK_P = 8  # rows of the state of one program, a single warp
 

@@ -21,15 +21,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import processors
-from ..indices import StateIndices
-from .chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
-from .decays import pairwise_decays
-from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
-from .launch import Launcher, index_pointers
-from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
-from .prefetch import later_tile, prefetch
-from .state_tile import load_tile, store_tile, tile_elements
+from ...device import processors
+from ...indices import StateIndices
+from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
+from ..common.decays import pairwise_decays
+from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
+from ..common.prefetch import later_tile, prefetch
+from ..common.state_tile import load_tile, store_tile, tile_elements
 
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..indices import StateIndices
-from .kda_decode import decode
-from .kda_prefill import prefill
-from .layout import check_dense, clear_from
+from ...indices import StateIndices
+from ..common.layout import check_dense, clear_from
+from .decode import decode
+from .prefill import prefill
 
 
 def kda(

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import StateIndices
-from .attention_tile import LOWEST, attend, tile_pages
-from .chunks import CHUNK, clear_padding, row_and_tile
-from .launch import Launcher, index_pointers
-from .layout import power_of_2, stride_alignment
+from ...indices import StateIndices
+from ..common.chunks import CHUNK, clear_padding, row_and_tile
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import power_of_2, stride_alignment
+from .tile import LOWEST, attend, tile_pages
 
 ARRAYS = (
     "query_start_loc",

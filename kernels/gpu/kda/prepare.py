@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import StateIndices
-from .chunks import CHUNK, CHUNK_ARRAYS, chunk_tokens, row_and_tile
-from .decays import LOG2_E
-from .delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
-from .launch import Launcher, index_pointers
-from .layout import layer_strides, power_of_2
+from ...indices import StateIndices
+from ..common.chunks import CHUNK, CHUNK_ARRAYS, chunk_tokens, row_and_tile
+from ..common.decays import LOG2_E
+from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import layer_strides, power_of_2
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # of a token: 2^-256 is 0 in fp32, and a finite value adds up
 # The largest log decay of half a span of tokens whose pairs may all meet in its middle, after it or before it: keys of

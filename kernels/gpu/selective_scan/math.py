@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .decays import LOG2_E
-from .layout import power_of_2
+from ..common.decays import LOG2_E
+from ..common.layout import power_of_2
 
 LOG2_E_REST = tl.constexpr(1.9259629891e-08)  # what fp32 rounds off LOG2_E
 LN_2 = tl.constexpr(0.6931471805599453)

@@ -6,10 +6,10 @@ from math import inf
 
 from torch import Tensor
 
-from ..indices import StateIndices
-from .layout import check_dense, clear_from
-from .ssd_decode import decode
-from .ssd_prefill import prefill
+from ...indices import StateIndices
+from ..common.layout import check_dense, clear_from
+from .decode import decode
+from .prefill import prefill
 
 
 def ssd(

@@ -16,15 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import processors
-from ..indices import StateIndices
-from .chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
-from .decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
-from .delta_rule import dot
-from .launch import Launcher, index_pointers
-from .layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
-from .prefetch import later_tile, prefetch
-from .state_tile import load_tile, store_tile, tile_elements
+from ...device import processors
+from ...indices import StateIndices
+from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
+from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
+from ..common.delta_rule import dot
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
+from ..common.prefetch import later_tile, prefetch
+from ..common.state_tile import load_tile, store_tile, tile_elements
 
 HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # of a state in one program of the second

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import processors
-from ..indices import StateIndices
-from .attention_tile import LOWEST, attend, tile_pages
-from .chunks import row_and_tile
-from .launch import Launcher, index_pointers
-from .layout import cdiv, power_of_2, stride_alignment
+from ...device import processors
+from ...indices import StateIndices
+from ..common.chunks import row_and_tile
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, power_of_2, stride_alignment
+from .tile import LOWEST, attend, tile_pages
 
 PART = 256
 SPLITS = 64

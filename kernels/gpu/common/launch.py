@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..indices import StateIndices
+from ...indices import StateIndices
 
 
 class Pointers(NamedTuple):

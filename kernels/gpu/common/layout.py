@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..checks import SLOT_ALIGNMENT
+from ...checks import SLOT_ALIGNMENT
 
 SLOT_UNIT = tl.constexpr(SLOT_ALIGNMENT)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..indices import StateIndices
-from .layout import check_dense, clear_from
-from .selective_scan_decode import decode
-from .selective_scan_prefill import prefill
+from ...indices import StateIndices
+from ..common.layout import check_dense, clear_from
+from .decode import decode
+from .prefill import prefill
 
 
 def selective_scan(

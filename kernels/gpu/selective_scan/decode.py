@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import StateIndices
-from .chunks import DECODE_ARRAYS, decode_token, row_and_tile
-from .launch import Launcher, index_pointers
-from .layout import cdiv, layer_strides, slot_elements, slot_stride
-from .selective_scan_math import (
+from ...indices import StateIndices
+from ..common.chunks import DECODE_ARRAYS, decode_token, row_and_tile
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
+from .math import (
     advance,
     channels_of,
     first_state,

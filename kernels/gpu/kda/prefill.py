@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..device import processors
-from ..indices import StateIndices
-from .chunks import CHUNK, ROW_ARRAYS, clear_padding, prefill_row, row_and_tile
-from .delta_rule import dot
-from .kda_prepare import padded_width, prepare
-from .launch import Launcher, index_pointers
-from .layout import cdiv, layer_strides, slot_elements, slot_stride
-from .prefetch import later_tile, prefetch
-from .state_tile import load_tile, store_tile, tile_elements
+from ...device import processors
+from ...indices import StateIndices
+from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, prefill_row, row_and_tile
+from ..common.delta_rule import dot
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
+from ..common.prefetch import later_tile, prefetch
+from ..common.state_tile import load_tile, store_tile, tile_elements
+from .prepare import padded_width, prepare
 
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
