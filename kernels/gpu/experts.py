@@ -286,7 +286,7 @@ def _combine_kernel(
     token = token.to(tl.int64)
     if shared is not None:
         opened = tl.load(gate + token * gate_stride, mask=inside, other=0).to(tl.float32)
-        opened = (1 / (1 + _exp(-opened))).to(X).to(tl.float32)
+        opened = tl.div_rn(tl.full(opened.shape, 1, tl.float32), 1 + _exp(-opened)).to(X).to(tl.float32)
         place = shared + (token * shared_stride * SHARED_UNIT)[:, None] + channel
         added = (opened[:, None] * tl.load(place, mask=mask, other=0).to(tl.float32)).to(X)
         total = total.to(X).to(tl.float32) + added.to(tl.float32)
