@@ -14,8 +14,8 @@ def choose_experts(logits: Tensor, choices: int, *, normalize: bool) -> tuple[Te
     (float64 for float64). With `normalize` these are divided by their sum.
 
     Shapes: logits [F, num_experts], rows any stride apart; returns weights [F, choices] in the dtype of logits and
-    experts int64 [F, choices]. Of equal ones the first is taken on a GPU. A row without numbers
-    gives any experts, each once, with weights of NaN.
+    experts int64 [F, choices]. Of equal probabilities the first is taken on a GPU. A row without numbers gives any
+    experts, each once, with weights of NaN.
     """
     check_rank("logits", logits, "F, num_experts")
     check_dtype("logits", logits, *ACTIVATION_DTYPES)
@@ -71,8 +71,8 @@ def combine_experts(
         check_dtype("gate", gate, rows.dtype)
     elif shared is not None or gate is not None:
         raise ValueError("shared and gate belong together: give both, or none.")
-    if not rows.device == weights.device == places.device:
-        raise ValueError(
-            f"rows, weights and places are on {rows.device}, {weights.device} and {places.device}: move them to one."
-        )
+    given = {"rows": rows, "weights": weights, "places": places, "shared": shared, "gate": gate}
+    devices = {name: str(x.device) for name, x in given.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        raise ValueError(f"{', '.join(devices)} are on {', '.join(devices.values())}: move them to one device.")
     return backend(rows).combine_experts(rows, weights, places, shared, gate)

@@ -69,11 +69,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Sends the ops to those in plain torch, or to the GPU's kernels in Triton's interpreter."""
     import torch
 
-    from mambacache.kernels import api, gpu, reference
+    from mambacache.kernels import api, experts, gpu, reference
 
     if request.param == "interpreted" and torch.cuda.is_available():
         pytest.skip("the GPU itself runs them")
-    monkeypatch.setattr(api, "backend", lambda x: reference if request.param == "reference" else gpu)
+    for ops in (api, experts):
+        monkeypatch.setattr(ops, "backend", lambda x: reference if request.param == "reference" else gpu)
     return request.param
 
 

@@ -170,10 +170,11 @@ FITTING = torch.zeros(4, 8), torch.zeros(2, 2), torch.zeros(2, 2).int()
         (combine_experts, (*FITTING, torch.zeros(2, 8), torch.zeros(2, 1)), "gate has shape"),
         (combine_experts, (*FITTING, torch.zeros(2, 8).half(), torch.zeros(2)), "shared is float16"),
         (combine_experts, (*FITTING, torch.zeros(2, 8)), "belong together"),
+        (combine_experts, (*FITTING, torch.zeros(2, 8), torch.zeros(2, device="meta")), "shared, gate are on"),
         (
             combine_experts,
             (torch.zeros(4, 8), torch.zeros(2, 2, device="meta"), torch.zeros(2, 2).int()),
-            "are on cpu, meta and cpu: move them to one",
+            "are on cpu, meta, cpu: move them to one",
         ),
     ],
 )

@@ -223,5 +223,9 @@ def test_warming_up_writes_nothing(name: str, tiny_model: Callable[[str], Path])
     runner = Driver(load_model(tiny_model(name))).runner
     pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
     before = [pool.buffer.clone() for pool in pools]
-    runner.warm_up(130, 64)
+    mixers, calls = list(runner.model.mixers), []
+    for mixer in mixers:
+        mixer.register_forward_hook(lambda *_: calls.append(len(calls)))  # type: ignore[attr-defined]
+    runner.warm_up(130, 3, 64)
+    assert len(calls) == 2 * len(mixers)
     assert all(torch.equal(pool.buffer, old) for pool, old in zip(pools, before, strict=True))

@@ -41,8 +41,8 @@ class Answers:
         stops = frozenset(params.stop_token_ids or ())
         self._all_ends = stops | end_tokens
         self._stops = stops if params.ignore_eos else stops - end_tokens
-        self._adjusts = params.adjusts(0)  # later they are adjusted no more than at first
-        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are
+        self._adjusts = params.adjusts(0)  # if not at first, then never
+        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are adjusted
         self._submitted = time.perf_counter()
         self._seeds = tuple(seed + i for i in range(params.n))
         self._plain = [RowSampling(params, (seed,)) for seed in self._seeds]  # of nearly all rows

@@ -34,6 +34,7 @@ def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model if own else given, revision=revision if own else None)
         if not _is_empty(tokenizer):
+            tokenizer.clean_up_tokenization_spaces = False  # it takes back text that answers have shown
             return tokenizer
     except ImportError:
         raise

@@ -41,8 +41,8 @@ from mambacache.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 512
-"""Enough for the kernels that long prompts take."""
+WARM_UP_TOKENS = 4096
+"""Enough for the kernels that long prompts take, with two experts a token or more."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     cache = PrefixCache(_cache_config(config, model, sizes), files)
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
     if torch.device(device).type == "cuda":
-        runner.warm_up(min(WARM_UP_TOKENS, config.max_num_batched_tokens, sizes.max_model_len), config.block_size)
+        room = config.max_num_batched_tokens
+        runner.warm_up(min(WARM_UP_TOKENS, room, sizes.max_model_len), min(sizes.max_num_seqs, room), config.block_size)
         if not config.enforce_eager:
             longest = sizes.max_model_len + config.max_draft_tokens
             max_pages = -(-longest // config.block_size) if model.kv_layers else 0

@@ -14,7 +14,7 @@ MAX_PENDING = 16
 """Tokens that are waited for at most until they make a character, or a text at all."""
 
 MAX_CONTEXT = 8
-"""Tokens in the text that are decoded again at most with each new one: to drop some takes a call of its own."""
+"""Tokens in the text, about, that are decoded again with each new one: to drop some takes a call of its own."""
 
 
 class Tokenizer(Protocol):

@@ -106,8 +106,9 @@ class GatedMixture(nn.Module):
 
 
 def from_qwen(source: Any) -> nn.Module:
-    """The module itself where its gate is not a plain linear, as in a quantised checkpoint."""
-    return GatedMixture(source) if type(source.shared_expert_gate) is nn.Linear else source
+    """The module itself where its gate is not a plain linear like the router, as in a quantised checkpoint."""
+    gate = source.shared_expert_gate
+    return GatedMixture(source) if type(gate) is nn.Linear and gate.weight.dtype == source.gate.weight.dtype else source
 
 
 MIXTURES: dict[str, Callable[[Any], nn.Module]] = {

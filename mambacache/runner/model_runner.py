@@ -119,14 +119,19 @@ class ModelRunner:
                 self.model, self.states, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
 
-    def warm_up(self, num_tokens: int, block_size: int) -> None:
-        """Runs a prompt that reads and writes nothing of the pools, so that no request waits for what compiles."""
-        step = SequenceStep("", 0, 0, 0, num_tokens, True, True, NULL_BLOCK, NULL_BLOCK, 0, (NULL_BLOCK,))
-        num_pages = -(-num_tokens // block_size)
-        null_pages = PageTables([array("i", [NULL_BLOCK] * num_pages)], [num_pages], [0])  # others wrote them
-        tokens = array("i", bytes(4 * num_tokens))
-        plan = build_plan([step], [tokens], null_pages if self.pages is not None else None, block_size)
-        self.launch(plan, [RowSampling(SamplingParams(temperature=0), (0,))]).read()
+    def warm_up(self, longest: int, most: int, block_size: int) -> None:
+        """Runs a prompt of `longest` tokens, then `most` prompts of one, that read and write nothing of the pools: a
+        batch may take kernels of one kind or the other, and no request shall wait for what compiles."""
+        for lengths in ([longest], [1] * most):
+            steps = [
+                SequenceStep(str(i), 0, 0, 0, length, True, True, NULL_BLOCK, NULL_BLOCK, 0, (NULL_BLOCK,))
+                for i, length in enumerate(lengths)
+            ]
+            counts = [-(-length // block_size) for length in lengths]
+            pages = PageTables([array("i", [NULL_BLOCK] * count) for count in counts], counts, [0] * len(steps))
+            tokens = [array("i", bytes(4 * length)) for length in lengths]
+            plan = build_plan(steps, tokens, pages if self.pages is not None else None, block_size)
+            self.launch(plan, [RowSampling(SamplingParams(temperature=0), (0,))] * len(steps)).read()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, sampling: Sequence[RowSampling], unread: Launched | None = None) -> Launched:
