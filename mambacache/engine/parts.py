@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
@@ -95,7 +96,10 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
     if torch.device(device).type == "cuda":
         room = config.max_num_batched_tokens
-        runner.warm_up(min(WARM_UP_TOKENS, room, sizes.max_model_len), min(sizes.max_num_seqs, room), config.block_size)
+        with tqdm(total=1, desc="kernels", disable=None) as bar:
+            tokens, rows = min(WARM_UP_TOKENS, room, sizes.max_model_len), min(sizes.max_num_seqs, room)
+            runner.warm_up(tokens, rows, config.block_size)
+            bar.update()
         if not config.enforce_eager:
             longest = sizes.max_model_len + config.max_draft_tokens
             max_pages = -(-longest // config.block_size) if model.kv_layers else 0
