@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine_driver import byte_tokenizer
+from mambacache.engine.checkpoint import load_tokenizer
 from mambacache.engine.text import Detokenizer, render_chat, rewritten_turns
 
 BYTES = byte_tokenizer()
@@ -56,6 +58,20 @@ def test_words_with_tokens_that_have_no_text_between(tokens: list[int]) -> None:
     texts, _ = feed(WORDS, tokens)
     assert is_never_taken_back(texts)
     assert texts[-1] == WORDS.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_tokenizer_that_cleans_up_spaces_loses_no_letter(tmp_path: Path) -> None:
+    """It would take spaces back between tokens that answers have shown."""
+    model = models.WordLevel({"<eos>": 0, "a": 1, "'": 2, "n't": 3, ".": 4}, unk_token="<eos>")
+    cleaning = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model), eos_token="<eos>", clean_up_tokenization_spaces=True
+    )
+    cleaning.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path, None, None)
+    for tokens in product(range(1, 5), repeat=5):
+        texts, _ = feed(loaded, tokens)
+        assert is_never_taken_back(texts)
+        assert texts[-1] == loaded.decode(tokens).strip() == " ".join(cleaning.convert_ids_to_tokens(tokens))
 
 
 def test_a_character_comes_when_it_is_whole() -> None:

@@ -43,7 +43,8 @@ from mambacache.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 4096
-"""Enough for the kernels that long prompts take, with two experts a token or more."""
+"""Enough for the kernels that one long prompt takes, with two experts a token or more. What several long ones together,
+or decode without graphs, take beside them is compiled when they first run."""
 
 
 @dataclass(frozen=True)
