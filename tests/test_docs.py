@@ -138,10 +138,6 @@ def test_times_of_the_engine_are_those_of_the_benchmark(monkeypatch: pytest.Monk
     for engine in ("ours", "plugin"):
         rows = [row for row in figures["rows"] if row["engine"] == engine]
         assert ", ".join(f"{row['seconds'] / vllm[row['workload']]:.2f}" for row in rows) in page
-    later = json.loads((RESULTS / "engine-beside-tests-h200.json").read_text())
-    seconds = {row["workload"]: f"{row['seconds']:.3f}" for row in later["rows"]}
-    assert f"one row takes {seconds['decode 1 x 128 after 512']} s" in page and later["commit"][:7] in page
-    assert f"cold prompts of 4,160 tokens {seconds['cold, 64 x 4160']}" in page
     assert kl_table(json.loads((RESULTS / "kl-hits-h200.json").read_text())) in page
     assert turn_table(json.loads((RESULTS / "multiturn-h200.json").read_text())) in page
 
