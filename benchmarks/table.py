@@ -162,6 +162,15 @@ def fp8_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def cut_table(result: dict) -> str:
+    """Of quantised models whose prompts are cut all over: the mean KL divergence from vLLM alone."""
+    lines = ["| layers | KL: plugin | vLLM, other order | ratio |\n|---|---|---|---|"]
+    for name, model in result["fp8_in_steps_of_128_tokens"].items():
+        far, near = model["kl"]["plugin"], model["kl"]["vllm, backwards"]
+        lines.append(f"| {LAYERS[name]}'s | {far:.5f} | {near:.5f} | {far / near:.2f} |")
+    return "\n".join(lines)
+
+
 def kl_table(result: dict) -> str:
     """Of kl_hits.py, by model: what another batch changes, and what hits change, with the ratio where that is not 0."""
     names = list(next(iter(result["kl"].values())))
@@ -249,7 +258,7 @@ def main() -> None:
     elif "chats" in figures:
         print(turn_table(figures))
     elif "models" in figures:
-        print(error_table(figures), fp8_table(figures), sep="\n\n")
+        print(error_table(figures), fp8_table(figures), cut_table(figures), sep="\n\n")
     elif "kl" in figures:
         print(kl_table(figures))
     else:

@@ -158,14 +158,14 @@ def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import engine_table, error_table, fp8_table, serving_table
+    from table import cut_table, engine_table, error_table, fp8_table, serving_table
 
     page = PAGES["docs/vllm.md"]
     runs = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"]
     assert [run["in_process"] for run in runs] == [True, False]
     assert all(engine_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
     errors = json.loads((RESULTS / "vllm-accuracy-h200.json").read_text())
-    assert error_table(errors) in page and fp8_table(errors) in page
+    assert all(table(errors) in page for table in (error_table, fp8_table, cut_table))
     serving = json.loads((RESULTS / "serving-h200.json").read_text())
     assert serving_table(serving) in page and f"commit {serving['commit'][:7]}" in page
     assert all(model["rms"]["plugin"] <= 1.2 * model["rms"]["vllm"] for model in errors["models"].values())

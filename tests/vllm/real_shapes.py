@@ -54,21 +54,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OLMo-Hybrid-7B", LAYERS),
     "falcon_mamba": ("Falcon-Mamba-7B", {"num_hidden_layers": 2}),
 }
-DEEP: dict[str, tuple[str, dict[str, Any]]] = {
-    "kimi_linear, 12 layers": (
-        "Kimi-Linear-48B-A3B",
-        {
-            "num_hidden_layers": 12,
-            "layer_types": 3 * LAYERS["layer_types"],
-            "num_experts": 8,
-            "num_experts_per_token": 8,
-        },
-    ),
-}
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    checkpoint, changes = (SHAPES | DEEP)[name]
+    checkpoint, changes = SHAPES[name]
     values = PUBLISHED[checkpoint] | changes | {"vocab_size": VOCABULARY, "pad_token_id": None, "eos_token_id": 1}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
