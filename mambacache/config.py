@@ -13,7 +13,7 @@ from typing import Any
 from mambacache.plan import CHUNK
 
 MAX_DRAFT_TOKENS = 7
-NGRAM_DRAFTS = 3
+DEFAULT_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
 """How caches are divided where nothing says otherwise: about what chats want, after simulations of a trace of them."""
@@ -358,8 +358,10 @@ class EngineConfig:
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
-        speculative: "ngram" drafts what followed a request's last tokens where they stood before; None for no drafts,
-            or those of LLM's `draft`. With drafts a GPU waits for each step's tokens before the next one begins.
+        speculative: "ngram" drafts what followed a request's last tokens where they stood before. The directory or Hub
+            id of a checkpoint with the same vocabulary has that model draft; its states and KV take a tenth of what
+            both models' weights leave. None for no drafts, or those of LLM's `draft`. With drafts a GPU waits for each
+            step's tokens before the next one begins.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
             3, or LLM's `draft`, a function of a request and a limit that gives token ids.
         enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.
@@ -391,7 +393,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     checkpoint_interval: int = 0
     strict_reuse: bool = False
-    speculative: str | None = None
+    speculative: str | Path | None = None
     max_draft_tokens: int = 0
     enforce_eager: bool = False
     seed: int | None = None
@@ -418,11 +420,8 @@ class EngineConfig:
             self.long_prefill_token_threshold >= 0,
             f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: set it to 0 (no cap) or more",
         )
-        _require(
-            self.speculative in (None, "ngram"), f'speculative is {self.speculative!r}: set it to "ngram", or to None'
-        )
         if self.speculative and not self.max_draft_tokens:
-            object.__setattr__(self, "max_draft_tokens", NGRAM_DRAFTS)
+            object.__setattr__(self, "max_draft_tokens", DEFAULT_DRAFTS)
         for name in ("checkpoint_budget_bytes", "kv_cache_bytes", "disk_cache_bytes"):
             value = getattr(self, name)
             _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")

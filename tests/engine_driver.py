@@ -19,7 +19,7 @@ from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import CacheStats, RequestReport
 from mambacache.runner.model_runner import Launched, RowOutput
 from mambacache.runner.sizing import plan_memory
-from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.drafts import DraftFunction
 from state_watch import StateWatch
 from tiny_models import VOCABULARY, save_tiny_model
 
@@ -166,7 +166,7 @@ class Engines:
         self,
         model: str | Path = "qwen3_next",
         *,
-        draft: DraftSource | None = None,
+        draft: DraftFunction | None = None,
         num_checkpoints: int = 64,
         num_kv_blocks: int = 128,
         **options: Any,

@@ -16,6 +16,7 @@ from mambacache.cache.request import CachedRequest, Life
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import CacheEvent, Hit, Wait
+from mambacache.scheduler.drafts import one_by_one
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 from symbolic import WINDOW, StepFailed, SymbolicRunner, answer, true_page, true_state
@@ -313,7 +314,7 @@ class Driver:
             max_num_batched_tokens=mix.budget,
             max_num_seqs=mix.max_num_seqs,
             long_prefill_token_threshold=mix.long_prefill,
-            draft=self._draft if mix.draft_errors is not None else None,
+            draft=one_by_one(self._draft) if mix.draft_errors is not None else None,
         )
         self.requests: dict[tuple[int, int], Request] = {}
         self.steps = 0

@@ -20,7 +20,7 @@ from mambacache.engine.options import Options
 from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.prompts import Prompt
 from mambacache.report import CacheStats
-from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.drafts import DraftFunction
 
 CLOSED = "this AsyncLLM is closed: make a new one"
 
@@ -78,7 +78,7 @@ class AsyncLLM:
         model, draft, options: as of `LLM`, which raises the same errors.
     """
 
-    def __init__(self, model: str | Path, *, draft: DraftSource | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
         self._llm = LLM(model, draft=draft, **options)
         self._tokenizer = deepcopy(self._llm.get_tokenizer())  # before the thread begins to use the other
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: close

@@ -24,7 +24,7 @@ from mambacache.engine.prompts import Prompt, listed
 from mambacache.engine.stepper import alone
 from mambacache.engine.text import chat_prompts
 from mambacache.report import CacheStats
-from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.drafts import DraftFunction
 
 Messages = Sequence[dict[str, Any]]
 
@@ -50,11 +50,12 @@ class LLM:
         ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
     """
 
-    def __init__(self, model: str | Path, *, draft: DraftSource | None = None, **options: Unpack[Options]) -> None:
+    def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
         self.config = engine_config(model, options)
         parts = build(self.config, draft)
-        self.sizes, self.cache, self.runner, self.tokenizer = parts.sizes, parts.cache, parts.runner, parts.tokenizer
-        self._stepper, self._limits = parts.stepper, parts.limits
+        self.sizes, self.cache, self.runner = parts.core.sizes, parts.core.cache, parts.core.runner
+        self._stepper, self._limits = parts.core.stepper, parts.core.limits
+        self._draft_model, self.tokenizer = parts.draft_model, parts.tokenizer
         self._end_tokens, self._default_sampling = parts.end_tokens, parts.default_sampling
         self._next_id = 0
         self._rng = random.Random(self.config.seed)
@@ -79,6 +80,8 @@ class LLM:
     def _close(self) -> None:
         self._stepper.close()
         del self.runner
+        if self._draft_model is not None:
+            self._draft_model.close()
         with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
             torch.cuda.empty_cache()
 
@@ -214,9 +217,11 @@ class LLM:
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Forgets all that is cached, as after a change of weights, which must be made in place: CUDA graphs hold their
-        addresses. Running requests finish on what they have read."""
+        """Forgets all that is cached, of a draft model too, as after a change of weights, which must be made in place:
+        CUDA graphs hold their addresses. Running requests finish on what they have read."""
         self.cache.reset()
+        if self._draft_model is not None:
+            self._draft_model.reset_prefix_cache()
 
     @property
     def stats(self) -> CacheStats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tqdm import tqdm
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache.engine.checkpoint import default_sampling, end_tokens, load_tokenizer
+from mambacache.engine.draft_model import DraftModel
 from mambacache.engine.prompts import Limits
 from mambacache.engine.stepper import Stepper
 from mambacache.kernels import StatePool
@@ -36,7 +37,7 @@ from mambacache.runner.sizing import (
     usable_memory,
     weight_bytes,
 )
-from mambacache.scheduler.drafts import DraftSource
+from mambacache.scheduler.drafts import DraftFunction, DraftSource, one_by_one
 from mambacache.scheduler.ngram import PromptLookup
 from mambacache.scheduler.scheduler import Scheduler
 
@@ -47,22 +48,34 @@ WARM_UP_TOKENS = 4096
 or decode without graphs, take beside them is compiled when they first run."""
 
 
+DRAFT_SHARE = 0.1
+"""Of what the weights of both models leave for states and KV, how much is for those of the one that drafts."""
+
+
 @dataclass(frozen=True)
-class Parts:
-    """What an `LLM` is made of."""
+class Core:
+    """What runs one model."""
 
     sizes: Sizes
     cache: PrefixCache
     runner: ModelRunner
     stepper: Stepper
-    tokenizer: Any
     limits: Limits
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an `LLM` is made of."""
+
+    core: Core
+    draft_model: DraftModel | None
+    tokenizer: Any
     end_tokens: frozenset[int]
     default_sampling: SamplingParams
 
 
-def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
-    """Loads a model, and makes its pools and its scheduler.
+def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
+    """Loads a model, and another one that drafts if there is to be one, and makes their pools and schedulers.
 
     Raises:
         ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
@@ -83,15 +96,38 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
             "or leave max_draft_tokens at 0"
         )
     if draft is not None and config.speculative is not None:
-        raise ValueError(f"speculative is {config.speculative!r} and draft= is given too: leave one of them out")
+        raise ValueError(f"speculative is {str(config.speculative)!r} and draft= is given too: leave one of them out")
     directory = _directory(config, sizes)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
+    drafts_by_model = config.speculative not in (None, "ngram")
+    if drafts_by_model:
+        _check_draft_model(config, tokenizer, skeleton.config.vocab_size, device)
     del skeleton
 
     model = load_model(config.model, config.dtype, device, config.revision)
-    usable = usable_memory(config, weight_bytes(model), total_memory(device), free_memory(device))
+    weights, draft_model = weight_bytes(model), None
+    if drafts_by_model:
+        draft_model, taken = _draft_model(config, weights, device)
+        weights += taken
+    usable = usable_memory(config, weights, total_memory(device), free_memory(device))
+    function = PromptLookup() if config.speculative == "ngram" else draft
+    source = draft_model if function is None else one_by_one(function)
+    core = _core(config, model, usable, device, source, directory)
+    _warn_of_small_steps(config, core.sizes)
+    ends = frozenset(token for token in end_tokens(model.module) if token < model.config.vocab_size)
+    return Parts(core, draft_model, tokenizer, ends, default_sampling(model.module))
+
+
+def _core(
+    config: EngineConfig,
+    model: Model,
+    usable: int,
+    device: str,
+    source: DraftSource | None = None,
+    directory: Directory | None = None,
+) -> Core:
+    """A model's pools and its scheduler, with so many bytes `usable` for states and KV."""
     sizes = plan_memory(config, model, usable)
-    _warn_of_small_steps(config, sizes)
     files = _disk_tier(config, model, torch.device(device), directory)
     cache = PrefixCache(_cache_config(config, model, sizes), files)
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
@@ -111,19 +147,49 @@ def build(config: EngineConfig, draft: DraftSource | None) -> Parts:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=sizes.max_num_seqs,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
-        draft=PromptLookup() if config.speculative else draft,
+        draft=source,
         vocab_size=vocab_size,
     )
-    return Parts(
-        sizes,
-        cache,
-        runner,
-        Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files)),
-        tokenizer,
-        Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens),
-        frozenset(token for token in end_tokens(model.module) if token < vocab_size),
-        default_sampling(model.module),
+    stepper = Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files))
+    return Core(sizes, cache, runner, stepper, Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens))
+
+
+def _check_draft_model(config: EngineConfig, tokenizer: Any, vocab_size: int, device: str) -> None:
+    name = str(config.speculative)
+    try:
+        skeleton = model_skeleton(name, config.dtype, device)
+    except ValueError as error:
+        raise ValueError(f'speculative is {name!r}, which is not "ngram" and no draft model: {error}') from error
+    same = skeleton.config.vocab_size == vocab_size
+    with suppress(ValueError):  # it has none
+        other = load_tokenizer(config.model, name, None)
+        same = other.get_vocab() == tokenizer.get_vocab() if tokenizer is not None else same
+    if not same:
+        raise ValueError(
+            f"speculative is {name!r}, whose vocabulary is not that of {config.model}: choose a draft model with the "
+            "same tokenizer"
+        )
+
+
+def _draft_model(config: EngineConfig, weights: int, device: str) -> tuple[DraftModel, int]:
+    """The model that drafts, and the bytes of the device that it takes beside `weights` of the other one."""
+    assert config.speculative is not None
+    own = EngineConfig(
+        config.speculative,
+        device=config.device,
+        dtype=config.dtype,
+        state_dtype=config.state_dtype,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=config.enforce_eager,
     )
+    try:
+        model = load_model(own.model, own.dtype, device)
+        taken = weight_bytes(model)
+        usable = usable_memory(config, weights + taken, total_memory(device), free_memory(device))
+        core = _core(own, model, int(DRAFT_SHARE * usable), device)
+    except ValueError as error:
+        raise ValueError(f"speculative is {str(config.speculative)!r}: {error}") from error
+    return DraftModel(core.stepper, core.cache, core.limits), taken + core.sizes.device_bytes
 
 
 def _pools(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> tuple[StatePool, StatePool | None]:

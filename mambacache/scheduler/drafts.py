@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 
 from mambacache.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
 
-DraftSource = Callable[[Request, int], Sequence[int]]
-"""Proposes at most so many tokens to follow a request's known ones: none if it raises, or gives what is no token."""
+DraftFunction = Callable[[Request, int], Sequence[int]]
+"""Proposes at most so many tokens to follow a request's known ones."""
+
+DraftSource = Callable[[Mapping[Request, int]], Iterable[Sequence[int]]]
+"""The same for all rows of a step: a guess for each request, in their order. None for one whose guess raises, or is no
+tokens; none for those after the last guess."""
+
+
+def one_by_one(propose: DraftFunction) -> DraftSource:
+    """A source that asks a function for each request: what that raises for one costs the others nothing."""
+    return lambda limits: map(propose, limits, limits.values())
 
 
 class Drafts:
-    """Guards a draft source: what it raises, or guesses outside the vocabulary, costs its guess alone."""
+    """Guards a draft source: what it raises, or guesses outside the vocabulary, costs guesses alone."""
 
     def __init__(self, source: DraftSource, vocab_size: int) -> None:
         self._source = source
         self._vocab_size = vocab_size
         self._failed = False
 
-    def propose(self, request: Request, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens that may come next; none if that is below 1, or the source fails."""
-        if limit < 1:
-            return ()
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        """For each request at most so many tokens that may come next; none if that is below 1, or the source fails."""
+        limits = {request: limit for request, limit in limits.items() if limit > 0}
+        found: dict[Request, tuple[int, ...]] = {}
+        guesses: Iterator[Sequence[int]] = iter(())
+        with self._guarded():
+            guesses = iter(self._source(limits) if limits else ())
+        for request, limit in limits.items():
+            with self._guarded():
+                found[request] = self._checked(tuple(next(guesses)[:limit]))
+        return found
+
+    def _checked(self, guess: tuple[int, ...]) -> tuple[int, ...]:
+        if not all(isinstance(token, Integral) and 0 <= token < self._vocab_size for token in guess):
+            raise ValueError(f"{guess} are no token ids: give integers from 0 to {self._vocab_size - 1}")
+        return guess
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            drafts = tuple(self._source(request, limit)[:limit])
-            if not all(isinstance(token, Integral) and 0 <= token < self._vocab_size for token in drafts):
-                raise ValueError(f"{drafts} are no token ids: give integers from 0 to {self._vocab_size - 1}")
-            return drafts
+            yield
         except Exception:
             if not self._failed:
-                logger.exception("the draft source failed, which is said once: %s goes on without", request.request_id)
+                logger.exception("the draft source failed, which is said once: requests go on without its guesses")
             self._failed = True
-            return ()
 
 
 def agreed(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:

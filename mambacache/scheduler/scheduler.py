@@ -158,24 +158,27 @@ class Scheduler:
             if len(self._running) >= self._max_num_seqs or isinstance(self.cache.admit(suspect.request_id), Wait):
                 return False
             self._run(suspect)
-        return self._schedule_row(suspect, self.cache.progress(suspect.request_id))
+        self._schedule_running([suspect])
+        return bool(self._steps)
 
     def _schedule_all(self) -> None:
         running = list(self._running)
-        prefilling: list[tuple[Request, Progress]] = []
-        for request in running:
-            if request.waiting:  # preempted for lack of blocks
-                continue
-            progress = self.cache.progress(request.request_id)
-            if progress.computed < progress.prefill_end:
-                prefilling.append((request, progress))
-            elif self._budget > 0:
-                self._schedule_row(request, progress)
-        for request, progress in prefilling:
-            if self._budget > 0 and not request.waiting:
-                self._schedule_row(request, progress)
+        self._schedule_running(running)
         if len(self._running) == len(running) and not self._suspects:
             self._admit()
+
+    def _schedule_running(self, requests: Sequence[Request]) -> None:
+        """Decode rows first, with drafts that are asked for together: a model makes them in one batch."""
+        rows = [(request, self.cache.progress(request.request_id)) for request in requests]
+        rows.sort(key=lambda row: row[1].computed < row[1].prefill_end)
+        drafts: Mapping[Request, tuple[int, ...]] = {}
+        if self._drafts is not None:
+            most = min(self.cache.config.max_draft_tokens, self._budget - 1)
+            decoding = [request for request, progress in rows if progress.computed >= progress.prefill_end]
+            drafts = self._drafts.propose({r: min(most, r.params.max_tokens - len(r.output) - 1) for r in decoding})
+        for request, progress in rows:
+            if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
+                self._schedule_row(request, progress, drafts.get(request, ()))
 
     def _admit(self) -> None:
         line, in_flight = self._line, []
@@ -211,14 +214,13 @@ class Scheduler:
         request.waiting, request.passed_at = False, None
         insort(self._running, request, key=lambda r: r.arrival)
 
-    def _schedule_row(self, request: Request, progress: Progress) -> bool:
+    def _schedule_row(self, request: Request, progress: Progress, drafts: tuple[int, ...] = ()) -> bool:
         """Adds a row for a running request, if it has something to run and there is room."""
-        drafts: tuple[int, ...] = ()
         if progress.computed < progress.prefill_end:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
             num_tokens = int(progress.in_flight + len(request.output) < request.params.max_tokens)
-            drafts = self._propose(request) if num_tokens and self._drafts is not None else ()
+            drafts = drafts[: self._budget - 1]
         if not num_tokens:
             return False
         step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
@@ -241,11 +243,6 @@ class Scheduler:
         if end == prefill_end or end % self.cache.config.block_size == 0:
             return num_tokens
         return 0 if any(step.prefill for step in self._steps.values()) else num_tokens
-
-    def _propose(self, request: Request) -> tuple[int, ...]:
-        assert self._drafts is not None
-        left = request.params.max_tokens - len(request.output) - 1
-        return self._drafts.propose(request, min(self.cache.config.max_draft_tokens, self._budget - 1, left))
 
     def _preempt_younger(self, request: Request) -> bool:
         """Preempts the youngest request that came after this one and has no row in this step."""
