@@ -13,18 +13,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mambacache import LLM, EngineConfig, SamplingParams
+from mambacache.engine import parts
+from mambacache.engine.draft_model import DraftModel
 from mambacache.engine.outputs import RequestOutput
 from mambacache.models.adapt import model_skeleton
 from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import CacheStats, RequestReport
 from mambacache.runner.model_runner import Launched, RowOutput
-from mambacache.runner.sizing import plan_memory
+from mambacache.runner.sizing import free_memory, plan_memory
 from mambacache.scheduler.drafts import DraftFunction
 from state_watch import StateWatch
 from tiny_models import VOCABULARY, save_tiny_model
 
 TIE = 1e-3
 """Two tokens whose logits differ by less may change places when the order of additions changes."""
+
+DRAFT_BYTES = 1 << 28
+"""Of which a draft model's states and KV take a part."""
 
 MODELS = (
     "qwen3_next",
@@ -91,6 +96,11 @@ def run_until_idle(llm: LLM, outputs: dict[str, RequestOutput] | None = None) ->
     while not llm.idle:
         outputs |= {output.request_id: output for output in llm.step()}
     return outputs
+
+
+def draft_models(llm: LLM) -> list[DraftModel]:
+    """The model that drafts for an engine, if one does."""
+    return [] if llm._draft_model is None else [llm._draft_model]
 
 
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
@@ -161,6 +171,7 @@ class Engines:
         self.device = device
         self._made: list[LLM] = []
         self._add = patch.object(CacheStats, "add", autospec=True, side_effect=self._note(CacheStats.add))
+        self._share = patch.object(parts, "DRAFT_SHARE", DRAFT_BYTES / free_memory(device))  # whatever is free here
 
     def __call__(
         self,
@@ -181,14 +192,16 @@ class Engines:
             "kv_cache_bytes": num_kv_blocks * one.kv_block_bytes,
         }
         llm = LLM(directory, draft=draft, **{**budgets, **options})
-        for pool in filter(None, (llm.runner.states, llm.runner.pages)):
-            pool.buffer.fill_(0xFF)
-        self.watch.add(llm.runner.states.buffer)
+        for runner in (llm.runner, *(model._stepper._runner for model in draft_models(llm))):
+            for pool in filter(None, (runner.states, runner.pages)):
+                pool.buffer.fill_(0xFF)
+            self.watch.add(runner.states.buffer)
         self._made.append(llm)
         return llm
 
     def __enter__(self) -> Engines:
         self._add.start()
+        self._share.start()
         self.watch.__enter__()
         return self
 
@@ -196,6 +209,7 @@ class Engines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.watch.__exit__(kind, error, trace)
+        self._share.stop()
         self._add.stop()
 
     def check(self) -> None:
@@ -212,8 +226,10 @@ class Engines:
             while (tier := llm._stepper._tier) is not None and tier.under_way:
                 tier.wait()
                 llm.step()
-            for blocks in filter(None, (llm.stats.state_blocks, llm.stats.kv_blocks)):
-                assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+            assert not any(model._stepper._scheduler.requests for model in draft_models(llm))
+            for stats in (llm.stats, *(model._cache.stats for model in draft_models(llm))):
+                for blocks in filter(None, (stats.state_blocks, stats.kv_blocks)):
+                    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
 
     def _note(self, add: Callable[[CacheStats, RequestReport], None]) -> Callable[[CacheStats, RequestReport], None]:
         def noting(stats: CacheStats, report: RequestReport) -> None:
