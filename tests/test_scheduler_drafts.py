@@ -1,0 +1,94 @@
+"""What is taken of what a draft source gives, and what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from mambacache import SamplingParams
+from mambacache.scheduler.drafts import Drafts, one_by_one
+from mambacache.scheduler.request import Request
+from symbolic import text
+from symbolic_driver import Driver
+from symbolic_jobs import Job, Mix
+
+REQUESTS = [Request(name, [1, 2], SamplingParams()) for name in "abc"]
+LIMITS = dict(zip(REQUESTS, (2, 3, 2), strict=True))
+
+
+def raising(*_: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+def breaking_off(limits: Mapping[Request, int]) -> Iterable[Sequence[int]]:
+    yield [7]
+    raise RuntimeError("planted")
+
+
+GIVEN: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+    "all": (lambda limits: [[1], [2, 3], [4, 5]], [(1,), (2, 3), (4, 5)]),
+    "more than was asked for": (lambda limits: [[1] * 9] * 9, [(1,) * 2, (1,) * 3, (1,) * 2]),
+    "fewer guesses than requests": (lambda limits: iter([[1], []]), [(1,), (), None]),
+    "no tokens": (lambda limits: [[1, 10], [1.0], [9]], [None, None, (9,)]),
+    "no sequence": (lambda limits: [[1], 5, [2]], [(1,), None, (2,)]),
+    "nothing": (lambda limits: None, [None] * 3),
+    "an error": (raising, [None] * 3),
+    "an error after one": (breaking_off, [(7,), None, None]),
+    "an error for one": (
+        one_by_one(lambda request, limit: raising() if request is REQUESTS[1] else [limit]),
+        [(2,), None, (2,)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GIVEN)
+def test_what_is_no_guess_costs_no_other(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    source, expected = GIVEN[case]
+    drafts = Drafts(source, vocab_size=10)
+    for _ in range(2):
+        assert list(map(drafts.propose(LIMITS).get, REQUESTS)) == expected
+    assert caplog.text.count("said once") == (None in expected)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_is_no_exception_goes_on(error: type[BaseException]) -> None:
+    def interrupted(limits: Mapping[Request, int]) -> Iterable[Sequence[int]]:
+        raise error
+
+    with pytest.raises(error):
+        Drafts(interrupted, vocab_size=10).propose(LIMITS)
+
+
+def test_nothing_is_asked_for_nothing() -> None:
+    drafts = Drafts(raising, vocab_size=10)
+    assert drafts.propose({}) == {} == drafts.propose(dict.fromkeys(REQUESTS, 0))
+    assert not drafts._failed
+    asked: list[Mapping[Request, int]] = []
+    Drafts(lambda limits: asked.append(limits) or [], 10).propose({REQUESTS[0]: 0, REQUESTS[1]: 1, REQUESTS[2]: -1})
+    assert asked == [{REQUESTS[1]: 1}]
+
+
+def test_a_step_asks_once_for_all_of_its_decode_rows() -> None:
+    d = Driver(Mix([Job(text(20, seed), 12) for seed in range(4)], draft_errors=3, budget=40, cache={
+        "num_state_blocks": 40, "num_kv_blocks": 20, "max_draft_tokens": 3,
+    }))  # fmt: skip
+    source, asked, plans = d.scheduler._drafts._source, [], []  # type: ignore[union-attr]
+    schedule = d.scheduler.schedule
+
+    def asking(limits: Mapping[Request, int]) -> Iterable[Sequence[int]]:
+        asked.append((len(plans), {request.request_id for request in limits}))
+        return source(limits)
+
+    def scheduling() -> Any:
+        plans.append(schedule())
+        return plans[-1]
+
+    d.scheduler._drafts._source = asking  # type: ignore[union-attr]
+    d.scheduler.schedule = scheduling  # type: ignore[method-assign]
+    d.run()
+    assert len({step for step, _ in asked}) == len(asked) > 3
+    assert max(len(ids) for _, ids in asked) == 4
+    for step, ids in asked:
+        assert ids >= {row.request_id for row in plans[step].steps if row.drafts}
