@@ -226,7 +226,8 @@ class Engines:
             while (tier := llm._stepper._tier) is not None and tier.under_way:
                 tier.wait()
                 llm.step()
-            assert not any(model._stepper._scheduler.requests for model in draft_models(llm))
+            for stepper in (model._stepper for model in draft_models(llm)):
+                assert not (stepper._scheduler.requests or stepper.answers or stepper.fresh)
             for stats in (llm.stats, *(model._cache.stats for model in draft_models(llm))):
                 for blocks in filter(None, (stats.state_blocks, stats.kv_blocks)):
                     assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]

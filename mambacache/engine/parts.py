@@ -155,15 +155,16 @@ def _core(
 
 
 def _check_draft_model(config: EngineConfig, tokenizer: Any, vocab_size: int, device: str) -> None:
+    """That there is such a model, and that its tokens mean the same: as tokenizers say where both have one."""
     name = str(config.speculative)
     try:
         skeleton = model_skeleton(name, config.dtype, device)
     except ValueError as error:
         raise ValueError(f'speculative is {name!r}, which is not "ngram" and no draft model: {error}') from error
     same = skeleton.config.vocab_size == vocab_size
-    with suppress(ValueError):  # it has none
-        other = load_tokenizer(config.model, name, None)
-        same = other.get_vocab() == tokenizer.get_vocab() if tokenizer is not None else same
+    if tokenizer is not None:
+        with suppress(ValueError):  # it has none
+            same = load_tokenizer(config.model, name, None).get_vocab() == tokenizer.get_vocab()
     if not same:
         raise ValueError(
             f"speculative is {name!r}, whose vocabulary is not that of {config.model}: choose a draft model with the "
