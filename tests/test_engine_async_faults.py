@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -282,5 +283,47 @@ def test_tokenizer_is_a_copy(model: Path) -> None:
         tokenizer.encode = tokenizer.decode = planted
         [*_, last] = await answered(llm, "text", greedy(5))
         assert len(answer(last)) == 5 and last.outputs[0].error is None
+
+    run(model, act)
+
+
+@pytest.mark.parametrize("call", ["stats", "reset_prefix_cache", "close"])
+def test_calls_out_of_a_draft_source_are_refused(model: Path, call: str) -> None:
+    """They would wait for the very thread that waits for them."""
+    said: list[str] = []
+
+    async def act(llm: AsyncLLM) -> None:
+        def draft(request: Any, limit: int) -> list[int]:
+            try:
+                asyncio.run(getattr(llm, call)())
+            except RuntimeError as error:
+                said.append(str(error))
+            return []
+
+        box.append(draft)
+        outputs = await asyncio.wait_for(answered(llm, PROMPT), 60)
+        assert outputs[-1].finished
+
+    box: list[Callable[[Any, int], list[int]]] = []
+    run(model, act, draft=lambda request, limit: box[0](request, limit), max_draft_tokens=2)
+    assert said and all("its own tokenizer or draft source" in each for each in said)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes of this kind")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_calls_in_a_forked_process_are_refused(model: Path) -> None:
+    """Its thread is in the other one."""
+
+    async def act(llm: AsyncLLM) -> None:
+        if not (child := os.fork()):
+            try:
+                asyncio.run(answered(llm, PROMPT))
+            except RuntimeError as error:
+                os._exit(7 if "make an engine after the fork" in str(error) else 1)
+            finally:
+                os._exit(2)
+        status = await asyncio.wait_for(asyncio.to_thread(os.waitpid, child, 0), 60)
+        assert os.waitstatus_to_exitcode(status[1]) == 7
+        assert (await answered(llm, PROMPT))[-1].finished
 
     run(model, act)

@@ -139,6 +139,17 @@ def test_requests_share_what_their_salts_let_them_share(engine: Engines) -> None
         assert plans[0].steps[0].start == hit
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_what_is_not_stored_is_found_by_no_other(engine: Engines, caching: bool) -> None:
+    llm = engine(MODEL, speculative=MODEL, enable_prefix_caching=caching)
+    prompt = recall_prompts()[0]
+    for _ in range(2):
+        with launches(llm) as plans:
+            ask(llm, [prompt], greedy(9, store_cache=not caching))
+        starts = [plan.steps[0].start for plan in plans if plan.steps[0].prefill]
+        assert starts[0] == 0 and starts[-1] >= 192  # its own is found
+
+
 # --- what ends, and what is too long ---
 
 
@@ -316,3 +327,25 @@ def test_reset_and_close(engine: Engines, tiny_model: Callable[[str], Path]) -> 
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         ask(llm, PROMPTS, greedy(4))
+
+
+def test_close_that_is_interrupted(
+    tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(match="no tokenizer"):
+        llm = LLM(
+            tiny_model("qwen3_next"), speculative=tiny_model("mamba2"), device="cpu", max_num_seqs=2,
+            host_cache_bytes=1 << 22, disk_cache_dir=tmp_path,
+        )  # fmt: skip
+    ask(llm, PROMPTS, greedy(4))
+    draft_model, waits = drafting(llm), []
+
+    def interrupted(*_: Any) -> None:
+        waits.append(1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm._stepper._tier, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert waits and draft_model._stepper.closed and not hasattr(llm, "runner")
+    llm.close()

@@ -39,3 +39,8 @@ def test_as_many_steps_are_saved_as_drafts_were_right(engine: Engines) -> None:
 def test_of_two_sources_one_is_refused(engine: Engines) -> None:
     with pytest.raises(ValueError, match="speculative is 'ngram' and draft= is given too"):
         engine(speculative="ngram", draft=lambda request, limit: [])
+
+
+def test_a_source_that_would_never_be_asked_is_refused(engine: Engines) -> None:
+    with pytest.raises(ValueError, match="draft= is given and max_draft_tokens is 0: set it to 1 or more"):
+        engine(draft=lambda request, limit: [])

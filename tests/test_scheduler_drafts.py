@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mambacache import SamplingParams
-from mambacache.scheduler.drafts import Drafts, one_by_one
+from mambacache.scheduler.drafts import Drafts, on_copies, one_by_one
 from mambacache.scheduler.request import Request
 from symbolic import text
 from symbolic_driver import Driver
@@ -27,9 +27,17 @@ def breaking_off(limits: Mapping[Request, int]) -> Iterable[Sequence[int]]:
     raise RuntimeError("planted")
 
 
+class Slices:
+    """Its slices are as long as it likes."""
+
+    def __getitem__(self, index: int) -> int:
+        return 5
+
+
 GIVEN: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "all": (lambda limits: [[1], [2, 3], [4, 5]], [(1,), (2, 3), (4, 5)]),
     "more than was asked for": (lambda limits: [[1] * 9] * 9, [(1,) * 2, (1,) * 3, (1,) * 2]),
+    "guesses without an end": (lambda limits: [iter(int, 1), Slices(), [1]], [(0,) * 2, (5,) * 3, (1,)]),
     "fewer guesses than requests": (lambda limits: iter([[1], []]), [(1,), (), None]),
     "no tokens": (lambda limits: [[1, 10], [1.0], [9]], [None, None, (9,)]),
     "no sequence": (lambda limits: [[1], 5, [2]], [(1,), None, (2,)]),
@@ -59,6 +67,37 @@ def test_what_is_no_exception_goes_on(error: type[BaseException]) -> None:
 
     with pytest.raises(error):
         Drafts(interrupted, vocab_size=10).propose(LIMITS)
+
+
+def test_functions_may_change_what_they_are_given() -> None:
+    request = Request("a", [1, 2], SamplingParams(), output=[3])
+
+    def spending(request: Request, limit: int) -> Sequence[int]:
+        request.prompt += request.output  # type: ignore[operator]
+        return [request.output.pop()] * limit
+
+    for _ in range(2):
+        assert Drafts(one_by_one(on_copies(spending)), 10).propose({request: 2}) == {request: (3, 3)}
+    assert (request.prompt, request.output) == ([1, 2], [3])
+
+
+def test_each_row_gets_a_token_before_one_gets_drafts() -> None:
+    d = Driver(Mix([Job(text(3, seed), 60) for seed in range(4)], draft_errors=3, budget=12, cache={
+        "num_state_blocks": 40, "num_kv_blocks": 20, "max_draft_tokens": 3,
+    }))  # fmt: skip
+    schedule, all_four = d.scheduler.schedule, []
+
+    def scheduling() -> Any:
+        progress = [d.scheduler.cache.progress(request.request_id) for request in d.scheduler._running]
+        plan = schedule()
+        if len(progress) == 4 and all(each.computed >= each.prefill_end for each in progress):
+            all_four.append(plan)
+        return plan
+
+    d.scheduler.schedule = scheduling  # type: ignore[method-assign]
+    d.run()
+    assert any(row.drafts for plan in all_four for row in plan.steps)
+    assert {len(plan.steps) for plan in all_four} == {4}
 
 
 def test_nothing_is_asked_for_nothing() -> None:

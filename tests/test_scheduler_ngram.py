@@ -61,3 +61,19 @@ def test_an_answer_is_known_as_it_grows_and_forgotten_with_its_request() -> None
     del request
     gc.collect()
     assert not lookup._known
+
+
+def test_a_search_that_is_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps the exception keeps what was searched: the answer is known as it grows all the same."""
+    lookup, request = PromptLookup(), Request("a", [1, 2, 3, 1, 2], SamplingParams())
+    flatnonzero = np.flatnonzero
+
+    def interrupted(array: np.ndarray) -> np.ndarray:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "flatnonzero", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        lookup(request, 1)
+    monkeypatch.setattr(np, "flatnonzero", flatnonzero)
+    request.output += [3]
+    assert lookup(request, 1) == [1] and kept

@@ -23,6 +23,8 @@ from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftFunction
 
 CLOSED = "this AsyncLLM is closed: make a new one"
+INSIDE = "a step of this AsyncLLM is running: its own tokenizer or draft source cannot wait for it"
+GONE = "the thread of this AsyncLLM is not in this process: make an engine after the fork"
 
 T = TypeVar("T")
 
@@ -134,7 +136,12 @@ class AsyncLLM:
         return self._tokenizer
 
     async def close(self) -> None:
-        """Ends all requests, whose readers get a RuntimeError, and the thread; gives the memory back."""
+        """Ends all requests, whose readers get a RuntimeError, and the thread; gives the memory back.
+
+        Raises:
+            RuntimeError: it is called out of this engine's own tokenizer or draft source.
+        """
+        self._check_thread()
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -142,10 +149,18 @@ class AsyncLLM:
         await asyncio.to_thread(self._thread.join)
 
     def _tell(self, command: Callable[[], None]) -> None:
+        self._check_thread()
         with self._lock:  # nothing comes after the command that closes
             if self._closed:
                 raise self._closed_error()
+            if not self._thread.is_alive():
+                raise RuntimeError(GONE)
             self._commands.put(command)
+
+    def _check_thread(self) -> None:
+        """Whoever waits for the thread inside of it, in an event loop of its own, would wait for ever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(INSIDE)
 
     def _closed_error(self) -> RuntimeError:
         error = RuntimeError(CLOSED)

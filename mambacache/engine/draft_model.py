@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from secrets import token_hex
+from weakref import WeakKeyDictionary
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import SamplingParams
@@ -18,18 +20,21 @@ class DraftModel:
 
     Each call asks anew, for all its requests side by side, and none of them outlives it: where a state was when guesses
     turned out wrong need not be known, since its own prefix cache has all but the last tokens, 64 and the new ones at
-    most. Requests share there what their salts let them share.
+    most. Requests share there what their salts let them share; what one shall not store it shares with none.
 
     Args:
         stepper: runs the model, for this source alone.
         cache: what it caches.
         limits: what it can take; a request that is longer, or holds tokens that it does not know, gets no guess.
+        stores: whether any request is to be found by others.
     """
 
-    def __init__(self, stepper: Stepper, cache: PrefixCache, limits: Limits) -> None:
+    def __init__(self, stepper: Stepper, cache: PrefixCache, limits: Limits, stores: bool) -> None:
         self._stepper = stepper
         self._cache = cache
         self._limits = limits
+        self._stores = stores
+        self._salts: WeakKeyDictionary[Request, str] = WeakKeyDictionary()  # of requests that share with none
 
     @alone
     def __call__(self, limits: Mapping[Request, int]) -> list[Sequence[int]]:
@@ -52,7 +57,10 @@ class DraftModel:
     def _answers(self, request: Request, limit: int) -> Answers:
         name = request.request_id
         tokens = self._limits.tokens_of([*request.prompt, *request.output], name, None)
-        params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, salt=request.params.salt)
+        salt = request.params.salt
+        if not (self._stores and request.params.store_cache):
+            salt = self._salts.setdefault(request, token_hex(16))
+        params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, salt=salt)
         return Answers(name, tokens, self._limits.fit(params, len(tokens), name), frozenset(), None, seed=0)
 
     def reset_prefix_cache(self) -> None:
@@ -60,5 +68,6 @@ class DraftModel:
         self._cache.reset()
 
     def close(self) -> None:
-        """Gives the memory of model and pools back."""
-        self._stepper.close()
+        """Gives the memory of model and pools back; twice is no matter."""
+        if not self._stepper.closed:
+            self._stepper.close()

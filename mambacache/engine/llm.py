@@ -78,10 +78,12 @@ class LLM:
 
     @alone
     def _close(self) -> None:
-        self._stepper.close()
-        del self.runner
-        if self._draft_model is not None:
-            self._draft_model.close()
+        try:
+            self._stepper.close()
+        finally:  # files may take a while to be written, and be interrupted
+            vars(self).pop("runner", None)
+            if self._draft_model is not None:
+                self._draft_model.close()
         with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
             torch.cuda.empty_cache()
 

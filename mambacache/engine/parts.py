@@ -37,7 +37,7 @@ from mambacache.runner.sizing import (
     usable_memory,
     weight_bytes,
 )
-from mambacache.scheduler.drafts import DraftFunction, DraftSource, one_by_one
+from mambacache.scheduler.drafts import DraftFunction, DraftSource, on_copies, one_by_one
 from mambacache.scheduler.ngram import PromptLookup
 from mambacache.scheduler.scheduler import Scheduler
 
@@ -82,6 +82,8 @@ def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
     """
     if draft is not None and not callable(draft):
         raise ValueError(f"draft is {draft!r}: give a function of a request and a number of tokens")
+    if draft is not None and not config.max_draft_tokens:
+        raise ValueError("draft= is given and max_draft_tokens is 0: set it to 1 or more")
     device = present_device(config.device)
     skeleton = model_skeleton(config.model, config.dtype, device, config.revision)
     with _warnings_wait():
@@ -110,7 +112,7 @@ def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
         draft_model, taken = _draft_model(config, weights, device)
         weights += taken
     usable = usable_memory(config, weights, total_memory(device), free_memory(device))
-    function = PromptLookup() if config.speculative == "ngram" else draft
+    function = PromptLookup() if config.speculative == "ngram" else on_copies(draft) if draft is not None else None
     source = draft_model if function is None else one_by_one(function)
     core = _core(config, model, usable, device, source, directory)
     _warn_of_small_steps(config, core.sizes)
@@ -190,7 +192,8 @@ def _draft_model(config: EngineConfig, weights: int, device: str) -> tuple[Draft
         core = _core(own, model, int(DRAFT_SHARE * usable), device)
     except ValueError as error:
         raise ValueError(f"speculative is {str(config.speculative)!r}: {error}") from error
-    return DraftModel(core.stepper, core.cache, core.limits), taken + core.sizes.device_bytes
+    source = DraftModel(core.stepper, core.cache, core.limits, config.enable_prefix_caching)
+    return source, taken + core.sizes.device_bytes
 
 
 def _pools(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> tuple[StatePool, StatePool | None]:
@@ -267,7 +270,7 @@ def _host_tier(sizes: Sizes, runner: ModelRunner, files: DiskTier | None) -> Hos
 
 
 def _warn_of_small_steps(config: EngineConfig, sizes: Sizes) -> None:
-    aligned = sizes.max_num_seqs + config.block_size
+    aligned = sizes.max_num_seqs * (1 + config.max_draft_tokens) + config.block_size
     if config.max_num_batched_tokens < aligned:
         logger.warning(
             "max_num_batched_tokens is %d: with %d requests at a time prompts may be cut inside blocks, set it to %d "

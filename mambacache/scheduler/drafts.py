@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 
 from mambacache.scheduler.request import Request
@@ -24,6 +26,13 @@ def one_by_one(propose: DraftFunction) -> DraftSource:
     return lambda limits: map(propose, limits, limits.values())
 
 
+def on_copies(propose: DraftFunction) -> DraftFunction:
+    """Others may change the lists that they are given, as by taking the last token off."""
+    return lambda request, limit: propose(
+        replace(request, prompt=list(request.prompt), output=list(request.output)), limit
+    )
+
+
 class Drafts:
     """Guards a draft source: what it raises, or guesses outside the vocabulary, costs guesses alone."""
 
@@ -41,7 +50,7 @@ class Drafts:
             guesses = iter(self._source(limits) if limits else ())
         for request, limit in limits.items():
             with self._guarded():
-                found[request] = self._checked(tuple(next(guesses)[:limit]))
+                found[request] = self._checked(tuple(islice(next(guesses), limit)))
         return found
 
     def _checked(self, guess: tuple[int, ...]) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ class PromptLookup:
         if known is None:
             known = self._known[request] = array("i", request.prompt)
         known.extend(request.output[len(known) - len(request.prompt) :])
-        return follow(np.frombuffer(known, np.int32), limit)
+        return follow(np.array(known), limit)  # a copy: what an exception keeps could not be extended
 
 
 def follow(tokens: np.ndarray, limit: int) -> list[int]:

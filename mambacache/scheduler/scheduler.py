@@ -173,12 +173,13 @@ class Scheduler:
         rows.sort(key=lambda row: row[1].computed < row[1].prefill_end)
         drafts: Mapping[Request, tuple[int, ...]] = {}
         if self._drafts is not None:
-            most = min(self.cache.config.max_draft_tokens, self._budget - 1)
+            most = min(self.cache.config.max_draft_tokens, self._budget - len(rows))
             decoding = [request for request, progress in rows if progress.computed >= progress.prefill_end]
             drafts = self._drafts.propose({r: min(most, r.params.max_tokens - len(r.output) - 1) for r in decoding})
-        for request, progress in rows:
+        for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
-                self._schedule_row(request, progress, drafts.get(request, ()))
+                room = max(self._budget - left, 0)  # a token for each row that is left goes before one's drafts
+                self._schedule_row(request, progress, drafts.get(request, ())[:room])
 
     def _admit(self) -> None:
         line, in_flight = self._line, []
@@ -220,7 +221,6 @@ class Scheduler:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
             num_tokens = int(progress.in_flight + len(request.output) < request.params.max_tokens)
-            drafts = drafts[: self._budget - 1]
         if not num_tokens:
             return False
         step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
