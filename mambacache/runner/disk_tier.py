@@ -203,7 +203,7 @@ class DiskTier:
             block = slots[asked.kind][asked.slot].numpy().data
             file = self._to_read(asked) if transfer.to_host else self._to_write(asked, len(block))
             if file is not None:
-                act = self._directory.read if transfer.to_host else self._directory.write
+                act = self._directory.read if transfer.to_host else partial(_write, self._directory, self._coming)
                 filing.add(file, partial(act, file, block))
         if not filing.acts:
             filing.over.set()
@@ -261,7 +261,8 @@ class DiskTier:
         return self.num_bytes + num_bytes <= self._limit
 
     def _remove(self, key: Key) -> None:
-        """Gives up a file, and deletes it: behind what is being written, which may be itself."""
+        """Gives up a file, and deletes it: behind what is being written, which may be itself. One that is not written
+        by then never will be."""
         file = self._index.get(key)
         if file is not None:
             deletion = Filing("deleted", self._worker.era, 1)
@@ -271,3 +272,9 @@ class DiskTier:
             self._born.pop(key, None)
             self._coming.discard(file)
             self.num_bytes -= file.num_bytes
+
+
+def _write(directory: Directory, coming: set[StoredFile], file: StoredFile, block: memoryview) -> None:
+    """Nothing of a file that was given up meanwhile: its deletion may be over, and no other one would follow."""
+    if file in coming:
+        directory.write(file, block)
