@@ -352,7 +352,8 @@ class EngineConfig:
             more is computed.
         disk_cache_dir: directory of files with states and KV, by which a restart begins with what was cached before;
             for one engine at a time, and only beside host_cache_bytes; None for none.
-        disk_cache_bytes: what these files take at most, those used last stay; None for half of what is free there.
+        disk_cache_bytes: what these files take at most, room for a state and a KV block at least; those used last stay.
+            None for half of what is free there.
         disk_bytes_per_token: bytes that may be read from them for each token that is not computed then.
         gpu_memory_utilization: share of the device's memory that weights and caches may take, above 0 and at most 1;
             None for as much as is free.

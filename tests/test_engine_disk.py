@@ -19,7 +19,7 @@ from mambacache import LLM
 from mambacache.cli import main
 from mambacache.kernels import copy_blocks
 from mambacache.runner import identity
-from mambacache.runner.directory import Directory
+from mambacache.runner.directory import HEADER, Directory
 
 MODELS = ("qwen3_next", "mamba2")
 
@@ -213,6 +213,20 @@ def test_the_bound_holds(start: Restarts, original: Callable[[str], Original], t
         assert 0 < sum(path.stat().st_size for path in start.files()) <= bound
     outputs = ask(start(disk_cache_bytes=bound), PROMPTS[::-1], greedy(4), together=False)
     assert hits(outputs) == [128, 128, 128, 0, 0], "those that were used last"
+
+
+@pytest.mark.parametrize("bound", [0, 1, None])
+def test_a_bound_that_holds_nothing_is_refused(start: Restarts, bound: int | None) -> None:
+    """And what was there stays: `None` stands for a byte less than a state and a page take."""
+    sizes = start(**SMALL).sizes
+    least = sizes.state_bytes + sizes.kv_block_bytes + 2 * HEADER.size
+    ask(start(**SMALL), PROMPTS[:1], greedy(2))
+    start.close()
+    before = sorted(start.files())
+    with pytest.raises(ValueError, match=f"one state and one KV block take {least:,} bytes: raise disk_cache_bytes"):
+        start(**SMALL, disk_cache_bytes=least - 1 if bound is None else bound)
+    assert before and sorted(start.files()) == before
+    start(**SMALL, disk_cache_bytes=least)
 
 
 def test_closing_ends_the_thread_and_gives_the_directory_back(start: Restarts, engine: Engines, tmp_path: Path) -> None:

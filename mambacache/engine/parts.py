@@ -21,7 +21,7 @@ from mambacache.engine.stepper import Stepper
 from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model, load_model, model_skeleton
 from mambacache.runner import sizing
-from mambacache.runner.directory import Directory
+from mambacache.runner.directory import HEADER, Directory
 from mambacache.runner.disk_tier import DiskTier
 from mambacache.runner.host_tier import HostTier
 from mambacache.runner.identity import identity
@@ -234,13 +234,19 @@ def _directory(config: EngineConfig, sizes: Sizes) -> Directory | None:
     """That of the files; none, with a line in the log, where it cannot be used or nothing is cached.
 
     Raises:
-        ValueError: another engine has it.
+        ValueError: another engine has it, or its files would hold nothing.
     """
     if config.disk_cache_dir is None:
         return None
     if not sizes.num_host_states:
         logger.warning("disk_cache_dir is %r and not used: nothing is cached", str(config.disk_cache_dir))
         return None
+    least = sum(HEADER.size + each for each in (sizes.state_bytes, sizes.kv_block_bytes) if each)
+    if config.disk_cache_bytes is not None and config.disk_cache_bytes < least:
+        raise ValueError(
+            f"disk_cache_bytes is {config.disk_cache_bytes:,} and one state and one KV block take {least:,} bytes: "
+            "raise disk_cache_bytes, or leave out disk_cache_dir"
+        )
     try:
         return Directory(Path(config.disk_cache_dir))
     except OSError as error:
