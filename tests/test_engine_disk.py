@@ -17,6 +17,7 @@ from disk_driver import HIT, MISS, PROMPTS, SMALL, Restarts, ask_all, is_thread_
 from engine_driver import Engines, Original, answer, ask, greedy, hits, report_of, run_until_idle, tokens_of
 from mambacache import LLM
 from mambacache.cli import main
+from mambacache.engine import parts
 from mambacache.kernels import copy_blocks
 from mambacache.runner import identity
 from mambacache.runner.directory import HEADER, Directory
@@ -237,6 +238,25 @@ def test_closing_ends_the_thread_and_gives_the_directory_back(start: Restarts, e
     llm.close()
     assert not is_thread_there()
     start()
+
+
+@pytest.mark.parametrize("part", ["load_tokenizer", "load_model", "ModelRunner", "_host_tier", "default_sampling"])
+@pytest.mark.parametrize("error", [ValueError("planted"), KeyboardInterrupt()])
+def test_a_failed_start_gives_the_directory_back(
+    start: Restarts, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
+) -> None:
+    """However long its exception is kept, and whatever was there already."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as planted:
+        planted.setattr(parts, part, fail)
+        with pytest.raises(type(error)) as kept:
+            start(**SMALL)
+    assert not is_thread_there()
+    start(**SMALL)
+    assert kept.value is error and is_thread_there()
 
 
 def test_a_read_that_takes_longer_than_computing_is_left_alone(start: Restarts) -> None:

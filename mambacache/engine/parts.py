@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,13 @@ def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
     Raises:
         ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
     """
+    with ExitStack() as undone:  # what fails gives the directory back, however long its exception is kept
+        parts = _build(config, draft, undone)
+        undone.pop_all()
+    return parts
+
+
+def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack) -> Parts:
     if draft is not None and not callable(draft):
         raise ValueError(f"draft is {draft!r}: give a function of a request and a number of tokens")
     if draft is not None and not config.max_draft_tokens:
@@ -99,7 +106,7 @@ def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
         )
     if draft is not None and config.speculative is not None:
         raise ValueError(f"speculative is {str(config.speculative)!r} and draft= is given too: leave one of them out")
-    directory = _directory(config, sizes)
+    directory = _directory(config, sizes, undone)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
     drafts_by_model = config.speculative not in (None, "ngram")
     if drafts_by_model:
@@ -114,7 +121,8 @@ def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
     usable = usable_memory(config, weights, total_memory(device), free_memory(device))
     function = PromptLookup() if config.speculative == "ngram" else on_copies(draft) if draft is not None else None
     source = draft_model if function is None else one_by_one(function)
-    core = _core(config, model, usable, device, source, directory)
+    files = _disk_tier(config, model, torch.device(device), directory, undone)
+    core = _core(config, model, usable, device, source, files)
     _warn_of_small_steps(config, core.sizes)
     ends = frozenset(token for token in end_tokens(model.module) if token < model.config.vocab_size)
     return Parts(core, draft_model, tokenizer, ends, default_sampling(model.module))
@@ -126,11 +134,10 @@ def _core(
     usable: int,
     device: str,
     source: DraftSource | None = None,
-    directory: Directory | None = None,
+    files: DiskTier | None = None,
 ) -> Core:
     """A model's pools and its scheduler, with so many bytes `usable` for states and KV."""
     sizes = plan_memory(config, model, usable)
-    files = _disk_tier(config, model, torch.device(device), directory)
     cache = PrefixCache(_cache_config(config, model, sizes), files)
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
     if torch.device(device).type == "cuda":
@@ -230,7 +237,7 @@ def _check_host_memory(sizes: Sizes) -> None:
         raise ValueError(f"host_cache_bytes takes {sizes.host_bytes:,} bytes and the host has {free:,} free: lower it")
 
 
-def _directory(config: EngineConfig, sizes: Sizes) -> Directory | None:
+def _directory(config: EngineConfig, sizes: Sizes, undone: ExitStack) -> Directory | None:
     """That of the files; none, with a line in the log, where it cannot be used or nothing is cached.
 
     Raises:
@@ -248,23 +255,27 @@ def _directory(config: EngineConfig, sizes: Sizes) -> Directory | None:
             "raise disk_cache_bytes, or leave out disk_cache_dir"
         )
     try:
-        return Directory(Path(config.disk_cache_dir))
+        directory = Directory(Path(config.disk_cache_dir))
     except OSError as error:
         logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
         return None
+    undone.callback(directory.close)
+    return directory
 
 
 def _disk_tier(
-    config: EngineConfig, model: Model, device: torch.device, directory: Directory | None
+    config: EngineConfig, model: Model, device: torch.device, directory: Directory | None, undone: ExitStack
 ) -> DiskTier | None:
     """What is in the directory, for this very model."""
     if directory is None:
         return None
     try:
-        return DiskTier(directory, config.disk_cache_bytes, lambda: identity(model, config, device))
+        files = DiskTier(directory, config.disk_cache_bytes, lambda: identity(model, config, device))
     except OSError as error:
         logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
         return None
+    undone.callback(files.close)  # before the directory is: nothing may be deleted later
+    return files
 
 
 def _host_tier(sizes: Sizes, runner: ModelRunner, files: DiskTier | None) -> HostTier | None:
