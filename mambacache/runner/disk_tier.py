@@ -78,10 +78,19 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="mambacache files", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread is there: it is not in a process that was forked off, whose parent's the files are."""
+        return self._thread.is_alive()
+
     def ask(self, filing: Filing) -> None:
-        """Puts files in line; twice is no matter."""
-        self._asked.put((READ if filing.what == "read" else WRITE, next(self._numbers), filing))
-        filing.asked = True
+        """Puts files in line, unless that was done before; twice is no matter. Without the thread it is over."""
+        if not self.alive:
+            filing.over = threading.Event()  # the thread may have held the other one's lock when it was forked
+            filing.over.set()
+        elif not filing.asked:
+            self._asked.put((READ if filing.what == "read" else WRITE, next(self._numbers), filing))
+            filing.asked = True
 
     def stop(self) -> None:
         """It ends after what it is doing, and lets go of the directory."""
@@ -143,7 +152,7 @@ class DiskTier:
     """
 
     def __init__(self, directory: Directory, limit: int | None, identity: Callable[[], str]) -> None:
-        self.present = True
+        self._usable = True
         self._directory, self._identity = directory, identity
         self.key = self._make_key(directory.epoch)
         files = directory.files()
@@ -157,6 +166,11 @@ class DiskTier:
         self._make_room(0)
 
     # --- as the cache sees it ---
+
+    @property
+    def present(self) -> bool:
+        """Whether files can be read and written."""
+        return self._usable and self._worker.alive
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
         """Whether the block in a file was computed exactly; None if there is no such file."""
@@ -180,11 +194,13 @@ class DiskTier:
         self._coming.clear()
         self._worker.era += 1
         self.key, self.num_bytes = token_hex(16), 0
+        if not self._worker.alive:
+            return
         with self._worker.busy:
             try:
                 self.key = self._make_key(self._directory.renew())
             except OSError as error:
-                self.present = False
+                self._usable = False
                 logger.error(
                     "%s cannot be written (%s) and may hold what was to be forgotten: delete it before the next start",
                     self._directory.path, error,
@@ -211,8 +227,7 @@ class DiskTier:
 
     def ask(self, filing: Filing) -> None:
         """Has the thread do it, unless that was asked before."""
-        if not filing.asked:
-            self._worker.ask(filing)
+        self._worker.ask(filing)
 
     def note(self, filing: Filing) -> None:
         """Takes down what became of a transfer that is over."""
