@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from numbers import Integral, Real
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from mambacache.field_types import hold_to_annotations, require
 from mambacache.plan import CHUNK
 
 MAX_DRAFT_TOKENS = 7
@@ -36,60 +35,16 @@ DISK_BYTES_PER_TOKEN = 1 << 15
 """For these one x86 core took 43 us, at 0.77 GB/s read and checked from the page cache. By estimate an H200 prefills a
 token in that with 8 B active parameters, at 400 TFLOP/s."""
 
-# What fields are annotated with: the types taken, what they become, and their name in an error.
-KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
-    "bool": ((bool,), bool, "True or False"),
-    "int": ((Integral,), int, "an integer"),
-    "float": ((Real,), float, "a number"),
-    "str": ((str,), str, "a string"),
-    "str | Path": ((str, Path), lambda value: value, "a string or a path"),
-}
 
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def is_integer(value: Any) -> bool:
-    """Whether a value is an integer, of Python or of numpy; a bool is none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _hold_to_annotations(config: Any) -> None:
-    """Refuses fields of another type than their annotation's. What numpy calls a number becomes Python's own, a list a
-    tuple, and None the default."""
-    for option in fields(config):
-        value = getattr(config, option.name)
-        if value is None and option.default is not MISSING:
-            value = option.default
-        else:
-            value = _typed(option.name, str(option.type).removesuffix(" | None"), value)
-        object.__setattr__(config, option.name, value)
-
-
-def _typed(name: str, kind: str, value: Any) -> Any:
-    if kind.startswith("Sequence["):
-        _require(
-            isinstance(value, Iterable) and not isinstance(value, str | bytes), f"{name} is {value!r}: set it to a list"
-        )
-        return tuple(_typed(f"an item of {name}", kind[len("Sequence[") : -1], item) for item in value)
-    if kind.startswith("Mapping["):
-        _require(isinstance(value, Mapping), f"{name} is {value!r}: set it to a dictionary")
-        of_keys, of_values = kind[len("Mapping[") : -1].split(", ")
-        return {
-            _typed(f"a key of {name}", of_keys, key): _typed(f"a value of {name}", of_values, item)
-            for key, item in value.items()
-        }
-    types, convert, what = KINDS[kind]
-    _require(
-        isinstance(value, types) and isinstance(value, bool) == (kind == "bool"),
-        f"{name} is {value!r}: set it to {what}",
+def _check_blocks(config: CacheConfig | EngineConfig) -> None:
+    """What a cache and an engine ask alike."""
+    size, interval, drafts = config.block_size, config.checkpoint_interval, config.max_draft_tokens
+    require(size > 0 and size % CHUNK == 0, f"block_size is {size}: set it to a positive multiple of {CHUNK}")
+    require(
+        interval >= 0 and interval % size == 0,
+        f"checkpoint_interval is {interval}: set it to 0 or a multiple of {size}",
     )
-    try:
-        return convert(value)
-    except OverflowError as error:
-        raise ValueError(f"{name} is beyond the largest float: set it to a smaller number") from error
+    require(0 <= drafts <= MAX_DRAFT_TOKENS, f"max_draft_tokens is {drafts}: set it between 0 and {MAX_DRAFT_TOKENS}")
 
 
 @dataclass(frozen=True)
@@ -162,38 +117,28 @@ class CacheConfig:
         return self.num_state_ids // self.slab[0] * self.slab[1]
 
     def __post_init__(self) -> None:
-        _require(
-            self.block_size > 0 and self.block_size % CHUNK == 0,
-            f"block_size is {self.block_size}: set it to a positive multiple of {CHUNK}",
-        )
-        _require(
-            0 <= self.max_draft_tokens <= MAX_DRAFT_TOKENS,
-            f"max_draft_tokens is {self.max_draft_tokens}: set it between 0 and {MAX_DRAFT_TOKENS}",
-        )
+        hold_to_annotations(self)
+        _check_blocks(self)
         least = 2 if not self.max_draft_tokens else self.max_draft_tokens + 3
-        _require(
+        require(
             self.num_state_blocks >= least,
             f"num_state_blocks is {self.num_state_blocks}: a request needs at least {least}, "
             "raise num_state_blocks or lower max_draft_tokens",
         )
-        _require(self.num_kv_blocks >= 0, f"num_kv_blocks is {self.num_kv_blocks}: set it to 0 or more")
-        _require(self.has_attention or self.num_kv_blocks == 0, "num_kv_blocks must be 0 for a model without attention")
-        _require(
+        require(self.num_kv_blocks >= 0, f"num_kv_blocks is {self.num_kv_blocks}: set it to 0 or more")
+        require(self.has_attention or self.num_kv_blocks == 0, "num_kv_blocks must be 0 for a model without attention")
+        require(
             self.max_checkpoints is None or self.max_checkpoints >= 0,
             f"max_checkpoints is {self.max_checkpoints}: set it to 0 or more, or to None for no limit",
         )
-        _require(
-            self.checkpoint_interval >= 0 and self.checkpoint_interval % self.block_size == 0,
-            f"checkpoint_interval is {self.checkpoint_interval}: set it to 0 or a multiple of {self.block_size}",
-        )
-        _require(
+        require(
             self.max_seen_blocks >= 0 and self.record_tokens >= 0, "max_seen_blocks and record_tokens must be 0 or more"
         )
         if self.slab is not None:
             states, pages = self.slab
             reserve = self.num_state_blocks // states - self.num_kv_blocks // pages
             whole = self.num_state_blocks % states == self.num_kv_blocks % pages == 0 < self.num_kv_blocks
-            _require(
+            require(
                 min(self.slab) == 1 and whole and reserve >= least,
                 f"slab is {self.slab}, num_state_blocks {self.num_state_blocks}, num_kv_blocks {self.num_kv_blocks}: "
                 f"let a slab hold one state or one page, fill slabs, and leave {least} to running requests",
@@ -204,13 +149,13 @@ class CacheConfig:
         names = ("num_host_states", "num_host_pages", "state_bytes", "page_bytes")
         for name in (*names, "host_bytes_per_token", "disk_bytes_per_token"):
             value = getattr(self, name)
-            _require(value >= 0, f"{name} is {value}: set it to 0 or more")
-        _require(
+            require(value >= 0, f"{name} is {value}: set it to 0 or more")
+        require(
             not (self.num_host_states and self.host_keeps_kv),
             f"num_host_states is {self.num_host_states} and the host keeps the KV: states are of use only where the KV "
             "before them is, set num_kv_blocks, or num_host_states to 0",
         )
-        _require(
+        require(
             (self.num_host_pages > 0) == (self.num_host_states > 0 and self.num_kv_blocks > 0),
             f"num_host_states is {self.num_host_states} and num_host_pages is {self.num_host_pages}: a state is of use "
             "with the KV before it, set both, or for a model without attention num_host_states alone",
@@ -283,36 +228,36 @@ class SamplingParams:
         if isinstance(self.logit_bias, Mapping):  # the keys of a JSON object are strings
             bias = {int(key) if str(key).isdecimal() else key: value for key, value in self.logit_bias.items()}
             object.__setattr__(self, "logit_bias", bias)
-        _hold_to_annotations(self)
-        _require(
+        hold_to_annotations(self)
+        require(
             0 <= self.temperature < math.inf,
             f"temperature is {self.temperature}: set it to 0 (greedy) or a number above",
         )
-        _require(self.top_k >= -1, f"top_k is {self.top_k}: set it to 1 or more, or to 0 or -1 for all tokens")
+        require(self.top_k >= -1, f"top_k is {self.top_k}: set it to 1 or more, or to 0 or -1 for all tokens")
         object.__setattr__(self, "top_k", min(max(self.top_k, 0), LARGEST_TOP_K))
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}: set it above 0 and at most 1")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}: set it between 0 and 1")
-        _require(
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}: set it above 0 and at most 1")
+        require(0 <= self.min_p <= 1, f"min_p is {self.min_p}: set it between 0 and 1")
+        require(
             0 < self.repetition_penalty < math.inf,
             f"repetition_penalty is {self.repetition_penalty}: set it above 0, or to 1 for none",
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(-2 <= getattr(self, name) <= 2, f"{name} is {getattr(self, name)}: set it between -2 and 2")
+            require(-2 <= getattr(self, name) <= 2, f"{name} is {getattr(self, name)}: set it between -2 and 2")
         wrong = next(
             (each for each in (self.logit_bias or {}).items() if each[0] < 0 or not -100 <= each[1] <= 100), None
         )
-        _require(wrong is None, f"logit_bias holds {wrong}: give token ids from 0 on, and numbers between -100 and 100")
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: set it to 1 or more")
-        _require(
+        require(wrong is None, f"logit_bias holds {wrong}: give token ids from 0 on, and numbers between -100 and 100")
+        require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: set it to 1 or more")
+        require(
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}: set it between 0 and max_tokens, which is {self.max_tokens}",
         )
-        _require(self.n >= 1, f"n is {self.n}: set it to 1 or more")
+        require(self.n >= 1, f"n is {self.n}: set it to 1 or more")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None")
-        _require(all(self.stop or ()), "stop holds an empty string: remove it")
-        _require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
+            require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None")
+        require(all(self.stop or ()), "stop holds an empty string: remove it")
+        require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
 
     @property
     def penalizes(self) -> bool:
@@ -407,44 +352,45 @@ class EngineConfig:
             if given is not None:
                 dtype = str(given).removeprefix("torch.")  # what torch calls its own: it is not imported here
                 object.__setattr__(self, name, DTYPE_NAMES.get(dtype, dtype))
-        _hold_to_annotations(self)
-        _require(
+        hold_to_annotations(self)
+        require(
             self.max_num_batched_tokens >= 1,
             f"max_num_batched_tokens is {self.max_num_batched_tokens}: set it to 1 or more",
         )
-        _require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}: set it to 1 or more")
-        _require(
+        require(self.max_num_seqs >= 1, f"max_num_seqs is {self.max_num_seqs}: set it to 1 or more")
+        require(
             self.max_model_len is None or self.max_model_len >= 1,
             f"max_model_len is {self.max_model_len}: set it to 1 or more, or to None",
         )
-        _require(
+        require(
             self.long_prefill_token_threshold >= 0,
             f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: set it to 0 (no cap) or more",
         )
         if self.speculative and not self.max_draft_tokens:
             object.__setattr__(self, "max_draft_tokens", DEFAULT_DRAFTS)
+        _check_blocks(self)
         for name in ("checkpoint_budget_bytes", "kv_cache_bytes", "disk_cache_bytes"):
             value = getattr(self, name)
-            _require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")
+            require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None for a default")
         for name in ("host_cache_bytes", "host_bytes_per_token", "disk_bytes_per_token"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}: set it to 0 or more")
-        _require(
+            require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}: set it to 0 or more")
+        require(
             self.disk_cache_dir is None or self.host_cache_bytes > 0,
             f"disk_cache_dir is {str(self.disk_cache_dir)!r} and needs host_cache_bytes, through which its files go: "
             "set it to a few states at least",
         )
-        _require(
+        require(
             self.disk_cache_bytes is None or self.disk_cache_dir is not None,
             f"disk_cache_bytes is {self.disk_cache_bytes} and there is no disk_cache_dir: set it, or leave both out",
         )
         share = self.gpu_memory_utilization
-        _require(
+        require(
             share is None or 0 < share <= 1,
             f"gpu_memory_utilization is {share}: set it above 0 and at most 1, or to None",
         )
-        _require(
+        require(
             self.state_dtype in STATE_DTYPES, f"state_dtype is {self.state_dtype!r}: choose {', '.join(STATE_DTYPES)}"
         )
-        _require(
+        require(
             self.dtype in ("auto", *STATE_DTYPES), f"dtype is {self.dtype!r}: choose auto, {', '.join(STATE_DTYPES)}"
         )

@@ -8,22 +8,34 @@ import pytest
 
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 
+OF_BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 0}, "block_size is 0: set it to a positive multiple of 64"),
+    ({"block_size": -64}, "block_size is -64: set it to a positive multiple of 64"),
+    ({"block_size": 96}, "block_size is 96: set it to a positive multiple of 64"),
+    ({"max_draft_tokens": 8}, "max_draft_tokens is 8: set it between 0 and 7"),
+    ({"max_draft_tokens": -1}, "max_draft_tokens is -1: set it between 0 and 7"),
+    ({"checkpoint_interval": 32}, "checkpoint_interval is 32: set it to 0 or a multiple of 64"),
+    ({"checkpoint_interval": -64}, "checkpoint_interval is -64: set it to 0 or a multiple of 64"),
+    ({"checkpoint_interval": 64, "block_size": 128}, "checkpoint_interval is 64: set it to 0 or a multiple of 128"),
+]
+"""What a cache refuses, and an engine before it reads a model."""
+
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size is 0: set it to a positive multiple of 64"),
-        ({"block_size": 96}, "block_size is 96: set it to a positive multiple of 64"),
-        ({"max_draft_tokens": 8}, "max_draft_tokens is 8: set it between 0 and 7"),
-        ({"max_draft_tokens": -1}, "max_draft_tokens is -1: set it between 0 and 7"),
+        *OF_BOTH,
+        ({"num_state_blocks": "8"}, "num_state_blocks is '8': set it to an integer"),
+        ({"num_state_blocks": 20.0}, "num_state_blocks is 20.0: set it to an integer"),
+        ({"has_attention": 1}, "has_attention is 1: set it to True or False"),
+        ({"slab": 5}, "slab is 5: set it to 2 items"),
+        ({"slab": (1, 2, 3)}, "slab is \\(1, 2, 3\\): set it to 2 items"),
+        ({"slab": (1, "2")}, "an item of slab is '2': set it to an integer"),
         ({"num_state_blocks": 1}, "num_state_blocks is 1: a request needs at least 2"),
         ({"num_state_blocks": 9, "max_draft_tokens": 7}, "num_state_blocks is 9: a request needs at least 10"),
         ({"num_kv_blocks": -1}, "num_kv_blocks is -1: set it to 0 or more"),
         ({"num_kv_blocks": 1, "has_attention": False}, "num_kv_blocks must be 0 for a model without attention"),
         ({"max_checkpoints": -1}, "max_checkpoints is -1: set it to 0 or more, or to None"),
-        ({"checkpoint_interval": 32}, "checkpoint_interval is 32: set it to 0 or a multiple of 64"),
-        ({"checkpoint_interval": -64}, "checkpoint_interval is -64: set it to 0 or a multiple of 64"),
-        ({"checkpoint_interval": 64, "block_size": 128}, "checkpoint_interval is 64: set it to 0 or a multiple of 128"),
         ({"max_seen_blocks": -1}, "max_seen_blocks and record_tokens must be 0 or more"),
         ({"record_tokens": -1}, "max_seen_blocks and record_tokens must be 0 or more"),
     ],
@@ -63,6 +75,7 @@ def test_sampling_params_refuse(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *OF_BOTH,
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0: set it to 1 or more"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0: set it to 1 or more"),
         ({"max_model_len": 0}, "max_model_len is 0: set it to 1 or more, or to None"),

@@ -23,7 +23,8 @@ LAYERS: dict[str, set[str]] = {
     "plan": set(),
     "report": set(),
     "checks": {"plan", "config"},
-    "config": {"plan"},
+    "field_types": set(),
+    "config": {"plan", "field_types"},
     "accounting": {"report"},
     "cache": {"plan", "config", "report", "checks", "accounting"},
     "scheduler": {"plan", "config", "report", "cache.prefix_cache"},
@@ -35,7 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "engine.text": set(),
     "engine.options": {"config"},
     "engine.checkpoint": {"config"},
-    "engine.prompts": {"config", "engine.text"},
+    "engine.prompts": {"config", "field_types", "engine.text"},
     "engine.answers": {"plan", "config", "scheduler", "runner", "engine.outputs", "engine.text"},
     "engine.stepper": {"plan", "scheduler", "runner", "engine.answers", "engine.outputs"},
     "engine.draft_model": {

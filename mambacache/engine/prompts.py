@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from mambacache.config import NO_LIMIT, SamplingParams, is_integer
+from mambacache.config import NO_LIMIT, SamplingParams
 from mambacache.engine.text import Tokenizer
+from mambacache.field_types import is_integer
 
 TokenIds = Sequence[int] | np.ndarray | torch.Tensor
 Prompt = str | TokenIds | Mapping[str, Any]

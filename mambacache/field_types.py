@@ -1,0 +1,72 @@
+"""Dataclasses of settings whose fields are held to their annotations, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+# What fields are annotated with: the types taken, what they become, and their name in an error.
+KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
+    "bool": ((bool,), bool, "True or False"),
+    "int": ((Integral,), int, "an integer"),
+    "float": ((Real,), float, "a number"),
+    "str": ((str,), str, "a string"),
+    "str | Path": ((str, Path), lambda value: value, "a string or a path"),
+}
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError with this message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, of Python or of numpy; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def hold_to_annotations(config: Any) -> None:
+    """Refuses fields of another type than their annotation's. What numpy calls a number becomes Python's own, a list a
+    tuple, and None the default."""
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if value is None and option.default is not MISSING:
+            value = option.default
+        else:
+            value = _typed(option.name, str(option.type).removesuffix(" | None"), value)
+        object.__setattr__(config, option.name, value)
+
+
+def _typed(name: str, kind: str, value: Any) -> Any:
+    if kind.startswith("Sequence["):
+        require(
+            isinstance(value, Iterable) and not isinstance(value, str | bytes), f"{name} is {value!r}: set it to a list"
+        )
+        return tuple(_typed(f"an item of {name}", kind[len("Sequence[") : -1], item) for item in value)
+    if kind.startswith("Mapping["):
+        require(isinstance(value, Mapping), f"{name} is {value!r}: set it to a dictionary")
+        of_keys, of_values = kind[len("Mapping[") : -1].split(", ")
+        return {
+            _typed(f"a key of {name}", of_keys, key): _typed(f"a value of {name}", of_values, item)
+            for key, item in value.items()
+        }
+    if kind.startswith("tuple["):
+        kinds = kind[len("tuple[") : -1].split(", ")
+        require(
+            isinstance(value, Sequence) and len(value) == len(kinds),
+            f"{name} is {value!r}: set it to {len(kinds)} items",
+        )
+        return tuple(_typed(f"an item of {name}", of_item, item) for of_item, item in zip(kinds, value, strict=True))
+    types, convert, what = KINDS[kind]
+    require(
+        isinstance(value, types) and isinstance(value, bool) == (kind == "bool"),
+        f"{name} is {value!r}: set it to {what}",
+    )
+    try:
+        return convert(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is beyond the largest float: set it to a smaller number") from error
