@@ -287,8 +287,9 @@ class EngineConfig:
         max_model_len: tokens of prompt and answer together; None for the model's own limit.
         long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
         enable_prefix_caching: False computes every prompt in full and keeps nothing.
-        checkpoint_budget_bytes: memory for cached states, apart from those of running requests, 0 for none; None, with
-            `kv_cache_bytes`, for one memory that traffic divides between both.
+        checkpoint_budget_bytes: memory for cached states, apart from those of running requests, 0 for none. None for
+            what `kv_cache_bytes` leaves of the part of the device's memory that `plan` names; None for both for one
+            memory that traffic divides between states and KV.
         kv_cache_bytes: memory for KV pages; None for that one memory or, beside a budget for states, for a default from
             the device's memory, as if there were 7,000 tokens for each cached state.
         host_cache_bytes: memory of the host for states and KV that the device has no room for, pinned where the device

@@ -167,3 +167,13 @@ def test_weights_of_a_quantised_checkpoint_are_those_of_its_files(
     assert main(["plan", str(config_only), *SMALL]) == 0
     out = capsys.readouterr().out
     assert "The checkpoint" not in out and numbers(table(out)["weights"])[0] == 6000
+
+
+@pytest.mark.parametrize("nothing", ["--checkpoint-budget-bytes=0", "--no-enable-prefix-caching"])
+def test_without_cached_states_no_hit_is_described(
+    config_only: Path, capsys: pytest.CaptureFixture[str], nothing: str
+) -> None:
+    of_hits = {"shortest hit", "a prompt", "checkpoint_interval 1024"}
+    for options, shown in (([], of_hits), ([nothing], set())):
+        assert main(["plan", str(config_only), "--device=cpu", "--memory=1GB", *options]) == 0
+        assert of_hits & table(capsys.readouterr().out).keys() == shown

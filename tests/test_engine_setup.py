@@ -180,5 +180,25 @@ def test_budgets_are_taken_as_given(skeleton: Model) -> None:
     assert plan_memory(EngineConfig("m", enable_prefix_caching=False), skeleton, 1 << 30).max_checkpoints == 0
 
 
+def test_that_nothing_is_cached_is_warned_of(skeleton: Model, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever leaves cached states no memory, unless it was asked for."""
+    free = 1 << 30
+    ample = plan_memory(EngineConfig("m", device="cpu"), skeleton, free)
+    state, share = ample.state_bytes, int(free * SHARES["cpu"][0])
+    least = int((3 * state + ample.kv_block_bytes) / SHARES["cpu"][0])
+    cases: list[tuple[int, dict[str, Any], str]] = [
+        (free, {"kv_cache_bytes": share}, f"0 bytes are left for cached states and one takes {state}: nothing is "
+         f"cached, lower kv_cache_bytes, which is {share}, or set checkpoint_budget_bytes"),
+        (least + 4, {}, "nothing is cached, free memory, take a device with more or set checkpoint_budget_bytes"),
+        (free, {"checkpoint_budget_bytes": 10}, "checkpoint_budget_bytes is 10 and one state takes"),
+        (free, {"kv_cache_bytes": share, "checkpoint_budget_bytes": 0}, ""),
+        (free, {"kv_cache_bytes": share, "enable_prefix_caching": False}, ""),
+    ]  # fmt: skip
+    for bytes_free, options, message in cases:
+        caplog.clear()
+        assert plan_memory(EngineConfig("m", device="cpu", **options), skeleton, bytes_free).max_checkpoints == 0
+        assert ("nothing is cached" in caplog.text) == bool(message) and message in caplog.text
+
+
 def test_free_memory() -> None:
     assert sizing.free_memory("cpu") > 1 << 20

@@ -34,6 +34,9 @@ LEAST_SLABS, MOST_LOST = 8, 0.1
 """Memory is shared in slabs where so many are left beside running states, since fewer divide it too coarsely, and
 rounding loses no more of any."""
 
+MORE_MEMORY = "free memory, take a device with more"
+"""What to do where there is too little, and no option holds it back."""
+
 SPARE_STATES = 2
 """Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
 
@@ -171,6 +174,14 @@ def _checkpoints(config: EngineConfig, state: int, default_bytes: int) -> int:
         return 0
     budget = config.checkpoint_budget_bytes
     if budget is None:
+        if default_bytes < state:
+            logger.warning(
+                "%d bytes are left for cached states and one takes %d: nothing is cached, %s or set "
+                "checkpoint_budget_bytes to cache states",
+                max(default_bytes, 0),
+                state,
+                f"lower kv_cache_bytes, which is {config.kv_cache_bytes}," if config.kv_cache_bytes else MORE_MEMORY,
+            )
         return min(max(default_bytes, 0) // state, MAX_DEFAULT_BLOCKS)
     if 0 < budget < state:
         logger.warning(
@@ -240,17 +251,20 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usa
         ("shared by both", _slabs(sizes)),
         ("host memory", _host_memory(sizes)),
         ("longest request", f"{sizes.max_model_len:,} tokens"),
-        ("shortest hit", f"{block} tokens, of a prompt of {block + 1} or more"),
     ]
     costs = [
         ("max_num_seqs + 1", f"{(sizes.num_running_states - SPARE_STATES) // sizes.max_num_seqs * state:,} bytes"),
-        ("a prompt", f"up to 2 cached states: its tail and its junction, {2 * state:,} bytes"),
-        (f"checkpoint_interval {16 * block}", f"{state:,} bytes every {16 * block} tokens of a prompt"),
         (
             "state_dtype bfloat16",
             f"halves the recurrent part; states then round to {torch.finfo(torch.bfloat16).eps:.0e}",
         ),
     ]
+    if sizes.max_checkpoints:
+        rows.append(("shortest hit", f"{block} tokens, of a prompt of {block + 1} or more"))
+        costs[1:1] = [
+            ("a prompt", f"up to 2 cached states: its tail and its junction, {2 * state:,} bytes"),
+            (f"checkpoint_interval {16 * block}", f"{state:,} bytes every {16 * block} tokens of a prompt"),
+        ]
     table = "\n".join(f"{name:<28}{value}" for name, value in rows)
     return table + "\nwhat settings cost\n" + "\n".join(f"  {name:<26}{value}" for name, value in costs)
 
