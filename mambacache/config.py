@@ -354,6 +354,9 @@ class EngineConfig:
                 dtype = str(given).removeprefix("torch.")  # what torch calls its own: it is not imported here
                 object.__setattr__(self, name, DTYPE_NAMES.get(dtype, dtype))
         hold_to_annotations(self)
+        for name in ("model", "tokenizer", "disk_cache_dir", "speculative"):
+            unless = "" if name == "model" else ", or leave it out"
+            require(getattr(self, name) != "", f"{name} is an empty string: set it to a directory{unless}")
         require(
             self.max_num_batched_tokens >= 1,
             f"max_num_batched_tokens is {self.max_num_batched_tokens}: set it to 1 or more",

@@ -128,6 +128,10 @@ def test_devices_of_torch(device: str) -> None:
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"model": None}, "model is None: set it to a string or a path"),
     ({"model": 5}, "model is 5: set it to a string or a path"),
+    ({"model": ""}, "model is an empty string: set it to a directory"),
+    ({"tokenizer": ""}, "tokenizer is an empty string: set it to a directory, or leave it out"),
+    ({"speculative": ""}, "speculative is an empty string: set it to a directory, or leave it out"),
+    ({"disk_cache_dir": "", "host_cache_bytes": 9}, "disk_cache_dir is an empty string: set it to a directory, or"),
     ({"device": 0}, "device is 0: set it to a string"),
     ({"dtype": 16}, "dtype is '16': choose auto, float32"),
     ({"dtype": torch.int8}, "dtype is 'int8': choose auto, float32"),

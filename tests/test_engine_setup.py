@@ -76,6 +76,12 @@ def test_no_config(tmp_path: Path) -> None:
     refused(tmp_path, "holds no readable config.json: give the directory of a checkpoint")
 
 
+def test_a_file_in_place_of_its_directory(checkpoint: Path) -> None:
+    path = checkpoint / "config.json"
+    refused(path, f"^{path} is a file: give the directory that holds it")
+    refused(checkpoint, f"^speculative is .* {path} is a file: give the directory that holds it", speculative=path)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "no such type"])
 def test_unknown_model_type(checkpoint: Path, model_type: str) -> None:
     change_config(checkpoint, model_type=model_type)

@@ -120,8 +120,10 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
         revision: of the Hub's repository; None for its newest.
 
     Raises:
-        ValueError: no config.json there, one that transformers cannot use, or one of an unsupported model type.
+        ValueError: a file, no config.json there, one that transformers cannot use, or one of an unsupported model type.
     """
+    if Path(model).is_file():
+        raise ValueError(f"{model} is a file: give the directory that holds it")
     whole, model_type = None, None
     try:
         raw, _ = PreTrainedConfig.get_config_dict(model, revision=revision)
