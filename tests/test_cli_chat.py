@@ -71,6 +71,21 @@ def test_a_line_that_is_too_long_leaves_the_conversation(
     assert "and the model takes 300 in all: shorten the prompt, or lower max_tokens; /reset begins anew" in err
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_no_text_leaves_the_conversation(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], errors: str
+) -> None:
+    """Whatever the locale makes of such bytes."""
+    given = io.BytesIO(f"{LINES[0]}\n".encode() + b"\xff\xfe\nwhy\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(given, encoding="utf-8", errors=errors))
+    assert main(["chat", str(text_model), *FLAGS, "--max-tokens=6"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "".join(f"{answer}\n" for answer in expected(text_model, [LINES[0], "why"]))
+    (said,) = [line for line in err.splitlines() if line.startswith("mambacache: ")]
+    assert said.startswith("mambacache: the messages cannot be encoded by the tokenizer (")
+    assert said.endswith("change them; /reset begins anew")
+
+
 def test_ctrl_c_ends_the_answer(
     text_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _chat(llm: LLM, params: SamplingParams) -> int:
     tokens_of_chat(llm, [{"role": "user", "content": "?"}])  # whether there is a template, before the first line
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is refused as others are
     terminal = sys.stdin.isatty()
     if terminal:
         print(f"{RESET} begins anew, Ctrl-C ends an answer, Ctrl-D ends the chat", file=sys.stderr)

@@ -53,7 +53,7 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
     """The prompt that the model's chat template makes of messages.
 
     Raises:
-        ValueError: there is no template, or it refuses these messages.
+        ValueError: there is no template, it refuses these messages, or the tokenizer their text.
     """
     from mambacache.engine.text import render_chat
 
@@ -65,7 +65,12 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
         raise
     except Exception as error:  # the template is code of others
         raise ValueError(f"the chat template refuses the messages: {error}") from error
-    return list(llm.tokenizer.encode(prompt, add_special_tokens=False))
+    try:
+        return list(llm.tokenizer.encode(prompt, add_special_tokens=False))
+    except Exception as error:  # such as a TypeError, for text that is no UTF-8
+        raise ValueError(
+            f"the messages cannot be encoded by the tokenizer ({type(error).__name__}: {error}): change them"
+        ) from error
 
 
 def _of_lines(file: str, options: dict[str, Any]) -> Iterator[Asked]:
