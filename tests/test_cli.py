@@ -218,26 +218,42 @@ def test_no_memory(
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("arguments", "model"),
     [
-        ({"HF_ENDPOINT": "http://127.0.0.1:{port}"}, "cannot reach the Hub (connection refused): give a directory, or"),
-        ({"HF_HUB_OFFLINE": "1"}, "the model is not cached, and HF_HUB_OFFLINE keeps it from being fetched: give a d"),
+        (["plan", "some/model"], "some/model"),
+        (
+            ["generate", str(MODEL), "hi", *SMALL, "--speculative=ngrams"],
+            "speculative is 'ngrams', which is not \"ngram\" and no draft model: ngrams",
+        ),
     ],
 )
-def test_hub_that_cannot_be_reached(environment: dict[str, str], message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (
+            {"HF_ENDPOINT": "http://127.0.0.1:{port}"},
+            "is no directory, and the Hub cannot be reached for it (connection refused): give a directory, or set "
+            "HF_HUB_OFFLINE=1 with a cached model",
+        ),
+        ({"HF_HUB_OFFLINE": "1"}, "is not cached, and HF_HUB_OFFLINE keeps it from being fetched: give a directory"),
+    ],
+)
+def test_hub_that_cannot_be_reached(
+    environment: dict[str, str], message: str, arguments: list[str], model: str, tmp_path: Path
+) -> None:
     with socket.socket() as unheard:  # bound, but nobody listens
         unheard.bind(("127.0.0.1", 0))
         port = unheard.getsockname()[1]
         where = {name: value.format(port=port) for name, value in environment.items()}
         quick = "import time; time.sleep = lambda seconds: None; "  # between its attempts
-        command = [*PROCESS[:3], quick + PROCESS[3], "plan", "some/model"]
+        command = [*PROCESS[:3], quick + PROCESS[3], *arguments]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
         done = subprocess.run(
             command, env={**inherited, **where, "HF_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=120
         )
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert last.startswith(f"mambacache: {message}")
+    assert last == f"mambacache: {model} {message}"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,11 @@ def test_no_config(tmp_path: Path) -> None:
     refused(tmp_path, "holds no readable config.json: give the directory of a checkpoint")
 
 
+def test_a_model_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused(Path("nobody/nothing"), "^nobody/nothing is not cached, and HF_HUB_OFFLINE keeps it from being fetched")
+
+
 def test_a_file_in_place_of_its_directory(checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     refused(path, f"^{path} is a file: give the directory that holds it")

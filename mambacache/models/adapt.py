@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.hub import LocalEntryNotFoundError
 
 from mambacache.kernels import StateIndices, StateTensor
 from mambacache.models import gated_delta_net, mamba1, mamba2
@@ -130,7 +131,7 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
         if raw and (model_type := raw.get("model_type")) in CONFIG_MAPPING:
             whole = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
-        raise ValueError(_no_config(model)) from error
+        raise ValueError(_not_fetched(model, error) or _no_config(model)) from error
     except Exception as error:  # what transformers makes of such values has no type of its own
         raise _unusable(model, error) from error
     if not raw:
@@ -171,7 +172,8 @@ def load_model(
             output_loading_info=True,
         )
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"the weights of {model} cannot be read: put complete safetensors files there") from error
+        unread = f"the weights of {model} cannot be read: put complete safetensors files there"
+        raise ValueError(_not_fetched(model, error) or unread) from error
     wrong = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if wrong:
         raise ValueError(
@@ -254,3 +256,20 @@ def _unusable(model: str | Path, error: Exception) -> ValueError:
 
 def _no_config(model: str | Path) -> str:
     return f"{model} holds no readable config.json: give the directory of a checkpoint, or a Hub id"
+
+
+def _not_fetched(model: str | Path, error: BaseException) -> str | None:
+    """What kept a model from being fetched, if that is why there was an error."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    first = causes[-1]
+    if not any(isinstance(each, LocalEntryNotFoundError) for each in causes):
+        return None
+    if isinstance(first, LocalEntryNotFoundError):  # nothing failed before it
+        return f"{model} is not cached, and HF_HUB_OFFLINE keeps it from being fetched: give a directory"
+    reason = (isinstance(first, OSError) and first.strerror) or str(first) or type(first).__name__
+    return (
+        f"{model} is no directory, and the Hub cannot be reached for it ({reason.lower()}): give a directory, or set "
+        "HF_HUB_OFFLINE=1 with a cached model"
+    )
