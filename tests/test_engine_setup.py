@@ -159,6 +159,21 @@ def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytes
         refused(directory, message)
 
 
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({}, "free memory, or take a device with more"),
+        ({"gpu_memory_utilization": 1}, "free memory, or take a device with more"),
+        ({"gpu_memory_utilization": 0.0002}, "free memory, or raise gpu_memory_utilization, which is 0.0002"),
+        ({"max_draft_tokens": 2}, "free memory, take a device with more, or lower max_draft_tokens"),
+    ],
+)
+def test_advice_where_there_is_too_little_memory(skeleton: Model, options: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_memory(EngineConfig("m", device="cpu", **options), skeleton, 1000)
+    assert str(error.value).endswith(f" are available for them: {advice}")
+
+
 def test_lowered_number_of_requests(skeleton: Model, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         sizes = plan_memory(EngineConfig("model", device="cpu"), skeleton, 4_000_000)
@@ -200,7 +215,7 @@ def test_that_nothing_is_cached_is_warned_of(skeleton: Model, caplog: pytest.Log
     cases: list[tuple[int, dict[str, Any], str]] = [
         (free, {"kv_cache_bytes": share}, f"0 bytes are left for cached states and one takes {state}: nothing is "
          f"cached, lower kv_cache_bytes, which is {share}, or set checkpoint_budget_bytes"),
-        (least + 4, {}, "nothing is cached, free memory, take a device with more or set checkpoint_budget_bytes"),
+        (least + 4, {}, "nothing is cached, free memory, take a device with more, or set checkpoint_budget_bytes"),
         (free, {"checkpoint_budget_bytes": 10}, "checkpoint_budget_bytes is 10 and one state takes"),
         (free, {"kv_cache_bytes": share, "checkpoint_budget_bytes": 0}, ""),
         (free, {"kv_cache_bytes": share, "enable_prefix_caching": False}, ""),

@@ -34,9 +34,6 @@ LEAST_SLABS, MOST_LOST = 8, 0.1
 """Memory is shared in slabs where so many are left beside running states, since fewer divide it too coarsely, and
 rounding loses no more of any."""
 
-MORE_MEMORY = "free memory, take a device with more"
-"""What to do where there is too little, and no option holds it back."""
-
 SPARE_STATES = 2
 """Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
 
@@ -96,9 +93,10 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     per_seq = 1 if not config.max_draft_tokens else config.max_draft_tokens + 3
     least = (per_seq + SPARE_STATES) * state + page
     if memory < least:
+        drafts = ["lower max_draft_tokens"] if config.max_draft_tokens else []
         raise ValueError(
             f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
-            "free memory, or lower max_draft_tokens"
+            f"{_more_memory(config, *drafts)}"
         )
     # Running states take half of the memory at most, so that there is room for KV and for what is cached.
     max_num_seqs = min(config.max_num_seqs, max((memory // 2 // state - SPARE_STATES) // per_seq, 1))
@@ -175,12 +173,11 @@ def _checkpoints(config: EngineConfig, state: int, default_bytes: int) -> int:
     budget = config.checkpoint_budget_bytes
     if budget is None:
         if default_bytes < state:
+            lower = f"lower kv_cache_bytes, which is {config.kv_cache_bytes}, or set checkpoint_budget_bytes"
+            way = lower if config.kv_cache_bytes else _more_memory(config, "set checkpoint_budget_bytes")
+            left = max(default_bytes, 0)
             logger.warning(
-                "%d bytes are left for cached states and one takes %d: nothing is cached, %s or set "
-                "checkpoint_budget_bytes to cache states",
-                max(default_bytes, 0),
-                state,
-                f"lower kv_cache_bytes, which is {config.kv_cache_bytes}," if config.kv_cache_bytes else MORE_MEMORY,
+                "%d bytes are left for cached states and one takes %d: nothing is cached, %s", left, state, way
             )
         return min(max(default_bytes, 0) // state, MAX_DEFAULT_BLOCKS)
     if 0 < budget < state:
@@ -190,6 +187,15 @@ def _checkpoints(config: EngineConfig, state: int, default_bytes: int) -> int:
             state,
         )
     return budget // state
+
+
+def _more_memory(config: EngineConfig, *others: str) -> str:
+    """What to do where there is too little."""
+    share = config.gpu_memory_utilization
+    ways = ["free memory", "take a device with more", *others]
+    if share is not None and share < 1:
+        ways[1] = f"raise gpu_memory_utilization, which is {share}"
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}"
 
 
 def weight_bytes(model: Model) -> int:
