@@ -256,6 +256,18 @@ def test_hub_that_cannot_be_reached(
     assert last == f"mambacache: {model} {message}"
 
 
+def test_warnings_are_logged(tmp_path: Path) -> None:
+    """A line each, without the source that Python shows."""
+    model, asked = tmp_path / "model", tmp_path / "asked"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("tokenizer*", "chat_template.jinja"))
+    asked.write_text('{"prompt_token_ids": [5, 6]}')
+    done = subprocess.run(
+        [*PROCESS, *generate(model, "--prompts", str(asked))], capture_output=True, text=True, timeout=120
+    )
+    said = [line for line in done.stderr.splitlines() if "tokenizer" in line or "Warning" in line or "LLM(" in line]
+    assert (done.returncode, said) == (0, [f"{model} has no tokenizer that can be loaded: give prompts as token ids"])
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

@@ -5,10 +5,14 @@ What a command needs is imported when it runs: without the dependencies there is
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 """What shells call the end by Ctrl-C."""
@@ -22,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mambacache.cli.parser import parse
 
         args = parse(sys.argv[1:] if argv is None else argv)
-        code = int(args.run(args))
+        with warnings.catch_warnings():  # a line each, without the source that Python shows
+            warnings.showwarning = lambda message, *_, **__: logger.warning("%s", message)
+            code = int(args.run(args))
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

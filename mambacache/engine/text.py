@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -208,10 +209,15 @@ def chat_prompts(
     """The prompts of conversations, each with its text and its token ids; and whether any has `rewritten_turns`.
 
     Raises:
-        ValueError: one cannot be rendered or encoded; the message says which.
+        ValueError: one is no list of messages, or cannot be rendered or encoded; the message says which.
     """
     prompts, rewritten = [], False
     for i, messages in enumerate(conversations):
+        if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+            raise ValueError(
+                f"conversation {i} is {reprlib.repr(messages)}: give a list of messages, such as "
+                "{'role': 'user', 'content': 'a text'}"
+            )
         try:
             text = render_chat(tokenizer, messages, **options)
             tokens = tokenizer.encode(text, add_special_tokens=False)
