@@ -251,8 +251,11 @@ def test_one_bad_prompt_among_a_thousand(engine: Engines, text_model: Path) -> N
     llm.tokenizer.chat_template = "{% for m in messages %}{{ m.content.strip() }}{% endfor %}"
     with pytest.raises(ValueError, match=r"conversation 2 makes no prompt \(.*\): change its messages, or the chat"):
         llm.chat([good, good, bad, good], greedy(1), use_tqdm=False)
-    for wrong in ("hi", [*good, "hi"], [good, 5]):
+    for wrong in ([*good, "hi"], [good, 5]):
         with pytest.raises(ValueError, match=r"^conversation \d is .*: give a list of messages, such as {'role': "):
+            llm.chat(wrong, greedy(1), use_tqdm=False)  # type: ignore[arg-type]
+    for wrong in ("hi", 5, good[0]):
+        with pytest.raises(ValueError, match="^messages is .*: give a list of messages, or a list of such lists"):
             llm.chat(wrong, greedy(1), use_tqdm=False)  # type: ignore[arg-type]
     assert llm.idle
 

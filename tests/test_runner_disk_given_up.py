@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -45,3 +46,19 @@ def test_given_up_before_it_is_written_and_after(
     assert not tiers.run(False, page(3))  # after what was to be deleted
     assert stored(tmp_path / "cache") == {f"{page(n).block_hash.hex()}.kv" for n in (2, 3)}
     assert tiers.disk.num_bytes == 2 * (HEADER.size + BLOCK_BYTES["kv"])
+
+
+def test_given_up_before_the_end(start: Callable[..., Tiers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was told to be wrong is not there for who starts next, though the thread had other things to do."""
+    tiers = start()
+    assert not tiers.run(False, state(1), page(2))
+    held = Held(monkeypatch)
+    tiers.host.launch([tiers.transfer(False, state(3))])
+    assert held.began.wait(10)
+    tiers.disk.drop([state(1).block_hash])
+    end = Thread(target=tiers.disk.close)
+    end.start()
+    held.go_on.set()
+    end.join(10)
+    assert not end.is_alive()
+    assert f"{state(1).block_hash.hex()}.state" not in stored(tmp_path / "cache")

@@ -144,6 +144,8 @@ class LLM:
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.config.model} has no chat template: use generate with prompts of your own")
+        if not isinstance(messages, list | tuple):
+            raise ValueError(f"messages is {messages!r}: give a list of messages, or a list of such lists")
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item,assignment]
         prompts, rewritten = chat_prompts(self.tokenizer, conversations, **template_options)

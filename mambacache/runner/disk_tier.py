@@ -93,7 +93,7 @@ class Worker:
             filing.asked = True
 
     def stop(self) -> None:
-        """It ends after what it is doing, and lets go of the directory."""
+        """It ends after what it is doing, deletes what is given up, and lets go of the directory."""
         self._asked.put((STOP, next(self._numbers), None))
 
     def join(self) -> None:
@@ -112,6 +112,11 @@ class Worker:
                 self._act(filing)
             else:
                 heappop(line)
+        while not self._asked.empty():
+            heappush(line, self._asked.get())
+        for *_, filing in sorted(line):  # who comes next may find no file that was given up: it may hold what is wrong
+            while filing is not None and filing.what == "deleted" and filing.acts:
+                self._act(filing)
         self.directory.close()
 
     def _act(self, filing: Filing) -> None:
