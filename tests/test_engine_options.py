@@ -255,7 +255,7 @@ def test_one_bad_prompt_among_a_thousand(engine: Engines, text_model: Path) -> N
         with pytest.raises(ValueError, match=r"^conversation \d is .*: give a list of messages, such as {'role': "):
             llm.chat(wrong, greedy(1), use_tqdm=False)  # type: ignore[arg-type]
     for wrong in ("hi", 5, good[0]):
-        with pytest.raises(ValueError, match="^messages is .*: give a list of messages, or a list of such lists"):
+        with pytest.raises(ValueError, match=r"^messages is .*: give a list of messages, or a list of such lists"):
             llm.chat(wrong, greedy(1), use_tqdm=False)  # type: ignore[arg-type]
     assert llm.idle
 

@@ -147,7 +147,7 @@ class LLM:
         if not isinstance(messages, list | tuple):
             raise ValueError(f"messages is {messages!r}: give a list of messages, or a list of such lists")
         single = bool(messages) and isinstance(messages[0], dict)
-        conversations: Sequence[Messages] = [messages] if single else messages  # type: ignore[list-item,assignment]
+        conversations: Sequence[Messages] = [messages] if single else messages
         prompts, rewritten = chat_prompts(self.tokenizer, conversations, **template_options)
         if rewritten:
             warnings.warn(
