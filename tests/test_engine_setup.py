@@ -196,7 +196,10 @@ def test_small_steps_are_warned_of(tiny_model: Callable[[str], Path], caplog: py
         LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=4, max_num_batched_tokens=68)
         assert "max_num_batched_tokens" not in caplog.text
         LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=4, max_num_batched_tokens=67)
-    assert "max_num_batched_tokens is 67" in caplog.text and "set it to 68 or more" in caplog.text
+        assert "max_num_batched_tokens is 67" in caplog.text and "set it to 68 or more" in caplog.text
+        caplog.clear()
+        LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=4, max_num_batched_tokens=79, speculative="ngram")
+    assert "set it to 80 or more" in caplog.text, "drafts are tokens of a step too"
 
 
 def test_budgets_are_taken_as_given(skeleton: Model) -> None:

@@ -119,8 +119,11 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
         draft_model, taken = _draft_model(config, weights, device)
         weights += taken
     usable = usable_memory(config, weights, total_memory(device), free_memory(device))
-    function = PromptLookup() if config.speculative == "ngram" else on_copies(draft) if draft is not None else None
-    source = draft_model if function is None else one_by_one(function)
+    source: DraftSource | None = draft_model
+    if config.speculative == "ngram":
+        source = one_by_one(PromptLookup())
+    elif draft is not None:
+        source = one_by_one(on_copies(draft))
     files = _disk_tier(config, model, torch.device(device), directory, undone)
     core = _core(config, model, usable, device, source, files)
     _warn_of_small_steps(config, core.sizes)

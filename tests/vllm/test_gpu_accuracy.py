@@ -111,9 +111,10 @@ def test_errors_of_fp8_are_those_of_vllm(name: str, tmp_path: Path) -> None:
     assert errors["plugin"] <= RATIO * errors["vllm"]
 
 
-@pytest.mark.parametrize(("name", "ratio"), [("kimi_linear", RATIO), ("falcon_h1", 1.5)])
-def test_kl_of_fp8_is_that_of_another_order(name: str, ratio: float, tmp_path: Path) -> None:
-    """No more than 1.2 times was aimed at for one family; Falcon-H1 took 1.32."""
+@pytest.mark.parametrize(
+    "name", ["kimi_linear", pytest.param("falcon_h1", marks=pytest.mark.xfail(strict=True, reason="1.32 was measured"))]
+)
+def test_kl_of_fp8_is_that_of_another_order(name: str, tmp_path: Path) -> None:
     kl = divergence(quantised(save(name, tmp_path / "model", "cuda"), tmp_path, **CUT_PROMPTS), CUT_PROMPTS["prompts"])
     note(f"fp8-{name}-cut", {"kl": kl})
-    assert kl["plugin"] <= ratio * kl["vllm, backwards"]
+    assert kl["plugin"] <= RATIO * kl["vllm, backwards"]
