@@ -69,8 +69,7 @@ class Driver:
         states = StatePool(model.state_layers(state_dtype, max_draft_tokens), num_state_blocks, device)
         pages = allocate_kv_pages(model.kv_layers, num_kv_blocks, block_size, device)
         for pool in filter(None, (states, pages)):
-            for tensor in (x for layer in pool.layers for x in layer):
-                tensor.fill_(torch.nan)
+            pool.buffer.fill_(0xFF)  # NaN in every dtype; between tensors too, so that pools compare as a whole
         self.runner = ModelRunner(model, states, pages)
         self.free_states = list(range(1, num_state_blocks + 1))
         self.free_kv = list(range(1, num_kv_blocks + 1))
