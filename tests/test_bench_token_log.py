@@ -4,7 +4,6 @@ are cut into steps and whatever drafts are rejected."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ from mambacache.kernels.reference.kda import kda
 from mambacache.kernels.reference.ssd import ssd
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "token_log"
-ROWS, TOKENS, BLOCKS = 2, 28, 4
-SRC, SLOTS, FIRST = (3, 1), (1, 2), (5, 16)  # of each row its block, its slot of the log, and its position
-BLOCK = 16  # values of a program
+ROWS, TOKENS, BLOCKS = 2, 28, 6
+SRC, TARGETS, SLOTS, FIRST = (3, 1), (5, 2), (1, 2), (5, 16)  # of each row its blocks, slot, and first position
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDTH = 128 if DEVICE == "cuda" else 16  # of a state: in small ones Triton sums up twice, in other orders
 FAMILIES = ("gated delta rule", "kda", "ssd")
 
 
@@ -53,11 +52,11 @@ def recurrence(family: str, state_dtype: torch.dtype) -> Recurrence:
         return torch.randn(*shape, generator=generator).to(DEVICE)
 
     if family == "ssd":
-        heads, groups, P, N = 2, 1, 16, 16
+        heads, groups, P, N = 2, 1, 64 if DEVICE == "cuda" else 16, WIDTH
         x, dt, B, C = (randn(ROWS, TOKENS, *shape) for shape in ((heads, P), (heads,), (groups, N), (groups, N)))
         parameters = [-randn(heads).abs(), randn(heads), randn(heads)]
         return Recurrence(family, [x, dt, None, B, C, None, None], parameters, pool((heads, P, N), state_dtype, randn))
-    heads, value_heads, K, V = (1, 2, 16, 16) if family == "gated delta rule" else (1, 1, 16, 16)
+    heads, value_heads, K, V = 1, 2 if family == "gated delta rule" else 1, WIDTH, WIDTH
     q, k, v = (randn(ROWS, TOKENS, *shape) for shape in ((heads, K), (heads, K), (value_heads, V)))
     gate = (value_heads,) if family == "gated delta rule" else (value_heads, K)
     parameters = [randn(value_heads), randn(*gate).flatten()]
@@ -92,26 +91,33 @@ def without_log(case: Recurrence) -> tuple[Tensor, list[Tensor]]:
     return torch.stack(outputs, 1), states
 
 
-def steps(case: Recurrence, tokens: int, seed: int) -> Iterator[tuple[Tensor, list[int], list[int], Any, Tensor]]:
-    """Runs all tokens in steps of up to so many, of which those behind the accepted ones were other tokens."""
+def run(case: Recurrence, tokens: int, seed: int) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
+    """Each row's outputs, and its states by the number of tokens in them, as they were folded.
+
+    Steps have up to so many tokens of a row, of which those behind the accepted ones were others.
+    """
     import log_delta
     import log_ssd
     import log_window
 
     rng = random.Random(seed)
-    size = log_window.capacity(tokens)
-    cursors = [log_window.Cursor(log_window.FOLD - first % log_window.FOLD) for first in FIRST]
     flat = [None if each is None else each.flatten(0, 1) for each in case.inputs]
-    entry = log_ssd.log_entry(flat[0], flat[3]) if case.family == "ssd" else None
-    entry = entry or log_delta.log_entry(flat[1], flat[2], case.family == "kda")
-    log = log_window.log_tensors(len(SLOTS) + 1, {n: ((size, *s), d) for n, (s, d) in entry.items()}, DEVICE)
-    decode = log_ssd.decode if case.family == "ssd" else log_delta.decode
-    state, done = case.state.clone(), [0] * ROWS
+    module, shapes = (log_ssd, (flat[0], flat[3])) if case.family == "ssd" else (log_delta, (flat[1], flat[2]))
+    entry = log_ssd.log_entry(*shapes) if case.family == "ssd" else log_delta.log_entry(*shapes, case.family == "kda")
+    log = log_window.log_tensors(len(SLOTS) + 1, entry, DEVICE)
+    scratch = module.scratch_of(*(each[: ROWS * tokens] for each in shapes))
     wide = flat[0] if case.family == "ssd" else flat[2]
-    scratch = tuple(torch.full((tokens * wide[:ROWS].numel() * 64,), torch.nan, device=DEVICE) for _ in range(2))
+    state = case.state.clone()
+    outputs: list[list[Tensor]] = [[] for _ in SRC]
+    folds: list[dict[int, Tensor]] = [{} for _ in SRC]
+    done, window = [0] * ROWS, [first % log_window.FOLD for first in FIRST]
     while min(done) < TOKENS:
-        lengths = [min(rng.randint(0, tokens), TOKENS - at) for at in done]
+        at = [(first + count) % log_window.FOLD for first, count in zip(FIRST, done, strict=True)]
+        lengths = [min(rng.randint(0, tokens), TOKENS - done[i], log_window.FOLD - at[i]) for i in range(ROWS)]
         accepted = [rng.randint(1, length) if length else 0 for length in lengths]
+        rows = log_window.row_arrays(
+            [log_window.Row(SRC[i], SLOTS[i], window[i], at[i], lengths[i], TARGETS[i]) for i in range(ROWS)], DEVICE
+        )
         given = []
         for each in case.inputs:
             if each is not None:
@@ -120,31 +126,22 @@ def steps(case: Recurrence, tokens: int, seed: int) -> Iterator[tuple[Tensor, li
                     batch[row, :count] = each[row, done[row] : done[row] + count]
                 each = batch.flatten(0, 1)
             given.append(each)
-        rows = log_window.row_arrays(cursors, SRC, lengths, SLOTS, DEVICE)
         out = torch.full((ROWS * tokens, *wide.shape[1:]), torch.nan, device=DEVICE)
         before = state.clone()
-        decode(*case.arguments(given), state, log, rows, tokens, out, scratch, BLOCK)
-        others = [block for block in range(BLOCKS) if block not in rows["dst"].tolist()]
+        module.decode(*case.arguments(given), state, log, rows, out, scratch, 1)
+        assert torch.equal(state.view(torch.uint8), before.view(torch.uint8))
+        module.fold(*shapes, state, log, rows)
+        full = [e + length == log_window.FOLD for e, length in zip(at, lengths, strict=True)]
+        others = [block for block in range(BLOCKS) if block not in [TARGETS[i] for i in range(ROWS) if full[i]]]
         assert torch.equal(state[others].view(torch.uint8), before[others].view(torch.uint8))
-        for row, count in enumerate(accepted):
-            done[row] += count
-            if lengths[row]:
-                cursors[row].advance(count, size)
-        yield out.unflatten(0, (ROWS, tokens)), lengths, accepted, rows["dst"].tolist(), state
-
-
-def run(case: Recurrence, tokens: int, seed: int) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
-    """Each row's outputs, and its states by the number of tokens in them, as they were folded."""
-    outputs: list[list[Tensor]] = [[] for _ in SRC]
-    folds: list[dict[int, Tensor]] = [{} for _ in SRC]
-    done = [0] * ROWS
-    for out, lengths, accepted, dst, state in steps(case, tokens, seed):
-        for row, (length, count) in enumerate(zip(lengths, accepted, strict=True)):
-            assert not out[row, length:].any()
-            outputs[row].append(out[row, :count])
-            if dst[row]:  # at the last multiple of 16 that known tokens reach: the step's first is known
-                folds[row][(FIRST[row] + done[row] + 1) // 16 * 16 - FIRST[row]] = state[dst[row]].clone()
-            done[row] += count
+        for i, (result, count) in enumerate(zip(out.unflatten(0, (ROWS, tokens)), accepted, strict=True)):
+            assert not result[lengths[i] :].any()
+            outputs[i].append(result[:count])
+            done[i] += count
+            if full[i] and count == lengths[i]:
+                folds[i][done[i]] = state[TARGETS[i]].clone()
+                state[SRC[i]] = state[TARGETS[i]]
+                window[i] = 0
     return [torch.cat(each) for each in outputs], folds
 
 
@@ -170,8 +167,8 @@ def test_states_of_16_bits_are_rounded_at_folds_alone(family: str) -> None:
 def assert_same(
     one: tuple[list[Tensor], list[dict[int, Tensor]]], other: tuple[list[Tensor], list[dict[int, Tensor]]]
 ) -> None:
-    """Bit by bit, at the folds that both stored: those of drafts are stored a step later."""
+    """Bit by bit."""
     for row in range(ROWS):
         assert torch.equal(one[0][row], other[0][row])
-        both = one[1][row].keys() & other[1][row].keys()
-        assert both and all(torch.equal(one[1][row][count], other[1][row][count]) for count in both)
+        assert one[1][row].keys() == other[1][row].keys() != set()
+        assert all(torch.equal(state, other[1][row][count]) for count, state in one[1][row].items())

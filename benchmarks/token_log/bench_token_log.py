@@ -3,9 +3,9 @@
     python benchmarks/token_log/bench_token_log.py [--only OP] [--warm] [--json OUT.json]
 
 A log of 16 tokens beside each state: a step reads the state and writes none, but for rows that reach a multiple of 16
-tokens and fold their log into it, one in 16 with one token a step. It is a study of kernels: no engine runs them yet.
-Rows have 0 to 15 tokens in their logs, with drafts up to 17. `full` are rows with 14 that fold nothing, `empty` ones
-with none. `--warm` only compiles, so that several processes may.
+tokens, whose state and log are folded into a new state by a launch of its own. It is a study of kernels: no engine runs
+them yet. The rows' tokens begin at all entries of their logs alike, so that of 16 rows with one token one is folded,
+and of 13 with four. `log` is the whole of it. `--warm` only compiles, so that several processes may.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from about import about
 from gpu_timing import graph_us
 from kernel_steps import Recurrence
 from kernel_workloads import DeltaRule, KimiDelta, StateSpaceDual
-from log_window import FOLD, Cursor, capacity, log_tensors, row_arrays
+from log_window import FOLD, Row, log_tensors, row_arrays
 
 FAMILIES: tuple[type[Recurrence], ...] = (DeltaRule, KimiDelta, StateSpaceDual)
 STEPS = ((64, 1), (256, 1), (64, 4), (256, 4))  # rows, and tokens of each
-VARIANTS = ((8, 1), (16, 2), (32, 4))  # values and warps of a program
+TILES = (1, 2, 4, 8)
 REPEATS = 9
 
 
@@ -39,32 +39,33 @@ class Logged:
     """One set of inputs, with logs of finite numbers."""
 
     def __init__(self, family: type[Recurrence], rows: int, tokens: int) -> None:
-        self.case, self.tokens = family([tokens] * rows, decode=True), tokens
-        inputs = [x for x in self.case.tensors if x is not None]
+        self.case = family([tokens] * rows, decode=True)
+        self.inputs = [x for x in self.case.tensors if x is not None]
         if family is StateSpaceDual:
-            x, _, _, B = inputs[:4]
-            self.decode, wide, entry = log_ssd.decode, x, log_ssd.log_entry(x, B)
+            x, _, _, B = self.inputs[:4]
+            self.module, self.shapes, entry = log_ssd, (x, B), log_ssd.log_entry(x, B)
         else:
-            k, v = inputs[1:3]
-            self.decode, wide, entry = log_delta.decode, v, log_delta.log_entry(k, v, family is KimiDelta)
-        size = capacity(tokens)
-        self.log = log_tensors(rows + 1, {name: ((size, *shape), d) for name, (shape, d) in entry.items()}, "cuda")
+            k, v = self.inputs[1:3]
+            self.module, self.shapes, entry = log_delta, (k, v), log_delta.log_entry(k, v, family is KimiDelta)
+        self.log = log_tensors(rows + 1, entry, "cuda")
         for name, each in self.log.items():
-            each.normal_() if name in ("k", "u", "x", "B") else each.fill_({"norm": 0.09, "decay": 0.9}.get(name, 0.3))
-        held = [i % (FOLD + 2 * (tokens > 1)) for i in range(rows)]
-        self.cursors = [Cursor(FOLD, 5 * i % size, count) for i, count in enumerate(held)]
-        self.inputs, self.out = inputs, torch.empty(wide.shape, dtype=wide.dtype, device="cuda")
-        self.scratch = tuple(torch.empty(wide.shape[:2].numel() * 128, device="cuda") for _ in range(2))
-        self.fill(self.cursors)
-
-    def fill(self, cursors: list[Cursor]) -> None:
-        src, count = self.case.steps.src.tolist(), len(cursors)
-        self.rows = row_arrays(cursors, src, [self.tokens] * count, range(1, count + 1), "cuda")
-
-    def call(self, values: int, warps: int) -> None:
-        self.decode(
-            *self.inputs, self.case.pool, self.log, self.rows, self.tokens, self.out, self.scratch, values, warps
+            each.normal_() if name in ("k", "u", "x", "B") else each.fill_({"norm": 0.09, "G": -0.9}.get(name, 0.3))
+        src = self.case.steps.src.tolist()
+        self.rows = row_arrays(
+            [Row(src[i], i + 1, 0, i % (FOLD + 1 - tokens), tokens, src[i]) for i in range(rows)], "cuda"
         )
+        wide = self.inputs[0] if family is StateSpaceDual else self.inputs[2]
+        self.out, self.scratch = torch.empty_like(wide), self.module.scratch_of(*self.shapes)
+
+    def decode(self, tiles: int) -> None:
+        self.module.decode(*self.inputs, self.case.pool, self.log, self.rows, self.out, self.scratch, tiles)
+
+    def fold(self) -> None:
+        self.module.fold(*self.shapes, self.case.pool, self.log, self.rows)
+
+    def both(self) -> None:
+        self.decode(self.module.TILES)
+        self.fold()
 
 
 def measure(family: type[Recurrence], rows: int, tokens: int) -> dict[str, Any]:
@@ -79,12 +80,13 @@ def measure(family: type[Recurrence], rows: int, tokens: int) -> dict[str, Any]:
     time("without a log", [each.case.ours for each in sets])
     if copies := [call for each in sets if (call := each.case.copy())]:
         time("copy", copies)
-    for variant in VARIANTS:
-        time(f"{variant[0]} values, {variant[1]} warps", [partial(each.call, *variant) for each in sets])
-    for name, held in (("empty", 0), ("full", FOLD - 2)):
-        for each in sets:
-            each.fill([Cursor(FOLD, 0, held) for _ in range(rows)])
-        time(name, [partial(each.call, *VARIANTS[0]) for each in sets])
+    time("log", [each.both for each in sets])
+    for tiles in TILES:
+        time(f"prepare and decode, {tiles} tiles", [partial(each.decode, tiles) for each in sets])
+    time("fold", [each.fold for each in sets])
+    for each in sets:
+        each.case.steps.indices.decode_dst.zero_()
+    time("without a log, nothing stored", [each.case.ours for each in sets])
     return found
 
 
@@ -100,9 +102,7 @@ def main() -> None:
             if tokens > 1 and family is StateSpaceDual:
                 continue  # vLLM's takes one
             if options.warm:
-                logged = Logged(family, 2, tokens)
-                for variant in VARIANTS:
-                    logged.call(*variant)
+                Logged(family, 2, tokens).both()
                 continue
             result["rows"].append(measure(family, rows, tokens))
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in result["rows"][-1].items()}, flush=True)

@@ -1,4 +1,4 @@
-"""State-space duality (Mamba2): decode over a token log, in two launches."""
+"""State-space duality (Mamba2): decode over a token log, and its fold."""
 
 from __future__ import annotations
 
@@ -7,17 +7,43 @@ from collections.abc import Mapping
 import torch
 import triton
 import triton.language as tl
-from log_window import WINDOW, slot_of, slot_units, weights_of, window_of
+from log_window import (
+    WINDOW,
+    fold_update,
+    for_rows,
+    next_launch_may_begin,
+    row_window,
+    slot_of,
+    slot_units,
+    tile_columns,
+    tile_rows,
+    wait_for_previous_launch,
+    window_scores,
+    window_values,
+)
 from torch import Tensor
 
+from mambacache.kernels.gpu.common import state_tile
 from mambacache.kernels.gpu.common.chunks import row_and_tile
 from mambacache.kernels.gpu.common.decays import LOG2_E, softplus
 from mambacache.kernels.gpu.common.layout import layer_strides, power_of_2, slot_elements, slot_stride
 
+BLOCK_P, TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often
+FOLD_P, FOLD_PROGRAMS = 64, 1056
+SCALARS = tl.constexpr(2)  # of one token and head: the decay of the state, and what its x is multiplied with
+
 
 def log_entry(x: Tensor, B: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What the log holds of one token: its input and B as they came, and its step size. x [F, H, P], B [F, G, N]."""
-    return {"x": (x.shape[1:], x.dtype), "B": (B.shape[1:], B.dtype), "dt": (x.shape[1:2], torch.float32)}
+    """What the log holds of one token: its input and B as they came, its step size, and the sum of log2 decays up to
+    it. x [F, H, P], B [F, G, N]."""
+    heads, fp32 = x.shape[1:2], torch.float32
+    return {"x": (x.shape[1:], x.dtype), "B": (B.shape[1:], B.dtype), "dt": (heads, fp32), "G": (heads, fp32)}
+
+
+def scratch_of(x: Tensor, B: Tensor) -> tuple[Tensor, ...]:
+    """Memory between the two launches: scores, vectors and scalars of every token."""
+    sizes = x.shape[1] * WINDOW.value, B.shape[1:].numel(), x.shape[1] * SCALARS.value
+    return tuple(torch.full((len(x) * size,), torch.nan, device=x.device) for size in sizes)
 
 
 @triton.jit(do_not_specialize=["log_stride", "tokens_per_decode"])
@@ -26,16 +52,18 @@ def _prepare_kernel(
     A,
     B,
     C,
+    D,
     dt_bias,
     log_B,
     log_dt,
+    log_G,
     scores,
-    totals,
+    vectors,
+    scalars,
     lengths,
     slots,
-    starts,
-    helds,
-    rooms,
+    firsts,
+    ats,
     log_stride,
     tokens_per_decode,
     DT_STRIDES: tl.constexpr,
@@ -46,93 +74,76 @@ def _prepare_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    CAPACITY: tl.constexpr,
 ):
-    """A program takes one group of heads of one row. It logs the new tokens' Bs and step sizes, and leaves what each
-    token's C meets in its window in `scores` [F, H, 16], and `total` in `totals` [F, H]."""
+    """A program takes one group of heads of one row. It logs the new tokens' Bs and steps, and leaves each token's C,
+    in fp32, in `vectors` [F, G, N], and what it meets in the window in `scores` [F, H, 16]."""
     SHARING: tl.constexpr = HEADS // GROUPS
     row, group = row_and_tile(GROUPS)
     channel, entry = tl.arange(0, BLOCK_N), tl.arange(0, WINDOW)
     head, in_group = group * SHARING + tl.arange(0, BLOCK_HEADS), tl.arange(0, BLOCK_HEADS) < SHARING
     in_N = channel < N
     length = tl.load(lengths + row)
-    start, count, room = window_of(tl.load(helds + row), tl.load(rooms + row), tl.load(starts + row))
-    slot = tl.load(slots + row).to(tl.int64)
+    slot, first, at = row_window(slots, firsts, ats, row)
     log_B = slot_of(log_B, slot, log_stride) + group * N
-    log_dt = slot_of(log_dt, slot, log_stride) + head
+    log_dt, log_G = slot_of(log_dt, slot, log_stride) + head, slot_of(log_G, slot, log_stride) + head
     rate = tl.load(A + head, mask=in_group, other=0).to(tl.float32) * LOG2_E
     bias = tl.load(dt_bias + head, mask=in_group, other=0).to(tl.float32)
+    skip = tl.load(D + head, mask=in_group, other=0).to(tl.float32)
 
-    place, after = (start + entry) % CAPACITY, (start + entry + 1) % CAPACITY
-    held, follows = entry < count, entry + 1 < count
-    inputs = log_B + (place * (GROUPS * N))[:, None] + channel[None, :]
-    inputs = tl.load(inputs, mask=held[:, None] & in_N[None, :], other=0).to(tl.float32)
-    sizes = log_dt[None, :] + (after * HEADS)[:, None]
-    following = tl.exp2(tl.load(sizes, mask=follows[:, None] & in_group[None, :], other=0) * rate[None, :])
-    first = tl.load(log_dt + start % CAPACITY * HEADS, mask=tl.where(count > 0, in_group, False), other=0)
-    first = tl.exp2(first * rate)
+    next_launch_may_begin()
+    inside = (entry >= first) & (entry < at)
+    Bs = log_B + (entry * (GROUPS * N))[:, None] + channel[None, :]
+    Bs = tl.load(Bs, mask=inside[:, None] & in_N[None, :], other=0)
+    held, place = inside[:, None] & in_group[None, :], (entry * HEADS)[:, None]
+    sizes, Gs = (
+        tl.load(log_dt[None, :] + place, mask=held, other=0),
+        tl.load(log_G[None, :] + place, mask=held, other=0),
+    )
+    G = tl.load(log_G + (at - 1) * HEADS, mask=tl.where(at > first, in_group, False), other=0)
     for t in range(tokens_per_decode):
         token = row.to(tl.int64) * tokens_per_decode + t
+        here = at + t
         known, mine = tl.where(t < length, in_N, False), tl.where(t < length, in_group, False)
         raw = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0)
         reads = tl.load(C + token * C_STRIDES[0] + group * C_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
         size = tl.load(dt + token * DT_STRIDES[0] + head * DT_STRIDES[1], mask=mine, other=0).to(tl.float32)
         size = softplus(size + bias)
-        spot = (start + count) % CAPACITY
-        tl.store(log_B + spot * (GROUPS * N) + channel, raw, mask=known)
-        tl.store(log_dt + spot * HEADS, size, mask=mine)
+        G += size * rate
+        tl.store(log_B + here * (GROUPS * N) + channel, raw, mask=known)
+        tl.store(log_dt + here * HEADS, size, mask=mine)
+        tl.store(log_G + here * HEADS, G, mask=mine)
 
-        decay = tl.exp2(size * rate)
-        inputs = tl.where((entry == count)[:, None], raw.to(tl.float32)[None, :], inputs)
-        following = tl.where((entry + 1 == count)[:, None], decay[None, :], following)
-        first = tl.where(count == 0, decay, first)
-        weights, total = weights_of(following, first)
         score = scores + ((token * HEADS + head) * WINDOW)[None, :] + entry[:, None]
-        met = tl.sum(inputs * reads[None, :], axis=1)[:, None] * weights
+        met = tl.sum(Bs.to(tl.float32) * reads[None, :], axis=1)[:, None] * tl.exp2(G[None, :] - Gs) * sizes
         tl.store(score, met, mask=(entry >= 0)[:, None] & in_group[None, :])
-        tl.store(totals + token * HEADS + head, total, mask=in_group)
-        count += 1
-        if count == room:
-            start += count
-            count, room = 0, WINDOW
-            inputs, following = tl.zeros_like(inputs), tl.full(following.shape, 1.0, tl.float32)
+        tl.store(vectors + (token * GROUPS + group) * N + channel, reads, mask=in_N)
+        scalar = scalars + (token * HEADS + head) * SCALARS
+        tl.store(scalar, tl.exp2(G), mask=in_group)
+        tl.store(scalar + 1, tl.sum(raw.to(tl.float32) * reads, axis=0) * size + skip, mask=in_group)
+        new = (entry == here)[:, None]
+        Bs = tl.where(new, raw[None, :], Bs)
+        sizes, Gs = tl.where(new, size[None, :], sizes), tl.where(new, G[None, :], Gs)
 
 
-@triton.jit
-def _held_values(log_x, log_dt, start, count, value, HEADS: tl.constexpr, P: tl.constexpr, CAPACITY: tl.constexpr):
-    """dt x [16, values] of a window's entries."""
-    entry = tl.arange(0, WINDOW)
-    place, held = (start + entry) % CAPACITY, entry < count
-    values = log_x + (place * (HEADS * P))[:, None] + value[None, :]
-    values = tl.load(values, mask=held[:, None] & (value >= 0)[None, :], other=0).to(tl.float32)
-    return values * tl.load(log_dt + place * HEADS, mask=held, other=0)[:, None]
-
-
-@triton.jit(do_not_specialize=["slot_stride", "log_stride", "tokens_per_decode"])
+@triton.jit(do_not_specialize=["slot_stride", "log_stride", "tokens_per_decode", "tiles"])
 def _decode_kernel(
     x,
-    A,
-    C,
-    D,
     state,
     out,
     log_x,
-    log_B,
-    log_dt,
     scores,
-    totals,
+    vectors,
+    scalars,
     src,
-    dst,
     lengths,
     slots,
-    starts,
-    helds,
-    rooms,
+    firsts,
+    ats,
     slot_stride,
     log_stride,
     tokens_per_decode,
+    tiles,
     X_STRIDES: tl.constexpr,
-    C_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -140,69 +151,85 @@ def _decode_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    CAPACITY: tl.constexpr,
 ):
-    """A program takes BLOCK_P rows of one head's state past the tokens of one row, and logs their inputs."""
-    TILES: tl.constexpr = P // BLOCK_P
-    STATE: tl.constexpr = state.dtype.element_ty
-    row, tile = row_and_tile(HEADS * TILES)
-    head = tile // TILES
+    """A program takes some tiles of BLOCK_P rows of one head's state past the tokens of one row."""
+    programs = P // BLOCK_P // tiles
+    row, program = tl.program_id(0) // (programs * HEADS), tl.program_id(0) % (programs * HEADS)
+    head, first_value = program // programs, program % programs * (tiles * BLOCK_P)
     group = head // (HEADS // GROUPS)
-    value = tile % TILES * BLOCK_P + tl.arange(0, BLOCK_P)
-    channel, entry = tl.arange(0, BLOCK_N), tl.arange(0, WINDOW)
+    source, length = tl.load(src + row), tl.load(lengths + row)
+    slot, first, at = row_window(slots, firsts, ats, row)
+    lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
-
-    state += head * P * N
-    element = value[:, None] * N + channel[None, :]
-    slot_stride = slot_elements(slot_stride, state)
-    source = tl.load(src + row)
-    read = tl.where(source != 0, in_N, False)[None, :]
-    S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
-    length, target = tl.load(lengths + row), tl.load(dst + row)
-    held, room, start = tl.load(helds + row), tl.load(rooms + row), tl.load(starts + row)
-    slot = tl.load(slots + row).to(tl.int64)
+    element = lane[:, :, None, None] * N + channel
+    state += source * slot_elements(slot_stride, state) + (head * P + first_value) * N
+    read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
     log_x = slot_of(log_x, slot, log_stride) + head * P
-    log_B = slot_of(log_B, slot, log_stride) + group * N
-    log_dt = slot_of(log_dt, slot, log_stride) + head
-    rate = tl.load(A + head).to(tl.float32) * LOG2_E
-    skip = tl.load(D + head).to(tl.float32)
-    count, left = tl.minimum(held, room), room
-    values = _held_values(log_x, log_dt, start, count, value, HEADS, P, CAPACITY)
-    for t in range(tokens_per_decode + 1):
-        if count == left:
-            tl.debug_barrier()  # this launch's entries are seen
-            for i in range(count):
-                spot = (start + i) % CAPACITY
-                size = tl.load(log_dt + spot * HEADS)
-                added = size * tl.load(log_x + spot * (HEADS * P) + value).to(tl.float32)
-                inputs = tl.load(log_B + spot * (GROUPS * N) + channel, mask=in_N, other=0).to(tl.float32)
-                S = tl.exp2(size * rate) * S + added[:, None] * inputs[None, :]
-            # Stored is what consumed known tokens alone: those of the log, and the row's first.
-            written = tl.where((target != 0) & (t <= 1) & (t <= length), in_N, False)[None, :]
-            tl.store(state + target * slot_stride + element, S.to(STATE), mask=written)
-            S = S.to(STATE).to(tl.float32)
-            target = 0
-            start += count
-            count, left = tl.where(t == 0, held - room, 0), WINDOW
-            values = _held_values(log_x, log_dt, start, count, value, HEADS, P, CAPACITY)
-        if t < tokens_per_decode:
+    for tile in range(tiles):
+        value = first_value + tile * BLOCK_P + lane
+        S = tl.load(state + tile * (BLOCK_P * N) + element, mask=read, other=0).to(tl.float32)
+        xs = window_values(log_x, first, at, value, HEADS * P)
+        wait_for_previous_launch()
+        for t in range(tokens_per_decode):
             token = row.to(tl.int64) * tokens_per_decode + t
             computed = t < length
-            known, mine = tl.where(computed, in_N, False), tl.where(computed, value < P, False)
-            reads = C + token * C_STRIDES[0] + group * C_STRIDES[1] + channel
-            reads = tl.load(reads, mask=known, other=0).to(tl.float32)
-            raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=mine, other=0)
-            spot = (start + count) % CAPACITY
-            size = tl.load(log_dt + spot * HEADS, mask=computed, other=0)
-            score = tl.load(scores + (token * HEADS + head) * WINDOW + entry)
-            total = tl.load(totals + token * HEADS + head)
-            tl.store(log_x + spot * (HEADS * P) + value, raw, mask=mine)
+            scalar = scalars + (token * HEADS + head) * SCALARS
+            raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
             own = raw.to(tl.float32)
-            values = tl.where((entry == count)[:, None], (size * own)[None, :], values)
-            y = total * tl.sum(S * reads[None, :], axis=1) + tl.sum(score[:, None] * values, axis=0) + skip * own
-            y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
+            met = tl.sum(S * for_rows(vectors + (token * GROUPS + group) * N, channel, in_N), axis=2) * tl.load(scalar)
+            met = tl.sum(met + xs * window_scores(scores + (token * HEADS + head) * WINDOW), axis=2)
+            y = tl.where(computed, met + tl.load(scalar + 1) * own, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * P + value, y)
-            count += 1
+            tl.store(log_x + (at + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
+            xs = tl.where((entry == at + t)[None, None, :], own[:, :, None], xs)
+
+
+@triton.jit(do_not_specialize=["slot_stride", "log_stride"])
+def _fold_kernel(
+    state,
+    log_x,
+    log_B,
+    log_dt,
+    log_G,
+    folds,
+    slot_stride,
+    log_stride,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """A program takes, one after the other, tiles of BLOCK_P rows of one head's state of rows that are folded."""
+    TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    stride = slot_elements(slot_stride, state)
+    for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
+        fold, head, tile = task // (HEADS * TILES), task // TILES % HEADS, task % TILES
+        group, value = head // (HEADS // GROUPS), tile * BLOCK_P + lane
+        fields = folds + 1 + fold * 4
+        source, target, first = tl.load(fields), tl.load(fields + 1), tl.load(fields + 3)
+        slot = tl.load(fields + 2).to(tl.int64)
+        element, there = state_tile.tile_elements(tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
+        place = state + head * P * N + element
+        S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_P, BLOCK_N)
+
+        inside = entry >= first
+        Bs = slot_of(log_B, slot, log_stride) + (entry * (GROUPS * N) + group * N)[:, None] + channel[None, :]
+        Bs = tl.load(Bs, mask=inside[:, None] & (channel < N)[None, :], other=0)
+        xs = slot_of(log_x, slot, log_stride) + (entry * (HEADS * P) + head * P)[None, :] + value[:, None]
+        xs = tl.load(xs, mask=inside[None, :] & (value < P)[:, None], other=0).to(tl.float32)
+        G = slot_of(log_G, slot, log_stride) + head
+        last = tl.load(G + 15 * HEADS)
+        scale = tl.exp2(last - tl.load(G + entry * HEADS, mask=inside, other=0))
+        scale *= tl.load(slot_of(log_dt, slot, log_stride) + entry * HEADS + head, mask=inside, other=0)
+        S = fold_update(xs * scale[None, :], Bs, S * tl.exp2(last))
+        state_tile.store_tile(place + target * stride, S, there)
+
+
+def _shape(x: Tensor, B: Tensor) -> dict[str, int]:
+    return {"HEADS": x.shape[1], "GROUPS": B.shape[1], "N": B.shape[2], "BLOCK_N": max(16, power_of_2(B.shape[2]))}
 
 
 def decode(
@@ -216,33 +243,34 @@ def decode(
     state: Tensor,
     log: Mapping[str, Tensor],
     rows: Mapping[str, Tensor],
-    tokens: int,
     out: Tensor,
-    scratch: tuple[Tensor, Tensor],
-    block_p: int = 8,
-    num_warps: int = 1,
-    prepare_warps: int = 4,
+    scratch: tuple[Tensor, ...],
+    tiles: int = TILES,
 ) -> None:
-    """Fills `out` [F, H, P] for rows of so many `tokens`. `scratch` holds at least F H 16 elements in fp32, and F H."""
-    heads, P = x.shape[1:]
-    groups, N = B.shape[1:]
+    """Fills `out` [F, H, P] and logs the tokens."""
     strides = layer_strides(x, dt, B, C)
     count, stride = len(rows["src"]), slot_units(log["x"])
-    places = [rows[name] for name in ("lengths", "slot", "start", "held", "room")]
-    shape = {
-        "C_STRIDES": strides[3],
-        "HEADS": heads,
-        "GROUPS": groups,
-        "N": N,
-        "BLOCK_N": power_of_2(N),
-        "CAPACITY": log["x"].shape[1],
-    }
-    _prepare_kernel[(groups * count,)](
-        dt, A, B, C, dt_bias, log["B"], log["dt"], *scratch, *places, stride, tokens, DT_STRIDES=strides[1],
-        B_STRIDES=strides[2], BLOCK_HEADS=power_of_2(heads // groups), num_warps=prepare_warps, **shape,
+    tokens = len(x) // count
+    places = [rows[name] for name in ("length", "slot", "first", "at")]
+    shape = _shape(x, B)
+    heads, groups, P = shape["HEADS"], shape["GROUPS"], x.shape[2]
+    _prepare_kernel[(count * groups,)](
+        dt, A, B, C, D, dt_bias, log["B"], log["dt"], log["G"], *scratch, *places, stride, tokens,
+        DT_STRIDES=strides[1], B_STRIDES=strides[2], C_STRIDES=strides[3], BLOCK_HEADS=power_of_2(heads // groups),
+        num_warps=1, **shape,
     )  # fmt: skip
-    _decode_kernel[(heads * (P // block_p) * count,)](
-        x, A, C, D, state, out, log["x"], log["B"], log["dt"], *scratch, rows["src"], rows["dst"], *places,
-        slot_stride(state), stride, tokens, X_STRIDES=strides[0], OUT_STRIDE=out.stride(0), P=P, BLOCK_P=block_p,
-        num_warps=num_warps, **shape,
+    tiles = min(tiles, P // BLOCK_P)
+    _decode_kernel[(count * heads * (P // BLOCK_P // tiles),)](
+        x, state, out, log["x"], *scratch, rows["src"], *places, slot_stride(state), stride, tokens, tiles,
+        X_STRIDES=strides[0], OUT_STRIDE=out.stride(0), P=P, BLOCK_P=BLOCK_P, num_warps=1, launch_pdl=True, **shape,
+    )  # fmt: skip
+
+
+def fold(x: Tensor, B: Tensor, state: Tensor, log: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+    """Stores the states behind the windows that a step has filled; x and B give their shapes alone."""
+    shape = _shape(x, B)
+    tiles = -(-x.shape[2] // FOLD_P) * shape["HEADS"] * len(rows["src"])
+    _fold_kernel[(min(tiles, FOLD_PROGRAMS),)](
+        state, log["x"], log["B"], log["dt"], log["G"], rows["folds"], slot_stride(state), slot_units(log["x"]),
+        P=x.shape[2], BLOCK_P=FOLD_P, num_warps=4, **shape,
     )  # fmt: skip
