@@ -28,7 +28,6 @@ from mambacache.kernels.gpu.common.chunks import row_and_tile
 from mambacache.kernels.gpu.common.delta_rule import NORM_EPS, log2_decay, normalized
 from mambacache.kernels.gpu.common.layout import layer_strides, power_of_2, slot_elements, slot_stride
 
-HALF = tl.constexpr(8)
 LEAST_DECAY = tl.constexpr(-34.6)  # of one token, in log2: beyond it differences of sums would lose their last bits
 BLOCK_V, TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often
 FOLD_V, FOLD_PROGRAMS = 64, 1056
@@ -92,7 +91,7 @@ def _prepare_kernel(
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
     row, head = row_and_tile(HEADS)
-    channel = tl.arange(0, BLOCK_K)
+    channel, entry = tl.arange(0, BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
     length = tl.load(lengths + row)
     slot, first, at = row_window(slots, firsts, ats, row)
@@ -110,62 +109,57 @@ def _prepare_kernel(
     log_G = slot_of(log_G, slot, log_stride) + part
 
     next_launch_may_begin()
-    G_before = tl.load(log_G + (at - 1) * PARTS, mask=tl.where(at > first, in_part, False), other=0)
-    for half in range(0, WINDOW, HALF):  # by halves, for the sake of registers
-        entry = half + tl.arange(0, HALF)
-        inside = (entry >= first) & (entry < at)
-        norms = tl.load(log_norm + entry * HEADS, mask=inside, other=0)
-        keys = log_k + (entry * (HEADS * K))[:, None] + channel[None, :]
-        keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0)
-        Gs = log_G[None, :] + (entry * PARTS)[:, None]
-        Gs = tl.load(Gs, mask=inside[:, None] & in_part[None, :], other=0)
-        G = G_before
-        for t in range(tokens_per_decode):
-            token = row.to(tl.int64) * tokens_per_decode + t
-            here = at + t
-            known, mine = tl.where(t < length, in_K, False), tl.where(t < length, in_part, False)
-            query = tl.load(q + token * Q_STRIDES[0] + head * Q_STRIDES[1] + channel, mask=known, other=0).to(
-                tl.float32
-            )
-            raw = tl.load(k + token * K_STRIDES[0] + head * K_STRIDES[1] + channel, mask=known, other=0)
-            gate = a + token * A_STRIDES[0] + (head * A_STRIDES[1] + channel if CHANNELS else part * A_STRIDES[1])
-            gate = tl.load(gate, mask=mine, other=0).to(tl.float32)
-            beta = tl.load(b + token * B_STRIDES[0] + value_head * B_STRIDES[1]).to(tl.float32)
-            key = raw.to(tl.float32)
-            norm = tl.rsqrt(tl.sum(key * key, axis=0) + NORM_EPS)
-            key *= norm
-            query = normalized(query) * K**-0.5
-            G += tl.maximum(log2_decay(gate, rate, bias), LEAST_DECAY)
-            tl.store(log_k + here * (HEADS * K) + channel, raw, mask=known)
-            tl.store(log_norm + here * HEADS, norm, mask=t < length)
-            tl.store(log_G + here * PARTS, G, mask=mine)
+    inside = (entry >= first) & (entry < at)
+    norms = tl.load(log_norm + entry * HEADS, mask=inside, other=0)
+    keys = log_k + (entry * (HEADS * K))[:, None] + channel[None, :]
+    keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0)
+    Gs = log_G[None, :] + (entry * PARTS)[:, None]
+    Gs = tl.load(Gs, mask=inside[:, None] & in_part[None, :], other=0)
+    G = tl.load(log_G + (at - 1) * PARTS, mask=tl.where(at > first, in_part, False), other=0)
+    for t in range(tokens_per_decode):
+        token = row.to(tl.int64) * tokens_per_decode + t
+        here = at + t
+        known, mine = tl.where(t < length, in_K, False), tl.where(t < length, in_part, False)
+        query = tl.load(q + token * Q_STRIDES[0] + head * Q_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
+        raw = tl.load(k + token * K_STRIDES[0] + head * K_STRIDES[1] + channel, mask=known, other=0)
+        gate = a + token * A_STRIDES[0] + (head * A_STRIDES[1] + channel if CHANNELS else part * A_STRIDES[1])
+        gate = tl.load(gate, mask=mine, other=0).to(tl.float32)
+        beta = tl.load(b + token * B_STRIDES[0] + value_head * B_STRIDES[1]).to(tl.float32)
+        key = raw.to(tl.float32)
+        norm = tl.rsqrt(tl.sum(key * key, axis=0) + NORM_EPS)
+        key *= norm
+        query = normalized(query) * K**-0.5
+        G += tl.maximum(log2_decay(gate, rate, bias), LEAST_DECAY)
+        tl.store(log_k + here * (HEADS * K) + channel, raw, mask=known)
+        tl.store(log_norm + here * HEADS, norm, mask=t < length)
+        tl.store(log_G + here * PARTS, G, mask=mine)
 
-            decays, total = tl.exp2(G[None, :] - Gs), tl.exp2(G)
-            met = keys.to(tl.float32) * norms[:, None]
-            score = (token * VALUE_HEADS + value_head) * (2 * WINDOW)
-            vector = vectors + (token * HEADS + head) * (2 * K) + channel
-            scalar = scalars + (token * VALUE_HEADS + value_head) * SCALARS
-            own = tl.sum(key * query, axis=0)
-            tl.store(scalar, beta_scale / (1 + tl.exp(-beta)))
-            if CHANNELS:
-                met *= decays
-                tl.store(scores + score + entry, tl.sum(met * key[None, :], axis=1))
-                tl.store(scores + score + WINDOW + entry, tl.sum(met * query[None, :], axis=1))
-                tl.store(vector, key * total, mask=in_K)
-                tl.store(vector + K, query * total, mask=in_K)
-                tl.store(scalar + 1, own)
-                tl.store(scalar + 2, 1.0)
-            else:
-                place = scores + score[None, :] + entry[:, None]
-                tl.store(place, tl.sum(met * key[None, :], axis=1)[:, None] * decays)
-                tl.store(place + WINDOW, tl.sum(met * query[None, :], axis=1)[:, None] * decays)
-                tl.store(vector, key, mask=in_K)
-                tl.store(vector + K, query, mask=in_K)
-                tl.store(scalar + 1, own + tl.zeros_like(beta))
-                tl.store(scalar + 2, total)
-            new = entry == here
-            norms, keys = tl.where(new, norm, norms), tl.where(new[:, None], raw[None, :], keys)
-            Gs = tl.where(new[:, None], G[None, :], Gs)
+        decays, total = tl.exp2(G[None, :] - Gs), tl.exp2(G)
+        met = keys.to(tl.float32) * norms[:, None]
+        score = (token * VALUE_HEADS + value_head) * (2 * WINDOW)
+        vector = vectors + (token * HEADS + head) * (2 * K) + channel
+        scalar = scalars + (token * VALUE_HEADS + value_head) * SCALARS
+        own = tl.sum(key * query, axis=0)
+        tl.store(scalar, beta_scale / (1 + tl.exp(-beta)))
+        if CHANNELS:
+            met *= decays
+            tl.store(scores + score + entry, tl.sum(met * key[None, :], axis=1))
+            tl.store(scores + score + WINDOW + entry, tl.sum(met * query[None, :], axis=1))
+            tl.store(vector, key * total, mask=in_K)
+            tl.store(vector + K, query * total, mask=in_K)
+            tl.store(scalar + 1, own)
+            tl.store(scalar + 2, 1.0)
+        else:
+            place = scores + score[None, :] + entry[:, None]
+            tl.store(place, tl.sum(met * key[None, :], axis=1)[:, None] * decays)
+            tl.store(place + WINDOW, tl.sum(met * query[None, :], axis=1)[:, None] * decays)
+            tl.store(vector, key, mask=in_K)
+            tl.store(vector + K, query, mask=in_K)
+            tl.store(scalar + 1, own + tl.zeros_like(beta))
+            tl.store(scalar + 2, total)
+        new = entry == here
+        norms, keys = tl.where(new, norm, norms), tl.where(new[:, None], raw[None, :], keys)
+        Gs = tl.where(new[:, None], G[None, :], Gs)
 
 
 @triton.jit(do_not_specialize=["slot_stride", "log_stride", "tokens_per_decode", "tiles"])
