@@ -30,7 +30,7 @@ def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | 
     Raises:
         ValueError: the one that was given cannot be loaded.
     """
-    own, problem = given is None, "has no tokenizer that can be loaded"
+    own, problem, reason = given is None, "has no tokenizer that can be loaded", "it holds none"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model if own else given, revision=revision if own else None)
         if not _is_empty(tokenizer):
@@ -38,11 +38,15 @@ def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | 
             return tokenizer
     except ImportError:
         raise
+    except OSError as error:  # there is none, or the Hub does not answer
+        reason = str(error).partition("\n")[0]
     except Exception as error:
-        if not isinstance(error, OSError) and type(error) is not ValueError:  # with which transformers finds none
+        if type(error) is not ValueError:  # with which, too, transformers finds none
             problem = f"has a damaged tokenizer ({type(error).__name__}: {' '.join(str(error).split())})"
     if not own:
-        raise ValueError(f"tokenizer {str(given)!r} cannot be loaded: give a directory that holds one, or a Hub id")
+        raise ValueError(
+            f"tokenizer {str(given)!r} cannot be loaded, give a directory that holds one, or a Hub id: {reason}"
+        )
     warnings.warn(f"{model} {problem}: give prompts as token ids", stacklevel=4)
     return None
 

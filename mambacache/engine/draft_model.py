@@ -8,11 +8,28 @@ from secrets import token_hex
 from weakref import WeakKeyDictionary
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.config import SamplingParams
+from mambacache.config import EngineConfig, SamplingParams
 from mambacache.engine.answers import Answers
 from mambacache.engine.prompts import Limits
 from mambacache.engine.stepper import Stepper, alone
 from mambacache.scheduler.request import Request
+
+DRAFT_SHARE = 0.1
+"""Of what the weights of both models leave for states and KV, how much is for those of the one that drafts."""
+
+
+def draft_config(config: EngineConfig) -> EngineConfig | None:
+    """That of the model that drafts; None if none does."""
+    if config.speculative is None or config.speculative == "ngram":
+        return None
+    return EngineConfig(
+        config.speculative,
+        device=config.device,
+        dtype=config.dtype,
+        state_dtype=config.state_dtype,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=config.enforce_eager,
+    )
 
 
 class DraftModel:

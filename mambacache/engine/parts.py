@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache.engine.checkpoint import default_sampling, end_tokens, load_tokenizer
-from mambacache.engine.draft_model import DraftModel
+from mambacache.engine.draft_model import DRAFT_SHARE, DraftModel, draft_config
 from mambacache.engine.prompts import Limits
 from mambacache.engine.stepper import Stepper
 from mambacache.kernels import StatePool
@@ -46,10 +46,6 @@ logger = logging.getLogger(__name__)
 WARM_UP_TOKENS = 4096
 """Enough for the kernels that one long prompt takes, with two experts a token or more. What several long ones together,
 or decode without graphs, take beside them is compiled when they first run."""
-
-
-DRAFT_SHARE = 0.1
-"""Of what the weights of both models leave for states and KV, how much is for those of the one that drafts."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +104,15 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
         raise ValueError(f"speculative is {str(config.speculative)!r} and draft= is given too: leave one of them out")
     directory = _directory(config, sizes, undone)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
-    drafts_by_model = config.speculative not in (None, "ngram")
-    if drafts_by_model:
+    drafting = draft_config(config)
+    if drafting is not None:
         _check_draft_model(config, tokenizer, skeleton.config.vocab_size, device)
     del skeleton
 
     model = load_model(config.model, config.dtype, device, config.revision)
     weights, draft_model = weight_bytes(model), None
-    if drafts_by_model:
-        draft_model, taken = _draft_model(config, weights, device)
+    if drafting is not None:
+        draft_model, taken = _draft_model(config, drafting, weights, device)
         weights += taken
     usable = usable_memory(config, weights, total_memory(device), free_memory(device))
     source: DraftSource | None = draft_model
@@ -184,17 +180,8 @@ def _check_draft_model(config: EngineConfig, tokenizer: Any, vocab_size: int, de
         )
 
 
-def _draft_model(config: EngineConfig, weights: int, device: str) -> tuple[DraftModel, int]:
+def _draft_model(config: EngineConfig, own: EngineConfig, weights: int, device: str) -> tuple[DraftModel, int]:
     """The model that drafts, and the bytes of the device that it takes beside `weights` of the other one."""
-    assert config.speculative is not None
-    own = EngineConfig(
-        config.speculative,
-        device=config.device,
-        dtype=config.dtype,
-        state_dtype=config.state_dtype,
-        max_num_seqs=config.max_num_seqs,
-        enforce_eager=config.enforce_eager,
-    )
     try:
         model = load_model(own.model, own.dtype, device)
         taken = weight_bytes(model)
