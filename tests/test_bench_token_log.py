@@ -22,12 +22,10 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "token_log"
 ROWS, TOKENS, BLOCKS = 2, 28, 6
 SRC, TARGETS, SLOTS, FIRST = (3, 1), (5, 2), (1, 2), (5, 16)  # of each row its blocks, slot, and first position
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ON_GPU = pytest.mark.xfail(
-    DEVICE == "cuda",
-    reason="steps of other lengths differ by up to 2e-8 there: not understood",
-    strict=True,
-)
-FAMILIES = (pytest.param("gated delta rule", marks=ON_GPU), pytest.param("kda", marks=ON_GPU), "ssd")
+# With one channel a thread Triton fuses its own product into the first sum with another's, which rounds otherwise in
+# each of both: what a log holds is that of one.
+WIDTH = 64 if DEVICE == "cuda" else 16
+FAMILIES = ("gated delta rule", "kda", "ssd")
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +54,11 @@ def recurrence(family: str, state_dtype: torch.dtype) -> Recurrence:
         return torch.randn(*shape, generator=generator).to(DEVICE)
 
     if family == "ssd":
-        heads, groups, P, N = 2, 1, 16, 16
+        heads, groups, P, N = 2, 1, WIDTH, WIDTH
         x, dt, B, C = (randn(ROWS, TOKENS, *shape) for shape in ((heads, P), (heads,), (groups, N), (groups, N)))
         parameters = [-randn(heads).abs(), randn(heads), randn(heads)]
         return Recurrence(family, [x, dt, None, B, C, None, None], parameters, pool((heads, P, N), state_dtype, randn))
-    heads, value_heads, K, V = 1, 2 if family == "gated delta rule" else 1, 16, 16
+    heads, value_heads, K, V = 1, 2 if family == "gated delta rule" else 1, WIDTH, WIDTH
     q, k, v = (randn(ROWS, TOKENS, *shape) for shape in ((heads, K), (heads, K), (value_heads, V)))
     gate = (value_heads,) if family == "gated delta rule" else (value_heads, K)
     parameters = [randn(value_heads), randn(*gate).flatten()]
