@@ -158,6 +158,11 @@ def test_plan_and_engine_mean_the_same_share(
     assert numbers(rows["KV blocks"])[0] == sizes.num_kv_blocks
 
 
+def test_a_draft_model_that_is_none(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(config_only), *SMALL, "--speculative=no/such/one", "--max-draft-tokens=2"]) == 1
+    assert "speculative is 'no/such/one': " in capsys.readouterr().err
+
+
 def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(config_only), *SMALL, "--max-model-len", "20000"]) == 1
     assert "takes 16384 tokens: set it to 16384 or less" in capsys.readouterr().err

@@ -27,11 +27,10 @@ from about import about
 from gpu_timing import graph_us
 from kernel_steps import Recurrence
 from kernel_workloads import DeltaRule, KimiDelta, StateSpaceDual
-from log_window import FOLD, Row, log_tensors, row_arrays
+from log_window import FOLD, PROGRAM_TILES, Row, log_tensors, row_arrays
 
 FAMILIES: tuple[type[Recurrence], ...] = (DeltaRule, KimiDelta, StateSpaceDual)
 STEPS = ((64, 1), (256, 1), (64, 4), (256, 4))  # rows, and tokens of each
-TILES = (2, 4)
 REPEATS = 9
 
 
@@ -65,7 +64,7 @@ class Logged:
 
     def both(self, rows: dict[str, torch.Tensor]) -> None:
         self.rows = rows
-        self.decode(self.module.TILES)
+        self.decode(PROGRAM_TILES)
         self.fold()
 
 
@@ -83,7 +82,7 @@ def measure(family: type[Recurrence], rows: int, tokens: int) -> dict[str, Any]:
         time("copy", copies)
     time("log, rows that are folded last", [partial(each.both, each.sorted) for each in sets])
     time("log", [partial(each.both, each.mixed) for each in sets])
-    for tiles in TILES:
+    for tiles in (2, 4):
         time(f"prepare and decode, {tiles} tiles", [partial(each.decode, tiles) for each in sets])
     time("fold", [each.fold for each in sets])
     for each in sets:

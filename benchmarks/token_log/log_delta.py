@@ -8,6 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from log_window import (
+    FOLD_PROGRAMS,
+    FOLD_ROWS,
+    PROGRAM_TILES,
+    ROWS,
     WINDOW,
     fold_update,
     for_rows,
@@ -15,8 +19,10 @@ from log_window import (
     row_window,
     slot_of,
     slot_units,
+    task_of_fold,
     tile_columns,
     tile_rows,
+    tiles_of_program,
     wait_for_previous_launch,
     window_scores,
     window_values,
@@ -29,8 +35,6 @@ from mambacache.kernels.gpu.common.delta_rule import NORM_EPS, log2_decay, norma
 from mambacache.kernels.gpu.common.layout import layer_strides, power_of_2, slot_elements, slot_stride
 
 LEAST_DECAY = tl.constexpr(-34.6)  # of one token, in log2: beyond it differences of sums would lose their last bits
-BLOCK_V, TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often
-FOLD_V, FOLD_PROGRAMS = 64, 1056
 SCALARS = tl.constexpr(3)  # of a token and value head: beta, its query times its own key, and the state's decay
 
 
@@ -190,9 +194,7 @@ def _decode_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """A program takes some tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
-    programs = V // BLOCK_V // tiles
-    row, program = tl.program_id(0) // (programs * VALUE_HEADS), tl.program_id(0) % (programs * VALUE_HEADS)
-    head, first_value = program // programs, program % programs * (tiles * BLOCK_V)
+    row, head, first_value = tiles_of_program(tiles, VALUE_HEADS, V, BLOCK_V)
     key_head = head // (VALUE_HEADS // HEADS)
     source, length = tl.load(src + row), tl.load(lengths + row)
     slot, first, at = row_window(slots, firsts, ats, row)
@@ -249,11 +251,8 @@ def _fold_kernel(
     in_K = channel < K
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (VALUE_HEADS * TILES), tl.num_programs(0)):
-        fold, head, tile = task // (VALUE_HEADS * TILES), task // TILES % VALUE_HEADS, task % TILES
+        head, tile, source, target, slot, first = task_of_fold(folds, task, VALUE_HEADS, TILES)
         key_head, value = head // (VALUE_HEADS // HEADS), tile * BLOCK_V + lane
-        fields = folds + 1 + fold * 4
-        source, target, first = tl.load(fields), tl.load(fields + 1), tl.load(fields + 3)
-        slot = tl.load(fields + 2).to(tl.int64)
         element, there = state_tile.tile_elements(tile * BLOCK_V, V, K, BLOCK_V, BLOCK_K)
         place = state + head * V * K + element
         S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_V, BLOCK_K)
@@ -267,14 +266,14 @@ def _fold_kernel(
         G = slot_of(log_G, slot, log_stride)
         if CHANNELS:
             G += head * K + channel
-            last = tl.load(G + 15 * VALUE_HEADS * K, mask=in_K, other=0)
+            last = tl.load(G + (WINDOW - 1) * VALUE_HEADS * K, mask=in_K, other=0)
             Gs = tl.load(
                 G[None, :] + (entry * (VALUE_HEADS * K))[:, None], mask=inside[:, None] & in_K[None, :], other=0
             )
             keys = keys.to(tl.float32) * tl.exp2(last[None, :] - Gs)
             S *= tl.exp2(last)[None, :]
         else:
-            last = tl.load(G + 15 * VALUE_HEADS + head)
+            last = tl.load(G + (WINDOW - 1) * VALUE_HEADS + head)
             norms *= tl.exp2(last - tl.load(G + entry * VALUE_HEADS + head, mask=inside, other=0))
             S *= tl.exp2(last)
         S = fold_update(us * norms[None, :], keys, S)
@@ -298,7 +297,7 @@ def decode(
     rows: Mapping[str, Tensor],
     out: Tensor,
     scratch: tuple[Tensor, ...],
-    tiles: int = TILES,
+    tiles: int = PROGRAM_TILES,
 ) -> None:
     """Fills `out` [F, HV, V] and logs the tokens; a is KDA's g where it has a channel for each key's."""
     strides = layer_strides(q, k, v, a, b)
@@ -312,18 +311,18 @@ def decode(
         CHANNELS=a.dim() == 3, num_warps=1, **shape,
     )  # fmt: skip
     V = v.shape[2]
-    tiles = min(tiles, V // BLOCK_V)
-    _decode_kernel[(count * shape["VALUE_HEADS"] * (V // BLOCK_V // tiles),)](
+    tiles = min(tiles, V // ROWS)
+    _decode_kernel[(count * shape["VALUE_HEADS"] * (V // ROWS // tiles),)](
         v, state, out, log["u"], *scratch, rows["src"], *places, slot_stride(state), stride, tokens, tiles,
-        V_STRIDES=strides[2], OUT_STRIDE=out.stride(0), V=V, BLOCK_V=BLOCK_V, num_warps=1, launch_pdl=True, **shape,
+        V_STRIDES=strides[2], OUT_STRIDE=out.stride(0), V=V, BLOCK_V=ROWS, num_warps=1, launch_pdl=True, **shape,
     )  # fmt: skip
 
 
 def fold(k: Tensor, v: Tensor, state: Tensor, log: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
     """Stores the states behind the windows that a step has filled; k and v give their shapes alone."""
     shape = _shape(k, v)
-    tiles = -(-v.shape[2] // FOLD_V) * shape["VALUE_HEADS"] * len(rows["src"])
+    tiles = -(-v.shape[2] // FOLD_ROWS) * shape["VALUE_HEADS"] * len(rows["src"])
     _fold_kernel[(min(tiles, FOLD_PROGRAMS),)](
         state, log["k"], log["norm"], log["u"], log["G"], rows["folds"], slot_stride(state), slot_units(log["k"]),
-        V=v.shape[2], BLOCK_V=FOLD_V, CHANNELS=log["G"].dim() == 4, num_warps=4, **shape,
+        V=v.shape[2], BLOCK_V=FOLD_ROWS, CHANNELS=log["G"].dim() == 4, num_warps=4, **shape,
     )  # fmt: skip

@@ -8,6 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from log_window import (
+    FOLD_PROGRAMS,
+    FOLD_ROWS,
+    PROGRAM_TILES,
+    ROWS,
     WINDOW,
     fold_update,
     for_rows,
@@ -15,8 +19,10 @@ from log_window import (
     row_window,
     slot_of,
     slot_units,
+    task_of_fold,
     tile_columns,
     tile_rows,
+    tiles_of_program,
     wait_for_previous_launch,
     window_scores,
     window_values,
@@ -28,8 +34,6 @@ from mambacache.kernels.gpu.common.chunks import row_and_tile
 from mambacache.kernels.gpu.common.decays import LOG2_E, softplus
 from mambacache.kernels.gpu.common.layout import layer_strides, power_of_2, slot_elements, slot_stride
 
-BLOCK_P, TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often
-FOLD_P, FOLD_PROGRAMS = 64, 1056
 SCALARS = tl.constexpr(2)  # of one token and head: the decay of the state, and what its x is multiplied with
 
 
@@ -153,9 +157,7 @@ def _decode_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """A program takes some tiles of BLOCK_P rows of one head's state past the tokens of one row."""
-    programs = P // BLOCK_P // tiles
-    row, program = tl.program_id(0) // (programs * HEADS), tl.program_id(0) % (programs * HEADS)
-    head, first_value = program // programs, program % programs * (tiles * BLOCK_P)
+    row, head, first_value = tiles_of_program(tiles, HEADS, P, BLOCK_P)
     group = head // (HEADS // GROUPS)
     source, length = tl.load(src + row), tl.load(lengths + row)
     slot, first, at = row_window(slots, firsts, ats, row)
@@ -206,11 +208,8 @@ def _fold_kernel(
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
-        fold, head, tile = task // (HEADS * TILES), task // TILES % HEADS, task % TILES
+        head, tile, source, target, slot, first = task_of_fold(folds, task, HEADS, TILES)
         group, value = head // (HEADS // GROUPS), tile * BLOCK_P + lane
-        fields = folds + 1 + fold * 4
-        source, target, first = tl.load(fields), tl.load(fields + 1), tl.load(fields + 3)
-        slot = tl.load(fields + 2).to(tl.int64)
         element, there = state_tile.tile_elements(tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
         place = state + head * P * N + element
         S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_P, BLOCK_N)
@@ -221,7 +220,7 @@ def _fold_kernel(
         xs = slot_of(log_x, slot, log_stride) + (entry * (HEADS * P) + head * P)[None, :] + value[:, None]
         xs = tl.load(xs, mask=inside[None, :] & (value < P)[:, None], other=0).to(tl.float32)
         G = slot_of(log_G, slot, log_stride) + head
-        last = tl.load(G + 15 * HEADS)
+        last = tl.load(G + (WINDOW - 1) * HEADS)
         scale = tl.exp2(last - tl.load(G + entry * HEADS, mask=inside, other=0))
         scale *= tl.load(slot_of(log_dt, slot, log_stride) + entry * HEADS + head, mask=inside, other=0)
         S = fold_update(xs * scale[None, :], Bs, S * tl.exp2(last))
@@ -245,7 +244,7 @@ def decode(
     rows: Mapping[str, Tensor],
     out: Tensor,
     scratch: tuple[Tensor, ...],
-    tiles: int = TILES,
+    tiles: int = PROGRAM_TILES,
 ) -> None:
     """Fills `out` [F, H, P] and logs the tokens."""
     strides = layer_strides(x, dt, B, C)
@@ -259,18 +258,18 @@ def decode(
         DT_STRIDES=strides[1], B_STRIDES=strides[2], C_STRIDES=strides[3], BLOCK_HEADS=power_of_2(heads // groups),
         num_warps=1, **shape,
     )  # fmt: skip
-    tiles = min(tiles, P // BLOCK_P)
-    _decode_kernel[(count * heads * (P // BLOCK_P // tiles),)](
+    tiles = min(tiles, P // ROWS)
+    _decode_kernel[(count * heads * (P // ROWS // tiles),)](
         x, state, out, log["x"], *scratch, rows["src"], *places, slot_stride(state), stride, tokens, tiles,
-        X_STRIDES=strides[0], OUT_STRIDE=out.stride(0), P=P, BLOCK_P=BLOCK_P, num_warps=1, launch_pdl=True, **shape,
+        X_STRIDES=strides[0], OUT_STRIDE=out.stride(0), P=P, BLOCK_P=ROWS, num_warps=1, launch_pdl=True, **shape,
     )  # fmt: skip
 
 
 def fold(x: Tensor, B: Tensor, state: Tensor, log: Mapping[str, Tensor], rows: Mapping[str, Tensor]) -> None:
     """Stores the states behind the windows that a step has filled; x and B give their shapes alone."""
     shape = _shape(x, B)
-    tiles = -(-x.shape[2] // FOLD_P) * shape["HEADS"] * len(rows["src"])
+    tiles = -(-x.shape[2] // FOLD_ROWS) * shape["HEADS"] * len(rows["src"])
     _fold_kernel[(min(tiles, FOLD_PROGRAMS),)](
         state, log["x"], log["B"], log["dt"], log["G"], rows["folds"], slot_stride(state), slot_units(log["x"]),
-        P=x.shape[2], BLOCK_P=FOLD_P, num_warps=4, **shape,
+        P=x.shape[2], BLOCK_P=FOLD_ROWS, num_warps=4, **shape,
     )  # fmt: skip

@@ -23,6 +23,8 @@ from mambacache.kernels.gpu.common.prefetch import INTERPRETED
 
 FOLD = 16  # states stand at multiples of so many tokens, and at the ends of prompts
 WINDOW = tl.constexpr(FOLD)
+ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often
+FOLD_ROWS, FOLD_PROGRAMS = 64, 1056
 
 
 class Row(NamedTuple):
@@ -80,6 +82,22 @@ def row_window(rows_slot, rows_first, rows_at, row):
 
 
 @triton.jit
+def tiles_of_program(tiles, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """A program's decode row, its head, and the first of the ROWS rows of its state of which it takes some tiles."""
+    programs = ROWS // BLOCK_ROWS // tiles
+    row, program = tl.program_id(0) // (programs * HEADS), tl.program_id(0) % (programs * HEADS)
+    return row, program // programs, program % programs * (tiles * BLOCK_ROWS)
+
+
+@triton.jit
+def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """Of one of the HEADS * TILES tasks of each fold its head and tile, src, dst, slot of the log and first entry."""
+    fields = folds + 1 + task // (HEADS * TILES) * 4
+    source, target, first = tl.load(fields), tl.load(fields + 1), tl.load(fields + 3)
+    return task // TILES % HEADS, task % TILES, source, target, tl.load(fields + 2).to(tl.int64), first
+
+
+@triton.jit
 def wait_for_previous_launch():
     """A launch that may begin before the previous one is done reads nothing of it until then."""
     if not INTERPRETED:
@@ -133,7 +151,7 @@ def window_values(log, first, at, value, STRIDE: tl.constexpr):
 
 @triton.jit
 def fold_update(values, keys, acc):
-    """acc + values [rows, 16] keys [16, columns], in fp32: of three products if both are 16-bit parts of it."""
+    """acc + values [rows, 16] keys [16, columns], in fp32: bf16 keys are exact, values a sum of three parts."""
     if keys.dtype == tl.bfloat16:
         high = values.to(tl.bfloat16)
         rest = values - high.to(tl.float32)
