@@ -18,8 +18,8 @@ PAGE = 64
 
 
 def decode_arrays(rows: int, length: int) -> dict[str, np.ndarray]:
-    names = ("decode_src", "decode_conv_src", "decode_conv_offset", "decode_boundary_index")
-    lengths = {"decode_len": np.full(rows, length, np.int32), "decode_dst": np.zeros((rows, length), np.int32)}
+    names = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
+    lengths = {"decode_len": np.full(rows, length, np.int32), "query_start_loc": int32([rows * length])}
     return dict.fromkeys(names, np.zeros(rows, np.int32)) | lengths
 
 
@@ -35,8 +35,7 @@ def prefill_arrays(rows: int, length: int, context: int) -> dict[str, np.ndarray
         "seq_chunk_start": np.arange(rows + 1) * chunks,
         "context_len": np.full(rows, context),
     }
-    zeros = dict.fromkeys(("src", "conv_src", "conv_offset"), np.zeros(rows))
-    return {name: array.astype(np.int32) for name, array in (arrays | zeros).items()}
+    return {name: array.astype(np.int32) for name, array in (arrays | {"src": np.zeros(rows)}).items()}
 
 
 class Attention:

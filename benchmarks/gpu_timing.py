@@ -8,9 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import triton
-import triton.language as tl
-from torch import Tensor
 
 Call = Callable[[], object]
 
@@ -65,28 +62,6 @@ def host_us(call: Call, repeats: int) -> float:
         times.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
     return statistics.median(times)
-
-
-@triton.jit
-def _copy_rows_kernel(source, target, src, dst, row_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    TILES: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    row = tl.program_id(0) // TILES
-    element = tl.program_id(0) % TILES * BLOCK + tl.arange(0, BLOCK)
-    mask = element < WIDTH
-    from_row, to_row = tl.load(src + row) * row_stride, tl.load(dst + row) * row_stride
-    tl.store(target + to_row + element, tl.load(source + from_row + element, mask=mask), mask=mask)
-
-
-def row_copy(pool: Tensor, src: Tensor, dst: Tensor, nbytes: int) -> Call:
-    """A call that copies the first `nbytes` bytes of rows `src` of a pool to rows `dst`, and does nothing else."""
-    words = pool.view(pool.shape[0], -1).view(torch.int32)
-    width = nbytes // 4
-
-    def copy() -> None:
-        grid = (len(src) * triton.cdiv(width, 2048),)
-        _copy_rows_kernel[grid](words, words, src, dst, words.stride(0), WIDTH=width, BLOCK=2048, num_warps=4)
-
-    return copy
 
 
 def copy_bandwidth(repeats: int) -> float:

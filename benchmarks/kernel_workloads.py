@@ -12,12 +12,13 @@ from functools import partial
 
 import kernel_peers
 import torch
-from gpu_timing import Call, row_copy
+from gpu_timing import Call
 from kernel_peers import VLLM
 from kernel_steps import PoolCall, Recurrence, Steps, randn
 from torch import Tensor
 
-from mambacache.kernels import conv1d, gated_delta_rule, gated_rms_norm, kda, selective_scan, ssd
+from mambacache.kernels import conv1d, gated_delta_rule, gated_rms_norm, kda, logs, selective_scan, ssd
+from mambacache.kernels.indices import FOLD
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3-Next, which gives the convolution and the norm their shapes too
 DIM = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
@@ -28,6 +29,9 @@ TAPS = 4
 
 def parameter(*shape: int) -> Tensor:
     return randn(*shape, dtype=torch.float32)
+
+
+NORM, DECAY, STEP = 0.09, -0.9, 0.3  # what logs hold of norms, sums of decays, and step sizes
 
 
 def delta_rule_flops(heads: int, key_heads: int) -> int:
@@ -48,7 +52,9 @@ class DeltaRule(Recurrence):
         self.gates = parameter(VALUE_HEADS), parameter(VALUE_HEADS)
         flops = delta_rule_flops(VALUE_HEADS, KEY_HEADS)
         tensors = q, k, v, self.a, self.b, *self.gates
-        super().__init__(gated_delta_rule, steps, tensors, (VALUE_HEADS, WIDTH, WIDTH), VALUES, flops)
+        layout = logs.gated_delta_rule_log(KEY_HEADS, VALUE_HEADS, WIDTH, WIDTH, torch.bfloat16, torch.float32)
+        log = steps.log(layout, (None, NORM, None, DECAY))
+        super().__init__(gated_delta_rule, steps, tensors, (VALUE_HEADS, WIDTH, WIDTH), log, VALUES, flops)
 
     def peer_prefill(self) -> dict[str, PoolCall]:
         heads = KEY_HEADS, WIDTH, WIDTH
@@ -74,7 +80,9 @@ class KimiDelta(Recurrence):
         A_log, dt_bias = torch.full([heads], math.log(rate), device="cuda"), torch.zeros(heads * WIDTH, device="cuda")
         tensors = q, k, v, g.unflatten(1, (heads, WIDTH)), b, A_log, dt_bias
         flops = delta_rule_flops(heads, heads)
-        super().__init__(kda, steps, tensors, (heads, WIDTH, WIDTH), heads * WIDTH, flops)
+        layout = logs.kda_log(heads, WIDTH, WIDTH, torch.bfloat16, torch.float32)
+        log = steps.log(layout, (None, NORM, None, DECAY))
+        super().__init__(kda, steps, tensors, (heads, WIDTH, WIDTH), log, heads * WIDTH, flops)
 
     def peer_prefill(self) -> dict[str, PoolCall]:
         return {VLLM: kernel_peers.kda_prefill(*self.tensors, self.steps.lengths)}
@@ -99,17 +107,19 @@ class StateSpaceDual(Recurrence):
         # C B^T for a group; for a head its product with x, C S and x B^T.
         flops = groups * 2 * 64 * states + heads * (2 * 64 * width + 4 * width * states)
         state_shape = heads, width, states
-        super().__init__(ssd, steps, (*tensors, parameter(heads)), state_shape, heads * width, flops)
+        layout = logs.ssd_log(heads, groups, width, states, torch.bfloat16, torch.float32)
+        log = steps.log(layout, (None, None, STEP, DECAY))
+        super().__init__(ssd, steps, (*tensors, parameter(heads)), state_shape, log, heads * width, flops)
 
     def peer_prefill(self) -> dict[str, PoolCall]:
         return {VLLM: kernel_peers.ssd_prefill(*self.tensors, self.steps.lengths)}
 
-    def peer_decode(self) -> PoolCall:
-        return kernel_peers.ssd_decode(*self.tensors)
+    def peer_decode(self) -> PoolCall | None:
+        return kernel_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
 
 
 class SelectiveScan(Recurrence):
-    """Falcon-Mamba-7B: 8192 channels of 16 states."""
+    """Falcon-Mamba-7B: 8192 channels of 16 states. In decode the drafts of the step before were all rejected."""
 
     op = "selective_scan"
     peer_in_place = True
@@ -121,13 +131,25 @@ class SelectiveScan(Recurrence):
         B, C = randn(steps.tokens, 2 * states).split(states, dim=1)
         A = -torch.rand(dim, states, device="cuda")
         tensors = x, dt, A, B, C, parameter(dim), z, parameter(dim)
-        super().__init__(selective_scan, steps, tensors, (dim, states), dim, exponentials=dim * states)
+        layout = logs.selective_scan_log(dim, states, torch.bfloat16, torch.float32)
+        log = steps.log(layout, (None, None, None, None, FOLD))
+        super().__init__(selective_scan, steps, tensors, (dim, states), log, dim, exponentials=dim * states)
+        if decode:
+            self.exponentials = steps.tokens * dim * states
+
+    def log_bytes(self) -> int:
+        """Tokens are logged. The state is written there, and read where it is not read from the pool."""
+        if not self.log:
+            return 0
+        *entries, carried, stands = self.log
+        rows = self.steps.rows * (carried[0].nbytes + 2 * stands[0].nbytes)
+        return self.steps.tokens * sum(x[0, 0].nbytes for x in entries) + rows
 
     def peer_prefill(self) -> dict[str, PoolCall]:
         return {VLLM: kernel_peers.selective_scan_prefill(*self.tensors, self.steps.lengths)}
 
-    def peer_decode(self) -> PoolCall:
-        return kernel_peers.ssd_decode(*self.tensors)
+    def peer_decode(self) -> PoolCall | None:
+        return kernel_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
 
 
 class Conv1d:
@@ -140,34 +162,40 @@ class Conv1d:
         self.x = randn(steps.tokens, PROJECTED)[:, :DIM]
         self.weight = randn(DIM, TAPS)
         self.pool = randn(steps.blocks, TAPS - 1, DIM)
-        self.nbytes = 2 * steps.tokens * 2 * DIM + 2 * steps.rows * self.pool[0].nbytes
+        [self.log] = steps.log([logs.conv1d_log(DIM, torch.bfloat16)], [None]) or [None]
+        windows = steps.rows + (steps.folds if decode else steps.rows)
+        self.nbytes = (3 if decode else 2) * steps.tokens * 2 * DIM + windows * self.pool[0].nbytes
 
     def ours(self) -> Tensor:
-        return conv1d(self.x, self.weight, None, self.pool, self.steps.indices)
+        return conv1d(self.x, self.weight, None, self.pool, self.log, self.steps.indices)
 
     def peers(self) -> dict[str, Call]:
         blocks = self.steps.src.to(torch.int32)
         if self.steps.decode:
+            if self.steps.stored > 1:
+                return {}
             return {VLLM: partial(kernel_peers.conv_decode(self.x, self.weight), self.pool, blocks)}
         prefill = kernel_peers.conv_prefill(
             self.x, self.weight, self.steps.lengths, build_metadata=self.peer_builds_metadata
         )
         return {VLLM: partial(prefill, self.pool, blocks)}
 
-    def copy(self) -> Call:
-        if self.steps.decode:  # of a window and a token
-            rows = torch.zeros(self.steps.blocks, TAPS, DIM, dtype=torch.bfloat16, device="cuda")
-            return row_copy(rows, self.steps.src, self.steps.dst[:, 0], rows[0].nbytes)
+    def copy(self) -> Call | None:
+        if self.steps.decode:
+            return None
         source = self.x.contiguous()
         target = torch.empty_like(source)
         return lambda: target.copy_(source)
 
     def exact(self) -> list[Tensor]:
-        return [conv1d(self.x.double(), self.weight.double(), None, self.pool.double(), self.steps.indices)]
+        log = None if self.log is None else self.log.double()
+        x, weight, pool = (each.double() for each in (self.x, self.weight, self.pool))
+        return [conv1d(x, weight, None, pool, log, self.steps.without_logs)]
 
     def results(self, call: Call, *, of_peer: bool) -> list[Tensor]:
         kept = self.pool.clone()
-        y = call()
+        with self.steps.as_peers():
+            y = call()
         self.pool.copy_(kept)
         assert isinstance(y, Tensor)
         return [y]
@@ -185,7 +213,7 @@ class ShortConv(Conv1d):
 
     def _gated(self, *tensors: Tensor) -> Tensor:
         x, weight, pool, input_gate, output_gate = tensors
-        return conv1d(x, weight, None, pool, self.steps.indices, None, input_gate, output_gate)
+        return conv1d(x, weight, None, pool, None, self.steps.indices, None, input_gate, output_gate)
 
     def ours(self) -> Tensor:
         return self._gated(self.x, self.weight, self.pool, self.input_gate, self.output_gate)

@@ -2,8 +2,8 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Of bench_kernels.py, bench_engine.py, bench_multiturn.py, kl_hits.py, replay_trace.py or bench_token_log.py, or what the
-plugin's GPU tests leave (vllm-accuracy-h200.json).
+Of bench_kernels.py, bench_engine.py, bench_multiturn.py, kl_hits.py or replay_trace.py, or what the plugin's GPU tests
+leave (vllm-accuracy-h200.json).
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ import json
 import sys
 from pathlib import Path
 
-# How many times as fast as the fastest peer, in a graph; the rest of prefill has no target, decode is to be as fast.
+# How many times as fast as the fastest peer, in a graph; the rest of prefill has no target, of decode to be as fast.
 TARGETS = {
-    "gated_delta_rule": {"1 x 8192": 1.1, "8 x 1024": 1.5, "64 x 128": 3},
-    "kda": {"1 x 8192": 2, "8 x 1024": 2.8, "64 x 128": 3.5},
-    "ssd": {"1 x 8192": 2.2, "8 x 1024": 3, "64 x 128": 3.5},
+    "gated_delta_rule": {"1 x 8192": 1.1, "8 x 1024": 1.5, "64 x 128": 3, "batch 64": 1.4, "batch 256": 1.6}
+    | {"batch 64, 4 tokens": 2.5, "batch 256, 4 tokens": 3},
+    "kda": {"1 x 8192": 2, "8 x 1024": 2.8, "64 x 128": 3.5, "batch 64": 1.3, "batch 256": 1.5},
+    "ssd": {"1 x 8192": 2.2, "8 x 1024": 3, "64 x 128": 3.5, "batch 64": 1.4, "batch 256": 1.6},
     "selective_scan": {"1 x 8192": 4, "8 x 1024": 12, "64 x 128": 80},
     "paged_attention": {case + wide: 0.7 for case in ("1 x 8192", "64 x 64 after 4096") for wide in ("", ", 256 wide")},
-}
-LOG_TARGETS: dict[str, dict[tuple[int, int], float]] = {  # by rows, and tokens of each
-    "gated_delta_rule": {(64, 1): 1.4, (256, 1): 1.6, (64, 4): 2.5, (256, 4): 3},
-    "kda": {(64, 1): 1.3, (256, 1): 1.5},
-    "ssd": {(64, 1): 1.4, (256, 1): 1.6},
 }
 LAYERS = {
     "falcon_h1": "Falcon-H1-7B",
@@ -130,18 +126,6 @@ def engine_table(run: dict) -> str:
         ratios = [f"{row['seconds'] / peer['seconds']:.2f}" for row in own]
         hits = [f"{row['hit_tokens']:,}" for row in (*own, peer)]
         lines.append(f"| {' | '.join([workload, *times, *ratios, *hits])} |")
-    return "\n".join(lines)
-
-
-def log_table(result: dict) -> str:
-    """Of token_log/bench_token_log.py: µs with a log, without one, and vLLM's."""
-    lines = ["| op | case | with a log | of it fold | without | vLLM | ratio | to reach |", "|---" * 8 + "|"]
-    for row in result["rows"]:
-        case = f"batch {row['rows']}" + (f", {row['tokens']} tokens" if row["tokens"] > 1 else "")
-        times = " | ".join(microseconds(row[name]) for name in ("log", "fold", "without a log", "vLLM"))
-        target = LOG_TARGETS[row["op"]].get((row["rows"], row["tokens"]))
-        ratio = f"{row['vLLM'] / row['log']:.2f}x"
-        lines.append(f"| `{row['op']}` | {case} | {times} | {ratio} | {f'{target}x' if target else ''} |")
     return "\n".join(lines)
 
 
@@ -270,8 +254,6 @@ def main() -> None:
         print(replay_table(figures), replay_loss_table(figures), sep="\n\n")
     elif "runs" in figures:
         print(*map(engine_table, figures["runs"]), sep="\n\n")
-    elif "fold" in figures.get("rows", [{}])[0]:
-        print(log_table(figures))
     elif "workload" in figures.get("rows", [{}])[0]:
         print(engine_table(figures))
     elif "chats" in figures:

@@ -3,18 +3,31 @@
 import torch
 
 from mambacache import CacheConfig, Hit, PrefixCache
-from mambacache.kernels import StateIndices, conv1d, gated_delta_rule
+from mambacache.kernels import (
+    StateIndices,
+    StatePool,
+    StateTensor,
+    conv1d,
+    conv1d_log,
+    gated_delta_rule,
+    gated_delta_rule_log,
+)
 
-TOKENS, HEADS, WIDTH, BLOCKS, DRAFTS = 100, 2, 16, 32, 3
+TOKENS, HEADS, WIDTH, BLOCKS, LOGS, DRAFTS = 100, 2, 16, 32, 4, 3
 CHANNELS = 3 * HEADS * WIDTH
 
 torch.manual_seed(0)
 embedding = torch.randn(TOKENS, CHANNELS)
 unembedding = torch.randn(HEADS * WIDTH, TOKENS)
 kernel, gates = torch.randn(CHANNELS, 4), torch.randn(TOKENS, 2, HEADS)
-windows = torch.empty(BLOCKS + 1, 4 - 1 + DRAFTS, CHANNELS)  # block 0 is null
-states = torch.empty(BLOCKS + 1, HEADS, WIDTH, WIDTH)
-cache = PrefixCache(CacheConfig(num_state_blocks=BLOCKS, max_draft_tokens=DRAFTS, has_attention=False))
+fp32 = torch.float32
+window, state = StateTensor((4 - 1, CHANNELS), fp32), StateTensor((HEADS, WIDTH, WIDTH), fp32)
+((windows, states),) = StatePool([[window, state]], BLOCKS).layers
+inputs, updates = conv1d_log(CHANNELS, fp32), gated_delta_rule_log(HEADS, HEADS, WIDTH, WIDTH, fp32, fp32)
+((conv_log, *log),) = StatePool([[inputs, *updates]], LOGS).layers  # of the tokens that requests decoded since
+cache = PrefixCache(
+    CacheConfig(num_state_blocks=BLOCKS, num_log_slots=LOGS, max_draft_tokens=DRAFTS, has_attention=False)
+)
 
 
 def forward(steps):
@@ -22,10 +35,10 @@ def forward(steps):
     plan = cache.plan(steps)
     indices = StateIndices.from_arrays(plan.arrays, "cpu")
     ids = indices.tokens.long()
-    x = conv1d(embedding[ids], kernel, None, windows, indices)
+    x = conv1d(embedding[ids], kernel, None, windows, conv_log, indices)
     q, k, v = x.view(-1, 3 * HEADS, WIDTH).split(HEADS, dim=1)
     a, b = gates[ids].unbind(1)
-    y = gated_delta_rule(q, k, v, a, b, torch.zeros(HEADS), torch.zeros(HEADS), states, indices)
+    y = gated_delta_rule(q, k, v, a, b, torch.zeros(HEADS), torch.zeros(HEADS), states, log, indices)
     return plan, (y.flatten(1)[indices.logits_index] @ unembedding).argmax(-1).tolist()
 
 

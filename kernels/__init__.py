@@ -15,10 +15,12 @@ from .api import (
     ssd,
 )
 from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
-from .indices import DecodeBuffers, StateIndices, pack_arrays
+from .indices import FOLD, DecodeBuffers, StateIndices, pack_arrays
+from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log
 from .state_pool import StatePool, StateTensor, state_bytes
 
 __all__ = [
+    "FOLD",
     "DecodeBuffers",
     "StateIndices",
     "StatePool",
@@ -26,16 +28,21 @@ __all__ = [
     "choose_experts",
     "combine_experts",
     "conv1d",
+    "conv1d_log",
     "copy_blocks",
     "gated_delta_rule",
+    "gated_delta_rule_log",
     "gated_rms_norm",
     "group_by_expert",
     "kda",
+    "kda_log",
     "pack_arrays",
     "paged_attention",
     "rms_norm",
     "selective_scan",
+    "selective_scan_log",
     "silu_and_mul",
     "ssd",
+    "ssd_log",
     "state_bytes",
 ]

@@ -15,6 +15,7 @@ them, and the log decays of `kda` are within 1e-5 of their value. Sums and the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 import torch
@@ -28,6 +29,7 @@ from .checks import (
     check_devices,
     check_dtype,
     check_head_widths,
+    check_log,
     check_one_of,
     check_out,
     check_pool,
@@ -36,6 +38,7 @@ from .checks import (
     check_tokens,
 )
 from .indices import StateIndices
+from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log
 
 
 def conv1d(
@@ -43,6 +46,7 @@ def conv1d(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor,
+    log: Tensor | None,
     indices: StateIndices,
     activation: str | None = "silu",
     input_gate: Tensor | None = None,
@@ -51,21 +55,19 @@ def conv1d(
 ) -> Tensor:
     """Causal depthwise convolution: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}), computed in fp32.
 
-    Shapes: x [F, dim], weight [dim, W] with W 2 to 4, bias [dim] or None, state [blocks, W - 1 + drafts, dim] in x's
-    dtype; returns [F, dim] in x's dtype. `activation` is "silu" or None. float64 inputs are computed in float64.
+    Shapes: x [F, dim], weight [dim, W] with W 2 to 4, bias [dim] or None, state [blocks, W - 1, dim] and log
+    (`conv1d_log`) in x's dtype; returns [F, dim] in x's dtype. `activation` is "silu" or None. float64 inputs are
+    computed in float64.
 
     Gates [F, dim] in x's dtype make it the short convolution of LFM2 (Liquid AI 2025): x_t is multiplied by
     `input_gate`, y_t by `output_gate`. Both products and the y_t that is multiplied are rounded to x's dtype.
 
-    A window is the last W - 1 raw inputs, gated ones if there is an `input_gate`. A row reads its own from `conv_src`,
-    from row `conv_offset` on. The first dst of a decode row receives the wide window: its rows j to j + W - 2 are the
-    window after token j. The dst of `boundary_index` and every nonzero `chunk_dst` receive their own window from row 0
-    on. Rows without input become zero. The window in any other dst of a decode row stays as it was, and no window goes
-    to a null one.
+    A window is the last W - 1 raw inputs, gated ones if there is an `input_gate`. Every row reads its own from its src,
+    a decode row what came since from its log, and every nonzero dst receives one.
     """
     check_rank("x", x, "F, dim")
     check_rank("weight", weight, "dim, W")
-    check_rank("state", state, "blocks, W - 1 + drafts, dim")
+    check_rank("state", state, "blocks, W - 1, dim")
     check_dtype("x", x, *ACTIVATION_DTYPES)
     check_dtype("state", state, x.dtype)
     check_one_of("The width of the convolution", weight.shape[1], 2, 3, 4)
@@ -79,18 +81,13 @@ def conv1d(
         if gate is not None:
             check_shape(name, gate, *x.shape)
             check_dtype(name, gate, x.dtype)
-    check_shape("state", state, state.shape[0], state.shape[1], dim)
-    rows = weight.shape[1] - 2 + (indices.tokens_per_decode if indices.num_decodes else 1)
-    if state.shape[1] < rows:
-        raise ValueError(
-            f"Windows of {state.shape[1]} rows are too narrow for {indices.tokens_per_decode} tokens per decode row:"
-            f" make them {rows} rows."
-        )
+    check_shape("state", state, state.shape[0], weight.shape[1] - 1, dim)
     check_pool(state)
     if out is not None:
         check_out(out, x, *x.shape)
     check_devices(indices, x=x, weight=weight, bias=bias, state=state, input_gate=input_gate, output_gate=output_gate)
-    return backend(x).conv1d(x, weight, bias, state, indices, activation, input_gate, output_gate, out)
+    check_log([] if log is None else [log], [conv1d_log(dim, x.dtype)], indices)
+    return backend(x).conv1d(x, weight, bias, state, log, indices, activation, input_gate, output_gate, out)
 
 
 def gated_delta_rule(
@@ -102,6 +99,7 @@ def gated_delta_rule(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     beta_scale: float = 1.0,
     out: Tensor | None = None,
@@ -118,10 +116,13 @@ def gated_delta_rule(
 
         u_t = beta_t (v_t - e^g_t S_{t-1} k_t);  S_t = e^g_t S_{t-1} + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
 
+    Decode reads the state before a row's log and the log (`gated_delta_rule_log`): a token's key and query meet both,
+    and its own entry is added. A token's output is the same, bit by bit, however tokens are cut into steps.
+
     Everything inside is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens
     anchored at absolute positions, in the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al.
     2024). The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every absolute multiple of 64 in
-    prefill and after every token in decode, stored or not.
+    prefill, stored or not, and in decode where it is folded.
 
     With bf16 activations prefill is inexact where beta stays near 2 and keys nearly parallel, since such tokens reflect
     the state, and only decay forgets what rounding lost. Without any decay the loss grows with length: at beta = 1.9993
@@ -138,7 +139,10 @@ def gated_delta_rule(
     if out is not None:
         check_out(out, v, *v.shape)
     check_devices(indices, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
-    return backend(q).gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
+    check_log(
+        log, gated_delta_rule_log(*q.shape[1:2], *v.shape[1:2], q.shape[2], v.shape[2], q.dtype, state.dtype), indices
+    )
+    return backend(q).gated_delta_rule(q, k, v, a, b, A_log, dt_bias, state, log, indices, beta_scale, out)
 
 
 def kda(
@@ -150,6 +154,7 @@ def kda(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -176,7 +181,8 @@ def kda(
     if out is not None:
         check_out(out, v, *v.shape)
     check_devices(indices, q=q, k=k, v=v, g=g, b=b, A_log=A_log, dt_bias=dt_bias, state=state)
-    return backend(q).kda(q, k, v, g, b, A_log, dt_bias, state, indices, out)
+    check_log(log, kda_log(heads, key_width, v.shape[2], q.dtype, state.dtype), indices)
+    return backend(q).kda(q, k, v, g, b, A_log, dt_bias, state, log, indices, out)
 
 
 def gated_rms_norm(
@@ -298,6 +304,7 @@ def selective_scan(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -311,9 +318,14 @@ def selective_scan(
         S_t[d, n] = e^(step_d A[d, n]) S_{t-1}[d, n] + step_d x_d B_n
         y_d = (sum_n S_t[d, n] C_n + D_d x_d) silu(z_d)
 
+    With N = 16 a state is no larger than the log of 16 tokens, and every logged token that is applied again costs as
+    many exponentials as a new one. So a slot of the log carries the state itself on, unrounded: that after a step's
+    first token, which is known to be right. The entries of drafts that were accepted are applied to it in the next
+    step. Where `log_start` is `log_end` the state of `decode_src` is taken in its place.
+
     Everything inside is fp32, or float64 if activations and state both are. The state may be fp32, bf16, fp16 or
-    float64; a 16-bit one is rounded at every absolute multiple of 64 in prefill and after every token in decode, stored
-    or not.
+    float64; a 16-bit one is rounded at every absolute multiple of 64 in prefill, stored or not, and in decode where it
+    is folded.
     """
     check_rank("x", x, "F, dim")
     check_rank("A", A, "dim, N")
@@ -339,7 +351,8 @@ def selective_scan(
     if out is not None:
         check_out(out, x, *x.shape)
     check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
-    return backend(x).selective_scan(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
+    check_log(log, selective_scan_log(dim, width, x.dtype, state.dtype), indices)
+    return backend(x).selective_scan(x, dt, A, B, C, D, z, dt_bias, state, log, indices, out)
 
 
 def ssd(
@@ -352,6 +365,7 @@ def ssd(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     dt_limit: tuple[float, float] = (0.0, inf),
     out: Tensor | None = None,
@@ -368,7 +382,7 @@ def ssd(
 
     Everything inside is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens
     anchored at absolute positions. The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every
-    absolute multiple of 64 in prefill and after every token in decode, stored or not.
+    absolute multiple of 64 in prefill, stored or not, and in decode where it is folded.
     """
     check_rank("x", x, "F, H, P")
     check_rank("B", B, "F, G, N")
@@ -395,4 +409,5 @@ def ssd(
     if out is not None:
         check_out(out, x, *x.shape)
     check_devices(indices, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, state=state)
-    return backend(x).ssd(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
+    check_log(log, ssd_log(heads, groups, width, state_width, x.dtype, state.dtype), indices)
+    return backend(x).ssd(x, dt, A, B, C, D, z, dt_bias, state, log, indices, dt_limit, out)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .indices import StateIndices
+from .state_pool import StateTensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SLOT_ALIGNMENT = 16  # bytes
@@ -76,15 +79,30 @@ def check_out(out: Tensor, like: Tensor, *shape: int) -> None:
         )
 
 
-def check_pool(state: Tensor) -> None:
-    """A state pool: rows that do not overlap, dense inside, at multiples of 16 bytes."""
-    size = _dense_size("state", state, "row")
+def check_pool(state: Tensor, name: str = "state") -> None:
+    """A state pool, or one of logs: rows that do not overlap, dense inside, at multiples of 16 bytes."""
+    size = _dense_size(name, state, "row")
     stride = state.stride(0) * state.element_size()
     if stride % SLOT_ALIGNMENT or state.data_ptr() % SLOT_ALIGNMENT or state.stride(0) < size:
         raise ValueError(
-            f"Rows of state must not overlap and must start at multiples of {SLOT_ALIGNMENT} bytes, but they start"
+            f"Rows of {name} must not overlap and must start at multiples of {SLOT_ALIGNMENT} bytes, but they start"
             f" {stride} bytes apart at address {state.data_ptr()}."
         )
+
+
+def check_log(log: Sequence[Tensor], layout: Sequence[StateTensor], indices: StateIndices) -> None:
+    """The tensors of a token log, [slots, ...] of what a slot holds, which a step with decode rows needs."""
+    if not indices.num_decodes:
+        return
+    if len(log) != len(layout):
+        raise ValueError(
+            f"The log has {len(log)} tensors, but decode rows need {len(layout)}: see mambacache.kernels.logs."
+        )
+    for i, (tensor, wanted) in enumerate(zip(log, layout, strict=True)):
+        check_shape(f"tensor {i} of the log", tensor, tensor.shape[0], *wanted.shape)
+        check_dtype(f"tensor {i} of the log", tensor, wanted.dtype)
+        check_pool(tensor, f"tensor {i} of the log")
+    check_devices(indices, **{f"tensor {i} of the log": tensor for i, tensor in enumerate(log)})
 
 
 def check_delta_rule(q: Tensor, k: Tensor, v: Tensor, state: Tensor, indices: StateIndices) -> None:

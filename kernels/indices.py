@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 MAX_TOKENS_PER_DECODE = 8
+FOLD = 16
+"""Entries of a token log: states are folded at absolute multiples of so many tokens."""
 
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
-_DECODE = ("decode_src", "decode_len", "decode_conv_src", "decode_conv_offset", "decode_boundary_index")
-_PREFILL = ("context_len", "src", "conv_src", "conv_offset")
+_FOLD_FIELDS = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
+_DECODE = (*_FOLD_FIELDS, "decode_len")
+_PREFILL = ("context_len", "src")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
 _NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_PREFILL, *_CHUNK)}
-_NO_ROWS |= {"decode_dst": np.zeros((0, 1), np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
+_NO_ROWS |= {"folds": np.zeros(1, np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
 
 _Shapes = Mapping[str, tuple[int, ...]]
 _Flat = TypeVar("_Flat", np.ndarray, Tensor)
@@ -76,14 +79,20 @@ class StateIndices:
     The flat batch of F tokens holds N decode rows of T tokens each, then P prefill rows back to back, then perhaps
     padding. Block 0 is null: as src it means a state of zeros that is not read, as dst that nothing is stored.
 
-    - `decode_src`, `decode_conv_src`, `decode_conv_offset`, `decode_boundary_index` [N], `decode_dst` [N, T]: blocks of
-      the state and of the window to read, and the window's first row there; the token, past the first, whose dst also
-      receives its own window (-1: none); the block for the state after each token
+    Decode rows read a state and write none: their tokens go to a log of `FOLD` = 16 entries beside it, that of position
+    p to entry p % 16. A row's tokens end at an absolute multiple of 16 at the latest. There, and wherever else a row
+    has a dst, state and log are folded into a new state, and the log begins anew.
+
+    - `decode_src`, `decode_dst` [N]: blocks of the state to read, which stands before the log's first entry, and of the
+      one after the row's last token: src itself perhaps, if no token of the row may be rejected
+    - `log_slot`, `log_start`, `log_end` [N]: where a row's log lies, and its entries before this step: from `log_start`
+      on, as many as there are tokens since the state, up to `log_end`, where the step's first token goes
     - `decode_len` [N]: how many tokens of a decode row are real, 0 to T. The others, which end a row, are padding:
-      nothing of them is read or stored, and their outputs are zeros. So a row of padding has decode_len 0, and a real
-      token whose dst is null is computed, and the tokens after it go on from its state, which is stored nowhere
-    - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`,
-      `conv_src`, `conv_offset` [P]
+      nothing of them is read or stored, and their outputs are zeros. So a row of padding has decode_len 0
+    - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
+      which it is folded, this step's included. Derived here, for kernels that work on these alone
+    - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
+      [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C], `seq_chunk_start` [P + 1]: the prefill
       rows cut at absolute multiples of 64, and the block for the state after each chunk
     - `prefill_rows` [P, 6]: of every prefill row its first token and the one after its last, its `context_len`, its
@@ -104,14 +113,13 @@ class StateIndices:
     decode_src: Tensor
     decode_len: Tensor
     decode_dst: Tensor
-    decode_conv_src: Tensor
-    decode_conv_offset: Tensor
-    decode_boundary_index: Tensor
+    log_slot: Tensor
+    log_start: Tensor
+    log_end: Tensor
+    folds: Tensor
     query_start_loc: Tensor
     context_len: Tensor
     src: Tensor
-    conv_src: Tensor
-    conv_offset: Tensor
     chunk_seq: Tensor
     chunk_start: Tensor
     chunk_dst: Tensor
@@ -132,6 +140,7 @@ class StateIndices:
     device: torch.device
     flat: Tensor  # all arrays of `from_arrays`, in its order: equal shapes up to one of them, equal places up to it
     pointers: dict[tuple[str, ...], Any]  # what kernels keep of them
+    derived: dict[str, Any]  # what plain torch made of their contents for an earlier layer of the step
 
     def __init__(
         self,
@@ -147,7 +156,7 @@ class StateIndices:
 
     def _set(self, tensors: Mapping[str, Tensor], *counts: int) -> None:
         vars(self).update(tensors)
-        self.pointers = {}
+        self.pointers, self.derived = {}, {}
         self.device = next(iter(tensors.values())).device
         self.num_decodes, self.tokens_per_decode, self.num_prefills, self.num_tokens = counts
 
@@ -157,13 +166,15 @@ class StateIndices:
 
         A step without decode rows may leave out the decode arrays, one without prefill rows the prefill and chunk
         arrays: empty ones take their place. A host that has no attention may leave out the arrays of tokens and pages.
-        Raises ValueError if arrays are not int32, if their lengths contradict each other or `decode_len` the width of
-        `decode_dst`, and if that is more than 8.
+        Decode rows have as many tokens as `query_start_loc` leaves them, one each if it is left out. Raises ValueError
+        if arrays are not int32, if their lengths contradict each other or `decode_len` the tokens of a row, if those
+        are more than 8, and if a row's tokens do not fit the log.
         """
         arrays = _NO_ROWS | dict(arrays)
-        _check_decodes(arrays)
-        num_decodes, tokens_per_decode = arrays["decode_dst"].shape
-        num_prefills = arrays["src"].size
+        num_decodes, num_prefills = arrays["decode_src"].size, arrays["src"].size
+        tokens_per_decode = _decode_width(arrays, num_decodes)
+        _check_decodes(arrays, tokens_per_decode)
+        arrays["folds"] = _folds(arrays, num_decodes)
         num_rows = num_decodes + num_prefills
         num_chunks = arrays["chunk_seq"].size
         num_state_tokens = num_decodes * tokens_per_decode
@@ -211,11 +222,10 @@ class DecodeBuffers:
 
     def __init__(self, max_rows: int, tokens_per_decode: int, device: torch.device) -> None:
         self.max_rows, self.tokens_per_decode = max_rows, tokens_per_decode
-        self._shapes = dict.fromkeys(_DECODE, (max_rows,)) | {"decode_dst": (max_rows, tokens_per_decode)}
+        self._shapes = dict.fromkeys(_DECODE, (max_rows,)) | {"folds": (1 + len(_FOLD_FIELDS) * max_rows,)}
         self._shapes |= dict.fromkeys(("query_start_loc", "seq_chunk_start"), (1,))
         self._buffer = torch.zeros(sum(map(_room, self._shapes.values())), dtype=torch.int32, device=device)
         self._indices: dict[int, StateIndices] = {}
-        self._no_boundary = np.full(max_rows, -1, np.int32)
         _check_width(tokens_per_decode)
 
     def fill(self, arrays: Mapping[str, np.ndarray], padded_rows: int) -> StateIndices:
@@ -231,12 +241,13 @@ class DecodeBuffers:
         another width, and for more rows than `padded_rows` or more of these than `max_rows`.
         """
         arrays = _NO_ROWS | dict(arrays)
-        _check_decodes(arrays)
-        rows, width = arrays["decode_dst"].shape
+        rows = arrays["decode_src"].size
+        width = _decode_width(arrays, rows)
         if rows and width != self.tokens_per_decode:
             raise ValueError(
                 f"The decode rows have {width} tokens, but the buffers were made for {self.tokens_per_decode}."
             )
+        _check_decodes(arrays, width)
         if not rows <= padded_rows <= self.max_rows:
             raise ValueError(
                 f"{rows} decode rows do not fit into {padded_rows} padded rows of buffers that hold {self.max_rows}:"
@@ -247,16 +258,17 @@ class DecodeBuffers:
                 f"The step has {arrays['src'].size} prefill rows, which decode buffers do not hold: use"
                 " StateIndices.from_arrays."
             )
-        boundary_index = np.concatenate((arrays["decode_boundary_index"], self._no_boundary[rows:]))
         query_start_loc = np.array([padded_rows * self.tokens_per_decode], np.int32)
-        arrays |= {"decode_boundary_index": boundary_index, "query_start_loc": query_start_loc}
+        arrays |= {"folds": _folds(arrays, rows), "query_start_loc": query_start_loc}
         self._buffer.copy_(_staged(arrays, self._shapes, self._buffer.device), non_blocking=True)
-        return self._view(padded_rows)
+        indices = self._view(padded_rows)
+        indices.derived.clear()
+        return indices
 
     def _view(self, rows: int) -> StateIndices:
         if rows not in self._indices:
             tensors = _views(self._buffer, self._shapes)
-            tensors |= {name: tensors[name][:rows] for name in (*_DECODE, "decode_dst")}
+            tensors |= {name: tensors[name][:rows] for name in _DECODE}
             tensors |= dict.fromkeys((*_PREFILL, *_CHUNK), self._buffer[:0])
             width = self.tokens_per_decode
             self._indices[rows] = StateIndices(tensors, rows, width, 0, rows * width)
@@ -289,12 +301,38 @@ def _check_lengths(arrays: Mapping[str, np.ndarray], lengths: Mapping[str, int])
             raise ValueError(f"{name} has {len(arrays[name])} entries where the other arrays need {length}.")
 
 
-def _check_decodes(arrays: Mapping[str, np.ndarray]) -> None:
-    rows, width = len(arrays["decode_dst"]), arrays["decode_dst"].shape[1]
-    _check_width(width)
-    _check_lengths(arrays, dict.fromkeys(_DECODE, rows))
-    lengths = arrays["decode_len"]
-    if rows and (lengths.min() < 0 or lengths.max() > width):
+def _decode_width(arrays: Mapping[str, np.ndarray], rows: int) -> int:
+    """Tokens of each of so many decode rows: those before the first prefill row, evenly divided."""
+    if not rows or "query_start_loc" not in arrays:
+        return 1
+    width, rest = divmod(int(arrays["query_start_loc"][0]), rows)
+    if rest:
         raise ValueError(
-            f"decode_len goes from {lengths.min()} to {lengths.max()}, but decode_dst has {width} tokens per row."
+            f"query_start_loc begins at {arrays['query_start_loc'][0]}, which is no multiple of {rows} decode rows."
         )
+    return width
+
+
+def _check_decodes(arrays: Mapping[str, np.ndarray], width: int) -> None:
+    _check_width(width)
+    _check_lengths(arrays, dict.fromkeys(_DECODE, arrays["decode_src"].size))
+    lengths, starts, ends = arrays["decode_len"], arrays["log_start"], arrays["log_end"]
+    if not lengths.size:
+        return
+    if lengths.min() < 0 or lengths.max() > width:
+        raise ValueError(f"decode_len goes from {lengths.min()} to {lengths.max()}, but a row has {width} tokens.")
+    if starts.min() < 0 or (starts > ends).any() or (ends + lengths).max() > FOLD:
+        raise ValueError(
+            f"A row's log ends before it begins, or its tokens pass the log's {FOLD} entries: end rows at multiples of"
+            f" {FOLD} tokens, with a dst, and begin their logs anew there."
+        )
+
+
+def _folds(arrays: Mapping[str, np.ndarray], rows: int) -> np.ndarray:
+    """See `StateIndices.folds`, for so many rows."""
+    chosen = np.flatnonzero((arrays["decode_dst"] != 0) & (arrays["decode_len"] > 0))
+    fields = np.stack([arrays[name][chosen] for name in _FOLD_FIELDS], axis=1)
+    fields[:, -1] += arrays["decode_len"][chosen]
+    folds = np.zeros(1 + len(_FOLD_FIELDS) * rows, np.int32)
+    folds[0], folds[1 : 1 + fields.size] = len(chosen), fields.ravel()
+    return folds

@@ -12,6 +12,7 @@ from mambacache.field_types import hold_to_annotations, require
 from mambacache.plan import CHUNK
 
 MAX_DRAFT_TOKENS = 7
+LEAST_STATES = 2  # of one request: what it reads, and what it writes
 DEFAULT_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
@@ -52,9 +53,10 @@ class CacheConfig:
     """What a `PrefixCache` manages. Counts of blocks leave out the null block, id 0.
 
     Args:
-        num_state_blocks: blocks of the state pool, without `slab` ids 1 to this number; at least 2, with drafts
-            max_draft_tokens + 3.
+        num_state_blocks: blocks of the state pool, without `slab` ids 1 to this number; at least 2.
         num_kv_blocks: blocks of the KV pool; 0 where the host engine keeps the KV, or the model has none.
+        num_log_slots: token logs, ids 1 to this number, of which each request that decodes has one; None for as many as
+            there are states.
         slab: states and KV pages that a slab of one memory holds, one of the two is 1; slab i then holds those with ids
             from i times so many on, slab 0 the null blocks. States and pages share num_state_blocks / states slabs, of
             which pages take num_kv_blocks / pages at most: the others are the reserve of running requests' states. None
@@ -81,6 +83,7 @@ class CacheConfig:
 
     num_state_blocks: int
     num_kv_blocks: int = 0
+    num_log_slots: int | None = None
     slab: tuple[int, int] | None = None
     block_size: int = CHUNK
     max_draft_tokens: int = 0
@@ -119,11 +122,13 @@ class CacheConfig:
     def __post_init__(self) -> None:
         hold_to_annotations(self)
         _check_blocks(self)
-        least = 2 if not self.max_draft_tokens else self.max_draft_tokens + 3
         require(
-            self.num_state_blocks >= least,
-            f"num_state_blocks is {self.num_state_blocks}: a request needs at least {least}, "
-            "raise num_state_blocks or lower max_draft_tokens",
+            self.num_state_blocks >= LEAST_STATES,
+            f"num_state_blocks is {self.num_state_blocks}: a request needs at least {LEAST_STATES}, raise it",
+        )
+        require(
+            self.num_log_slots is None or self.num_log_slots > 0,
+            f"num_log_slots is {self.num_log_slots}: set it to 1 or more, or to None for one a state",
         )
         require(self.num_kv_blocks >= 0, f"num_kv_blocks is {self.num_kv_blocks}: set it to 0 or more")
         require(self.has_attention or self.num_kv_blocks == 0, "num_kv_blocks must be 0 for a model without attention")
@@ -139,9 +144,9 @@ class CacheConfig:
             reserve = self.num_state_blocks // states - self.num_kv_blocks // pages
             whole = self.num_state_blocks % states == self.num_kv_blocks % pages == 0 < self.num_kv_blocks
             require(
-                min(self.slab) == 1 and whole and reserve >= least,
+                min(self.slab) == 1 and whole and reserve >= LEAST_STATES,
                 f"slab is {self.slab}, num_state_blocks {self.num_state_blocks}, num_kv_blocks {self.num_kv_blocks}: "
-                f"let a slab hold one state or one page, fill slabs, and leave {least} to running requests",
+                f"let a slab hold one state or one page, fill slabs, and leave {LEAST_STATES} to running requests",
             )
         self._check_host_tier()
 

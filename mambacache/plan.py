@@ -18,6 +18,9 @@ import numpy as np
 CHUNK = 64
 """Tokens that a prefill kernel handles at once, anchored at absolute positions."""
 
+FOLD = 16
+"""Tokens of a log: a decode row ends at an absolute multiple of so many at the latest, where it is given a dst."""
+
 NULL_BLOCK = 0
 """As src: a fresh state (zeros, never read). As dst: do not store."""
 
@@ -27,14 +30,8 @@ PLACEHOLDER = -1
 NOT_FINITE = -1
 """What a runner gives as the token after logits that are NaN or infinite."""
 
-_DECODE_ROWS = {
-    "decode_src": 0,
-    "decode_conv_src": 0,
-    "decode_conv_offset": 0,
-    "decode_boundary_index": -1,
-    "decode_len": 0,
-}
-"""Arrays of a decode row, and what stands in them for a row of padding."""
+DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len"
+"""Arrays of a decode row; a row of padding has zeros in them."""
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
@@ -42,9 +39,9 @@ NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 class SequenceStep(NamedTuple):
     """One sequence's part of a step.
 
-    It runs the tokens at positions `start` to `start + num_tokens`. A prefill row has one dst, a decode row one dst per
-    token (its last known token, then `drafts`). `src` holds the recurrent state before the row, `conv_src` the conv
-    window, which begins at row `conv_offset` of that block; the two differ only after a step with drafts.
+    It runs the tokens at positions `start` to `start + num_tokens`, a decode row a known token and then `drafts`. `src`
+    holds the state before the row, or, where it goes on from a log, before the entry `log_start` of that; `dst` will
+    hold the one after the row, and is null where a decode row adds to its log alone.
     """
 
     request_id: str
@@ -55,12 +52,11 @@ class SequenceStep(NamedTuple):
     prefill: bool  # which kernels run it
     samples: bool  # whether the row's last token is followed by an unknown one, so that its logits are wanted
     src: int
-    conv_src: int
-    conv_offset: int
-    dst: tuple[int, ...]
+    dst: int
+    log_slot: int = 0
+    log_start: int = 0
     drafts: tuple[int, ...] = ()
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside what stands in dst
-    boundary_index: int = -1  # the token, past the first, whose dst also receives its own conv window
     prompt_logits: bool = False  # a prefill row whose every token's logits are wanted
 
 
@@ -101,10 +97,9 @@ class StepPlan:
     F tokens, padded with null tokens where a row has fewer; then P prefill rows, back to back, cut into C chunks at
     absolute multiples of 64:
 
-    - `decode_src`, `decode_conv_src`, `decode_conv_offset`, `decode_boundary_index` and `decode_len` (the tokens of a
-      row that are not padding) [N]; `decode_dst` [N, T]
-    - `query_start_loc` [P + 1] (offsets in the flat batch, so the first is N * T); `context_len`, `src`, `conv_src`,
-      `conv_offset` [P]
+    - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (the entry of the first token) and `decode_len`
+      (the tokens of a row that are not padding) [N]
+    - `query_start_loc` [P + 1] (offsets in the flat batch, so the first is N * T); `context_len`, `src` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C]; `seq_chunk_start` [P + 1]
     - `tokens`, `positions` [F]; with a KV pool also `kv_slot` [F] (block * block_size + offset, -1: do not write),
       `block_table` (the pages of all rows, one row after the other), `block_table_start` [N + P + 1] (where each row's
@@ -135,7 +130,7 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int) -> dict[str, np.ndarr
             "(allocate with decode=True what a prompt's last token shall run there)"
         )
     width = max((row.num_tokens for row in decode), default=1)
-    return _decode_arrays(decode, width) | _prefill_arrays(prefill, decode_rows * width)
+    return _decode_arrays(decode) | _prefill_arrays(prefill, decode_rows * width)
 
 
 def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
@@ -145,8 +140,7 @@ def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
     """
     old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
     tokens = {"tokens": 0, "positions": 0, "kv_slot": -1}
-    arrays = {name: _padded(old[name], (rows,), padding) for name, padding in _DECODE_ROWS.items()}
-    arrays["decode_dst"] = _padded(old["decode_dst"], (rows, width), 0)
+    arrays = {name: _padded(old[name], (rows,), 0) for name in DECODE_ARRAYS}
     arrays |= {
         name: _padded(old[name].reshape(real), (rows, width), padding).ravel()
         for name, padding in tokens.items()
@@ -173,19 +167,16 @@ def _int32(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def _decode_arrays(rows: Sequence[SequenceStep], width: int) -> dict[str, np.ndarray]:
-    if width == 1:
-        dst = _int32([row.dst[0] for row in rows])
-    else:
-        dst = _int32([block for row in rows for block in row.dst + (0,) * (width - row.num_tokens)])
-    return {
-        "decode_src": _int32([row.src for row in rows]),
-        "decode_dst": dst.reshape(len(rows), width),
-        "decode_conv_src": _int32([row.conv_src for row in rows]),
-        "decode_conv_offset": _int32([row.conv_offset for row in rows]),
-        "decode_boundary_index": _int32([row.boundary_index for row in rows]),
-        "decode_len": _int32([row.num_tokens for row in rows]),
-    }
+def _decode_arrays(rows: Sequence[SequenceStep]) -> dict[str, np.ndarray]:
+    columns = [
+        [row.src for row in rows],
+        [row.dst for row in rows],
+        [row.log_slot for row in rows],
+        [row.log_start for row in rows],
+        [row.start % FOLD for row in rows],
+        [row.num_tokens for row in rows],
+    ]
+    return dict(zip(DECODE_ARRAYS, map(_int32, columns), strict=True))
 
 
 def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.ndarray]:
@@ -202,7 +193,7 @@ def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.nd
             chunk_dst += [row.checkpoints.get(position, 0) for position in range(cut, end, CHUNK)]
         else:
             chunk_dst += [0] * len(range(cut, end, CHUNK))
-        chunk_dst.append(row.dst[0])
+        chunk_dst.append(row.dst)
         seq_chunk_start.append(len(chunk_start))
         query_start_loc.append(offset + row.num_tokens)
     chunks = _int32(seq_chunk_start)
@@ -210,8 +201,6 @@ def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.nd
         "query_start_loc": _int32(query_start_loc),
         "context_len": _int32([row.start for row in rows]),
         "src": _int32([row.src for row in rows]),
-        "conv_src": _int32([row.conv_src for row in rows]),
-        "conv_offset": _int32([row.conv_offset for row in rows]),
         "chunk_seq": np.repeat(np.arange(len(rows), dtype=np.int32), np.diff(chunks)),
         "chunk_start": _int32(chunk_start),
         "chunk_dst": _int32(chunk_dst),
@@ -231,7 +220,7 @@ def build_plan(
     num_decodes = sum([not step.prefill for step in steps])
     decode, prefill = steps[:num_decodes], steps[num_decodes:]
     arrays = layout(steps, num_decodes)
-    width = arrays["decode_dst"].shape[1]
+    width = max((step.num_tokens for step in decode), default=1)
     real = np.arange(width) < arrays["decode_len"][:, None]  # the tokens of decode rows that are not padding
     starts = _int32([step.start for step in decode])
     positions = np.where(real, starts[:, None] + np.arange(width), 0)

@@ -8,8 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-from mambacache import CacheConfig, Hit, PrefixCache
-from mambacache.kernels import StateIndices, conv1d, gated_delta_rule, gated_rms_norm
+from mambacache import CacheConfig, Hit, PrefixCache, kernels
 from mambacache.plan import StepPlan
 
 BLOCK = 64
@@ -29,18 +28,23 @@ class ForeignGatedDeltaNet(torch.nn.Module):
         self.engine, self.original = engine, original
         channels, _, width = original.conv1d.weight.shape
         self.windows = torch.full((num_blocks, width - 1, channels), torch.nan)
-        shape = (num_blocks, original.num_v_heads, original.head_v_dim, original.head_k_dim)
-        self.states = torch.full(shape, torch.nan)
+        value_heads, V, K = original.num_v_heads, original.head_v_dim, original.head_k_dim
+        self.states = torch.full((num_blocks, value_heads, V, K), torch.nan)
+        fp32, heads = torch.float32, original.num_k_heads
+        recurrent = kernels.gated_delta_rule_log(heads, value_heads, K, V, fp32, fp32)
+        logs = kernels.StatePool([[kernels.conv1d_log(channels, fp32), *recurrent]], num_blocks - 1)
+        logs.buffer.fill_(0xFF)
+        self.conv_log, *self.log = logs.layers[0]
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         own, indices = self.original, self.engine.indices
         parts = own.fix_query_key_value_ordering(own.in_proj_qkvz(hidden_states), own.in_proj_ba(hidden_states))
         q, k, v, z, b, a = (part[0] for part in parts)
         x = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
-        x = conv1d(x, own.conv1d.weight[:, 0], None, self.windows, indices)
+        x = kernels.conv1d(x, own.conv1d.weight[:, 0], None, self.windows, self.conv_log, indices)
         q, k, v = map(torch.Tensor.view_as, x.split([own.key_dim, own.key_dim, own.value_dim], -1), (q, k, v))
-        y = gated_delta_rule(q, k, v, a, b, own.A_log, own.dt_bias, self.states, indices)
-        y = gated_rms_norm(y, z.view_as(y), own.norm.weight, own.norm.variance_epsilon)
+        y = kernels.gated_delta_rule(q, k, v, a, b, own.A_log, own.dt_bias, self.states, self.log, indices)
+        y = kernels.gated_rms_norm(y, z.view_as(y), own.norm.weight, own.norm.variance_epsilon)
         return own.out_proj(y.flatten(1))[None]
 
 
@@ -91,7 +95,7 @@ class ForeignEngine:
                 budget -= row.num_tokens
                 steps.append(row)
         self.plan: StepPlan = self.cache.plan(steps)
-        self.indices = StateIndices.from_arrays(self.plan.arrays, "cpu")
+        self.indices = kernels.StateIndices.from_arrays(self.plan.arrays, "cpu")
         ids, positions = self.indices.tokens[None], self.indices.positions[None]
         logits = self.model(
             ids, position_ids=positions, logits_to_keep=self.indices.logits_index, use_cache=False

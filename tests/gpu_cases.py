@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernel_cases import MAX_DRAFTS, Inputs, Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
+from kernel_cases import Inputs, Log, Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
 from kernel_ops import RULERS
-from mambacache.kernels import StateIndices, gated_rms_norm, reference
+from mambacache.kernels import FOLD, StateIndices, gated_rms_norm, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
@@ -179,19 +179,25 @@ def move_parameters(op: Op) -> None:
 
 
 class Batch:
-    """Rows of a mix in a shuffled pool full of NaN, with inputs that are views of one wide tensor.
+    """Rows of a mix in a shuffled pool and log full of NaN, with inputs that are views of one wide tensor.
 
-    Rows resume from null, from blocks that others share or, in decode, from a block that they overwrite; prefill rows
-    begin anywhere and store a checkpoint in places; `padding` tokens of no row end the flat batch.
+    Rows resume from null, from blocks that others share or, in decode, from a block that they overwrite. A decode row's
+    log begins and ends anywhere, and those that fill it have a dst, as some others do. Prefill rows begin anywhere and
+    store a checkpoint in places; `padding` tokens of no row end the flat batch.
     """
 
     def __init__(self, op: Op, mix: Mix, dtypes: Dtypes, seed: int = 0, padding: int = 3) -> None:
         self.op, self.rng = op, np.random.default_rng(seed)
         move_parameters(op)
-        blocks = 16 + sum(mix.decodes) + len(mix.decodes) + sum(2 + n // 256 for n in mix.prefills)
+        blocks = 16 + len(mix.decodes) + sum(2 + n // 256 for n in mix.prefills)
         self.pool = Pool(op.state_shape, dtypes[1], blocks=blocks, seed=seed, device=DEVICE)
         self.values = [random(*op.state_shape, seed=90 + i) for i in range(3)]
         self.shared = [0, *(self.pool.take(value) for value in self.values)]
+        self.log = Log(op, self.pool, dtypes[0], 1 + len(mix.decodes))
+        logged = {name: x.to(DEVICE) for name, x in op.inputs(FOLD, dtypes[0], seed).items()}
+        before = self.values[0].to(DEVICE)
+        self.entries = op.entries(logged, before)
+        self.states = op.walk(logged, before)[1] if op.carries_state else []
         self.decodes = [self._decode(length) for length in mix.decodes]
         self.prefills = [self._prefill(length) for length in mix.prefills]
         arrays = plan_arrays(self.decodes, self.prefills)
@@ -210,19 +216,21 @@ class Batch:
         return int(self.rng.choice(self.shared))
 
     def _decode(self, length: int) -> Row:
-        dst = [self.pool.take() for _ in range(length)]
-        src = self._source()
-        if self.rng.random() < 0.3:
-            src = dst[0] = self.pool.take(self.values[0])
-        boundary = int(self.rng.integers(1, length)) if length > 1 else -1
-        offset = int(self.rng.integers(MAX_DRAFTS + 1))
-        return Row(length, src, tuple(dst), conv_offset=offset, boundary_index=boundary)
+        end = int(self.rng.integers(FOLD - length + 1))
+        start = int(self.rng.integers(end + 1))
+        src, dst = self._source(), 0
+        if end + length == FOLD or self.rng.random() < 0.3:
+            dst = self.pool.take(self.values[0])
+            src = dst if self.rng.random() < 0.3 else src
+        drafts = int(self.rng.integers(8))
+        slot = self.log.take([each[: end - start] for each in self.entries], start, self.states, drafts)
+        return Row(length, src, dst, log_slot=slot, log_start=start, log_end=end)
 
     def _prefill(self, length: int) -> Row:
         context = int(self.rng.choice([0, 64, 4096, int(self.rng.integers(1, 200))]))
         boundaries = range((context // 64 + 1) * 64, context + length, 64)
         checkpoints = {b: self.pool.take() for b in boundaries if self.rng.random() < 0.1}
-        return Row(length, self._source() if context else 0, (self.pool.take(),), context, checkpoints=checkpoints)
+        return Row(length, self._source() if context else 0, self.pool.take(), context, checkpoints=checkpoints)
 
     def _views(self, samples: Inputs) -> Inputs:
         """Every token's inputs, taken from the samples in order, again and again; NaN in tokens of padding."""
@@ -232,39 +240,48 @@ class Batch:
         views = torch.cat(parts, dim=1).split([part.shape[1] for part in parts], dim=1)
         return {name: view.unflatten(1, x.shape[1:]) for (name, x), view in zip(samples.items(), views, strict=True)}
 
-    def run(self, state: Tensor | None = None) -> Tensor:
-        return self.op.run(self.inputs, self.pool.state if state is None else state, self.indices)
+    def run(self, state: Tensor | None = None, log: Sequence[Tensor] | None = None) -> Tensor:
+        state, log = self.pool.state if state is None else state, self.log.tensors if log is None else log
+        return self.op.run(self.inputs, state, log, self.indices)
 
     @property
     def decode_blocks(self) -> list[int]:
-        return [block for row in self.decodes for block in row.dst]
+        return [row.target for row in self.decodes if row.target]
 
     @property
     def prefill_blocks(self) -> list[int]:
         return [block for row in self.prefills for block in row.stored.values()]
 
 
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    return float(((actual.double() - exact).square().mean() / exact.square().mean()).sqrt())
+def relative_error(actual: Tensor, exact: Tensor, least: float = 0.0) -> float:
+    """RMS error in units of the exact values' RMS, or of `least` where that is less."""
+    return float(((actual.double() - exact).square().mean() / exact.square().mean().clamp(min=least)).sqrt())
 
 
 def errors_and_ruler(batch: Batch) -> dict[str, tuple[float, float]]:
-    """RMS errors of outputs and stored states against float64: the kernels', and those of the reference that rounds.
+    """RMS errors of outputs, stored states and logs against float64: the kernels', and those of the reference that
+    rounds.
 
     Runs the kernels on the batch's pool, and checks that they write nothing else, and zeros to tokens of padding. A
     state that is a copy of inputs must be bitwise that of the reference.
     """
-    op, pool, indices = batch.op, batch.pool, batch.indices
+    op, pool, log, indices = batch.op, batch.pool, batch.log, batch.indices
     dtype = next(iter(batch.inputs.values())).dtype
     inputs = {name: torch.where(x.isnan(), 0, x) for name, x in batch.inputs.items()}
-    before = pool.slab.clone()
+    before, logs_before = pool.slab.clone(), log.slabs()
     exact_state, ruler_state = pool.state.double(), pool.view(before.clone())
-    exact = op.run({name: x.double() for name, x in inputs.items()}, exact_state, indices, library=reference)
+    exact_log, ruler_log = (
+        [x.double() if x.is_floating_point() else x.clone() for x in log.tensors],
+        log.views(log.slabs()),
+    )
+    doubles = {name: x.double() for name, x in inputs.items()}
+    exact = op.run(doubles, exact_state, exact_log, indices, library=reference)
     rounding = {"operand_dtype": dtype} if op.name in RULERS and dtype.itemsize == 2 else {}
-    ruler = op.run(inputs, ruler_state, indices, library=reference, **rounding)
+    ruler = op.run(inputs, ruler_state, ruler_log, indices, library=reference, **rounding)
     y = batch.run()
     assert not y[~(batch.is_decode | batch.is_prefill)].any(), "padding is not zero"
     pool.assert_only_written(before, batch.decode_blocks + batch.prefill_blocks)
+    log.assert_only_written(logs_before, batch.decodes)
     if op.exact_state:
         assert_bitwise(pool.state, ruler_state)
     result = {}
@@ -278,6 +295,12 @@ def errors_and_ruler(batch: Batch) -> dict[str, tuple[float, float]]:
         for what, (chosen, actual, rounded, wanted) in pairs.items():
             errors = (relative_error(x[chosen], wanted[chosen]) for x in (actual, rounded))
             result[f"{kind} {what}"] = tuple(errors)
+    written = [(row.log_slot, row.log_end + i) for row in batch.decodes for i in range(row.length)]
+    slots = [row.log_slot for row in batch.decodes if row.length]
+    for i, logs in enumerate(zip(log.tensors, ruler_log, exact_log, strict=True) if written else ()):
+        places = tuple(zip(*written, strict=True)) if i < len(log.of_entries) else slots
+        actual, rounded, wanted = (each[places].double() for each in logs)
+        result[f"log {i}"] = relative_error(actual, wanted, 1), relative_error(rounded, wanted, 1)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import log as ln
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -14,39 +15,39 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mambacache import kernels
-from mambacache.kernels import StateIndices
+from mambacache.kernels import StateIndices, StateTensor
 
 CHUNK = 64
-MAX_DRAFTS = 7
 Inputs = dict[str, Tensor]  # per token: name -> [tokens, ...]
 DtypePairs = tuple[tuple[torch.dtype, torch.dtype], ...]  # (activations, state) that an op supports
 
 
 @dataclass
 class Row:
-    """One row of a step by hand: `dst` has a block per token in decode and one in prefill."""
+    """One row of a step by hand, which is `context` tokens into its sequence."""
 
     length: int
     src: int = 0
-    dst: tuple[int, ...] = (0,)
+    dst: int = 0
     context: int = 0
-    conv_src: int | None = None  # None: src
-    conv_offset: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # position -> block, prefill only
-    boundary_index: int = -1  # decode only
+    log_slot: int = 0  # this and what follows of decode only
+    log_start: int = 0
+    log_end: int = 0
+    width: int = 1  # tokens that it has at least, with padding; all rows of a step have those of the widest
     pages: tuple[int, ...] = ()
     kv_held: int = 0  # tokens whose keys and values the pages hold already
 
     @property
-    def window_src(self) -> int:
-        return self.src if self.conv_src is None else self.conv_src
+    def target(self) -> int:
+        return self.dst if self.length else 0
 
     @property
     def stored(self) -> dict[int, int]:
         """Prefill: number of this row's tokens -> nonzero block that receives the state after them."""
         blocks = {position - self.context: block for position, block in self.checkpoints.items()}
         if self.length:
-            blocks[self.length] = self.dst[0]
+            blocks[self.length] = self.dst
         return {count: block for count, block in blocks.items() if block}
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -62,11 +63,15 @@ def int32(values: ArrayLike) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+def decode_width(rows: Sequence[Row]) -> int:
+    return max((max(row.length, row.width) for row in rows), default=1)
+
+
 def plan_arrays(
     decodes: Sequence[Row], prefills: Sequence[Row], *, num_tokens: int | None = None, block_size: int = 0
 ) -> dict[str, np.ndarray]:
     """The arrays of a StepPlan for these rows; those of attention too if `block_size` is given."""
-    width = max((len(row.dst) for row in decodes), default=1)
+    width = decode_width(decodes)
     starts = len(decodes) * width + np.cumsum([0, *(row.length for row in prefills)])
     table = [
         (index, starts[index] + offset, block) for index, row in enumerate(prefills) for offset, block in row.chunks()
@@ -75,15 +80,13 @@ def plan_arrays(
     arrays = {
         "decode_src": int32([row.src for row in decodes]),
         "decode_len": int32([row.length for row in decodes]),
-        "decode_dst": int32([[*row.dst, *[0] * (width - len(row.dst))] for row in decodes]).reshape(-1, width),
-        "decode_conv_src": int32([row.window_src for row in decodes]),
-        "decode_conv_offset": int32([row.conv_offset for row in decodes]),
-        "decode_boundary_index": int32([row.boundary_index for row in decodes]),
+        "decode_dst": int32([row.dst for row in decodes]),
+        "log_slot": int32([row.log_slot for row in decodes]),
+        "log_start": int32([row.log_start for row in decodes]),
+        "log_end": int32([row.log_end for row in decodes]),
         "query_start_loc": int32(starts),
         "context_len": int32([row.context for row in prefills]),
         "src": int32([row.src for row in prefills]),
-        "conv_src": int32([row.window_src for row in prefills]),
-        "conv_offset": int32([row.conv_offset for row in prefills]),
         "chunk_seq": int32([entry[0] for entry in table]),
         "chunk_start": int32([entry[1] for entry in table]),
         "chunk_dst": int32([entry[2] for entry in table]),
@@ -115,7 +118,7 @@ def _attention_arrays(rows: Sequence[Row], starts: Sequence[int], total: int, bl
 
 def row_starts(decodes: Sequence[Row], prefills: Sequence[Row]) -> list[int]:
     """Offset in the flat batch of every row's first token."""
-    width = max((len(row.dst) for row in decodes), default=1)
+    width = decode_width(decodes)
     lengths = [row.length for row in prefills]
     return [*range(0, len(decodes) * width, width), *(len(decodes) * width + np.cumsum([0, *lengths])[:-1]).tolist()]
 
@@ -135,7 +138,8 @@ class Pool:
         size = int(np.prod(shape))
         unit = 16 // dtype.itemsize  # slots start at multiples of 16 bytes
         stride = -(-size // unit) * unit + gap // dtype.itemsize
-        self.slab = torch.full((blocks * stride + unit,), torch.nan, dtype=dtype, device=device)
+        poison = torch.nan if dtype.is_floating_point else 0
+        self.slab = torch.full((blocks * stride + unit,), poison, dtype=dtype, device=device)
         self.strides = (stride, *torch.empty(shape, device="meta").stride())
         self.shape = (blocks, *shape)
         self.offset = unit
@@ -155,10 +159,11 @@ class Pool:
             self.state[block] = values.to(self.slab.dtype)
         return block
 
-    def assert_only_written(self, before: Tensor, blocks: Sequence[int]) -> None:
-        """All of the buffer outside `blocks`, gaps included, is bitwise what it was in `before`."""
+    def assert_only_written(self, before: Tensor, places: Sequence[int] | Sequence[tuple[int, int]]) -> None:
+        """All of the buffer, gaps included, is bitwise what it was in `before`, but for blocks, or rows of blocks."""
         written = torch.zeros_like(self.slab, dtype=torch.bool)
-        self.view(written)[list(blocks)] = True
+        for place in places:
+            self.view(written)[place] = True
         assert torch.equal(bits(self.slab)[~written], bits(before)[~written])
 
 
@@ -177,16 +182,80 @@ class Op(Protocol):
     state_dtypes: DtypePairs
     state_shape: tuple[int, ...]
     exact_state: bool  # the stored state is a copy of inputs
+    carries_state: bool  # the last two tensors of its log are a state and the entry that follows on it, a channel each
 
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs: ...
 
-    def run(self, inputs: Inputs, state: Tensor, indices: StateIndices, **options: Any) -> Tensor: ...
+    def run(
+        self, inputs: Inputs, state: Tensor, log: Sequence[Tensor], indices: StateIndices, **options: Any
+    ) -> Tensor: ...
 
-    def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor: ...
-
-    def final_state(self, state: Tensor, block: int, window_block: int, window_offset: int) -> Tensor:
-        """What of a state lives on when drafts were accepted."""
+    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Outputs, and the state after every token, from the state S on."""
         ...
+
+    def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]: ...
+
+    def entries(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, ...]:
+        """In float64 what a log's entries hold of these tokens, [tokens, ...] each, if they are its first ones."""
+        ...
+
+
+class Log:
+    """A token log whose slots are full of NaN, for an op over a pool, on its device."""
+
+    def __init__(self, op: Op, pool: Pool, dtype: torch.dtype, slots: int = 32, gap: int = 16) -> None:
+        layout = op.log_layout(dtype, pool.slab.dtype)
+        device = str(pool.slab.device)
+        self.pools = [Pool(each.shape, each.dtype, slots, gap, 7, device) for each in layout]
+        self.of_entries = self.pools[:-2] if op.carries_state else self.pools
+        self.carried = self.pools[len(self.of_entries) :]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [pool.state for pool in self.pools]
+
+    def take(
+        self, entries: Sequence[Tensor] = (), start: int = 0, states: Sequence[Tensor] = (), drafts: int = 0
+    ) -> int:
+        """A slot nobody has yet, filled like that."""
+        slots = [pool.take() for pool in self.pools]  # all in the same order
+        self.fill(slots[0], entries, start, states, drafts)
+        return slots[0]
+
+    def fill(
+        self, slot: int, entries: Sequence[Tensor], start: int, states: Sequence[Tensor] = (), drafts: int = 0
+    ) -> None:
+        """Puts these entries into a slot, from `start` on.
+
+        A log that carries a state has that of `states`, one after each entry, behind which so many are accepted drafts;
+        the entries before these are left out, for they are not to be read.
+        """
+        end = start + (len(entries[0]) if entries else 0)
+        first = max(end - drafts, start + 1) if self.carried and end > start else start
+        for pool, values in zip(self.of_entries, entries, strict=False):
+            pool.state[slot, first:end] = values[first - start :].to(pool.slab)
+        for pool, value in zip(
+            self.carried, (states[first - start - 1], first) if self.carried and end > start else (), strict=False
+        ):
+            pool.state[slot] = value
+
+    def held(self, slot: int, start: int, end: int) -> list[Tensor]:
+        """A slot's entries from `start` to `end`, and what it carries."""
+        return [pool.state[slot, start:end] for pool in self.of_entries] + [pool.state[slot] for pool in self.carried]
+
+    def slabs(self) -> list[Tensor]:
+        return [pool.slab.clone() for pool in self.pools]
+
+    def views(self, slabs: Sequence[Tensor]) -> list[Tensor]:
+        return [pool.view(slab) for pool, slab in zip(self.pools, slabs, strict=True)]
+
+    def assert_only_written(self, before: Sequence[Tensor], rows: Sequence[Row]) -> None:
+        """Of all memory but the entries of these rows' tokens, and what is carried, every bit is what it was."""
+        places = [(row.log_slot, row.log_end + i) for row in rows for i in range(row.length)]
+        slots = [row.log_slot for row in rows if row.length]
+        for pool, slab in zip(self.pools, before, strict=True):
+            pool.assert_only_written(slab, slots if pool in self.carried else places)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -200,7 +269,7 @@ def inverse_softplus(x: Tensor) -> Tensor:
 class Recurrence(ABC):
     """An op whose state after a token follows from the state before and that token's inputs alone.
 
-    A subclass gives `name` (of the op), `state_shape`, `parameters` (all that is no input), `inputs` and `recurrence`.
+    A subclass gives `name` (of the op), `state_shape`, `parameters` (all that is no input), and the abstract methods.
     """
 
     name: str
@@ -214,30 +283,36 @@ class Recurrence(ABC):
         (torch.float64, torch.float64),
     )
     exact_state = False
+    carries_state = False
 
     @abstractmethod
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs: ...
 
     @abstractmethod
-    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Outputs and the state after every token, in float64."""
+    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]: ...
+
+    @abstractmethod
+    def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]: ...
+
+    @abstractmethod
+    def entries(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, ...]: ...
 
     def run(
-        self, inputs: Inputs, state: Tensor, indices: StateIndices, library: ModuleType = kernels, **options: Any
+        self,
+        inputs: Inputs,
+        state: Tensor,
+        log: Sequence[Tensor],
+        indices: StateIndices,
+        library: ModuleType = kernels,
+        **options: Any,
     ) -> Tensor:
         parameters = {k: v.to(state.device) if isinstance(v, Tensor) else v for k, v in self.parameters.items()}
-        return getattr(library, self.name)(**inputs, **parameters, state=state, indices=indices, **options)
+        return getattr(library, self.name)(**inputs, **parameters, state=state, log=log, indices=indices, **options)
 
-    def walk(self, row: Row, inputs: Inputs, before: Tensor, after: Tensor, decode: bool) -> Tensor:
-        S = before[row.src] if row.src else torch.zeros(self.state_shape, dtype=torch.float64)
-        outputs, states = self.recurrence(inputs, S)
-        stored = {count: block for count, block in enumerate(row.dst, 1) if block} if decode else row.stored
-        for count, block in stored.items():
-            after[block] = states[count - 1]
-        return outputs
 
-    def final_state(self, state: Tensor, block: int, window_block: int, window_offset: int) -> Tensor:
-        return state[block]
+def sums_of_decays(g: Tensor) -> Tensor:
+    """What logs hold of log decays g [tokens, ...]."""
+    return (g / ln(2)).clamp(min=-34.6).cumsum(0)
 
 
 def run_rows(
@@ -246,6 +321,7 @@ def run_rows(
     decodes: Sequence[tuple[Row, Inputs]] = (),
     prefills: Sequence[tuple[Row, Inputs]] = (),
     tail: int = 0,
+    log: Log | None = None,
 ) -> list[Tensor]:
     """Runs rows with their tokens' inputs as one batch and returns each row's outputs. Padding holds NaN and gives 0.
 
@@ -267,7 +343,7 @@ def run_rows(
         padding[start : start + row.length] = False
         for name, value in inputs.items():
             flat[name][start : start + row.length] = value
-    y = op.run(flat, pool.state, StateIndices.from_arrays(arrays, device)).cpu()
+    y = op.run(flat, pool.state, log.tensors if log else (), StateIndices.from_arrays(arrays, device)).cpu()
     assert y.shape[0] == total and not y[padding].any()
     return [y[start : start + row.length] for start, (row, _) in zip(starts, segments, strict=True)]
 

@@ -12,7 +12,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kernel_cases import Inputs, Recurrence, inverse_softplus, random
+from kernel_cases import Inputs, Recurrence, inverse_softplus, random, sums_of_decays
+from mambacache.kernels import StateTensor, gated_delta_rule_log
 
 
 class DeltaRuleOp(Recurrence):
@@ -52,24 +53,41 @@ class DeltaRuleOp(Recurrence):
             self.spoil(inputs, self.gate)
         return inputs
 
-    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _terms(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """In float64 normalised queries and keys, values, log decays [tokens, HV, K or 1], and beta."""
         x = {name: value.double() for name, value in inputs.items()}
         group = self.value_heads // self.key_heads
-        q, k = (
-            (x[n] / (x[n].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, 1) for n in ("q", "k")
-        )
+        q, k = ((x[n] * inverse_norm(x[n])[..., None]).repeat_interleave(group, 1) for n in ("q", "k"))
         step = torch.nn.functional.softplus(x[self.gate] + self.parameters["dt_bias"], threshold=50)
-        step = step if step.dim() == 3 else step[..., None]  # [tokens, HV, K or 1]
-        decay = (-self.parameters["A_log"].exp()[:, None] * step).exp()
-        beta = x["b"].sigmoid() * self.beta_scale
-        outputs, states = torch.zeros_like(x["v"]), []
+        step = step if step.dim() == 3 else step[..., None]
+        g = -self.parameters["A_log"].exp()[:, None] * step
+        return q, k, x["v"], g, x["b"].sigmoid() * self.beta_scale
+
+    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+        q, k, v, g, beta = self._terms(inputs)
+        outputs, states = torch.zeros_like(v), []
         for t in range(len(q)):
-            S = S * decay[t, :, None]
-            u = beta[t, :, None] * (x["v"][t] - torch.einsum("hvk,hk->hv", S, k[t]))
+            S = S * g[t, :, None].exp()
+            u = beta[t, :, None] * (v[t] - torch.einsum("hvk,hk->hv", S, k[t]))
             S = S + u[:, :, None] * k[t, :, None, :]
             outputs[t] = torch.einsum("hvk,hk->hv", S, q[t]) / q.shape[-1] ** 0.5
             states.append(S)
         return outputs, states
+
+    def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        _, value_width, key_width = self.state_shape
+        return gated_delta_rule_log(self.key_heads, self.value_heads, key_width, value_width, dtype, state_dtype)
+
+    def entries(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, g, beta = self._terms(inputs)
+        before = torch.stack([S, *self.walk(inputs, S)[1][:-1]])[: len(q)]
+        u = beta[..., None] * (v - torch.einsum("thvk,thk->thv", before, g.exp() * k))
+        raw, sums = inputs["k"].double(), sums_of_decays(g)
+        return raw, inverse_norm(raw), u, sums[..., 0] if sums.shape[-1] == 1 else sums
+
+
+def inverse_norm(x: Tensor) -> Tensor:
+    return (x.square().sum(-1) + 1e-6).rsqrt()
 
 
 def harden(make: Callable[[], DeltaRuleOp], spoil: Callable[[Inputs, str], None]) -> DeltaRuleOp:

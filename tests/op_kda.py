@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernel_cases import Inputs, random
+from mambacache.kernels import StateTensor, kda_log
 from op_gated_delta_rule import SPOILS, DeltaRuleOp, harden
 
 
@@ -20,6 +21,10 @@ class KDAOp(DeltaRuleOp):
     def __init__(self, heads: int = 2, key_width: int = 32, value_width: int = 16) -> None:
         super().__init__(heads, heads, key_width, value_width)
         self.parameters = {"A_log": random(heads, seed=3), "dt_bias": random(heads, key_width, seed=4)}
+
+    def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        heads, value_width, key_width = self.state_shape
+        return kda_log(heads, key_width, value_width, dtype, state_dtype)
 
 
 def uneven_decay(inputs: Inputs, gate: str) -> None:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from kernel_cases import Inputs, Recurrence, random
+from mambacache.kernels import StateTensor, selective_scan_log
 
 
 class SelectiveScanOp(Recurrence):
     """Step sizes around 0.3, and decays from 0.03 to 0.9 a token."""
 
     name = "selective_scan"
+    carries_state = True
 
     def __init__(self, dim: int = 37, width: int = 16, plain: bool = False) -> None:
         self.dim, self.width, self.plain = dim, width, plain
@@ -35,7 +37,7 @@ class SelectiveScanOp(Recurrence):
             for i, (name, channels) in enumerate(widths.items())
         }
 
-    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
         x = {name: value.double() for name, value in inputs.items()}
         dt = torch.nn.functional.softplus(x["dt"] + (0 if self.plain else self.parameters["dt_bias"]), threshold=50)
         outputs, states = torch.zeros_like(x["x"]), []
@@ -44,6 +46,12 @@ class SelectiveScanOp(Recurrence):
             outputs[t] = S @ x["C"][t] + self.parameters["D"] * x["x"][t]
             states.append(S)
         return outputs if self.plain else outputs * torch.nn.functional.silu(x["z"]), states
+
+    def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        return selective_scan_log(self.dim, self.width, dtype, state_dtype)
+
+    def entries(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, ...]:
+        return tuple(inputs[name].double() for name in ("x", "dt", "B"))
 
 
 class HardSelectiveScanOp(SelectiveScanOp):

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernel_cases import Inputs, Recurrence, inverse_softplus, random
+from kernel_cases import Inputs, Recurrence, inverse_softplus, random, sums_of_decays
+from mambacache.kernels import StateTensor, ssd_log
 
 
 class SsdOp(Recurrence):
@@ -49,20 +50,31 @@ class SsdOp(Recurrence):
         inputs["C"] /= state_width**0.5
         return {name: value.to(dtype) for name, value in inputs.items()}
 
-    def recurrence(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _steps(self, inputs: Inputs) -> Tensor:
+        bias = self.parameters["dt_bias"]
+        dt = inputs["dt"].double() + (0 if bias is None else bias)
+        return torch.nn.functional.softplus(dt, threshold=50).clamp(*self.dt_limit)
+
+    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
         x = {name: value.double() for name, value in inputs.items()}
         B, C = (x[name].repeat_interleave(len(S) // self.groups, dim=1) for name in ("B", "C"))
-        A, D, dt_bias = (self.parameters[name] for name in ("A", "D", "dt_bias"))
-        steps = torch.nn.functional.softplus(x["dt"] if dt_bias is None else x["dt"] + dt_bias, threshold=50)
-        steps = steps.clamp(*self.dt_limit)
+        A, D = (self.parameters[name] for name in ("A", "D"))
         outputs, states = torch.zeros_like(x["x"]), []
-        for t, step in enumerate(steps):
+        for t, step in enumerate(self._steps(inputs)):
             S = (step * A).exp()[:, None, None] * S + torch.einsum("h,hp,hn->hpn", step, x["x"][t], B[t])
             outputs[t] = torch.einsum("hpn,hn->hp", S, C[t])
             states.append(S)
         if D is not None:
             outputs += D[:, None] * x["x"]
         return outputs * torch.nn.functional.silu(x["z"]) if "z" in x else outputs, states
+
+    def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        heads, width, state_width = self.state_shape
+        return ssd_log(heads, self.groups, width, state_width, dtype, state_dtype)
+
+    def entries(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, ...]:
+        steps = self._steps(inputs)
+        return inputs["x"].double(), inputs["B"].double(), steps, sums_of_decays(steps * self.parameters["A"])
 
 
 class HardSsdOp(SsdOp):

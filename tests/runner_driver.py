@@ -11,10 +11,12 @@ import torch
 
 from mambacache.kernels import StateIndices, StatePool
 from mambacache.models.adapt import Model
-from mambacache.plan import CHUNK, SequenceStep, StepPlan
+from mambacache.plan import CHUNK, FOLD, SequenceStep, StepPlan
 from mambacache.runner.kv_pages import allocate_kv_pages
 from mambacache.runner.model_runner import ModelRunner, RowOutput
 from mambacache.runner.sampler import RowSampling
+
+NUM_LOGS = 16
 
 
 @dataclass
@@ -25,14 +27,15 @@ class Request:
     kv_blocks: list[int]
     computed: int = 0
     state: int = 0
-    conv_state: int = 0
-    conv_offset: int = 0
+    log_slot: int = 0
+    log_start: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # position -> block
 
 
 @dataclass
 class Row:
-    """What one step does with a request: it prefills `num_tokens`, or decodes one token and verifies `drafts`."""
+    """What one step does with a request: it prefills `num_tokens`, or decodes one token and verifies `drafts` up to the
+    next multiple of 16."""
 
     request: Request
     num_tokens: int = 0
@@ -47,7 +50,9 @@ class Row:
     @property
     def tokens(self) -> list[int]:
         start, known = self.request.computed, self.request.tokens
-        return known[start : start + self.num_tokens] if self.drafts is None else [known[start], *self.drafts]
+        if self.drafts is None:
+            return known[start : start + self.num_tokens]
+        return [known[start], *self.drafts[: FOLD - 1 - start % FOLD]]
 
 
 class Driver:
@@ -60,20 +65,22 @@ class Driver:
         num_state_blocks: int = 40,
         num_kv_blocks: int = 80,
         block_size: int = CHUNK,
-        max_draft_tokens: int = 0,
         state_dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
         self.block_size = block_size
         device = model.module.device
-        states = StatePool(model.state_layers(state_dtype, max_draft_tokens), num_state_blocks, device)
+        states = StatePool(model.state_layers(state_dtype), num_state_blocks, device)
+        logs = StatePool(model.log_layers(state_dtype), NUM_LOGS, device)
         pages = allocate_kv_pages(model.kv_layers, num_kv_blocks, block_size, device)
-        for pool in filter(None, (states, pages)):
+        for pool in filter(None, (states, logs, pages)):
             pool.buffer.fill_(0xFF)  # NaN in every dtype; between tensors too, so that pools compare as a whole
-        self.runner = ModelRunner(model, states, pages)
+        self.runner = ModelRunner(model, states, logs, pages)
         self.free_states = list(range(1, num_state_blocks + 1))
         self.free_kv = list(range(1, num_kv_blocks + 1))
+        self.free_logs = list(range(1, NUM_LOGS + 1))
         shuffle = random.Random(seed)
+        shuffle.shuffle(self.free_logs)
         shuffle.shuffle(self.free_states)
         shuffle.shuffle(self.free_kv)
 
@@ -85,7 +92,7 @@ class Driver:
         """A request that shares another's tokens, KV and checkpoint up to `position`, and goes on with `suffix`."""
         block = other.checkpoints[position]
         shared = other.kv_blocks[: position // self.block_size]
-        return Request([*other.tokens[:position], *suffix], list(shared), position, block, block)
+        return Request([*other.tokens[:position], *suffix], list(shared), position, block)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan:
         """One step of these rows (decode rows first): takes dst blocks and KV blocks for them."""
@@ -99,20 +106,22 @@ class Driver:
                 count = accepted[i]
             if row.drafts:
                 request.tokens[request.computed + 1 : request.computed + count] = row.drafts[: count - 1]
-            old = {request.state, request.conv_state}
             request.computed += count
-            request.state = step.dst[0 if row.prefill else count - 1]
-            request.conv_state, request.conv_offset = step.dst[0], 0 if row.prefill else count - 1
-            request.checkpoints |= step.checkpoints | _complete_states(step, count)
-            kept = {request.state, request.conv_state, *request.checkpoints.values(), 0}
-            self.free_states += (old | set(step.dst)) - kept
+            unused = step.dst
+            if step.dst and count == step.num_tokens:
+                unused, request.state = request.state, step.dst
+                request.log_start = request.computed % FOLD
+                if request.computed % CHUNK == 0:
+                    request.checkpoints[request.computed] = step.dst
+            request.checkpoints |= step.checkpoints
+            self.free_states += {unused} - {*request.checkpoints.values(), 0}
 
     def logits(self, rows: Sequence[Row], accepted: Sequence[int] | None = None) -> torch.Tensor:
         """Runs a step; the logits [L, vocabulary] after the wanted tokens."""
         plan = self.plan(rows)
         indices = StateIndices.from_arrays(plan.arrays, self.runner.model.module.device)
         pages = self.runner.pages.layers if self.runner.pages is not None else []
-        logits = self.runner.model.logits(indices, self.runner.states.layers, pages)
+        logits = self.runner.model.logits(indices, self.runner.states.layers, self.runner.logs.layers, pages)
         self.advance(rows, plan, accepted)
         return logits.cpu()
 
@@ -128,7 +137,8 @@ class Driver:
         end = start + len(row.tokens)
         while len(request.kv_blocks) * self.block_size < end:
             request.kv_blocks.append(self.free_kv.pop())
-        crossing = -(-(start + 1) // CHUNK) * CHUNK - 1 - start  # the first token that ends a block
+        if not row.prefill and not request.log_slot:
+            request.log_slot = self.free_logs.pop()
         return SequenceStep(
             request_id=str(id(request)),
             life=1,
@@ -138,22 +148,12 @@ class Driver:
             prefill=row.prefill,
             samples=True if not row.prefill else end == len(request.tokens),
             src=request.state,
-            conv_src=request.conv_state,
-            conv_offset=request.conv_offset,
-            dst=tuple(self.free_states.pop() for _ in range(1 if row.prefill else end - start)),
-            drafts=row.drafts or (),
+            dst=self.free_states.pop() if row.prefill or end % FOLD == 0 else 0,
+            log_slot=request.log_slot,
+            log_start=request.log_start,
+            drafts=tuple(row.tokens[1:]) if not row.prefill else (),
             checkpoints={position: self.free_states.pop() for position in row.checkpoints if position < end},
-            boundary_index=crossing if not row.prefill and 0 < crossing < end - start else -1,
         )
-
-
-def _complete_states(step: SequenceStep, count: int) -> dict[int, int]:
-    """The boundaries among the first `count` tokens whose state, with its own conv window, stands in a dst."""
-    if step.prefill:
-        ends = {step.start + step.num_tokens: step.dst[0]}
-    else:
-        ends = {step.start + j + 1: step.dst[j] for j in range(count) if j in (0, step.boundary_index)}
-    return {position: block for position, block in ends.items() if position % CHUNK == 0}
 
 
 def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: int) -> StepPlan:
@@ -178,18 +178,14 @@ def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: i
         wanted += where.tolist() if row.all_logits or not step.prefill else where[-1:].tolist() * step.samples
     arrays = {
         "decode_src": [step.src for step in decodes],
+        "decode_dst": [step.dst for step in decodes],
+        "log_slot": [step.log_slot for step in decodes],
+        "log_start": [step.log_start for step in decodes],
+        "log_end": [step.start % FOLD for step in decodes],
         "decode_len": [step.num_tokens for step in decodes],
-        "decode_conv_src": [step.conv_src for step in decodes],
-        "decode_conv_offset": [step.conv_offset for step in decodes],
-        "decode_boundary_index": [step.boundary_index for step in decodes],
-        "decode_dst": np.array(
-            [(*step.dst, *[0] * (per_row - step.num_tokens)) for step in decodes], dtype=np.int32
-        ).reshape(len(decodes), per_row),
         "query_start_loc": query_start,
         "context_len": [step.start for step in prefills],
         "src": [step.src for step in prefills],
-        "conv_src": [step.conv_src for step in prefills],
-        "conv_offset": [step.conv_offset for step in prefills],
         **_chunks(prefills, query_start.tolist()),
         "tokens": tokens,
         "positions": positions,
@@ -213,7 +209,7 @@ def _chunks(prefills: Sequence[SequenceStep], query_start: Sequence[int]) -> dic
             following = min(end, (position // CHUNK + 1) * CHUNK)
             table["chunk_seq"].append(i)
             table["chunk_start"].append(query_start[i] + position - step.start)
-            table["chunk_dst"].append(step.dst[0] if following == end else step.checkpoints.get(following, 0))
+            table["chunk_dst"].append(step.dst if following == end else step.checkpoints.get(following, 0))
             position = following
         table["seq_chunk_start"].append(len(table["chunk_seq"]))
     return table

@@ -2,7 +2,7 @@
 
 A state is the digest of the tokens that a sequence has consumed, each token seen through its conv window; a KV slot
 holds a token and the digest after it. The next token is a function of the state and of all KV that the block table
-reaches. So a wrong src, dst, window row, slot or page, a stale, early or overwritten block raises or changes tokens.
+reaches. So a wrong src, dst, log, slot or page, a stale, early or overwritten block raises or changes tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from mambacache.plan import CHUNK, StepPlan
+from mambacache.plan import CHUNK, FOLD, StepPlan
 
 VOCAB = 40
 WINDOW = 3  # rows of a conv window: the last inputs of a convolution of width 4
-UNWRITTEN = -7  # a window row that no op has written since the block's state was
+UNWRITTEN = -7  # an entry of a log that no op has written
 FRESH = np.uint64(0x9E3779B97F4A7C15)  # the digest of no tokens
 
 _MASK = (1 << 64) - 1
@@ -116,12 +116,10 @@ class RowOfStep:
     flat: slice  # its tokens in the flat batch, padding left out
     start: int
     src: int
-    conv_src: int
-    conv_offset: int
     ends: list[int]  # tokens consumed when each dst is written
     dst: list[int]
-    wide: bool  # decode: the first dst gets the wide window
-    boundary_index: int
+    decode: bool
+    log: tuple[int, int, int] = (0, 0, 0)  # slot, first entry, and the one after the last
     before: np.uint64 = FRESH
     exact: bool = False
     window: np.ndarray = field(default_factory=lambda: np.zeros(WINDOW, dtype=np.int64))
@@ -144,8 +142,8 @@ class SymbolicRunner:
         num_state_blocks: int,
         num_kv_blocks: int,
         *,
+        num_log_slots: int | None = None,
         block_size: int = CHUNK,
-        max_draft_tokens: int = 0,
         may_write_state: Callable[[int], bool] = lambda block: True,
         may_write_page: Callable[[int], bool] = lambda block: True,
     ) -> None:
@@ -154,7 +152,11 @@ class SymbolicRunner:
         self.written = np.zeros(num_state_blocks + 1, dtype=bool)  # False: poisoned
         self.states = np.zeros(num_state_blocks + 1, dtype=np.uint64)
         self.exact = np.zeros(num_state_blocks + 1, dtype=bool)
-        self.windows = np.full((num_state_blocks + 1, WINDOW + max_draft_tokens), UNWRITTEN, dtype=np.int64)
+        self.ends = np.zeros(num_state_blocks + 1, dtype=np.int64)  # tokens that a state has consumed
+        self.windows = np.zeros((num_state_blocks + 1, WINDOW), dtype=np.int64)
+        self.logs = np.full(
+            ((num_log_slots or num_state_blocks) + 1, FOLD), UNWRITTEN, dtype=np.int64
+        )  # inputs of the convolution
         slots = (num_kv_blocks + 1) * block_size
         self.kv_written = np.zeros(slots, dtype=bool)
         self.kv_tokens = np.zeros(slots, dtype=np.int64)
@@ -220,27 +222,27 @@ class SymbolicRunner:
 
     def _decode_rows(self, arrays: dict[str, np.ndarray]) -> list[RowOfStep]:
         rows = []
-        count, width = arrays["decode_dst"].shape
+        count = len(arrays["decode_src"])
+        width = int(arrays["query_start_loc"][0]) // max(count, 1)
         positions = arrays["positions"]
         for i in range(count):
-            dst = arrays["decode_dst"][i].tolist()
-            used = int(arrays["decode_len"][i])
-            assert not any(dst[used:])
+            src, dst, *log, used = (
+                int(arrays[name][i])
+                for name in ("decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len")
+            )
+            slot, first, last = log
             flat = slice(i * width, i * width + used)
-            assert all(dst[:used]), "a decode token without dst"
             start = int(positions[flat.start])
             assert positions[flat].tolist() == list(range(start, start + used))
+            assert slot and 0 <= first <= last == start % FOLD, "a log that ends elsewhere than before the row"
+            assert last + used <= FOLD, "tokens that pass the end of a log"
+            assert dst or last + used < FOLD, "a log is full, and there is no dst"
             if "kv_slot" in arrays:
                 assert (arrays["kv_slot"][flat] >= 0).all(), "a decode token without KV slot"
                 assert (arrays["kv_slot"][flat.stop : (i + 1) * width] == -1).all(), "padding writes KV"
-            boundary_index = int(arrays["decode_boundary_index"][i])
-            assert boundary_index == -1 or 0 < boundary_index < used
-            rows.append(
-                RowOfStep(
-                    flat, start, int(arrays["decode_src"][i]), int(arrays["decode_conv_src"][i]),
-                    int(arrays["decode_conv_offset"][i]), list(range(1, used + 1)), dst[:used], True, boundary_index,
-                )
-            )  # fmt: skip
+            rows.append(RowOfStep(flat, start, src, [used], [dst], True, (slot, first, last)))
+        slots = [row.log[0] for row in rows]
+        assert len(set(slots)) == len(slots), "two rows have one log"
         assert int(arrays["query_start_loc"][0]) == count * width
         return rows
 
@@ -258,12 +260,7 @@ class SymbolicRunner:
             assert cuts == [0, *(p - start for p in grid), end - begin], "chunks lie between absolute multiples"
             dst = arrays["chunk_dst"][mine].tolist()
             assert dst[-1], "a prefill row without dst"
-            rows.append(
-                RowOfStep(
-                    slice(begin, end), start, int(arrays["src"][i]), int(arrays["conv_src"][i]),
-                    int(arrays["conv_offset"][i]), cuts[1:], dst, False, -1,
-                )
-            )  # fmt: skip
+            rows.append(RowOfStep(slice(begin, end), start, int(arrays["src"][i]), cuts[1:], dst, False))
         return rows
 
     def _check_dsts(self, rows: Sequence[RowOfStep]) -> None:
@@ -274,12 +271,14 @@ class SymbolicRunner:
                 assert self._may_write_state(block), f"block {block} is committed or shared, and a dst"
                 owner[block] = row
         for row in rows:
-            assert row.conv_src not in owner or (owner[row.conv_src] is row and row.wide)
-            assert row.src not in owner or (owner[row.src] is row and row.dst == [row.src] and row.wide)
+            assert row.src not in owner or (owner[row.src] is row and row.dst == [row.src] and row.decode)
 
     def _tear(self, rows: Sequence[RowOfStep], arrays: dict[str, np.ndarray], copied: Sequence[int]) -> None:
         for block in (b for row in rows for b in row.dst if b):
             self.poison_state(block)
+        for row in rows:
+            slot, _, last = row.log
+            self.logs[slot, last : last + row.num_tokens if row.decode else last] = UNWRITTEN
         for page in copied:
             self.poison_page(page)
         if "kv_slot" in arrays:
@@ -289,21 +288,27 @@ class SymbolicRunner:
     # --- states ---
 
     def _read_state(self, row: RowOfStep, tokens: np.ndarray) -> None:
-        assert (row.src == 0) == (row.start == 0) == (row.conv_src == 0), "only position 0 begins with a fresh state"
+        slot, first, last = row.log
+        assert (row.src == 0) == (row.start == last - first), "only position 0 begins with a fresh state"
         row.exact = True
         if row.src:
             assert self.written[row.src], f"block {row.src} is read and holds no state"
-            assert self.written[row.conv_src], f"block {row.conv_src} is read and holds no window"
+            assert self.ends[row.src] + last - first == row.start, "a log that does not follow on its state"
             row.before, row.exact = self.states[row.src], bool(self.exact[row.src])
-            row.window = self.windows[row.conv_src, row.conv_offset : row.conv_offset + WINDOW].copy()
-        assert len(row.window) == WINDOW and UNWRITTEN not in row.window, "a window is read that nobody wrote"
+            row.window = self.windows[row.src].copy()
+        if last > first:
+            inputs = np.concatenate([row.window, self.logs[slot, first:last]])
+            assert UNWRITTEN not in inputs, "an entry is read that nobody wrote"
+            row.before, row.window = _digests(row.before, inputs)[-1], inputs[-WINDOW:]
+        if row.decode:
+            self.logs[slot, last : last + row.num_tokens] = tokens[row.flat] + 1
         row.digests = _digests(row.before, np.concatenate([row.window, tokens[row.flat] + 1]))
 
     def _exact(self, row: RowOfStep, exact_until: int, finishes: bool) -> np.ndarray:
         """For each token of a row, whether the state after it and its KV are as a cold prefill computes them."""
         exact = np.zeros(row.num_tokens, dtype=bool)
         first = 0
-        for last in row.ends if not row.wide else ():
+        for last in row.ends if not row.decode else ():
             whole = (row.start + first) % CHUNK == 0 and ((row.start + last) % CHUNK == 0 or finishes)
             if not (row.exact and whole and row.start + last <= exact_until):
                 break
@@ -313,22 +318,12 @@ class SymbolicRunner:
 
     def _write_states(self, row: RowOfStep, tokens: np.ndarray, exact: np.ndarray) -> None:
         inputs = np.concatenate([row.window, tokens[row.flat] + 1])
-        for j, (end, block) in enumerate(zip(row.ends, row.dst, strict=True)):
-            if not block:
-                continue
-            self.written[block] = True
-            self.states[block] = row.digests[end - 1]
-            self.exact[block] = exact[end - 1]
-            window = self.windows[block]
-            if row.wide and j == 0:
-                assert len(inputs) - 1 <= len(window), "more drafts than the window has rows for"
-                window[:] = 0
-                window[: len(inputs) - 1] = inputs[1:]
-            elif not row.wide or j == row.boundary_index:
-                window[:] = 0
-                window[:WINDOW] = inputs[end : end + WINDOW]
-            else:
-                window[:] = UNWRITTEN
+        for end, block in zip(row.ends, row.dst, strict=True):
+            if block:
+                self.written[block] = True
+                self.states[block], self.ends[block] = row.digests[end - 1], row.start + end
+                self.exact[block] = exact[end - 1]
+                self.windows[block] = inputs[end : end + WINDOW]
 
     # --- KV ---
 
@@ -374,7 +369,7 @@ class SymbolicRunner:
     def sample(self, row: RowOfStep, sums: np.ndarray, wanted: range) -> list[int]:
         if not wanted:
             return []
-        if row.wide:
+        if row.decode:
             return [next_token(int(d), int(s)) for d, s in zip(row.digests, sums, strict=True)]
         return [next_token(int(row.digests[-1]), int(sums[-1]), branch) for branch in wanted]
 
@@ -383,6 +378,6 @@ class SymbolicRunner:
     ) -> None:
         expected: list[int] = []
         for step, row, wanted in zip(plan.steps, rows, answers, strict=True):
-            first = row.flat.start if row.wide or step.prompt_logits else row.flat.stop - bool(wanted)
+            first = row.flat.start if row.decode or step.prompt_logits else row.flat.stop - bool(wanted)
             expected += range(first, row.flat.stop)
         assert offsets.tolist() == expected

@@ -19,7 +19,7 @@ from mambacache.report import CacheEvent, Hit, Wait
 from mambacache.scheduler.drafts import one_by_one
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
-from symbolic import WINDOW, StepFailed, SymbolicRunner, answer, true_page, true_state
+from symbolic import StepFailed, SymbolicRunner, answer, true_page, true_state
 from symbolic_jobs import Job, Mix
 
 MAX_STEPS = 20_000
@@ -39,8 +39,8 @@ class CheckedCache(PrefixCache):
         self.runner = SymbolicRunner(
             config.num_state_ids - 1,
             config.num_page_ids - 1,
+            num_log_slots=config.num_log_slots,
             block_size=config.block_size,
-            max_draft_tokens=config.max_draft_tokens,
             may_write_state=lambda block: self.states.hashes[block] is None and self.states.references[block] == 1,
             may_write_page=lambda block: self.kv is not None and self.kv.hashes[block] is None,
         )
@@ -248,7 +248,7 @@ class CheckedCache(PrefixCache):
                 return False  # it was removed again, as the next events tell
             digest, window = true_state(tokens, count)
             assert runner.written[block] and int(runner.states[block]) == digest, "a state of other tokens is committed"
-            assert runner.windows[block, :WINDOW].tolist() == window, "a conv window of other tokens is committed"
+            assert runner.windows[block].tolist() == window, "a conv window of other tokens is committed"
             exact = bool(runner.exact[block])
             assert self.states.exact[block] == exact
             return exact

@@ -67,7 +67,7 @@ class SymbolicModel:
         except StepFailed:
             return
 
-    def logits(self, indices: Any, layers: Any, pages: Any) -> torch.Tensor:
+    def logits(self, indices: Any, layers: Any, logs: Any, pages: Any) -> torch.Tensor:
         self._following = {}
         plan = replace(self.plan, arrays=self.plan.arrays | {"tokens": indices.tokens.numpy()})  # all known here
         self._symbolic.execute(plan, [int(step.samples) for step in plan.steps])
@@ -86,12 +86,13 @@ def symbolic_llm(
         return caches[-1]
 
     sizes = Sizes(
-        1, 1, num_state_blocks - max_checkpoints, max_checkpoints, num_kv_blocks * attention, max_num_seqs,
+        1, 1, 1, num_state_blocks - max_checkpoints, max_checkpoints, num_kv_blocks * attention, max_num_seqs,
         MAX_MODEL_LEN,
     )  # fmt: skip
     loaded = SimpleNamespace(
         kv_layers=[None] * attention,
         state_layers=lambda *_: [],
+        log_layers=lambda *_: [],
         config=SimpleNamespace(vocab_size=VOCAB),
         module=SimpleNamespace(config=SimpleNamespace()),
     )

@@ -10,7 +10,7 @@ from mambacache.cache.files import Files
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import CacheEvent
-from symbolic import WINDOW, true_page, true_state
+from symbolic import true_page, true_state
 from symbolic_driver import CheckedCache, Driver
 from symbolic_jobs import Mix
 
@@ -22,7 +22,7 @@ class HostMemory:
         runner, config = cache.runner, cache.config
         size = config.block_size
         self.device = [
-            [runner.written, runner.states, runner.exact, runner.windows],
+            [runner.written, runner.states, runner.exact, runner.windows, runner.ends],
             [x.reshape(-1, size) for x in (runner.kv_written, runner.kv_tokens, runner.kv_digests, runner.kv_exact)],
         ]
         counts = config.num_host_states, config.num_host_pages
@@ -124,12 +124,13 @@ class TieredCache(CheckedCache):
     def check_contents(self) -> None:
         super().check_contents()
         size, tier = self.config.block_size, self._books.tier
-        written, digests, exact, windows = self.memory.slots[0]
+        written, digests, exact, windows, ends = self.memory.slots[0]
         for slot, block_hash in enumerate(tier.states.hashes):
             if block_hash is not None:
                 tokens = self._prefixes[block_hash][1]
                 digest, window = true_state(tokens, len(tokens) // 4)
-                assert written[slot] and int(digests[slot]) == digest and windows[slot, :WINDOW].tolist() == window
+                assert written[slot] and int(digests[slot]) == digest and windows[slot].tolist() == window
+                assert ends[slot] == len(tokens) // 4
                 assert bool(exact[slot]) == tier.states.exact[slot]
         written, _, digests, exact = self.memory.slots[1]
         for slot, block_hash in enumerate(tier.pages.hashes):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cache_calls import allocate, make, run_step, started
+from cache_calls import allocate, hit, make, run_step, started
 from mambacache.plan import StepPlan
 from mambacache.report import Hit
 from symbolic import text
@@ -22,14 +22,15 @@ def test_block_row_shows_states_like_a_sparse_block_table() -> None:
     started(cache, "a", text(300), checkpoint_at=(64,))  # type: ignore[arg-type]
     assert cache.block_row("a") == []
     step = run_step(cache, "a", 290).steps[0]
-    assert cache.block_row("a") == [step.checkpoints[64], 0, 0, step.checkpoints[256], step.dst[0]]
+    assert cache.block_row("a") == [step.checkpoints[64], 0, 0, step.checkpoints[256], step.dst]
     step = run_step(cache, "a", 10, 1).steps[0]
-    assert cache.block_row("a")[4:] == [step.dst[0]]
+    assert cache.block_row("a")[4:] == [step.dst]
     for i in range(20):
-        step = run_step(cache, "a", 1, i).steps[0]
-    assert cache.block_row("a")[4] == step.dst[0] and len(cache.block_row("a")) == 5
+        folded = run_step(cache, "a", 1, i).steps[0]
+        assert bool(folded.dst) == (i in (3, 19))
+    assert cache.block_row("a")[4] == folded.dst == step.dst and len(cache.block_row("a")) == 5
     step = run_step(cache, "a", 1, 99).steps[0]
-    assert cache.block_row("a")[5] == step.dst[0] != cache.block_row("a")[4]
+    assert cache.block_row("a")[4] == cache.block_row("a")[5] == step.src == folded.dst
 
 
 def test_block_row_of_a_request_whose_tokens_are_in_flight() -> None:
@@ -38,18 +39,20 @@ def test_block_row_of_a_request_whose_tokens_are_in_flight() -> None:
     for num_tokens in (62, 1, 1, 1):
         step = allocate(cache, "a", num_tokens)
         cache.issued(cache.plan([step]).steps)
-    assert cache.block_row("a") == [0, step.dst[0]]
+    assert cache.block_row("a") == [0, step.src]
 
 
-def test_decode_updates_in_place_and_rotates_on_a_boundary() -> None:
+def test_decode_folds_in_place_and_rotates_after_a_boundary() -> None:
     cache = make()
-    started(cache, "a", text(62))
-    prefill = run_step(cache, "a", 62, 0).steps[0]
-    for i in range(2):
-        step = run_step(cache, "a", 1, i).steps[0]
-        assert step.src == step.conv_src == step.dst[0] == prefill.dst[0]
-    step = run_step(cache, "a", 1, 5).steps[0]
-    assert step.src == prefill.dst[0] != step.dst[0]
+    started(cache, "a", text(30))
+    src, first = run_step(cache, "a", 30, 0).steps[0].dst, 14
+    for position in range(30, 100):
+        step = run_step(cache, "a", 1, 1).steps[0]
+        assert (step.src, step.log_start) == (src, first)
+        assert bool(step.dst) == (position % 16 == 15)
+        assert not step.dst or (step.dst == src) == (position != 79)  # what it reads then is cached
+        src, first = (step.dst, 0) if step.dst else (src, first)
+    assert hit(cache, cache.tokens("a")[:65]) == 64
 
 
 def test_a_prefill_step_never_writes_its_src() -> None:
@@ -58,8 +61,8 @@ def test_a_prefill_step_never_writes_its_src() -> None:
     before = 0
     for _ in range(20):
         step = run_step(cache, "a", 10).steps[0]
-        assert step.src == before != step.dst[0]
-        before = step.dst[0]
+        assert step.src == before != step.dst
+        before = step.dst
 
 
 def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() -> None:
@@ -69,7 +72,8 @@ def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() ->
     assert cache.fork("a", {"b": 2, "c": 3, "d": 4}, max_running=2) == ["b", "c"]
     steps = [allocate(cache, name, 1) for name in "abc"]
     assert len({step.src for step in steps}) == 1
-    assert len({step.dst[0] for step in steps} | {steps[0].src}) == 4
+    assert len({step.log_slot for step in steps}) == 3 and not any(step.dst for step in steps)
+    assert {step.log_start for step in steps} == {100 % 16}
     plan = cache.plan(steps)
     table = table_of(plan)
     assert plan.kv_copies == ((table[0, 1], table[1, 1]), (table[0, 1], table[2, 1]))
@@ -118,14 +122,15 @@ def test_fork_without_room_for_a_page() -> None:
 
 
 def test_allocate_gives_none_and_changes_nothing_without_room() -> None:
-    cache = make(num_kv_blocks=3, num_state_blocks=6, max_draft_tokens=3)
+    cache = make(num_kv_blocks=3, num_state_blocks=3, num_log_slots=2, max_draft_tokens=3)
     started(cache, "a", text(60))
     run_step(cache, "a", 60, 1)
     started(cache, "b", text(60, 1))
     run_step(cache, "b", 60, 1)
     before = cache.stats.kv_blocks, cache.stats.state_blocks
     allocated = allocate(cache, "a", 1, (1, 1, 1))
-    assert cache.allocate("b", 1, drafts=[1]) is None  # no state blocks for the drafts
+    assert cache.allocate("b", 1, drafts=[1, 1, 1]) is None  # no block for the state after the drafts
+    assert cache.stats.kv_blocks == before[0]
     cache.drop(allocated)
     assert (cache.stats.kv_blocks, cache.stats.state_blocks) == before
     for i in range(4):
@@ -152,11 +157,11 @@ def test_the_arrays_of_a_mixed_batch() -> None:
     assert (plan.num_decodes, plan.tokens_per_decode) == (2, 3)
     c, b, a = steps
     expected = {
-        "decode_src": [b.src, a.src], "decode_dst": [[b.dst[0], 0, 0], [*a.dst]], "decode_boundary_index": [-1, -1],
-        "decode_conv_src": [b.src, a.src], "decode_conv_offset": [0, 0], "decode_len": [1, 3],
-        "query_start_loc": [6, 156], "context_len": [100], "src": [c.src], "conv_src": [c.src], "conv_offset": [0],
+        "decode_src": [b.src, a.src], "decode_dst": [0, 0], "log_slot": [b.log_slot, a.log_slot],
+        "log_start": [14, 4], "log_end": [14, 4], "decode_len": [1, 3],
+        "query_start_loc": [6, 156], "context_len": [100], "src": [c.src],
         "chunk_seq": [0, 0, 0], "chunk_start": [6, 34, 98], "seq_chunk_start": [0, 3],
-        "chunk_dst": [0, c.checkpoints[192], c.dst[0]],
+        "chunk_dst": [0, c.checkpoints[192], c.dst],
         "tokens": [1, 0, 0, 1, 7, 8, *text(250, 3)[100:]], "positions": [30, 0, 0, 20, 21, 22, *range(100, 250)],
         "kv_len": [31, 23, 250], "block_table_start": [0, 1, 2, 6], "logits_index": [0, 3, 4, 5, 155],
     }  # fmt: skip
@@ -188,3 +193,16 @@ def test_all_logits_of_a_prompt_on_request() -> None:
     started(cache, "a", text(100), read=False)
     step = allocate(cache, "a", 60)._replace(prompt_logits=True)
     assert cache.plan([step]).arrays["logits_index"].tolist() == [*range(60)]
+
+
+def test_a_request_that_finds_no_log_waits_until_one_is_free() -> None:
+    cache = make(num_log_slots=1)
+    for name, seed in (("a", 0), ("b", 1)):
+        started(cache, name, text(20, seed))
+        run_step(cache, name, 20, 1)
+    held = run_step(cache, "a", 1, 1).steps[0].log_slot
+    before = cache.stats.kv_blocks, cache.stats.state_blocks
+    assert cache.allocate("b", 1) is None and (cache.stats.kv_blocks, cache.stats.state_blocks) == before
+    cache.preempt("a")
+    assert allocate(cache, "b", 1).log_slot == held == 1
+    cache.check()

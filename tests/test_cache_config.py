@@ -32,7 +32,7 @@ OF_BOTH: list[tuple[dict[str, Any], str]] = [
         ({"slab": (1, 2, 3)}, "slab is \\(1, 2, 3\\): set it to 2 items"),
         ({"slab": (1, "2")}, "an item of slab is '2': set it to an integer"),
         ({"num_state_blocks": 1}, "num_state_blocks is 1: a request needs at least 2"),
-        ({"num_state_blocks": 9, "max_draft_tokens": 7}, "num_state_blocks is 9: a request needs at least 10"),
+        ({"num_log_slots": 0}, "num_log_slots is 0: set it to 1 or more, or to None"),
         ({"num_kv_blocks": -1}, "num_kv_blocks is -1: set it to 0 or more"),
         ({"num_kv_blocks": 1, "has_attention": False}, "num_kv_blocks must be 0 for a model without attention"),
         ({"max_checkpoints": -1}, "max_checkpoints is -1: set it to 0 or more, or to None"),
@@ -47,7 +47,7 @@ def test_cache_config_refuses(options: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("drafts", [0, 1, 7])
 def test_cache_config_takes_the_least_that_works(drafts: int) -> None:
-    CacheConfig(num_state_blocks=drafts + 3 if drafts else 2, max_draft_tokens=drafts, max_checkpoints=0)
+    CacheConfig(num_state_blocks=2, num_log_slots=1, max_draft_tokens=drafts, max_checkpoints=0)
 
 
 @pytest.mark.parametrize(

@@ -52,40 +52,36 @@ def test_a_boundary_after_a_rejected_draft_is_not_committed(tokens: int) -> None
         assert cached(d) == [64]
 
 
+@pytest.mark.parametrize("prompt", range(9, 17))
 @pytest.mark.parametrize("accepted", range(8))
-def test_the_next_step_reads_the_last_accepted_state_and_the_window_of_the_first_block(accepted: int) -> None:
-    cache = PrefixCache(CacheConfig(num_state_blocks=20, num_kv_blocks=4, max_draft_tokens=7))
-    cache.add("a", text(20))
+def test_the_next_step_reads_the_state_and_what_was_accepted_of_the_log(prompt: int, accepted: int) -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=2, num_kv_blocks=4, max_draft_tokens=7))
+    cache.add("a", text(prompt))
     assert isinstance(cache.admit("a"), Hit)
-    drafts = list(range(7))
-    first = cache.allocate("a", 20)
+    first = cache.allocate("a", prompt)
     assert first is not None
     plan = cache.plan([first])
     cache.issued(plan.steps)
     cache.accept(plan.steps, {"a": [30]})
-    verify = cache.allocate("a", 1, drafts=drafts)
-    assert verify is not None
+    verify = cache.allocate("a", 1, drafts=range(7))
+    assert verify is not None and verify.drafts == tuple(range(min(7, 15 - prompt % 16)))
+    assert (verify.src, verify.log_start) == (first.dst, prompt % 16)
+    assert bool(verify.dst) == ((prompt + verify.num_tokens) % 16 == 0)
+    assert verify.dst != verify.src or not verify.drafts
     plan = cache.plan([verify])
     cache.issued(plan.steps)
-    cache.accept(plan.steps, {"a": [*drafts[:accepted], 31]})
+    taken = list(verify.drafts[:accepted])
+    cache.accept(plan.steps, {"a": [*taken, 31]})
     after = cache.allocate("a", 1)
-    assert after is not None and after.start == 21 + accepted
-    assert (after.src, after.conv_src, after.conv_offset) == (verify.dst[accepted], verify.dst[0], accepted)
+    assert after is not None and after.start == prompt + 1 + len(taken)
+    folded = verify.dst and len(taken) == len(verify.drafts)
+    assert (after.src, after.log_start) == ((verify.dst, 0) if folded else (first.dst, prompt % 16))
+    assert after.log_slot == verify.log_slot
 
 
-def test_a_row_gets_as_many_drafts_as_there_are_blocks() -> None:
-    cache = {"num_state_blocks": 12, "num_kv_blocks": 9, "max_draft_tokens": 7}
-    d = Driver(Mix([Job(text(20, seed), 40) for seed in range(2)], draft_errors=1000, cache=cache))
-    d.submit(0)
-    d.submit(1)
-    d.step()
-    plan = d.scheduler.schedule()
-    assert plan is not None and [step.num_tokens for step in plan.steps] == [8, 2]
-
-
-def test_drafts_get_fewer_where_blocks_are_few() -> None:
+def test_drafts_get_fewer_where_a_fold_finds_no_block() -> None:
     jobs = [Job(text(50, seed), 60) for seed in range(3)]
-    d = run(jobs, num_state_blocks=10, max_draft_tokens=7, draft_errors=1000, budget=64)
+    d = run(jobs, num_state_blocks=3, max_draft_tokens=7, draft_errors=1000, budget=64)
     assert d.cache.stats.preemptions == 0
     assert max(len(request.output) for request in d.requests.values()) == 60
 

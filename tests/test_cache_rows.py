@@ -135,7 +135,7 @@ def test_the_last_token_of_a_prompt_in_the_decode_kernels() -> None:
         cache.allocate("a", 2, decode=True)
     before = run_step(cache, "a", 127).steps[0]
     step = cache.allocate("a", 1, decode=True)
-    assert step is not None and not step.prefill and step.samples and step.src == step.dst[0] == before.dst[0]
+    assert step is not None and not step.prefill and step.samples and step.src == step.dst == before.dst
     plan = cache.plan([step])
     assert (plan.num_decodes, plan.arrays["tokens"].tolist()) == (1, text(128)[-1:])
     cache.issued(plan.steps)

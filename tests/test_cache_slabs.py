@@ -261,7 +261,6 @@ def test_a_pool_of_its_own_is_as_it_was() -> None:
         ({"slab": (1, 5)}, "fill slabs"),
         ({"slab": (3, 1)}, "fill slabs"),
         ({"slab": (1, 1)}, "leave 2 to running requests"),
-        ({"slab": (1, 1), "num_state_blocks": 20, "max_draft_tokens": 2}, "leave 5 to"),
     ],
 )
 def test_slabs_that_cannot_be(options: dict, message: str) -> None:

@@ -47,7 +47,7 @@ STATE = 3 * (WINDOW + MATRIX)
     [
         ((), STATE, PAGE),
         (("--state-dtype", "bfloat16"), STATE - 3 * MATRIX // 2, PAGE),
-        (("--max-draft-tokens", "2"), STATE + 3 * 2 * 192 * 4, PAGE),
+        (("--max-draft-tokens", "2"), STATE, PAGE),
         (("--dtype", "bfloat16"), STATE - 3 * 1024, PAGE // 2),  # windows of 1,152 bytes begin at multiples of 256
     ],
 )
@@ -59,13 +59,14 @@ def test_plan(
     rows = table(capsys.readouterr().out)
     assert numbers(rows["one state"])[0] == state and numbers(rows["one KV block"])[0] == page
     assert numbers(rows["one state equals"]) == [state * 64 // page]
-    drafts = "--max-draft-tokens" in arguments
-    assert numbers(rows["running states"]) == [2 * (5 if drafts else 1) + 2, 2]
+    assert numbers(rows["running states"]) == [2 + 2, 2]
     assert numbers(rows["cached states"]) == [1_000_000 // state, 1_000_000 // state * state]
     assert numbers(rows["KV blocks"]) == [500_000 // page, 500_000 // page * 64]
     assert rows["shared by both"].strip() == "nothing: each has memory of its own"
     assert numbers(rows["longest request"]) == [16384] and numbers(rows["shortest hit"]) == [64, 65]
-    assert numbers(rows["max_num_seqs + 1"]) == [(5 if drafts else 1) * state]
+    log = numbers(rows["one token log"])[0]
+    assert log > 3 * 16 * 192 * (2 if "--dtype" in arguments else 4), "it holds more than the convolution's inputs"
+    assert numbers(rows["max_num_seqs + 1"]) == [state + log]
 
 
 def test_plan_for_a_device_that_is_not_here(
@@ -77,7 +78,8 @@ def test_plan_for_a_device_that_is_not_here(
     rows = table(capsys.readouterr().out)
     slabs, size = numbers(rows["shared by both"])[:2]
     assert "at most" in rows["cached states"] and "rounding loses" in rows["shared by both"]
-    assert numbers(rows["states and KV"])[0] == slabs * size < 0.85 * memory
+    logs = numbers(rows["running states"])[1] * numbers(rows["one token log"])[0]
+    assert numbers(rows["states and KV"])[0] == slabs * size + logs < 0.85 * memory
     assert rows["states and KV"].endswith("85% of what is left: the rest is for activations and CUDA graphs")
     assert main(["plan", str(config_only), "--device", "cuda"]) == 1
     assert "there is no CUDA device here" in capsys.readouterr().err
@@ -91,6 +93,7 @@ def test_plan_agrees_with_the_engine(text_model: Path, capsys: pytest.CaptureFix
     states, pages = llm.runner.states, llm.runner.pages
     assert pages is not None
     assert numbers(rows["one state"])[0] == states.block_bytes
+    assert numbers(rows["one token log"])[0] == llm.runner.logs.block_bytes and llm.runner.logs.num_blocks == 4
     assert numbers(rows["running states"])[0] + numbers(rows["cached states"])[0] == states.num_blocks
     assert numbers(rows["one KV block"])[0] == pages.block_bytes
     assert numbers(rows["KV blocks"])[0] == pages.num_blocks

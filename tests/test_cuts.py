@@ -59,10 +59,10 @@ def files_with(word: str, folders: Iterable[str]) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in paths if word in path.read_text()}
 
 
-@pytest.mark.parametrize("name", ["decode_len", "decode_boundary_index", "chunk_dst", "block_table_start"])
+@pytest.mark.parametrize("name", ["decode_len", "log_end", "chunk_dst", "block_table_start"])
 def test_an_index_array_stands_in_few_files(name: str) -> None:
     files = {path for path in files_with(name, ("mambacache", "kernels")) if "kernels/gpu" not in path}
-    assert {"mambacache/plan.py", "kernels/indices.py"} <= files and len(files) <= 5
+    assert {"mambacache/plan.py", "kernels/indices.py"} <= files and len(files) <= 7
 
 
 def test_the_cache_stays_small() -> None:

@@ -122,14 +122,6 @@ def test_times_of_attention_are_those_of_the_benchmark(monkeypatch: pytest.Monke
     assert all(row["ours_error"] <= 1.2 * row["peer_error"] for row in figures["rows"] if row.get("peer_error"))
 
 
-def test_times_of_the_token_log_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import log_table
-
-    figures, page = json.loads((RESULTS / "token-log-h200.json").read_text()), PAGES["docs/performance.md"]
-    assert log_table(figures) in page and f"commit {figures['commit'][:7]}" in page
-
-
 def test_times_of_the_engine_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from table import engine_table, faster, kl_table, turn_table

@@ -82,7 +82,7 @@ def test_a_model_that_drafts_for_itself_is_nearly_always_right(engine: Engines) 
     assert list(map(answer, outputs)) == list(map(answer, plain))
     for output, each in zip(outputs, params, strict=True):
         [completion] = output.outputs
-        assert completion.num_draft_tokens >= (each.max_tokens - 1) // 4 * 3
+        assert completion.num_draft_tokens >= 0.8 * ((each.max_tokens - 1) // 4 * 3)  # fewer where a log ends
         assert completion.num_accepted_tokens >= 0.9 * completion.num_draft_tokens
 
 
@@ -304,7 +304,10 @@ def test_both_models_stay_within_their_share(
     runners = [llm.runner, drafting(llm)._stepper._runner]
     rest = total // 2 - sum(weight_bytes(runner.model) for runner in runners)
     ours, its = (
-        sum(pool.buffer.nbytes for pool in (runner.states, runner.pages) if pool is not None) for runner in runners
+        sum(
+            {pool.buffer.data_ptr(): pool.buffer.nbytes for pool in pools if pool is not None}.values()
+        )  # one may be two
+        for pools in ((runner.states, runner.logs, runner.pages) for runner in runners)
     )
     assert 0.95 < its / (parts.DRAFT_SHARE * SHARES["cpu"][0] * rest) < 1.05
     assert 0.95 < ours / (SHARES["cpu"][0] * (rest - its)) < 1.05

@@ -121,15 +121,15 @@ def test_default_budgets_stay_within_their_share(skeleton: Model, drafts: int) -
     """However little memory there is: if one request fits, there are states and pages for it."""
     config = EngineConfig("model", device="cpu", max_draft_tokens=drafts)
     ample = plan_memory(config, skeleton, 1 << 40)
-    state, page, per_request = ample.state_bytes, ample.kv_block_bytes, drafts + 3 if drafts else 1
-    least = (per_request + 2) * state + page
+    state, page = ample.state_bytes, ample.kv_block_bytes
+    least = 3 * state + ample.log_bytes + page
     with pytest.raises(ValueError, match=f"one request takes {least:,} bytes .* free memory"):
         plan_memory(config, skeleton, int((least - 1) / SHARES["cpu"][0]))
     for share in (least, least + page, 2 * least, 5 * least, 30 * least, 300 * least, 1000 * least):
         sizes = plan_memory(config, skeleton, int(share / SHARES["cpu"][0]))
         assert sizes.device_bytes <= share
         assert sizes.max_num_seqs >= 1 and sizes.num_kv_blocks >= 1
-        assert sizes.num_running_states == sizes.max_num_seqs * per_request + 2
+        assert sizes.num_running_states == sizes.max_num_seqs + 2
     assert sizes.max_num_seqs == ample.max_num_seqs == 64 and sizes.max_checkpoints > 100
 
 
@@ -144,7 +144,7 @@ def test_the_default_is_a_state_for_every_7000_tokens_of_kv(skeleton: Model, mon
     tokens, state, page = sizes.num_kv_blocks * config.block_size, sizes.state_bytes, sizes.kv_block_bytes
     assert tokens / sizes.max_checkpoints == pytest.approx(7000, rel=0.01)
     one = EngineConfig("model", device="cpu", max_num_seqs=1)  # beside what runs less than two longest requests fit
-    sizes = plan_memory(one, skeleton, int((3 * state + 256 * page) / SHARES["cpu"][0]))
+    sizes = plan_memory(one, skeleton, int((3 * state + sizes.log_bytes + 256 * page) / SHARES["cpu"][0]))
     assert sizes.max_model_len == 256 * 64 and sizes.num_kv_blocks == 128
     monkeypatch.setattr(sizing, "state_bytes", lambda layers: 256)
     sizes = plan_memory(config, skeleton, 1 << 40)
@@ -165,7 +165,6 @@ def test_too_little_memory(tiny_model: Callable[[str], Path], monkeypatch: pytes
         ({}, "free memory, or take a device with more"),
         ({"gpu_memory_utilization": 1}, "free memory, or take a device with more"),
         ({"gpu_memory_utilization": 0.0002}, "free memory, or raise gpu_memory_utilization, which is 0.0002"),
-        ({"max_draft_tokens": 2}, "free memory, take a device with more, or lower max_draft_tokens"),
     ],
 )
 def test_advice_where_there_is_too_little_memory(skeleton: Model, options: dict[str, Any], advice: str) -> None:
@@ -214,7 +213,7 @@ def test_that_nothing_is_cached_is_warned_of(skeleton: Model, caplog: pytest.Log
     free = 1 << 30
     ample = plan_memory(EngineConfig("m", device="cpu"), skeleton, free)
     state, share = ample.state_bytes, int(free * SHARES["cpu"][0])
-    least = int((3 * state + ample.kv_block_bytes) / SHARES["cpu"][0])
+    least = int((3 * state + ample.log_bytes + ample.kv_block_bytes) / SHARES["cpu"][0])
     cases: list[tuple[int, dict[str, Any], str]] = [
         (free, {"kv_cache_bytes": share}, f"0 bytes are left for cached states and one takes {state}: nothing is "
          f"cached, lower kv_cache_bytes, which is {share}, or set checkpoint_budget_bytes"),

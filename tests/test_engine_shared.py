@@ -23,14 +23,14 @@ MODELS = ["qwen3_next", "kimi_linear", "jamba", "falcon_h1", "lfm2", "zamba2"]
 
 @pytest.fixture
 def start(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
-    def started(model: str, device: str, **options: object) -> LLM:
+    def started(model: str, device: str, room: int = ROOM, **options: object) -> LLM:
         """An engine in little memory, all of it full of NaN."""
         monkeypatch.setattr("mambacache.runner.sizing.MOST_LOST", 0.6)  # tiny states are about as large as a page
         directory, settings = tiny_model(model), {"device": device, "max_num_seqs": 3, "seed": 0, **options}
         ample = plan_memory(EngineConfig(directory, **settings), model_skeleton(directory), 1 << 40)  # type: ignore[arg-type]
         assert ample.slab is not None
-        slabs = -(-ample.num_running_states // ample.slab.states) + 1 + ROOM
-        memory = int((slabs + 0.5) * ample.slab.nbytes / SHARES[device][0])
+        slabs = -(-ample.num_running_states // ample.slab.states) + 1 + room
+        memory = int(((slabs + 0.5) * ample.slab.nbytes + 3 * ample.log_bytes) / SHARES[device][0])
         monkeypatch.setattr(parts, "usable_memory", lambda *_: memory)
         llm = LLM(directory, **settings)  # type: ignore[arg-type]
         assert llm.sizes.slab == ample.slab and llm.sizes.num_slabs == slabs - 1
@@ -64,7 +64,9 @@ def test_answers(model: str, device: str, start: Callable[..., LLM], original: C
 def test_with_drafts_a_tier_and_preemption(
     device: str, start: Callable[..., LLM], original: Callable[[str], Original]
 ) -> None:
-    llm = start("qwen3_next", device, host_cache_bytes=4 << 20, speculative="ngram", max_num_batched_tokens=200)
+    llm = start(
+        "qwen3_next", device, room=24, host_cache_bytes=4 << 20, speculative="ngram", max_num_batched_tokens=200
+    )
     prompts = [[*tokens_of(seed % 4, 150), *tokens_of(seed, 90)] for seed in range(16)]
     for _ in range(3):
         outputs = ask(llm, prompts, greedy(20))

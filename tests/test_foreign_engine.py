@@ -54,7 +54,7 @@ def test_same_hits_and_tokens_as_llm(model: Path, budget: int) -> None:
 
 def test_it_is_small_and_imports_only_what_is_public() -> None:
     source = SOURCE.read_text()
-    assert len(source.splitlines()) <= 120
+    assert len(source.splitlines()) <= 125
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module}
     assert {name for name in imported if name.startswith("mambacache")} <= {
         "mambacache",

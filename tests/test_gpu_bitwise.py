@@ -40,15 +40,18 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     },
     "gated_delta_rule": {
         ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
-        ("gated_delta_rule.decode", "BLOCK_V"): (4, 8, 16),
+        ("common.log", "PROGRAM_TILES"): (1, 2),
+        ("common.delta_fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
         ("ssd.prefill", "processors"): (no_processors, many_processors),
-        ("ssd.decode", "BLOCK_P"): (4, 16),
+        ("common.log", "PROGRAM_TILES"): (1, 2),
+        ("ssd.decode", "MAX_HEADS"): (1, 8, 32),
+        ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
         ("kda.prefill", "processors"): (no_processors, many_processors),
-        ("kda.decode", "BLOCK_V"): (4, 16),
+        ("common.log", "PROGRAM_TILES"): (1, 2),
     },
     "selective_scan": {
         ("selective_scan.prefill", "SHORT_CHAIN_WARPS"): (0, 1 << 30),
@@ -64,11 +67,11 @@ def first_shape(op: str, divisor: int) -> tuple[Make, Dtypes]:
     return FIRST[op](divisor), DTYPES[op][0]
 
 
-def outcome(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Bits of the outputs and of the whole pool after one run on a copy of it."""
-    slab = batch.pool.slab.clone()
-    y = batch.run(batch.pool.view(slab))
-    return bits(y), bits(slab)
+def outcome(batch: Batch) -> list[Tensor]:
+    """Bits of the outputs, of the whole pool and of the log after one run on copies of them."""
+    slabs = [batch.pool.slab.clone(), *batch.log.slabs()]
+    y = batch.run(batch.pool.view(slabs[0]), batch.log.views(slabs[1:]))
+    return [bits(each) for each in (y, *slabs)]
 
 
 @pytest.mark.parametrize("op", MODELS)
@@ -120,20 +123,22 @@ def test_a_replayed_graph_follows_its_indices(op: str) -> None:
     batch.run()
     buffers = StateIndices.decode_buffers(12, 2, "cuda")
     batch.indices = buffers.fill({}, 8)
-    state = batch.pool.view(batch.pool.slab.clone())
+    slabs = [batch.pool.slab.clone(), *batch.log.slabs()]
+    views = batch.pool.view(slabs[0]), batch.log.views(slabs[1:])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = batch.run(state)
+        y = batch.run(*views)
     rng = np.random.default_rng(3)
     for padding in (0, 3, 8):
         rows = [batch.decodes[i] for i in rng.permutation(8)[padding:]]
-        rows[1::2] = [replace(row, length=1, dst=row.dst[:1], boundary_index=-1) for row in rows[1::2]]
+        rows[1::2] = [replace(row, length=1, width=2) for row in rows[1::2]]
         arrays = plan_arrays(rows, [])
         batch.indices = StateIndices.from_arrays(arrays | {"tokens": int32([0] * 16)}, "cuda")
-        expected, slab = outcome(batch)
-        state.copy_(batch.pool.state)
+        expected, *wanted = outcome(batch)
+        for slab, start in zip(slabs, (batch.pool.slab, *batch.log.slabs()), strict=True):
+            slab.copy_(start)
         buffers.fill(arrays, 8)
         graph.replay()
         assert torch.equal(bits(y), expected)
-        assert torch.equal(bits(state), bits(batch.pool.view(slab.view(batch.pool.slab.dtype))))
+        assert all(torch.equal(bits(slab), its) for slab, its in zip(slabs, wanted, strict=True))
         assert not y[2 * (8 - padding) :].any()

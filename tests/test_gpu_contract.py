@@ -23,10 +23,10 @@ SHARED: dict[str, Callable[..., None]] = {
     "mixed batch": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=1),
     "mixed batch with drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=4),
     "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
-    "tokens without dst": contract.test_a_token_without_dst_changes_nothing_but_its_own_store,
+    "every window": contract.test_every_window_of_a_log,
+    "folds": contract.test_a_fold_changes_nothing_but_its_dst,
     "out": partial(out.test_an_op_writes_its_result_into_out, gap=8),
     "unaligned out": partial(out.test_an_op_writes_its_result_into_out, gap=3),
-    "in place": contract.test_updating_in_place_equals_writing_elsewhere,
     "dense slots": partial(contract.test_any_slot_stride_gives_the_same, gap=0),
     "slots at 16 bytes": partial(contract.test_any_slot_stride_gives_the_same, gap=16),
     "no tokens": contract.test_batches_without_tokens_do_nothing,
@@ -34,7 +34,7 @@ SHARED: dict[str, Callable[..., None]] = {
     "split after a hit": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=128),
     "checkpoints": bitwise.test_storing_checkpoints_changes_nothing,
     "company": lambda make, dtype, state_dtype: bitwise.check_in_company(make(), dtype, state_dtype, COMPANIES),
-    "drafts": bitwise.test_drafts_leave_the_state_of_the_sequential_run,
+    "drafts": bitwise.test_steps_and_drafts_change_no_bit,
 }
 ROWS = [
     pytest.param(make, *dtypes, id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))

@@ -16,14 +16,14 @@ ROWS = 64
 
 def test_a_fill_is_one_transfer() -> None:
     buffers = StateIndices.decode_buffers(ROWS, 2, "cuda")
-    arrays = plan_arrays([Row(2, 1, (2, 3))] * 5, [])
+    arrays = plan_arrays([Row(2, 1, 2)] * 5, [])
     names = launched(lambda: buffers.fill(arrays, 8))
     assert len(names) == 1 and "HtoD" in names[0], names
 
 
 def test_fills_that_run_ahead_of_the_device_do_not_overtake_each_other() -> None:
     buffers = StateIndices.decode_buffers(ROWS, 1, "cuda")
-    steps = [plan_arrays([Row(1, block, (block,))] * ROWS, []) for block in range(1, 201)]
+    steps = [plan_arrays([Row(1, block, block)] * ROWS, []) for block in range(1, 201)]
     torch.cuda._sleep(1_000_000_000)  # half a second in which nothing arrives
     seen = [buffers.fill(arrays, ROWS).decode_src.clone() for arrays in steps]
     torch.cuda.synchronize()

@@ -42,7 +42,7 @@ def dtype_of(model: str) -> str:
 
 def run(model: Model, eager: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The logits of some steps, of other sizes each, and what they leave in the pool of states."""
-    driver, found = Driver(model, max_draft_tokens=DRAFTS), []
+    driver, found = Driver(model), []
     runner = driver.runner
     runner.capture(ROWS, DRAFTS, PAGES)
     assert runner._graphs is not None
@@ -50,7 +50,9 @@ def run(model: Model, eager: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
 
     def noting(graph: DecodeGraph, indices: StateIndices) -> torch.Tensor:
         pages = runner.pages.layers if runner.pages is not None else []
-        logits = model.logits(indices, runner.states.layers, pages) if eager else replay(graph, indices)
+        logits = (
+            model.logits(indices, runner.states.layers, runner.logs.layers, pages) if eager else replay(graph, indices)
+        )
         found.append(logits.clone())
         return logits
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_cases import DEVICE, DTYPES, SAMPLES, Dtypes, Make, move_parameters
-from kernel_cases import Inputs, Op, Pool, Row, assert_bitwise, part, plan_arrays, random
+from kernel_cases import Inputs, Log, Op, Pool, Row, assert_bitwise, part, plan_arrays, random
 from mambacache.kernels import StateIndices
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
@@ -35,9 +35,9 @@ BATCHES = {
 }
 
 
-def run(op: Op, rows: Sequence[Row], decode: bool, inputs: Inputs, state: Tensor) -> Tensor:
+def run(op: Op, rows: Sequence[Row], decode: bool, inputs: Inputs, state: Tensor, log: Sequence[Tensor]) -> Tensor:
     arrays = plan_arrays(rows, []) if decode else plan_arrays([], rows)
-    return op.run(inputs, state, StateIndices.from_arrays(arrays, state.device))
+    return op.run(inputs, state, log, StateIndices.from_arrays(arrays, state.device))
 
 
 @pytest.mark.parametrize(("lengths", "decode"), BATCHES.values(), ids=BATCHES.keys())
@@ -46,17 +46,23 @@ def test_a_batch_gives_what_its_halves_give(make: Make, dtypes: Dtypes, lengths:
     op = make()
     move_parameters(op)
     pool = Pool(op.state_shape, dtypes[1], blocks=len(lengths) + 2, device=DEVICE)
+    log = Log(op, pool, dtypes[0], len(lengths) + 1 if decode else 1)
     sources = 0, pool.take(random(*op.state_shape, seed=1))
-    rows = [Row(n, sources[i % 2], (pool.take(),), 64 * (i % 2)) for i, n in enumerate(lengths)]
+    rows = [
+        Row(n, sources[i % 2], pool.take(), 64 * (i % 2), log_slot=log.take() if decode else 0)
+        for i, n in enumerate(lengths)
+    ]
     drawn = torch.arange(sum(lengths), device=DEVICE) % SAMPLES
     inputs = {name: x.to(DEVICE)[drawn] for name, x in op.inputs(SAMPLES, dtypes[0]).items()}
-    halved = pool.slab.clone()
+    halves = [pool.slab.clone(), *log.slabs()]
 
-    whole = run(op, rows, decode, inputs, pool.state)
+    whole = run(op, rows, decode, inputs, pool.state, log.tensors)
 
     middle, tokens = len(rows) // 2, sum(lengths[: len(rows) // 2])
-    first = run(op, rows[:middle], decode, part(inputs, 0, tokens), pool.view(halved))
-    second = run(op, rows[middle:], decode, part(inputs, tokens, len(whole)), pool.view(halved))
+    views = pool.view(halves[0]), log.views(halves[1:])
+    first = run(op, rows[:middle], decode, part(inputs, 0, tokens), *views)
+    second = run(op, rows[middle:], decode, part(inputs, tokens, len(whole)), *views)
     assert whole.any() and not whole.isnan().any()
     assert_bitwise(torch.cat([first, second]), whole)
-    assert_bitwise(halved, pool.slab)
+    for half, slab in zip(halves, (pool.slab, *log.slabs()), strict=True):
+        assert_bitwise(half, slab)

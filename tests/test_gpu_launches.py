@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import test_kernels_rms_norm as norm
 from gpu_cases import BF16, DTYPES, MODELS, Batch, Mix
-from kernel_cases import Pool, Row, assert_bitwise, plan_arrays, random, run_rows
+from kernel_cases import Log, Pool, Row, assert_bitwise, plan_arrays, random, run_rows
 from mambacache.kernels import StateIndices, rms_norm
 from op_conv1d import Conv1dOp
 from test_gpu_accuracy import check
@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
 # At most so many launches for decode rows, for prefill rows, and for both.
 LAUNCHES = {
-    "gated_delta_rule": (1, 2, 3),
-    "kda": (1, 2, 3),
+    "gated_delta_rule": (3, 2, 5),
+    "kda": (3, 2, 5),
     "conv1d": (1, 1, 1),
     "selective_scan": (1, 1, 2),
-    "ssd": (1, 2, 3),
+    "ssd": (3, 2, 5),
 }
 
 
@@ -127,14 +127,36 @@ def test_slots_at_the_end_of_a_pool_of_more_than_two_billion_elements(op: str) -
     for target, blocks in ((small, [7, 6, 5, 4]), (pool, [last, last - 1, last - 2, last - 3])):
         src, dst, checkpoint, end = blocks
         target.state[src] = start.to(dtypes[1])
+        log = Log(one, target, dtypes[0], 2)
         token, prompt = one.inputs(1, dtypes[0], seed=1), one.inputs(100, dtypes[0], seed=2)
-        prefill = Row(100, src, (end,), context=64, checkpoints={128: checkpoint})
-        outputs.append(run_rows(one, target, [(Row(1, src, (dst,)), token)], [(prefill, prompt)]))
+        prefill = Row(100, src, end, context=64, checkpoints={128: checkpoint})
+        decode = Row(1, src, dst, log_slot=log.take())
+        outputs.append(run_rows(one, target, [(decode, token)], [(prefill, prompt)], log=log))
         states.append(target.state[[dst, checkpoint, end]])
         assert target.state[0].isnan().all()
     assert_bitwise(*states)
     for small_output, large_output in zip(*outputs, strict=True):
         assert_bitwise(small_output, large_output)
+
+
+@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.parametrize("op", MODELS)
+def test_slots_at_the_end_of_a_log_of_more_than_two_billion_elements(op: str) -> None:
+    make, dtypes = first_shape(op, 1)
+    one = make()
+    pool = Pool(one.state_shape, dtypes[1], blocks=4, device="cuda")
+    src, found = pool.take(random(*one.state_shape, seed=1)), []
+    largest = max(int(np.prod(each.shape)) for each in one.log_layout(*dtypes))
+    for slots in (4, (2**31 + 2**28) // largest):
+        log, dst = Log(one, pool, dtypes[0], slots), pool.take()
+        outputs = []
+        for t, target in enumerate((0, dst)):
+            row = Row(1, src, target, log_slot=slots - 1, log_end=t)
+            outputs += run_rows(one, pool, [(row, one.inputs(1, dtypes[0], seed=t))], log=log)
+        found.append([*outputs, pool.state[dst], *(tensor[slots - 1, :2] for tensor in log.tensors)])
+        assert all(tensor[0].isnan().all() for tensor in log.tensors if tensor.is_floating_point())
+    for small, large in zip(*found, strict=True):
+        assert_bitwise(small, large)
 
 
 @pytest.mark.xdist_group("memory")  # one at a time
@@ -148,10 +170,10 @@ def test_tokens_beyond_two_billion_elements(op: str) -> None:
     rows = (2**31 + 2**25) // width // 64
     pool = Pool(one.state_shape, dtypes[1], blocks=4, device="cuda")
     first, second = pool.take(), pool.take()
-    alone = run_rows(one, pool, [], [(Row(64, 0, (first,)), samples)])[0]
-    arrays = plan_arrays([], [*[Row(64)] * (rows - 1), Row(64, 0, (second,))])
+    alone = run_rows(one, pool, [], [(Row(64, 0, first), samples)])[0]
+    arrays = plan_arrays([], [*[Row(64)] * (rows - 1), Row(64, 0, second)])
     inputs = {name: x.cuda().repeat(rows, *[1] * (x.dim() - 1)) for name, x in samples.items()}
-    y = one.run(inputs, pool.state, StateIndices.from_arrays(arrays, "cuda"))
+    y = one.run(inputs, pool.state, (), StateIndices.from_arrays(arrays, "cuda"))
     assert_bitwise(y[-64:].cpu(), alone)
     assert_bitwise(pool.state[second], pool.state[first])
 

@@ -112,7 +112,7 @@ def test_a_row_does_not_depend_on_its_batch(shape: Shape) -> None:
     for i, (row, start) in enumerate(zip([*batch.decodes, *batch.prefills], starts, strict=True)):
         if not row.length:
             continue
-        count = len(row.dst) if i < len(batch.decodes) else row.length
+        count = row.width if i < len(batch.decodes) else row.length
         tokens = [x[start : start + count].clone() for x in batch.tokens]
         rows = ([row], []) if i < len(batch.decodes) else ([], [row])
         alone = Batch(batch.pages, *rows, tokens).run()
@@ -171,8 +171,8 @@ def test_a_replayed_graph_follows_its_indices(name: str) -> None:
     shape = SHAPES[name]
     pages = shape.pages(1000)
     long = [pages.row(context, shape.width, decode=True, seed=context) for context in (300, 9000, 17000, 64)]
-    short = [Row(0, dst=row.dst, pages=row.pages) for row in long]
-    short[1] = Row(1, dst=long[1].dst, pages=long[1].pages, context=7, kv_held=8)
+    short = [Row(0, width=row.width, pages=row.pages) for row in long]
+    short[1] = Row(1, width=shape.width, pages=long[1].pages, context=7, kv_held=8)
     tokens = shape.inputs(4 * shape.width + 2)
     captured, other = (pages.indices(rows, [], len(tokens[0])) for rows in (short, long))
 

@@ -24,7 +24,7 @@ def test_ops_run_on_the_current_device(name: str) -> None:
     inputs, outputs = op.inputs(70, FP32), []
     for index in (0, 1):
         pool = Pool(op.state_shape, FP32, device=f"cuda:{index}")
-        rows = [(Row(70, 0, (pool.take(),)), inputs)]
+        rows = [(Row(70, 0, pool.take()), inputs)]
         with torch.cuda.device(1 - index), pytest.raises(ValueError, match=f"under torch.cuda.device.{index}."):
             run_rows(op, pool, [], rows)
         with torch.cuda.device(index):

@@ -51,8 +51,9 @@ TOKEN_BY_TOKEN = Mix((3, 1, 2), (70, 1))
 BOUND = {FP32: 2e-6, FP16: 1e-3}
 CONTRACT: dict[str, Callable[..., None]] = {
     "drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=3),
-    "tokens without dst": contract.test_a_token_without_dst_changes_nothing_but_its_own_store,
-    "in place": contract.test_updating_in_place_equals_writing_elsewhere,
+    "windows": partial(contract.test_every_window_of_a_log, step=5),
+    "folds": contract.test_a_fold_changes_nothing_but_its_dst,
+    "steps and drafts": partial(bitwise.test_steps_and_drafts_change_no_bit, length=24),
     "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
     "split": partial(bitwise.test_prefill_split_at_any_boundary_equals_the_unsplit_run, context=128),
     "no tokens": contract.test_batches_without_tokens_do_nothing,
@@ -157,7 +158,8 @@ def test_out(make: Make) -> None:
     batch = Batch(make(), Mix((2, 1), (5,)), (FP32, FP32))
 
     def call(**options: Tensor) -> Tensor:
-        return batch.op.run(batch.inputs, batch.pool.view(batch.pool.slab.clone()), batch.indices, **options)
+        state = batch.pool.view(batch.pool.slab.clone())
+        return batch.op.run(batch.inputs, state, batch.log.views(batch.log.slabs()), batch.indices, **options)
 
     out.check_out(call, 8)
 

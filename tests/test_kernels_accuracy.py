@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernel_cases import (
-    MAX_DRAFTS,
     Inputs,
+    Log,
     Op,
     Pool,
     Recurrence,
@@ -22,7 +22,7 @@ from kernel_cases import (
     run_rows,
 )
 from kernel_ops import EVERY_HARD_CASE, EVERY_SHAPE, OPS, RULERS
-from mambacache.kernels import StateIndices, reference
+from mambacache.kernels import FOLD, StateIndices, reference
 
 LENGTH = 150
 WORST_TOKEN = 4  # times the error of the fp32 recurrence's worst token
@@ -38,18 +38,35 @@ Run = Callable[[Recurrence, Pool, int, Inputs], tuple[Tensor, int]]
 def run_prefill(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Tensor, int]:
     """Outputs, and the block of the state after the last token."""
     dst = pool.take()
-    (y,) = run_rows(op, pool, [], [(Row(LENGTH, src, (dst,), context=40), inputs)])
+    (y,) = run_rows(op, pool, [], [(Row(LENGTH, src, dst, context=40), inputs)])
     return y, dst
 
 
 def run_decode(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Tensor, int]:
-    """The same token by token."""
-    outputs = []
-    for start in range(0, LENGTH, MAX_DRAFTS):
-        dst = tuple(pool.take() for _ in range(start, min(start + MAX_DRAFTS, LENGTH)))
-        outputs += run_rows(op, pool, [(Row(len(dst), src, dst), part(inputs, start, start + len(dst)))])
-        src = dst[-1]
-    return torch.cat(outputs), src
+    """The same token by token, each folded into a state of its own: the recurrence itself."""
+    log, dst, outputs = Log(op, pool, next(iter(inputs.values())).dtype), pool.take(), []
+    slot = log.take()
+    for t in range(LENGTH):
+        outputs += run_rows(op, pool, [(Row(1, src, dst, log_slot=slot), part(inputs, t, t + 1))], log=log)
+        src = dst
+    return torch.cat(outputs), dst
+
+
+def run_logged(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Tensor, int]:
+    """The same over logs of 16 tokens, from position 3 on, four at a time."""
+    log, dst, outputs = Log(op, pool, next(iter(inputs.values())).dtype), pool.take(), []
+    slot, position, end, start = log.take(), 3, LENGTH + 3, 3
+    while position < end:
+        entry = position % FOLD
+        count = min(4, FOLD - entry, end - position)
+        row = Row(count, src, dst, log_slot=slot, log_start=start, log_end=entry)
+        if entry + count < FOLD and position + count < end:
+            row.dst = 0
+        outputs += run_rows(op, pool, [(row, part(inputs, position - 3, position - 3 + count))], log=log)
+        position += count
+        if row.dst:
+            src, start = dst, 0
+    return torch.cat(outputs), dst
 
 
 def errors(
@@ -59,7 +76,7 @@ def errors(
     inputs = op.inputs(LENGTH, dtype)
     pool = Pool(op.state_shape, dtype, blocks=LENGTH + 8, device=device)
     src = pool.take(random(*op.state_shape, seed=7))
-    exact, states = op.recurrence(inputs, pool.state[src].cpu().double())
+    exact, states = op.walk(inputs, pool.state[src].cpu().double())
     y, dst = run(op, pool, src, inputs)
     worst = max(relative_error(*token) for token in zip(y, exact, strict=True))
     return relative_error(y, exact), relative_error(pool.state[dst].cpu(), states[-1]), worst
@@ -74,6 +91,18 @@ def test_every_shape(make: Callable[[], Recurrence]) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
 def test_hard_inputs(make: Callable[[], Recurrence], dtype: torch.dtype, bound: float) -> None:
     assert max(errors(make(), dtype)[:2]) < bound
+
+
+@pytest.mark.parametrize("make", EVERY_SHAPE.values(), ids=EVERY_SHAPE.keys())
+def test_every_shape_in_decode(make: Callable[[], Recurrence]) -> None:
+    assert max(errors(make(), torch.float32, run_logged)[:2]) < 3e-6
+
+
+@pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-6), (torch.float64, 1e-10)])
+def test_hard_inputs_in_decode(make: Callable[[], Recurrence], dtype: torch.dtype, bound: float) -> None:
+    """Decays within a log are differences of sums, and none of a token is below 2^-34.6, which float64 sees."""
+    assert max(errors(make(), dtype, run_logged)[:2]) < bound
 
 
 @pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
@@ -93,13 +122,13 @@ def test_operands_rounded_to_a_dtype_lose_what_that_dtype_loses(
     """The precision ruler: its error is a few units in the last place of the operands, and gone in fp32."""
     op = make()
     inputs = {name: value.float() for name, value in op.inputs(LENGTH, dtype).items()}  # fp32, so that outputs are too
-    expected, states = op.recurrence(inputs, torch.zeros(op.state_shape, dtype=torch.float64))
+    expected, states = op.walk(inputs, torch.zeros(op.state_shape, dtype=torch.float64))
     errors = {}
     for operand_dtype in (None, torch.float32, dtype):
         pool = Pool(op.state_shape, torch.float32)
         dst = pool.take()
-        indices = StateIndices.from_arrays(plan_arrays([], [Row(LENGTH, 0, (dst,))]), "cpu")
-        y = op.run(inputs, pool.state, indices, library=reference, operand_dtype=operand_dtype)
+        indices = StateIndices.from_arrays(plan_arrays([], [Row(LENGTH, 0, dst)]), "cpu")
+        y = op.run(inputs, pool.state, (), indices, library=reference, operand_dtype=operand_dtype)
         errors[operand_dtype] = relative_error(y, expected), relative_error(pool.state[dst], states[-1])
     assert errors[None] == errors[torch.float32] and max(errors[None]) < 1e-6
     unit = torch.finfo(dtype).eps
@@ -116,9 +145,12 @@ def test_strided_views_give_the_same(make: Callable[[], Op], dtype: torch.dtype)
     wide = torch.cat([torch.zeros(LENGTH, 1, dtype=dtype), *(value.flatten(1) for value in inputs.values())], dim=1)
     slices = wide.split([1, *(value[0].numel() for value in inputs.values())], dim=1)[1:]
     views = {name: view.view(inputs[name].shape) for name, view in zip(inputs, slices, strict=True)}
-    blocks, outputs = [pool.take(), pool.take()], []
-    for tokens, block in zip((inputs, views), blocks, strict=True):
-        arrays = plan_arrays([Row(1, 0, (pool.take(),))], [Row(LENGTH - 1, 0, (block,))])
-        outputs.append(op.run(tokens, pool.state, StateIndices.from_arrays(arrays, "cpu")))
+    log = Log(op, pool, dtype)
+    blocks, slots, outputs = [pool.take(), pool.take()], [log.take(), log.take()], []
+    for tokens, block, slot in zip((inputs, views), blocks, slots, strict=True):
+        arrays = plan_arrays([Row(1, 0, pool.take(), log_slot=slot)], [Row(LENGTH - 1, 0, block)])
+        outputs.append(op.run(tokens, pool.state, log.tensors, StateIndices.from_arrays(arrays, "cpu")))
     assert_bitwise(*outputs)
     assert_bitwise(*pool.state[blocks])
+    for tensor in log.tensors:
+        assert_bitwise(*tensor[slots])

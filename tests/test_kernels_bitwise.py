@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import CHUNK, MAX_DRAFTS, Op, Pool, Recurrence, Row, assert_bitwise, part, random, run_rows
+from kernel_cases import CHUNK, Inputs, Log, Op, Pool, Recurrence, Row, assert_bitwise, bits, part, random, run_rows
 from kernel_ops import EVERY_OP_AND_DTYPE, EVERY_SHAPE, OPS
+from mambacache.kernels import FOLD
 
 every_op = pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)
 
@@ -35,11 +36,11 @@ def test_prefill_split_at_any_boundary_equals_the_unsplit_run(
     boundaries = range(CHUNK, length, CHUNK)
     checkpoints = {context + b: pool.take() for b in boundaries}
     whole_end = pool.take()
-    (whole,) = run_rows(op, pool, [], [(Row(length, src, (whole_end,), context, checkpoints=checkpoints), inputs)])
+    (whole,) = run_rows(op, pool, [], [(Row(length, src, whole_end, context, checkpoints=checkpoints), inputs)])
     for b in boundaries:
         middle, end = pool.take(), pool.take()
-        (first,) = run_rows(op, pool, [], [(Row(b, src, (middle,), context), part(inputs, 0, b))])
-        (second,) = run_rows(op, pool, [], [(Row(length - b, middle, (end,), context + b), part(inputs, b, length))])
+        (first,) = run_rows(op, pool, [], [(Row(b, src, middle, context), part(inputs, 0, b))])
+        (second,) = run_rows(op, pool, [], [(Row(length - b, middle, end, context + b), part(inputs, b, length))])
         assert_bitwise(pool.state[middle], pool.state[checkpoints[context + b]])
         assert_bitwise(pool.state[end], pool.state[whole_end])
         assert_bitwise(torch.cat([first, second]), whole)
@@ -54,8 +55,8 @@ def test_storing_checkpoints_changes_nothing(
     pool = Pool(op.state_shape, state_dtype)
     plain, stored = pool.take(), pool.take()
     checkpoints = {b: pool.take() for b in range(CHUNK, length, CHUNK)}
-    (without,) = run_rows(op, pool, [], [(Row(length, 0, (plain,)), inputs)])
-    (with_all,) = run_rows(op, pool, [], [(Row(length, 0, (stored,), checkpoints=checkpoints), inputs)])
+    (without,) = run_rows(op, pool, [], [(Row(length, 0, plain), inputs)])
+    (with_all,) = run_rows(op, pool, [], [(Row(length, 0, stored, checkpoints=checkpoints), inputs)])
     assert_bitwise(with_all, without)
     assert_bitwise(pool.state[stored], pool.state[plain])
 
@@ -75,22 +76,30 @@ def test_a_row_does_not_depend_on_its_batch_with_two_threads(make: Callable[[], 
 def check_in_company(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, companies: tuple[int, ...]) -> None:
     """A decode row and a prefill row give the same bits alone and at a random place among others."""
     pool = Pool(op.state_shape, state_dtype, blocks=512)
-    src = pool.take(random(*op.state_shape, seed=9))
+    log = Log(op, pool, dtype, 512)
+    start = random(*op.state_shape, seed=9)
+    src = pool.take(start)
     prompt, tokens = op.inputs(150, dtype, seed=1), op.inputs(3, dtype, seed=2)
+    logged = op.inputs(FOLD, dtype, seed=3)
+    entries, (_, states) = op.entries(logged, start), op.walk(logged, start)
 
-    def decode(length: int = 3) -> Row:
-        return Row(length, src, tuple(pool.take() for _ in range(length)))
+    def decode(length: int = 3, first: int = 2, end: int = 9) -> Row:
+        slot = log.take([each[: end - first] for each in entries], first, states, drafts=2)
+        return Row(length, src, pool.take(), log_slot=slot, log_start=first, log_end=end)
 
     def prefill(length: int = 150, context: int = 64) -> Row:
-        return Row(length, src, (pool.take(),), context)
+        return Row(length, src, pool.take(), context)
 
     alone = decode(), prefill()
-    (decoded,) = run_rows(op, pool, [(alone[0], tokens)])
+    (decoded,) = run_rows(op, pool, [(alone[0], tokens)], log=log)
     (prefilled,) = run_rows(op, pool, [], [(alone[1], prompt)])
     rng = np.random.default_rng(5)
     for company in companies:
         place = int(rng.integers(company + 1))
-        decodes = [(decode(int(n)), op.inputs(int(n), dtype, seed=30 + int(n))) for n in rng.integers(1, 4, company)]
+        decodes = [
+            (decode(int(n), int(first), int(first + n)), op.inputs(int(n), dtype, seed=30 + int(n)))
+            for n, first in zip(rng.integers(1, 4, company), rng.integers(0, 10, company), strict=True)
+        ]
         prefills = [
             (prefill(int(n), int(rng.integers(90))), op.inputs(int(n), dtype, seed=int(n)))
             for n in rng.integers(1, 200, company)
@@ -98,12 +107,13 @@ def check_in_company(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, compa
         rows = decode(), prefill()
         decodes.insert(place, (rows[0], tokens))
         prefills.insert(place, (rows[1], prompt))
-        outputs = run_rows(op, pool, decodes, prefills)
+        outputs = run_rows(op, pool, decodes, prefills, log=log)
         assert_bitwise(outputs[place], decoded)
         assert_bitwise(outputs[len(decodes) + place], prefilled)
         for row, lone in zip(rows, alone, strict=True):
-            for block, wanted in zip(row.dst, lone.dst, strict=True):
-                assert_bitwise(pool.state[block], pool.state[wanted])
+            assert_bitwise(pool.state[row.dst], pool.state[lone.dst])
+        for tensor, lone in zip(*(log.held(row.log_slot, 2, 12) for row in (rows[0], alone[0])), strict=True):
+            assert_bitwise(tensor, lone)
 
 
 @pytest.mark.parametrize("make", EVERY_SHAPE.values(), ids=EVERY_SHAPE.keys())
@@ -112,70 +122,85 @@ def test_products_of_every_shape_round_alike_in_any_batch(make: Callable[[], Rec
     pool = Pool(op.state_shape, torch.float32, blocks=32)
     inputs = op.inputs(70, torch.float32)
     lone = pool.take()
-    (wanted,) = run_rows(op, pool, [], [(Row(70, 0, (lone,)), inputs)])
+    (wanted,) = run_rows(op, pool, [], [(Row(70, 0, lone), inputs)])
     for count in (2, 3, 9):
         blocks = [pool.take() for _ in range(count)]
-        outputs = run_rows(op, pool, [], [(Row(70, 0, (block,)), inputs) for block in blocks])
+        outputs = run_rows(op, pool, [], [(Row(70, 0, block), inputs) for block in blocks])
         for block, output in zip(blocks, outputs, strict=True):
             assert_bitwise(output, wanted)
             assert_bitwise(pool.state[block], pool.state[lone])
 
 
 class Sequence:
-    """A sequence that is decoded one token at a time, as the truth for a run with drafts."""
+    """A sequence in decode from position `start` on, whose state stands there at first."""
 
-    def __init__(self, op: Op, pool: Pool, length: int, dtype: torch.dtype, seed: int) -> None:
-        self.op, self.pool = op, pool
-        self.inputs = op.inputs(length, dtype, seed)
-        self.src = self.window_src = pool.take(random(*op.state_shape, seed=seed))
-        self.window_offset = self.done = 0
+    def __init__(self, op: Op, pool: Pool, log: Log, inputs: Inputs, start: int, state: Tensor) -> None:
+        self.op, self.pool, self.log, self.inputs = op, pool, log, inputs
+        self.start = self.position = start
+        self.length = len(next(iter(inputs.values())))
+        self.src, self.spare, self.slot = pool.take(state), pool.take(), log.take()
+        self.log_start = start % FOLD
         self.outputs: list[Tensor] = []
-        self.states: list[Tensor] = []  # after each token
-        src = self.src
-        for t in range(length):
-            dst = pool.take()
-            (y,) = run_rows(op, pool, [(Row(1, src, (dst,)), part(self.inputs, t, t + 1))])
-            self.outputs.append(y[0])
-            self.states.append(op.final_state(pool.state, dst, dst, 0).clone())
-            src = dst
+        self.kept: list[list[Tensor]] = []  # of every fold the state and its log
 
-    def check(self, row: Row, outputs: Tensor, accepted: int) -> None:
-        op, state = self.op, self.pool.state
-        for j in range(accepted):
-            assert_bitwise(outputs[j], self.outputs[self.done + j])
-        if 0 < row.boundary_index < accepted:  # a complete state in one block
-            block = row.dst[row.boundary_index]
-            assert_bitwise(op.final_state(state, block, block, 0), self.states[self.done + row.boundary_index])
-        self.src, self.window_src, self.window_offset = row.dst[accepted - 1], row.dst[0], accepted - 1
-        self.done += accepted
-        kept = op.final_state(state, self.src, self.window_src, self.window_offset)
-        assert_bitwise(kept, self.states[self.done - 1])
+    @property
+    def left(self) -> int:
+        return self.start + self.length - self.position
+
+    def row(self, count: int, right: int, seed: int) -> tuple[Row, Inputs]:
+        """The next tokens, of which so many are right, and then drafts that are wrong; as many of both as fit."""
+        entry, done = self.position % FOLD, self.position - self.start
+        count = min(count, FOLD - entry)
+        self.right = min(count, right, self.left)
+        dst = self.spare if entry + count == FOLD else 0
+        inputs = part(self.inputs, done, done + self.right)
+        if count > self.right:
+            wrong = self.op.inputs(count - self.right, next(iter(inputs.values())).dtype, seed)
+            inputs = {name: torch.cat([value, wrong[name]]) for name, value in inputs.items()}
+        return Row(count, self.src, dst, log_slot=self.slot, log_start=self.log_start, log_end=entry), inputs
+
+    def accept(self, outputs: Tensor) -> None:
+        self.outputs.append(outputs[: self.right])
+        self.position += self.right
+        if self.right and self.position % FOLD == 0:
+            self.src, self.spare = self.spare, self.src
+            self.note()
+            self.log_start = 0
+        elif not self.left:
+            self.note(self.position % FOLD)
+
+    def note(self, end: int = FOLD) -> None:
+        self.kept.append([bits(self.pool.state[self.src]).clone()])
+        self.kept[-1] += [bits(pool.state[self.slot, self.log_start : end]).clone() for pool in self.log.of_entries]
+
+    def assert_same(self, other: Sequence) -> None:
+        assert_bitwise(torch.cat(self.outputs), torch.cat(other.outputs))
+        for mine, its in zip(self.kept, other.kept, strict=True):
+            for one, another in zip(mine, its, strict=True):
+                assert torch.equal(one, another)
 
 
 @every_op
-def test_drafts_leave_the_state_of_the_sequential_run(
-    make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype
+def test_steps_and_drafts_change_no_bit(
+    make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype, length: int = 40
 ) -> None:
-    """Rows of 1 to 8 tokens, wrong drafts after a random number of right ones, three sequences at different paces."""
-    op, length = make(), 24
-    pool = Pool(op.state_shape, state_dtype, blocks=1024)
-    sequences = [Sequence(op, pool, length, dtype, seed) for seed in (1, 2, 3)]
+    """Rows of 1 to 8 tokens, wrong drafts after a random number of right ones, three sequences at different paces: what
+    each gives, its folds and its logs are those of one token at a time."""
+    op = make()
+    pool = Pool(op.state_shape, state_dtype)
+    log = Log(op, pool, dtype)
+    state, starts = random(*op.state_shape, seed=9), (0, 5, 15)
+    inputs = [op.inputs(length, dtype, seed) for seed in range(len(starts))]
+    plain, drafted = (
+        [Sequence(op, pool, log, *each, state) for each in zip(inputs, starts, strict=True)] for _ in range(2)
+    )
     rng = np.random.default_rng(0)
-    while any(s.done < length for s in sequences):
-        width, segments, accepted = int(rng.integers(1, MAX_DRAFTS + 2)), [], []
-        for s in sequences:
-            count = int(rng.integers(1, width + 1)) if s.done < length else 0
-            right = min(count, int(rng.integers(1, width + 1)), length - s.done)
-            wrong = op.inputs(count - right, dtype, seed=int(rng.integers(1000)))
-            true = part(s.inputs, s.done, s.done + right)
-            inputs = {name: torch.cat([value, wrong[name]]) for name, value in true.items()}
-            dst = tuple(pool.take() for _ in range(count)) or (0,)
-            boundary = int(rng.integers(1, count)) if count > 1 else -1
-            source = (s.src, s.window_src, s.window_offset) if count else (0, 0, 0)
-            row = Row(count, source[0], dst, conv_src=source[1], conv_offset=source[2], boundary_index=boundary)
-            segments.append((row, inputs))
-            accepted.append(right)
-        outputs = run_rows(op, pool, segments)
-        for s, (row, _), y, right in zip(sequences, segments, outputs, accepted, strict=True):
-            if right:
-                s.check(row, y, right)
+    for sequences, most in ((plain, 1), (drafted, 8)):
+        while any(s.left for s in sequences):
+            running = [s for s in sequences if s.left]
+            rows = [s.row(*map(int, rng.integers(1, most + 1, 2)), int(rng.integers(1000))) for s in running]
+            for s, outputs in zip(running, run_rows(op, pool, rows, log=log), strict=True):
+                s.accept(outputs)
+    for one, other in zip(plain, drafted, strict=True):
+        one.assert_same(other)
+        assert len(one.kept) > length // FOLD

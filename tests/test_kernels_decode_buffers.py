@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from kernel_cases import Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
+from kernel_cases import Log, Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
 from kernel_ops import OPS
 from mambacache.kernels import DecodeBuffers, StateIndices
 
-DECODE = ("decode_src", "decode_len", "decode_dst", "decode_conv_src", "decode_conv_offset", "decode_boundary_index")
+DECODE = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len")
 WIDTH, MAX_ROWS = 3, 9
 
 
 def rows_of(count: int) -> list[Row]:
-    """Rows of 3, 1, 2, 3, ... tokens, each with four blocks of its own."""
-    lengths = [(3, 1, 2)[i % 3] for i in range(count)]
+    """Rows of 3, 1, 2, 3, ... tokens, each with a slot and two blocks of its own; every second one is folded."""
     return [
-        Row(n, 4 * i + 1, tuple(range(4 * i + 2, 4 * i + 2 + n)), conv_offset=i % 2, boundary_index=1 if n > 1 else -1)
-        for i, n in enumerate(lengths)
+        Row((3, 1, 2)[i % 3], 2 * i + 1, (2 * i + 2) * (i % 2), log_slot=i + 1, log_start=i, log_end=i + i % 3)
+        for i in range(count)
     ]
 
 
@@ -36,9 +35,10 @@ def test_rows_beyond_the_plan_are_null() -> None:
         assert counts == (padded, WIDTH, 0, padded * WIDTH)
         for name in DECODE:
             values = getattr(indices, name).numpy()
-            null = -1 if name == "decode_boundary_index" else 0
-            assert len(values) == padded and (values[count:] == null).all()
+            assert len(values) == padded and not values[count:].any()
             assert count == 0 or np.array_equal(values[:count], arrays[name])
+        folds = indices.folds.numpy()
+        assert folds[0] == count // 2 and not folds[1 + 5 * folds[0] :].any()
         assert indices.query_start_loc.tolist() == [padded * WIDTH] and indices.seq_chunk_start.tolist() == [0]
 
 
@@ -49,7 +49,7 @@ def test_addresses_never_move() -> None:
     for padded in (4, 8, 4, 9, 8):
         indices = buffers.fill(plan_arrays(rows_of(3), []), padded)
         assert seen.setdefault(padded, indices) is indices
-        addresses.add(tuple(getattr(indices, name).data_ptr() for name in (*DECODE, "query_start_loc")))
+        addresses.add(tuple(getattr(indices, name).data_ptr() for name in (*DECODE, "folds", "query_start_loc")))
     assert len(addresses) == 1
     assert buffers.fill({}, 4) is seen[4] and not seen[4].decode_len.any()
 
@@ -58,23 +58,31 @@ def test_addresses_never_move() -> None:
 def test_padded_rows_change_nothing(make: Callable[[], Op]) -> None:
     op, rows = make(), rows_of(4)
     arrays = plan_arrays(rows, [])
-    states = random(19, *op.state_shape, seed=3, dtype=torch.float32)
+    states, before = random(9, *op.state_shape, seed=3, dtype=torch.float32), []
+    for row in rows:
+        logged, S = op.inputs(row.log_end - row.log_start, torch.float32, seed=row.log_slot), states[row.src].double()
+        before.append((op.entries(logged, S), op.walk(logged, S)[1]))
     results = []
     for indices in (
         StateIndices.from_arrays(arrays, "cpu"),
         StateIndices.decode_buffers(MAX_ROWS, WIDTH, "cpu").fill(arrays, 6),
     ):
         pool = Pool(op.state_shape, torch.float32)
-        pool.state[1:20] = states
+        pool.state[:9] = states
+        log = Log(op, pool, torch.float32)
+        for row, (entries, walked) in zip(rows, before, strict=True):
+            log.fill(row.log_slot, entries, row.log_start, walked, drafts=1)
         inputs = op.inputs(indices.num_tokens, torch.float32)
         for name, x in inputs.items():
             inputs[name] = torch.full_like(x, torch.nan)
             for start, row in zip(row_starts(rows, []), rows, strict=True):
                 inputs[name][start : start + row.length] = op.inputs(row.length, torch.float32, seed=start)[name]
-        results.append((op.run(inputs, pool.state, indices), pool.slab))
-    (plain, slab), (padded, padded_slab) = results
+        y = op.run(inputs, pool.state, log.tensors, indices)
+        results.append((y, pool.slab, *(each.slab for each in log.pools)))
+    (plain, *slabs), (padded, *padded_slabs) = results
     assert_bitwise(padded[: len(plain)], plain)
-    assert_bitwise(padded_slab, slab)
+    for slab, padded_slab in zip(slabs, padded_slabs, strict=True):
+        assert_bitwise(padded_slab, slab)
     assert not padded[len(plain) :].any()
 
 
@@ -83,10 +91,11 @@ def test_padded_rows_change_nothing(make: Callable[[], Op]) -> None:
     [
         (rows_of(5), (), 4, {}, "5 decode rows do not fit into 4 padded rows of buffers that hold 9"),
         (rows_of(2), (), 10, {}, "2 decode rows do not fit into 10 padded rows of buffers that hold 9"),
-        ([Row(1, 1, (2, 3))], (), 4, {}, "The decode rows have 2 tokens, but the buffers were made for 3"),
-        (rows_of(1), [Row(5, 0, (2,))], 4, {}, "The step has 1 prefill rows, which decode buffers do not hold"),
-        (rows_of(1), (), 4, {"decode_len": int32([4])}, "decode_len goes from 4 to 4, but decode_dst has 3 tokens"),
-        (rows_of(2), (), 4, {"decode_conv_src": int32([1])}, "decode_conv_src has 1 entries where the other arrays"),
+        ([Row(1, 1, 2, width=2)], (), 4, {}, "The decode rows have 2 tokens, but the buffers were made for 3"),
+        (rows_of(1), [Row(5, 0, 2)], 4, {}, "The step has 1 prefill rows, which decode buffers do not hold"),
+        (rows_of(1), (), 4, {"decode_len": int32([4])}, "decode_len goes from 4 to 4, but a row has 3 tokens"),
+        (rows_of(2), (), 4, {"log_slot": int32([1])}, "log_slot has 1 entries where the other arrays"),
+        (rows_of(1), (), 4, {"log_end": int32([14])}, "its tokens pass the log's 16 entries"),
         (rows_of(1), (), 4, {"decode_src": np.zeros(1)}, "decode_src is float64, but index arrays must be int32"),
     ],
 )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases import Op, Pool, Row, assert_bitwise, bits, plan_arrays, random, run_rows
+from kernel_cases import Inputs, Op, Pool, Row, assert_bitwise, bits, plan_arrays, random, run_rows
 from kernel_ops import EVERY_OP_AND_DTYPE, OPS
 from mambacache import kernels
 from mambacache.kernels import StateIndices, gated_rms_norm, paged_attention, rms_norm
-from test_kernels_contract import mixed_batch, with_inputs
+from test_kernels_contract import Scene, mixed_batch
 
 GAPS = (0, 8, 3)  # elements between tokens; the last leaves none of them aligned
 
@@ -30,22 +30,24 @@ def check_out(call: Callable[..., Tensor], gap: int) -> Tensor:
 
 
 class _IntoOut:
-    """An op whose every call is made with `out` too; the states must then be the same as well."""
+    """An op whose every call is made with `out` too; states and logs must then be the same as well."""
 
-    def __init__(self, op: Op, pool: Pool, gap: int) -> None:
-        self.op, self.pool, self.gap = op, pool, gap
+    def __init__(self, scene: Scene, gap: int) -> None:
+        self.op, self.gap = scene.op, gap
+        self.slabs = [pool.slab for pool in (scene.pool, *scene.log.pools)]
 
-    def run(self, inputs: dict[str, Tensor], state: Tensor, indices: StateIndices) -> Tensor:
-        start, ends = self.pool.slab.clone(), []
+    def run(self, inputs: Inputs, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> Tensor:
+        starts, ends = [slab.clone() for slab in self.slabs], []
 
         def call(**options: Any) -> Tensor:
-            self.pool.slab.copy_(start)
-            y = self.op.run(inputs, state, indices, **options)
-            ends.append(bits(self.pool.slab).clone())
+            for slab, start in zip(self.slabs, starts, strict=True):
+                slab.copy_(start)
+            y = self.op.run(inputs, state, log, indices, **options)
+            ends.append([bits(slab).clone() for slab in self.slabs])
             return y
 
         out = check_out(call, self.gap)
-        assert torch.equal(*ends)
+        assert all(map(torch.equal, *ends))
         return out
 
 
@@ -54,11 +56,10 @@ class _IntoOut:
 def test_an_op_writes_its_result_into_out(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype, gap: int
 ) -> None:
-    op = make()
-    decode_rows, prefill_rows, pool = mixed_batch(op, state_dtype, 2)
-    decodes, prefills = with_inputs(op, decode_rows, dtype, 0), with_inputs(op, prefill_rows, dtype, 100)
-    run_rows(_IntoOut(op, pool, gap), pool, decodes, prefills, tail=5)  # type: ignore[arg-type]
-    run_rows(_IntoOut(op, pool, gap), pool, decodes, tail=5)  # type: ignore[arg-type]
+    scene = mixed_batch(make(), dtype, state_dtype, 2)
+    for prefills in (scene.prefills, []):
+        op: Any = _IntoOut(scene, gap)
+        run_rows(op, scene.pool, scene.decodes, prefills, tail=5, log=scene.log)
 
 
 @pytest.mark.parametrize("gap", GAPS)
@@ -85,7 +86,7 @@ def test_rms_norm_writes_its_result_into_out(
 
 @pytest.mark.parametrize("gap", GAPS)
 def test_paged_attention_writes_its_result_into_out(gap: int) -> None:
-    rows = [Row(2, 1, (1, 1), 3, pages=(2,)), Row(0)], [Row(5, 1, (1,), 0, pages=(1,))]
+    rows = [Row(2, 1, context=3, pages=(2,)), Row(0)], [Row(5, 1, 1, pages=(1,))]
     indices = StateIndices.from_arrays(plan_arrays(*rows, num_tokens=11, block_size=16), "cpu")
     q, k, v = (random(11, *shape, seed=i, dtype=torch.float32) for i, shape in enumerate(((4, 16), (2, 16), (2, 8))))
     keys, values = (random(3, 16, 2, width, seed=width, dtype=torch.float32) for width in (16, 8))
@@ -110,11 +111,11 @@ REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
 def test_no_other_out_is_taken(make: Callable[[], Op], change: Callable[[Tensor], Tensor], message: str) -> None:
     op = make()
     pool = Pool(op.state_shape, torch.float32)
-    indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, (1,))]), "cpu")
+    indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, 1)]), "cpu")
     inputs = op.inputs(3, torch.float32)
-    y = op.run(inputs, pool.state, indices)
+    y = op.run(inputs, pool.state, (), indices)
     with pytest.raises(ValueError, match=message):
-        op.run(inputs, pool.state, indices, out=change(y))
+        op.run(inputs, pool.state, (), indices, out=change(y))
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
@@ -127,7 +128,7 @@ def test_no_other_out_is_taken_without_a_state(op: str, change: Callable[[Tensor
         "eps": 0,
     }
     if op == "paged_attention":
-        indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, (1,), pages=(1,))], block_size=16), "cpu")
+        indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, 1, pages=(1,))], block_size=16), "cpu")
         arguments = {name: torch.zeros(3, 2, 16) for name in "qkv"} | {"indices": indices}
         arguments |= {name: torch.zeros(2, 16, 2, 16) for name in ("key_pages", "value_pages")}
     elif op == "rms_norm":

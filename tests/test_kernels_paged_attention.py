@@ -51,8 +51,7 @@ class Pages:
         for i, pool in enumerate((self.keys, self.values)):
             content = random(held, *pool.shape[2:], seed=2 * seed + i, dtype=pool.dtype)
             pool[self.place(pages, 0, held)] = content.to(self.device)
-        dst = (1,) * (width or length) if decode else (1,)
-        return Row(length, 1, dst, context, pages=pages, kv_held=held)
+        return Row(length, 1, 1, context, width=width or length, pages=pages, kv_held=held)
 
     def indices(self, decodes: list[Row], prefills: list[Row], num_tokens: int) -> StateIndices:
         arrays = plan_arrays(decodes, prefills, num_tokens=num_tokens, block_size=self.block_size)

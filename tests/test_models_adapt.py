@@ -40,9 +40,9 @@ def change_weights(checkpoint: Path, drop: str = "", halve: str = "") -> None:
 
 
 def test_layouts_of_a_model_and_of_its_skeleton(checkpoint: Path) -> None:
-    conv = StateTensor((3 + 2, 2 * 2 * 16 + 4 * 32), torch.float32)
+    conv = StateTensor((3, 2 * 2 * 16 + 4 * 32), torch.float32)
     for model in (load_model(checkpoint), model_skeleton(checkpoint)):
-        assert model.state_layers(torch.bfloat16, 2) == [(conv, StateTensor((4, 32, 16), torch.bfloat16))] * 3
+        assert model.state_layers(torch.bfloat16) == [(conv, StateTensor((4, 32, 16), torch.bfloat16))] * 3
         assert model.kv_layers == (KVLayer(2, 32, 32, torch.float32),)
     skeleton = model_skeleton(checkpoint, dtype="bfloat16")
     assert skeleton.state_layers(torch.float32)[0][0].dtype == skeleton.kv_layers[0].dtype == torch.bfloat16
@@ -54,18 +54,18 @@ def test_layouts_of_a_model_and_of_its_skeleton(checkpoint: Path) -> None:
     [
         (
             "kimi_linear",
-            (StateTensor((3 + 2, 3 * 3 * 16), torch.bfloat16), StateTensor((3, 16, 16), torch.float32)),
+            (StateTensor((3, 3 * 3 * 16), torch.bfloat16), StateTensor((3, 16, 16), torch.float32)),
             KVLayer(4, 24, 16, torch.bfloat16),
         ),
-        ("lfm2", (StateTensor((2 + 2, 64), torch.bfloat16),), KVLayer(2, 16, 16, torch.bfloat16)),
+        ("lfm2", (StateTensor((2, 64), torch.bfloat16),), KVLayer(2, 16, 16, torch.bfloat16)),
         (
             "bamba",
-            (StateTensor((3 + 2, 4 * 32 + 2 * 16), torch.bfloat16), StateTensor((4, 32, 16), torch.float32)),
+            (StateTensor((3, 4 * 32 + 2 * 16), torch.bfloat16), StateTensor((4, 32, 16), torch.float32)),
             KVLayer(2, 16, 16, torch.bfloat16),
         ),
         (
             "nemotron_h",
-            (StateTensor((3 + 2, 6 * 16 + 2 * 2 * 32), torch.bfloat16), StateTensor((6, 16, 32), torch.float32)),
+            (StateTensor((3, 6 * 16 + 2 * 2 * 32), torch.bfloat16), StateTensor((6, 16, 32), torch.float32)),
             KVLayer(2, 32, 32, torch.bfloat16),
         ),
     ],
@@ -74,7 +74,7 @@ def test_layouts_of_other_families(
     name: str, states: tuple[StateTensor, ...], kv_layer: KVLayer, tmp_path: Path
 ) -> None:
     model = model_skeleton(save_tiny_model(name, tmp_path), dtype="bfloat16")
-    assert model.state_layers(torch.float32, 2) == [states] * 3
+    assert model.state_layers(torch.float32) == [states] * 3
     assert model.kv_layers == (kv_layer,)
 
 
@@ -87,6 +87,7 @@ def test_plan_of_every_model(name: str, tiny_model: Callable[[str], Path], capsy
     sizes = {
         "weights": weight_bytes(model),
         "one state": state_bytes(model.state_layers(torch.float32)),
+        "one token log": state_bytes(model.log_layers(torch.float32)),
         "one KV block": kv_block_bytes(model.kv_layers, 64),
     }
     for row, size in sizes.items():

@@ -72,7 +72,7 @@ def test_a_step_runs_on_the_device_of_its_pool(model: Model, monkeypatch: pytest
 
 def test_mixed_batch(model: Model) -> None:
     """A decode row, one with drafts, a whole prompt, and a piece of one that samples nothing."""
-    driver = Driver(model, max_draft_tokens=3)
+    driver = Driver(model)
     decode, drafted, whole, piece = (driver.add(tokens_of(i, n)) for i, n in enumerate((20, 70, 10, 90)))
     driver.execute([Row(decode, 19), Row(drafted, 69)], [RowSampling(GREEDY, (0,))] * 2)
     drafts = tuple(tokens_of(9, 3))
@@ -97,7 +97,7 @@ def test_a_step_in_which_no_row_samples(model: Model) -> None:
 
 
 def test_logprobs_of_some_rows(model: Model) -> None:
-    driver = Driver(model, max_draft_tokens=2)
+    driver = Driver(model)
     requests = [driver.add(tokens_of(i, 20)) for i in range(3)]
     driver.execute([Row(request, 19) for request in requests], [RowSampling(GREEDY, (0,))] * 3)
     drafts = tuple(tokens_of(7, 2))
@@ -138,20 +138,20 @@ def test_prompt_logprobs(model: Model, budget: int) -> None:
 
 
 def test_seeded_draws_survive_batching_resuming_and_drafts(model: Model) -> None:
-    prompt, sampling = tokens_of(0, 60), RowSampling(RANDOM, (123,))
-    driver = Driver(model, max_draft_tokens=7)
+    prompt, sampling = tokens_of(0, 65), RowSampling(RANDOM, (123,))
+    driver = Driver(model)
     alone = generate(driver, driver.add(prompt), 12, sampling)
     assert len(set(alone)) > 3
     assert generate(driver, driver.add(prompt), 12, RowSampling(RANDOM, (124,))) != alone
 
     request, other = driver.add(prompt), driver.add(tokens_of(1, 33))
-    outputs = driver.execute([Row(request, 60), Row(other, 33)], [sampling, RowSampling(GREEDY, (0,))])
+    outputs = driver.execute([Row(request, 65), Row(other, 33)], [sampling, RowSampling(GREEDY, (0,))])
     request.tokens += outputs[0].tokens
     other.tokens += outputs[1].tokens
     outputs = driver.execute(
         [Row(other, drafts=()), Row(request, drafts=tuple(alone[1:7]))], [RowSampling(RANDOM, (9,)), sampling]
     )
-    assert [*request.tokens[60:61], *outputs[1].tokens] == alone[:8]
+    assert [*request.tokens[65:66], *outputs[1].tokens] == alone[:8]
 
     preempted = driver.add([*prompt, *alone[:5]])  # what is known is computed anew, as a prompt
     assert generate(driver, preempted, 7, sampling) == alone[5:]
@@ -176,7 +176,7 @@ def test_kv_copies_come_before_the_pass(model: Model) -> None:
     request = driver.add(tokens)
     first = driver.execute([Row(request, 20)], [RowSampling(GREEDY, (0,))])[0].tokens
     source, target = request.kv_blocks[0], driver.free_kv.pop()
-    fork = Request([*tokens, *tokens_of(1, 1)], [target], 20, request.state, request.conv_state)
+    fork = Request([*tokens, *tokens_of(1, 1)], [target], 20, request.state, log_start=request.log_start)
     assert driver.runner.pages is not None
     pages = [page for layer in driver.runner.pages.layers for page in layer]
     before = [page[source, :20].clone() for page in pages]

@@ -23,7 +23,7 @@ def test_padded_step(name: str, rows: int, width: int, tiny_model: Callable[[str
     model = load_model(tiny_model(name))
     found, pools = [], []
     for padded in (False, True):
-        driver = Driver(model, max_draft_tokens=2)
+        driver = Driver(model)
         requests = [driver.add(tokens_of(seed, length)) for seed, length in enumerate((3, 63, 70))]
         driver.logits([Row(request, len(request.tokens) - 1) for request in requests])
         plan = driver.plan([Row(request, drafts=(7,) * (i % 2)) for i, request in enumerate(requests)])
@@ -33,7 +33,9 @@ def test_padded_step(name: str, rows: int, width: int, tiny_model: Callable[[str
             plan, wanted = pad(plan, rows, width), at
         runner = driver.runner
         pages = runner.pages.layers if runner.pages is not None else []
-        logits = model.logits(StateIndices.from_arrays(plan.arrays, "cpu"), runner.states.layers, pages)
+        logits = model.logits(
+            StateIndices.from_arrays(plan.arrays, "cpu"), runner.states.layers, runner.logs.layers, pages
+        )
         found.append(logits[torch.from_numpy(np.array(wanted if padded else range(len(logits))))])
         pools.append([x.clone() for layer in (*runner.states.layers, *pages) for x in layer])
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)

@@ -21,17 +21,22 @@ class Layer:
     def state_tensors(self) -> list[StateTensor]:
         return [StateTensor((4,), torch.float32)]
 
-    def bind_states(self, context: StepContext, views: tuple[torch.Tensor, ...]) -> None:
-        self.context, self.views = context, views
+    def bind_states(
+        self, context: StepContext, states: tuple[torch.Tensor, ...], logs: tuple[torch.Tensor, ...]
+    ) -> None:
+        self.context, self.states, self.logs = context, states, logs
 
 
-def decode(name: str, src: int, dst: int, start: int = 70) -> SequenceStep:
-    return SequenceStep(name, 1, 1, start, 1, False, True, src, src, 0, (dst,))
+SLOTS = {"a": 1, "b": 2}
+
+
+def decode(name: str, src: int, dst: int, start: int, log_start: int = 6) -> SequenceStep:
+    return SequenceStep(name, 1, 1, start, 1, False, True, src, dst, SLOTS[name], log_start)
 
 
 def prefill(name: str, start: int, num_tokens: int, src: int, dst: int, **checkpoints: int) -> SequenceStep:
     stored = {int(position[1:]): block for position, block in checkpoints.items()}
-    return SequenceStep(name, 1, 1, start, num_tokens, True, True, src, src, 0, (dst,), (), stored)
+    return SequenceStep(name, 1, 1, start, num_tokens, True, True, src, dst, checkpoints=stored)
 
 
 def sent(sender: Sender, receiver: Receiver, steps: Sequence[SequenceStep], finished: Sequence[str] = ()) -> list[str]:
@@ -39,7 +44,7 @@ def sent(sender: Sender, receiver: Receiver, steps: Sequence[SequenceStep], fini
     columns = sender.columns(steps, finished)
     receiver.take(columns, finished)
     decodes = sum(not step.prefill for step in steps)
-    mine = layout([receiver.rows[step.request_id] for step in steps], decodes)
+    mine = layout([receiver.row(step.request_id) for step in steps], decodes)
     for name, array in layout(steps, decodes).items():
         np.testing.assert_array_equal(mine[name], array)
     return columns.names
@@ -48,13 +53,22 @@ def sent(sender: Sender, receiver: Receiver, steps: Sequence[SequenceStep], fini
 def test_only_rows_that_changed_travel() -> None:
     sender, receiver = Sender(), Receiver()
     assert sent(sender, receiver, [prefill("a", 0, 130, 0, 3, p64=5, p128=6), prefill("b", 64, 7, 2, 4)]) == ["a", "b"]
-    assert sent(sender, receiver, [decode("a", 3, 3), decode("b", 4, 4)]) == ["a", "b"]
-    assert sent(sender, receiver, [decode("a", 3, 3, 71), decode("b", 4, 7)]) == ["b"]  # b goes on in a fresh block
-    assert sent(sender, receiver, [decode("a", 3, 3, 72), decode("b", 7, 7)]) == ["b"]
-    assert sent(sender, receiver, [decode("b", 7, 7)]) == []
-    assert sent(sender, receiver, [decode("a", 3, 3), decode("b", 7, 7)], finished=["a"]) == ["a"]  # a new one
+    assert sent(sender, receiver, [decode("a", 3, 0, 130, 2), decode("b", 4, 0, 71, 7)]) == ["a", "b"]
+    assert sent(sender, receiver, [decode("a", 3, 0, 131, 2), decode("b", 4, 0, 72, 7)]) == []
+    assert sent(sender, receiver, [decode("a", 3, 0, 132, 2)]) == []
+    assert sent(sender, receiver, [decode("a", 3, 0, 133, 2), decode("b", 4, 0, 73, 7)]) == ["b"]  # it had paused
+    for position in range(74, 79):
+        assert sent(sender, receiver, [decode("b", 4, 0, position, 7)]) == []
+    assert sent(sender, receiver, [decode("b", 4, 7, 79, 7)]) == ["b"]  # folds into a fresh block
+    assert sent(sender, receiver, [decode("b", 7, 0, 80, 0)]) == ["b"]
+    for position in range(81, 95):
+        assert sent(sender, receiver, [decode("b", 7, 0, position, 0)]) == []
+    assert sent(sender, receiver, [decode("b", 7, 7, 95, 0)]) == ["b"]  # and in place
+    assert sent(sender, receiver, [decode("b", 7, 0, 96, 0)]) == ["b"]
+    both = [decode("a", 3, 0, 134, 2), decode("b", 7, 0, 97, 0)]
+    assert sent(sender, receiver, both, finished=["a"]) == ["a"]  # a new one
     assert sent(sender, receiver, [prefill("b", 0, 9, 0, 7)]) == ["b"]  # preempted, and admitted again
-    assert sent(sender, receiver, [decode("b", 7, 7)]) == ["b"]
+    assert sent(sender, receiver, [decode("b", 7, 0, 9, 9)]) == ["b"]
     sender.columns([], ["a", "b"])
     receiver.take(sender.columns([], ["a", "b"]), ["a", "b"])
     assert not receiver.rows and not sender._sent
@@ -63,20 +77,18 @@ def test_only_rows_that_changed_travel() -> None:
 @pytest.fixture
 def context() -> StepContext:
     layers = [Layer(), Layer()]
-    return StepContext(layers, StatePool([layer.state_tensors() for layer in layers], 8), 4)
+    states, logs = (StatePool([layer.state_tensors() for layer in layers], count) for count in (8, 4))
+    return StepContext(layers, states, logs, 4)
 
 
-def decode_rows(indices: StateIndices) -> list[tuple[int, int, int]]:
-    return [
-        (src, dst, length)
-        for src, dst, length in zip(
-            indices.decode_src.tolist(), indices.decode_dst[:, 0].tolist(), indices.decode_len.tolist(), strict=True
-        )
-    ]
+def decode_rows(indices: StateIndices) -> list[tuple[int, ...]]:
+    """src, dst, slot, first entry, the one of the row's token, and how many it has."""
+    names = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len"
+    return list(zip(*(getattr(indices, name).tolist() for name in names), strict=True))
 
 
 def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) -> None:
-    sender = Sender()
+    sender, padding = Sender(), (0,) * 6
 
     def run(steps: list[SequenceStep], names: list[str], padded_rows: int | None) -> StateIndices:
         context.receive(sender.columns(steps, []), [])
@@ -85,18 +97,26 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
         context.end()
         return indices
 
-    both = [decode("a", 3, 3), decode("b", 4, 4)]
-    captured = run(both, ["a", "b"], 4)
-    assert decode_rows(captured) == [(3, 3, 1), (4, 4, 1), (0, 0, 0), (0, 0, 0)]
-    assert run(both, ["a", "b"], 4) is captured  # nothing changed
-    assert run(both, ["b", "a"], 4) is captured and decode_rows(captured)[:2] == [(4, 4, 1), (3, 3, 1)]
-    run([decode("a", 3, 5), decode("b", 4, 4)], ["a", "b"], None)  # beside a prefill, say: not in the buffers
-    assert run([decode("a", 5, 5), decode("b", 4, 4)], ["b", "a"], 4) is captured
-    assert decode_rows(captured)[:2] == [(4, 4, 1), (5, 5, 1)]
+    for _ in range(2):  # as graphs are captured
+        context.begin([], 4)
+        assert decode_rows(context.indices(4)) == [padding] * 4
+    captured = run([decode("a", 3, 0, 70), decode("b", 4, 0, 73)], ["a", "b"], 4)
+    assert decode_rows(captured) == [(3, 0, 1, 6, 6, 1), (4, 0, 2, 6, 9, 1), padding, padding]
+    assert run([decode("a", 3, 0, 71), decode("b", 4, 0, 74)], ["a", "b"], 4) is captured  # nothing travelled
+    assert decode_rows(captured)[:2] == [(3, 0, 1, 6, 7, 1), (4, 0, 2, 6, 10, 1)]
+    assert run([decode("a", 3, 0, 72), decode("b", 4, 0, 75)], ["b", "a"], 4) is captured
+    assert decode_rows(captured)[:2] == [(4, 0, 2, 6, 11, 1), (3, 0, 1, 6, 8, 1)]
+    run([decode("a", 3, 0, 73), decode("b", 4, 0, 76)], ["a", "b"], None)  # beside a prefill, say: not in the buffers
+    assert run([decode("a", 3, 0, 74), decode("b", 4, 0, 77)], ["b", "a"], 4) is captured
+    assert decode_rows(captured)[:2] == [(4, 0, 2, 6, 13, 1), (3, 0, 1, 6, 10, 1)]
     context.begin(["dummy"], 4)  # a dummy batch between steps
-    assert decode_rows(context.indices(4)) == [(0, 0, 0)] * 4
-    assert run([decode("a", 5, 5), decode("b", 4, 4)], ["b", "a"], 4) is captured
-    assert decode_rows(captured)[:2] == [(4, 4, 1), (5, 5, 1)]
+    assert decode_rows(context.indices(4)) == [padding] * 4
+    run([decode("a", 3, 0, 75), decode("b", 4, 0, 78)], ["b", "a"], 4)
+    run([decode("a", 3, 0, 76), decode("b", 4, 5, 79)], ["b", "a"], 4)
+    assert decode_rows(captured)[:2] == [(4, 5, 2, 6, 15, 1), (3, 0, 1, 6, 12, 1)]
+    assert captured.folds.tolist()[:6] == [1, 4, 5, 2, 6, 16]
+    run([decode("a", 3, 0, 77), decode("b", 5, 0, 80, 0)], ["b", "a"], 4)
+    assert decode_rows(captured)[:2] == [(5, 0, 2, 0, 0, 1), (3, 0, 1, 6, 13, 1)] and captured.folds[0] == 0
 
 
 def test_runs_without_a_plan_store_nothing(context: StepContext) -> None:
@@ -108,6 +128,6 @@ def test_runs_without_a_plan_store_nothing(context: StepContext) -> None:
 
 
 def test_a_row_that_did_not_travel_is_no_silence(context: StepContext) -> None:
-    context.receive(Sender().columns([decode("a", 3, 3)], []), [])
+    context.receive(Sender().columns([decode("a", 3, 0, 70)], []), [])
     with pytest.raises(KeyError):
         context.begin(["a", "b"])

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import MAX_TOKENS_PER_DECODE, StateIndices
+from ..indices import StateIndices
 from .common.chunks import CHUNK
 from .common.launch import Launcher, index_pointers
 from .common.layout import check_dense, stride_alignment
 
-MAX_TOKENS = tl.constexpr(MAX_TOKENS_PER_DECODE)
 BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
 UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one
 STAGES = 3  # the loads of two more such groups are under way
 ARRAYS = (
+    "decode_src",
     "decode_len",
     "decode_dst",
-    "decode_conv_src",
-    "decode_conv_offset",
-    "decode_boundary_index",
+    "log_slot",
+    "log_start",
+    "log_end",
     "query_start_loc",
     "context_len",
-    "conv_src",
-    "conv_offset",
+    "src",
     "chunk_seq",
     "chunk_start",
     "chunk_dst",
@@ -109,12 +110,9 @@ def _output(inputs, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr):
 
 
 @triton.jit
-def _store_window(slot, history, mask, REACH: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The last REACH inputs from row 0 of a slot on, zeros after them."""
-    for i in tl.static_range(REACH):
+def _store_window(slot, history, mask, DIM: tl.constexpr):
+    for i in tl.static_range(len(history)):
         tl.store(slot + i * DIM, history[i].to(slot.dtype.element_ty), mask=mask)
-    for i in tl.static_range(REACH, ROWS):
-        tl.store(slot + i * DIM, tl.zeros_like(history[0]).to(slot.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -125,18 +123,20 @@ def _decode_row(
     bias,
     state,
     state_stride,
+    log,
+    log_stride,
+    decode_src,
     decode_len,
     decode_dst,
-    decode_conv_src,
-    decode_conv_offset,
-    decode_boundary_index,
+    log_slot,
+    log_start,
+    log_end,
     item,
     tokens_per_decode,
     channel,
     in_dim,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
     SILU: tl.constexpr,
@@ -145,39 +145,39 @@ def _decode_row(
     """Loads come first and in the order of their use, since each is waited for where it is used."""
     REACH: tl.constexpr = WIDTH - 1
     row = item * tokens_per_decode
-    token = tl.arange(0, MAX_TOKENS)
-    src = tl.load(decode_conv_src + item)
-    offset = tl.load(decode_conv_offset + item)
-    dst = tl.load(decode_dst + row)
+    src, slot = tl.load(decode_src + item), tl.load(log_slot + item)
+    start, end = tl.load(log_start + item), tl.load(log_end + item)
     value = _load_input(source, row, channel, in_dim, ALIGNMENT)
-    dsts = tl.load(decode_dst + row + token, mask=token < tokens_per_decode, other=0)
     computed = tl.load(decode_len + item)  # the row's other tokens are padding
-    boundary = tl.load(decode_boundary_index + item)
-    window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
-    history = _load_history(source, window, src != 0, row, row, channel, in_dim, DIM, REACH, ALIGNMENT, STATE_ALIGNMENT)
-    boundary_dst = tl.sum(tl.where((token == boundary) & (token > 0), dsts, 0))
+    dst = tl.load(decode_dst + item)
+    window = state + tl.multiple_of(src * state_stride, STATE_ALIGNMENT)
+    log += tl.multiple_of(slot * log_stride, STATE_ALIGNMENT)
+    history = ()
+    for i in tl.static_range(REACH):
+        entry = end - REACH + i
+        logged = entry >= start
+        place = tl.where(
+            logged,
+            log + tl.multiple_of(entry * DIM, STATE_ALIGNMENT),
+            window + tl.multiple_of((entry - start + REACH) * DIM, STATE_ALIGNMENT),
+        )
+        past = tl.load(place + channel, mask=tl.where(logged | (src != 0), in_dim, False), other=0)
+        history = history + (past.to(tl.float32),)
     taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
 
-    stored = tl.where((dst != 0) & (computed > 0), in_dim, False)
-    slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
-    own = state + tl.multiple_of(boundary_dst * state_stride, STATE_ALIGNMENT) + channel
     out, out_stride, _, _ = target
-    zeros = tl.zeros([BLOCK_D], out.dtype.element_ty)
     tl.debug_barrier()  # src may be dst: it has been read by all threads from here on
-    for i in tl.static_range(REACH - 1):
-        tl.store(slot + i * DIM, history[i + 1].to(zeros.dtype), mask=stored)
     for t in range(computed):
         inputs = history + (value.to(tl.float32),)
-        tl.store(slot + (REACH - 1 + t) * DIM, value, mask=stored)
+        tl.store(log + tl.multiple_of((end + t) * DIM, STATE_ALIGNMENT) + channel, value, mask=in_dim)
         further = tl.where(t + 1 < computed, in_dim, False)
         value = _load_input(source, row + t + 1, channel, further, ALIGNMENT)
         y = _output(inputs, taps, bias, WIDTH, SILU)
         _store_output(target, row + t, channel, y, in_dim, ALIGNMENT)
         history = inputs[1:]
-        if (t == boundary) & (boundary_dst != 0):
-            _store_window(own, history, in_dim, REACH, ROWS, DIM)
-    for r in range(REACH - 1 + computed, ROWS):
-        tl.store(slot + r * DIM, zeros, mask=stored)
+    if (dst != 0) & (computed > 0):
+        _store_window(state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel, history, in_dim, DIM)
+    zeros = tl.zeros([BLOCK_D], out.dtype.element_ty)
     for t in range(computed, tokens_per_decode):
         tl.store(out + (row + t) * out_stride + channel, zeros, mask=in_dim)
 
@@ -192,8 +192,7 @@ def _prefill_chunk(
     state_stride,
     query_start_loc,
     context_len,
-    conv_src,
-    conv_offset,
+    seq_src,
     chunk_seq,
     chunk_start,
     chunk_dst,
@@ -202,7 +201,6 @@ def _prefill_chunk(
     in_dim,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
     SILU: tl.constexpr,
@@ -214,13 +212,12 @@ def _prefill_chunk(
     seq = tl.load(chunk_seq + chunk)
     first = tl.load(chunk_start + chunk)
     dst = tl.load(chunk_dst + chunk)
-    src = tl.load(conv_src + seq)
-    offset = tl.load(conv_offset + seq)
+    src = tl.load(seq_src + seq)
     row = tl.load(query_start_loc + seq)
     row_end = tl.load(query_start_loc + seq + 1)
     position = tl.load(context_len + seq) + first - row
     end = tl.minimum(first + CHUNK - position % CHUNK, row_end)
-    window = state + tl.multiple_of(src * state_stride + offset * DIM, STATE_ALIGNMENT)
+    window = state + tl.multiple_of(src * state_stride, STATE_ALIGNMENT)
     history = _load_history(
         source, window, src != 0, row, first, channel, in_dim, DIM, REACH, ALIGNMENT, STATE_ALIGNMENT
     )
@@ -243,7 +240,7 @@ def _prefill_chunk(
         history = inputs[1:]
     if dst != 0:
         slot = state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel
-        _store_window(slot, history, in_dim, REACH, ROWS, DIM)
+        _store_window(slot, history, in_dim, DIM)
 
 
 @triton.jit(
@@ -256,6 +253,7 @@ def _prefill_chunk(
         "input_gate_stride",
         "output_gate_stride",
         "state_stride",
+        "log_stride",
     ]
 )
 def _conv1d_kernel(
@@ -266,15 +264,16 @@ def _conv1d_kernel(
     bias,
     out,
     state,
+    log,
+    decode_src,
     decode_len,
     decode_dst,
-    decode_conv_src,
-    decode_conv_offset,
-    decode_boundary_index,
+    log_slot,
+    log_start,
+    log_end,
     query_start_loc,
     context_len,
-    conv_src,
-    conv_offset,
+    src,
     chunk_seq,
     chunk_start,
     chunk_dst,
@@ -287,10 +286,10 @@ def _conv1d_kernel(
     input_gate_stride,
     output_gate_stride,
     state_stride,
+    log_stride,
     OUT_STRIDE: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
     TAP_STRIDE: tl.constexpr,
     CHANNEL_STRIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -318,30 +317,33 @@ def _conv1d_kernel(
     bias = tl.load(bias + channel, mask=in_dim, other=0).to(tl.float32) if HAS_BIAS else zeros
     tail = tl.load(query_start_loc + num_prefills)  # tokens from here on belong to no row
     if item < num_decodes:
-        _decode_row(
-            source,
-            target,
-            tap_tile,
-            bias,
-            state,
-            state_stride,
-            decode_len,
-            decode_dst,
-            decode_conv_src,
-            decode_conv_offset,
-            decode_boundary_index,
-            item,
-            tokens_per_decode,
-            channel,
-            in_dim,
-            DIM,
-            WIDTH,
-            ROWS,
-            ALIGNMENT,
-            STATE_ALIGNMENT,
-            SILU,
-            BLOCK_D,
-        )
+        if log is not None:
+            _decode_row(
+                source,
+                target,
+                tap_tile,
+                bias,
+                state,
+                state_stride,
+                log,
+                tl.cast(log_stride, tl.int64),
+                decode_src,
+                decode_len,
+                decode_dst,
+                log_slot,
+                log_start,
+                log_end,
+                item,
+                tokens_per_decode,
+                channel,
+                in_dim,
+                DIM,
+                WIDTH,
+                ALIGNMENT,
+                STATE_ALIGNMENT,
+                SILU,
+                BLOCK_D,
+            )
     elif PREFILL:
         chunk = item - num_decodes
         if chunk < tl.load(seq_chunk_start + num_prefills):
@@ -354,8 +356,7 @@ def _conv1d_kernel(
                 state_stride,
                 query_start_loc,
                 context_len,
-                conv_src,
-                conv_offset,
+                src,
                 chunk_seq,
                 chunk_start,
                 chunk_dst,
@@ -364,7 +365,6 @@ def _conv1d_kernel(
                 in_dim,
                 DIM,
                 WIDTH,
-                ROWS,
                 ALIGNMENT,
                 STATE_ALIGNMENT,
                 SILU,
@@ -384,6 +384,7 @@ def conv1d(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor,
+    log: Tensor | None,
     indices: StateIndices,
     activation: str | None = "silu",
     input_gate: Tensor | None = None,
@@ -399,7 +400,7 @@ def conv1d(
     per_token = [x if tensor is None else tensor for tensor in (x, input_gate, output_gate)]
     _launch(
         -(-dim // BLOCK_D) * max(items, 1),
-        (x, input_gate, output_gate, weight, bias, out, state),
+        (x, input_gate, output_gate, weight, bias, out, state, log),
         index_pointers(indices, ARRAYS),
         (
             indices.num_decodes,
@@ -408,16 +409,16 @@ def conv1d(
             num_tokens,
             *(tensor.stride(0) for tensor in per_token),
             state.stride(0),
+            0 if log is None else log.stride(0),
         ),
         {
             "OUT_STRIDE": out.stride(0),
             "DIM": dim,
             "WIDTH": weight.shape[1],
-            "ROWS": state.shape[1],
             "TAP_STRIDE": tap_stride,
             "CHANNEL_STRIDE": channel_stride,
             "ALIGNMENT": min(map(stride_alignment, per_token)),
-            "STATE_ALIGNMENT": stride_alignment(state),
+            "STATE_ALIGNMENT": math.gcd(16 // state.element_size(), dim),
             "HAS_BIAS": bias is not None,
             "SILU": activation == "silu",
             "PREFILL": indices.num_prefills > 0,

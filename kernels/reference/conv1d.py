@@ -8,7 +8,8 @@ from torch import Tensor
 from ..indices import StateIndices
 from .chunks import Chunks
 from .elementwise import silu
-from .states import computed_decode_tokens, decode_targets, write_states
+from .log import write_log
+from .states import computed_decode_tokens, decode_targets, once_a_step, read_states, write_states
 
 
 def conv1d(
@@ -16,13 +17,14 @@ def conv1d(
     weight: Tensor,
     bias: Tensor | None,
     state: Tensor,
+    log: Tensor | None,
     indices: StateIndices,
     activation: str | None = "silu",
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.conv1d`. One history holds, row by row, the row's source window and then its tokens."""
+    """See `mambacache.kernels.conv1d`. One history holds, row by row, the window before the row and then its tokens."""
     out = x.new_zeros(x.shape) if out is None else out.zero_()
     if input_gate is not None:
         x = input_gate * x
@@ -30,25 +32,32 @@ def conv1d(
     if not num_rows:
         return out
     reach = weight.shape[1] - 1  # tokens before its own that an output sees
-    token, row, row_start, source, offset = _rows(indices)
+    token, row, row_start = _rows(indices)
     place = token + reach * (row + 1)  # of a token in the history
     window_start = row_start + reach * torch.arange(num_rows, device=x.device)
     history = x.new_zeros(indices.num_tokens + reach * num_rows, x.shape[1])
     history[place] = x[token]
-    history[window_start[:, None] + torch.arange(reach, device=x.device)] = _read_windows(state, source, offset, reach)
+    windows = read_states(state, torch.cat([indices.decode_src, indices.src]), x.dtype)
+    decodes = indices.num_decodes
+    if log is not None and decodes:
+        windows[:decodes] = _logged_windows(windows[:decodes], log, indices)
+        tokens = x[: decodes * indices.tokens_per_decode].unflatten(0, (decodes, indices.tokens_per_decode))
+        write_log(log, tokens, indices)
+    history[window_start[:, None] + torch.arange(reach, device=x.device)] = windows
 
     outputs = _convolve(history, weight, bias)[place - reach]
     out[token] = (silu(outputs) if activation == "silu" else outputs).to(x.dtype)
     if output_gate is not None:
         out[token] *= output_gate[token]
 
-    if indices.num_decodes:
-        targets = decode_targets(indices)
-        width = reach - 1 + indices.tokens_per_decode
-        _write_windows(state, targets[:, 0], history, window_start[: indices.num_decodes] + 1, width)
-        row = (indices.decode_boundary_index > 0).nonzero().squeeze(1)
-        boundary = indices.decode_boundary_index[row].long()
-        _write_windows(state, targets[row, boundary], history, window_start[row] + 1 + boundary, reach)
+    if decodes and decode_targets(indices).any():
+        _write_windows(
+            state,
+            decode_targets(indices),
+            history,
+            window_start[:decodes] + computed_decode_tokens(indices).sum(1),
+            reach,
+        )
     if indices.num_prefills:
         chunks = Chunks.of(indices)
         last = chunks.last + reach * (indices.chunk_seq[: chunks.count] + indices.num_decodes + 1)
@@ -56,20 +65,20 @@ def conv1d(
     return out
 
 
+@once_a_step
 def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
-    """The computed tokens [n] and the row of each, then each row's first token, window block and window offset."""
+    """The computed tokens [n] and the row of each, then each row's first token."""
     parts = []
     device = indices.device
     if indices.num_decodes:
         token = computed_decode_tokens(indices).flatten().nonzero().squeeze(1)
         start = torch.arange(indices.num_decodes, device=device) * indices.tokens_per_decode
-        row = token // indices.tokens_per_decode
-        parts.append((token, row, start, indices.decode_conv_src, indices.decode_conv_offset))
+        parts.append((token, token // indices.tokens_per_decode, start))
     if indices.num_prefills:
         bounds = indices.query_start_loc.long()
         token = torch.arange(int(bounds[0]), int(bounds[-1]), device=device)
         row = torch.arange(indices.num_prefills, device=device).repeat_interleave(bounds.diff()) + indices.num_decodes
-        parts.append((token, row, bounds[:-1], indices.conv_src, indices.conv_offset))
+        parts.append((token, row, bounds[:-1]))
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -86,19 +95,17 @@ def _convolve(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return total
 
 
-def _read_windows(state: Tensor, blocks: Tensor, offsets: Tensor, reach: int) -> Tensor:
-    """[n, reach, dim]: rows from `offsets` [n] on of the windows in `blocks` [n]."""
-    tap = offsets[:, None] + torch.arange(reach, device=blocks.device)
-    windows = state[blocks[:, None], tap]
-    windows[blocks == 0] = 0
-    return windows
+def _logged_windows(windows: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
+    """Windows [N, W - 1, dim] that stand before the logs of rows, moved on to the end of these."""
+    reach = windows.shape[1]
+    tap = torch.arange(reach, device=log.device)
+    entry = indices.log_end[:, None] - reach + tap  # what stands before `log_start` is of the window
+    logged = log[indices.log_slot[:, None], entry.clamp(min=0)]
+    row = torch.arange(len(windows), device=log.device)[:, None]
+    old = windows[row, (entry - indices.log_start[:, None] + reach).clamp(max=reach - 1)]
+    return torch.where((entry >= indices.log_start[:, None])[..., None], logged, old)
 
 
-def _write_windows(state: Tensor, blocks: Tensor, history: Tensor, start: Tensor, width: int) -> None:
-    """Writes to each block `width` inputs from `start` in the history on, and zeros after them.
-
-    In a row of decode with W - 2 + T of them, those from row j on are the window after token j.
-    """
-    windows = state.new_zeros(len(blocks), *state.shape[1:])
-    windows[:, :width] = history[start[:, None] + torch.arange(width, device=start.device)]
-    write_states(state, blocks, windows)
+def _write_windows(state: Tensor, blocks: Tensor, history: Tensor, start: Tensor, reach: int) -> None:
+    """Writes to each block the window that begins at `start` in the history."""
+    write_states(state, blocks, history[start[:, None] + torch.arange(reach, device=start.device)])

@@ -1,12 +1,15 @@
-"""What the gated delta rule and Kimi Delta Attention share: norms of queries and keys, and the recurrence of decode."""
+"""What the gated delta rule and Kimi Delta Attention share: norms of queries and keys, and decode over a log."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..indices import StateIndices
-from .states import computed_decode_tokens, walk_decodes
+from .log import LoggedStates, entries_after, entries_before, read_log, sums_of_decays, write_log
+from .states import computed_decode_tokens
 
 NORM_EPS = 1e-6
 
@@ -16,25 +19,40 @@ def inverse_norm(x: Tensor) -> Tensor:
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, indices: StateIndices, out: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    log: Sequence[Tensor],
+    indices: StateIndices,
+    out: Tensor,
 ) -> None:
-    """The recurrence itself: g [F, HV, K] has a log decay for every channel, or [F, HV, 1] one for all of them."""
+    """Log decays g [F, HV, K] of every channel, or [F, HV, 1] of all of them; the log's sums have the same shape."""
     shape = indices.num_decodes, indices.tokens_per_decode
-    tokens = shape[0] * shape[1]
-    dtype, group = g.dtype, v.shape[1] // k.shape[1]
+    tokens, dtype, group = shape[0] * shape[1], g.dtype, v.shape[1] // k.shape[1]
     q, k, v, g, beta = (x[:tokens].to(dtype).unflatten(0, shape) for x in (q, k, v, g, beta))
+    log_k, log_norm, log_u, log_sums = log
+    norm = inverse_norm(k)
+    write_log(log_k, k, indices)
+    write_log(log_norm, norm, indices)
+    write_log(log_sums, sums_of_decays(g, log_sums, indices), indices)
+
+    after = entries_after(indices)
+    keys = read_log(log_k, indices, after, dtype) * read_log(log_norm, indices, after, dtype)[..., None]
+    us = read_log(log_u, indices, entries_before(indices), dtype)
+    sums = read_log(log_sums, indices, after, dtype)
+    states = LoggedStates(state, indices, us, keys.repeat_interleave(group, dim=2), sums)
     q = (q * inverse_norm(q)[..., None] * q.shape[-1] ** -0.5).repeat_interleave(group, dim=2)
-    k = (k * inverse_norm(k)[..., None]).repeat_interleave(group, dim=2)
-    decay = torch.exp(g)
-    outputs = torch.empty_like(v)
-
-    def step(states: Tensor, t: int) -> Tensor:
-        decayed = decay[:, t, :, None] * states
-        u = beta[:, t, :, None] * (v[:, t] - (decayed * k[:, t, :, None]).sum(-1))
-        states = decayed + u[..., None] * k[:, t, :, None]
-        outputs[:, t] = (states * q[:, t, :, None]).sum(-1)
-        return states
-
-    walk_decodes(state, indices, dtype, step)
+    k = (k * norm[..., None]).repeat_interleave(group, dim=2)
+    u, outputs = torch.empty_like(v), torch.empty_like(v)
+    for t in range(shape[1]):
+        product = states.after(t)
+        u[:, t] = beta[:, t, :, None] * (v[:, t] - product(k[:, t]))
+        states.add(t, u[:, t])
+        outputs[:, t] = product(q[:, t])
+    write_log(log_u, u, indices)
+    states.fold(state)
     computed = computed_decode_tokens(indices)[..., None, None]
     out[:tokens] = torch.where(computed, outputs, 0).flatten(0, 1).to(out.dtype)

@@ -1,10 +1,12 @@
 """Elementwise functions whose result does not depend on an element's place in a tensor.
 
-torch's sigmoid, silu and softplus use vector code for most of a tensor and scalar code for its tail, which differ in
-the last bit; exp, log1p, sums, quotients and roots do not. Bitwise claims need the latter.
+torch's sigmoid, silu, softplus and exp2 use vector code for most of a tensor and scalar code for its tail, which differ
+in the last bit; exp, log1p, sums, quotients, roots and exp2 of integers do not. Bitwise claims need the latter.
 """
 
 from __future__ import annotations
+
+from math import log
 
 import torch
 from torch import Tensor
@@ -20,3 +22,8 @@ def silu(x: Tensor) -> Tensor:
 
 def softplus(x: Tensor) -> Tensor:
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def exp2(x: Tensor) -> Tensor:
+    whole = x.round()
+    return torch.exp((x - whole) * log(2)) * torch.exp2(whole)

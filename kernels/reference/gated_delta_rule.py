@@ -1,16 +1,18 @@
-"""Gated delta rule over a mixed batch, in plain torch: chunked in prefill, token by token in decode."""
+"""Gated delta rule over a mixed batch, in plain torch: chunked in prefill, over a token log in decode."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..indices import StateIndices
+from ..logs import inner_dtype
 from .chunks import CHUNK, Chunks
 from .decays import chunk_decays
 from .delta_rule import decode, inverse_norm
 from .elementwise import sigmoid, softplus
-from .states import inner_dtype
 
 
 def gated_delta_rule(
@@ -22,6 +24,7 @@ def gated_delta_rule(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     beta_scale: float = 1.0,
     out: Tensor | None = None,
@@ -37,7 +40,8 @@ def gated_delta_rule(
     beta = sigmoid(b.to(dtype)) * beta_scale
     out = v.new_zeros(v.shape) if out is None else out.zero_()
     if indices.num_decodes:
-        decode(q, k, v, g[..., None], beta, state, indices, out)
+        *others, sums = log
+        decode(q, k, v, g[..., None], beta, state, (*others, sums[..., None]), indices, out)
     if indices.num_prefills:
         _prefill(q, k, v, g, beta, state, indices, out, operand_dtype)
     return out

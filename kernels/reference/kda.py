@@ -1,15 +1,17 @@
-"""Kimi Delta Attention over a mixed batch, in plain torch: chunked in prefill, token by token in decode."""
+"""Kimi Delta Attention over a mixed batch, in plain torch: chunked in prefill, over a token log in decode."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..indices import StateIndices
+from ..logs import inner_dtype
 from .chunks import CHUNK, Chunks
 from .delta_rule import decode, inverse_norm
 from .elementwise import sigmoid, softplus
-from .states import inner_dtype
 
 BLOCK = 16  # tokens whose pairs have one reference
 
@@ -23,6 +25,7 @@ def kda(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor | None = None,
     *,
@@ -38,7 +41,7 @@ def kda(
     beta = sigmoid(b.to(dtype))
     out = v.new_zeros(v.shape) if out is None else out.zero_()
     if indices.num_decodes:
-        decode(q, k, v, log_decay, beta, state, indices, out)
+        decode(q, k, v, log_decay, beta, state, log, indices, out)
     if indices.num_prefills:
         _prefill(q, k, v, log_decay, beta, state, indices, out, operand_dtype)
     return out

@@ -1,14 +1,18 @@
-"""Selective scan over a mixed batch, in plain torch: chunked in prefill, token by token in decode."""
+"""Selective scan over a mixed batch, in plain torch: in chunks in prefill, over a state in the log in decode."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..indices import StateIndices
+from ..logs import inner_dtype
 from .chunks import CHUNK, Chunks
 from .elementwise import silu, softplus
-from .states import computed_tokens, inner_dtype, walk_decodes
+from .log import entries_after, log_ends, read_log, write_log
+from .states import computed_tokens, decode_targets, once_a_step, read_states, write_states
 
 
 def selective_scan(
@@ -21,24 +25,28 @@ def selective_scan(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.selective_scan`."""
     dtype = inner_dtype(x.dtype, state.dtype)
-    dt = softplus(dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype))
-    A, B, C = A.to(dtype), B.to(dtype), C.to(dtype)
-    u = dt * x.to(dtype)
-    y = torch.zeros_like(u)
+    A, C = A.to(dtype), C.to(dtype)
+    y = torch.zeros(x.shape, dtype=dtype, device=x.device)
     if indices.num_decodes:
-        _decode(u, dt, A, B, C, state, indices, y)
+        _decode(x, dt, A, B, C, dt_bias, state, log, indices, y)
     if indices.num_prefills:
-        _prefill(u, dt, A, B, C, state, indices, y)
+        dt = _steps(dt.to(dtype), dt_bias)
+        _prefill(dt * x.to(dtype), dt, A, B.to(dtype), C, state, indices, y)
     y += D.to(dtype) * x.to(dtype)
     if z is not None:
         y *= silu(z.to(dtype))
     y = torch.where(computed_tokens(indices)[:, None], y, 0).to(x.dtype)
     return y if out is None else out.copy_(y)
+
+
+def _steps(dt: Tensor, dt_bias: Tensor | None) -> Tensor:
+    return softplus(dt if dt_bias is None else dt + dt_bias.to(dt.dtype))
 
 
 def _advance(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
@@ -51,17 +59,46 @@ def _read(states: Tensor, C: Tensor) -> Tensor:
 
 
 def _decode(
-    u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, indices: StateIndices, y: Tensor
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    dt_bias: Tensor | None,
+    state: Tensor,
+    log: Sequence[Tensor],
+    indices: StateIndices,
+    y: Tensor,
 ) -> None:
+    """From the state in a row's log through the entries behind it, or from src where the log is empty."""
     shape = indices.num_decodes, indices.tokens_per_decode
-    u, dt, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (u, dt, B, C, y))
+    x, dt, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, B, C, y))
+    *entries, carried, stands = log
+    for each, tokens in zip(entries, (x, dt, B), strict=True):
+        write_log(each, tokens, indices)
+    slot, first, end = indices.log_slot, indices.log_end, log_ends(indices)
+    x, dt, B = (read_log(each, indices, entries_after(indices), y.dtype) for each in entries)
+    dt = _steps(dt, dt_bias)
+    known = _carried_on(indices)
+    states = torch.where(known[:, None, None], carried[slot], read_states(state, indices.decode_src, y.dtype))
+    start = torch.where(known[:, None], stands[slot], first[:, None])  # of every channel
+    for entry in range(int(start.min()), int(end.max())):
+        advanced = _advance(states, dt[:, entry] * x[:, entry], dt[:, entry], A, B[:, entry])
+        inside = (start <= entry) & (entry < end[:, None])
+        states = torch.where(inside[..., None], advanced, states)
+        row = ((first <= entry) & (entry < end)).nonzero().squeeze(1)
+        token = entry - first[row]
+        y[row, token] = _read(states[row], C[row, token])
+        sure = row[token == 0]
+        carried[slot[sure]] = states[sure]
+        stands[slot[sure]] = entry + 1
+    write_states(state, decode_targets(indices), states)
 
-    def step(states: Tensor, t: int) -> Tensor:
-        states = _advance(states, u[:, t], dt[:, t], A, B[:, t])
-        y[:, t] = _read(states, C[:, t])
-        return states
 
-    walk_decodes(state, indices, u.dtype, step)
+@once_a_step
+def _carried_on(indices: StateIndices) -> Tensor:
+    """bool [N]: the decode rows whose state is in their log."""
+    return (indices.log_start < indices.log_end) & (indices.decode_len > 0)
 
 
 def _prefill(

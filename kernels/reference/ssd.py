@@ -1,17 +1,20 @@
-"""State-space duality (Mamba2) over a mixed batch, in plain torch: chunked in prefill, token by token in decode."""
+"""State-space duality (Mamba2) over a mixed batch, in plain torch: chunked in prefill, over a token log in decode."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 import torch
 from torch import Tensor
 
 from ..indices import StateIndices
+from ..logs import inner_dtype
 from .chunks import Chunks
 from .decays import chunk_decays
 from .elementwise import silu, softplus
-from .states import computed_tokens, inner_dtype, walk_decodes
+from .log import LoggedStates, entries_after, read_log, sums_of_decays, write_log
+from .states import computed_tokens
 
 
 def ssd(
@@ -24,6 +27,7 @@ def ssd(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     dt_limit: tuple[float, float] = (0.0, inf),
     out: Tensor | None = None,
@@ -39,7 +43,7 @@ def ssd(
     g = dt * A.to(dtype)
     y = torch.zeros(x.shape, dtype=dtype, device=x.device)
     if indices.num_decodes:
-        _decode(x, dt, g, B, C, state, indices, y)
+        _decode(x, dt, g, B, C, state, log, indices, y)
     if indices.num_prefills:
         _prefill(x, dt, g, B, C, state, indices, y, operand_dtype)
     if D is not None:
@@ -51,19 +55,26 @@ def ssd(
 
 
 def _decode(
-    x: Tensor, dt: Tensor, g: Tensor, B: Tensor, C: Tensor, state: Tensor, indices: StateIndices, y: Tensor
+    x: Tensor,
+    dt: Tensor,
+    g: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor,
+    log: Sequence[Tensor],
+    indices: StateIndices,
+    y: Tensor,
 ) -> None:
     shape, group = (indices.num_decodes, indices.tokens_per_decode), x.shape[1] // B.shape[1]
-    x, dt, g, B, C, y = (each[: shape[0] * shape[1]].to(y.dtype).unflatten(0, shape) for each in (x, dt, g, B, C, y))
-    B, C = B.repeat_interleave(group, dim=2), C.repeat_interleave(group, dim=2)
-    decay, u = torch.exp(g), dt[..., None] * x
-
-    def step(states: Tensor, t: int) -> Tensor:
-        states = decay[:, t, :, None, None] * states + u[:, t, :, :, None] * B[:, t, :, None]
-        y[:, t] = (states * C[:, t, :, None]).sum(-1)
-        return states
-
-    walk_decodes(state, indices, y.dtype, step)
+    x, dt, g, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, g, B, C, y))
+    for each, tokens in zip(log, (x, B, dt, sums_of_decays(g, log[-1], indices)), strict=True):
+        write_log(each, tokens, indices)
+    x, B, dt, sums = (read_log(each, indices, entries_after(indices), y.dtype) for each in log)
+    B, C = B.repeat_interleave(group, dim=2), C.to(y.dtype).repeat_interleave(group, dim=2)
+    states = LoggedStates(state, indices, dt[..., None] * x, B, sums[..., None])
+    for t in range(shape[1]):
+        y[:, t] = states.after(t)(C[:, t])
+    states.fold(state)
 
 
 def _prefill(

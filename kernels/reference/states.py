@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..indices import StateIndices
+
+Derived = TypeVar("Derived")
+
+
+def once_a_step(derive: Callable[[StateIndices], Derived]) -> Callable[[StateIndices], Derived]:
+    """Keeps what is derived of a step's indices, which all its layers take alike."""
+
+    @wraps(derive)
+    def kept(indices: StateIndices) -> Derived:
+        name = derive.__qualname__
+        if name not in indices.derived:
+            indices.derived[name] = derive(indices)
+        found: Derived = indices.derived[name]
+        return found
+
+    return kept
 
 
 def read_states(state: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,32 +41,19 @@ def write_states(state: Tensor, blocks: Tensor, values: Tensor) -> None:
     state[blocks[stored]] = values[stored].to(state.dtype)
 
 
-def walk_decodes(
-    state: Tensor, indices: StateIndices, dtype: torch.dtype, step: Callable[[Tensor, int], Tensor]
-) -> None:
-    """Carries every decode row's state from its src through its tokens, and stores it where `decode_targets` say.
-
-    `step(states [N, ...], t)` returns the states after token t of every row. A state is rounded to the pool's dtype
-    after every token, as if each had its own step.
-    """
-    states = read_states(state, indices.decode_src, dtype)
-    targets = decode_targets(indices)
-    for t in range(indices.tokens_per_decode):
-        states = step(states, t).to(state.dtype)
-        write_states(state, targets[:, t], states)
-        states = states.to(dtype)
-
-
+@once_a_step
 def computed_decode_tokens(indices: StateIndices) -> Tensor:
     """bool [N, T]: the tokens before their row's padding."""
     return torch.arange(indices.tokens_per_decode, device=indices.device) < indices.decode_len[:, None]
 
 
+@once_a_step
 def decode_targets(indices: StateIndices) -> Tensor:
-    """[N, T]: the block for the state after each token, or 0: nothing is stored for padding."""
-    return torch.where(computed_decode_tokens(indices), indices.decode_dst, 0)
+    """[N]: the block for the state after each decode row, or 0: a row of padding stores nothing."""
+    return torch.where(indices.decode_len > 0, indices.decode_dst, 0)
 
 
+@once_a_step
 def computed_tokens(indices: StateIndices) -> Tensor:
     """bool [F]: `computed_decode_tokens` and all tokens of prefill rows; the others are padding."""
     decodes = indices.num_decodes * indices.tokens_per_decode
@@ -58,8 +63,3 @@ def computed_tokens(indices: StateIndices) -> Tensor:
     if indices.num_prefills:
         computed[decodes : int(indices.query_start_loc[-1])] = True
     return computed
-
-
-def inner_dtype(activations: torch.dtype, state: torch.dtype) -> torch.dtype:
-    """What a recurrence computes in: float64 where activations and state both are, fp32 otherwise."""
-    return torch.float64 if activations == state == torch.float64 else torch.float32

@@ -24,16 +24,14 @@ from mambacache.report import Hit, RequestReport, Wait
 
 class Books:
     """As a context manager it marks a change of the books. One that an exception breaks off leaves them torn; the next
-    call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and the rows that were issued.
-    """
+    call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and issued rows."""
 
     def __init__(self, config: CacheConfig, files: Files | None) -> None:
         self._config, self._files = config, files if files is not None else NoFiles()
         self.requests: dict[str, CachedRequest] = {}
         self.rows = Rows(self.requests)
         self._life_numbers, self._row_numbers, self._transfer_numbers = count(1), count(1), count(1)
-        self._prompts = Prompts()
-        self.torn = False
+        self._prompts, self.torn = Prompts(), False
         self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
         self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
         most = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
@@ -48,7 +46,10 @@ class Books:
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
         self.pages = Pages(config.block_size, page_pool)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
-        self.states = States(self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers)
+        num_logs, policy = config.num_log_slots or config.num_state_blocks, self._policy
+        self.states = States(
+            self.pool, self.pages, self.lookup, policy, chains, self.ledger, self._row_numbers, num_logs
+        )
         self.tier = Tier(
             config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,
             self._transfer_numbers, under_way,
@@ -64,9 +65,8 @@ class Books:
     # --- chains ---
 
     def chain(self, tokens: array[int], salt: str, keys: Mapping[int, bytes]) -> list[bytes]:
-        config = self._config
-        root = root_hash(config.model_key, config.block_size, config.max_draft_tokens, self._files.key, salt)
-        return self._prompts.chain(root, tokens, config.block_size, keys)
+        size = self._config.block_size
+        return self._prompts.chain(root_hash(self._config.model_key, size, self._files.key, salt), tokens, size, keys)
 
     def rehash(self, request: CachedRequest) -> None:
         request.chain = self.chain(request.tokens, request.salt, request.keys)

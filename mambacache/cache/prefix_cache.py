@@ -175,14 +175,14 @@ class PrefixCache:
     def allocate(
         self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), decode: bool = False
     ) -> SequenceStep | None:
-        """The row that runs the next `num_tokens` tokens and then `drafts`, with a block for each state it writes; if
-        there is no room it is None, and nothing has changed.
+        """The row that runs the next `num_tokens` tokens and then `drafts`, with a block if it stores a state; if there
+        is no room it is None, and nothing has changed.
 
         After a row with drafts, the next one can be allocated once `accept` was told which of them agreed.
 
         Args:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
-            drafts: guesses of the tokens after a decoding request's last one.
+            drafts: guesses of the tokens after a decoding request's last one; taken up to a multiple of 16 tokens.
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
         """
         life = self._running(request_id)
@@ -303,7 +303,8 @@ class PrefixCache:
         return self._known(request_id).report
 
     def block_row(self, request_id: str) -> list[int]:
-        """The request's states as a row of a sparse block table: column i is the state after block i, 0 is null."""
+        """The request's states as a sparse block table: column i is the one after block i (0: none), the last one the
+        running state, which its log follows on."""
         life = self._running(request_id)
         return self._books.lookup.block_row(life)
 

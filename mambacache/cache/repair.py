@@ -29,6 +29,8 @@ def check(books: Books) -> None:
     tier.check(requests)
     for block_hash, (chain, depth) in zip(books.pool.hashes, states.prefix, strict=True):
         assert block_hash is None or chain[depth] == block_hash, "the prefix of a state"
+    logs = [*states.free_logs, *(life.log_slot for life in lives if life.log_slot)]
+    assert sorted(logs) == [*range(1, len(logs) + 1)] and len(logs) == books.states.num_logs, "slots of token logs"
     unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
     assert states.unwritten == unwritten, "checkpoints that are not written yet"
     rows = [row for request in requests for row in request.issued]

@@ -88,11 +88,11 @@ class Life:
     prefill_end: int  # tokens known at admission: these run in the prefill kernels
     trace: Trace  # for the ledger
     near_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
-    state: Lease | None = None  # None: a fresh state, or drafts in flight
-    window: Lease | None = None  # the block of the conv window, if that is another one (after drafts)
-    window_offset: int = 0
+    state: Lease | None = None  # None: a fresh state
+    log_slot: int = 0  # of its token log; 0 until it decodes
+    log_start: int = 0  # the log's entry that follows on `state`
     reserve: Lease | None = None  # taken at admission: the first row's dst
-    drafted: list[Lease] = field(default_factory=list)  # dst of a row with drafts whose acceptance is not known yet
+    drafted: Row | None = None  # a row with drafts whose acceptance is not known yet
     pages: array[int] = field(default_factory=lambda: array("i"))
     shared_pages: int = 0  # leading pages that others wrote
     copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then
@@ -115,7 +115,7 @@ class Row:
 
     step: SequenceStep
     life: Life
-    dst: Sequence[Lease]  # empty where a decode row writes its running state in place
+    dst: Lease | None  # None where a decode row has no dst, or writes its running state in place
     near_before: int  # the life's `near_from` and its number of pages before the row
     pages_before: int
     had_reserve: bool

@@ -12,18 +12,19 @@ from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy, Wish
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Life, Row
-from mambacache.plan import CHUNK, NO_CHECKPOINTS, PLACEHOLDER, SequenceStep
+from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep
 
 
 class States:
     """The only place where state blocks are chosen; see `BlockPool` for theirs, and `Life` for what a request holds.
 
-    A life without drafts holds at most two blocks: its running state, and the dst of a row that is not issued yet.
+    A life holds at most two blocks, its running state and the dst of a row that is not issued yet or has drafts, and
+    once it decodes a slot for its token log.
     """
 
     def __init__(
         self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, ledger: Ledger,
-        numbers: count[int],
+        numbers: count[int], num_log_slots: int,
     ) -> None:  # fmt: skip
         self._size = pages.block_size
         self._pool = pool
@@ -34,6 +35,7 @@ class States:
         self._ledger = ledger
         self._numbers = numbers  # of rows
         self.num_issued = self.unwritten = 0  # rows; checkpoint blocks of rows that are not issued yet
+        self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
         self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth of a state
 
     # --- a life begins ---
@@ -50,53 +52,49 @@ class States:
         if parent.state is None or not self._pages.fork(parent, child):
             return False
         child.near_from, child.published = parent.near_from, parent.published
-        child.state, child.window_offset = self._pool.share(parent.state.block), parent.window_offset
-        if parent.window is not None:
-            child.window = self._pool.share(parent.window.block)
+        child.state, child.log_start = self._pool.share(parent.state.block), parent.log_start
         return True
 
     # --- before a step ---
 
     def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
-        """A row of `num_tokens` (and drafts) tokens with its dst blocks; None, and nothing changed, without room."""
+        """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
+        room."""
         start = life.computed
-        prefill = start < life.prefill_end and not decode
+        in_prompt = start < life.prefill_end
+        prefill = in_prompt and not decode
+        drafts = drafts[: FOLD - 1 - start % FOLD]
         num_tokens += len(drafts)
         end = start + num_tokens
-        count = 1 if prefill else num_tokens  # dst blocks: one for each token that the decode kernels run
+        folds = in_prompt or end % FOLD == 0  # so that a log is empty where a prompt ends, and forks share its state
+        in_place = folds and not prefill and not drafts  # perhaps: rejected drafts must not be in the only state
         pages_before, near_before, had_reserve = len(life.pages), life.near_from, life.reserve is not None
-        if (prefill or drafts) and not (count == 1 and had_reserve) and self._pool.num_available < count:
+        if not prefill and not life.log_slot and not self.free_logs:
+            return None
+        if folds and not in_place and not had_reserve and not self._pool.num_available:
             return None
         if end > pages_before * self._size and not self._pages.grow(life, end):
             return None
-        src, boundary_index = life.state.block if life.state is not None else 0, -1
-        dst: Sequence[Lease] = ()
-        if prefill or drafts or not self._may_write_in_place(life):
-            fresh = self._fresh(life, count)
+        src = life.state.block if life.state is not None else 0
+        dst, fresh = 0, None
+        if in_place and self._may_write_in_place(life):
+            dst = src
+        elif folds:
+            fresh, life.reserve = life.reserve or self._pool.lease(), None
             if fresh is None:
                 self._pages.shrink(life, pages_before)
                 return None
-            dst = fresh
-        if drafts:
-            to_boundary = self._size - start % self._size
-            boundary_index = to_boundary - 1 if 1 < to_boundary <= num_tokens else -1
+            dst = fresh.block
+        if not prefill and not life.log_slot:
+            life.log_slot = self.free_logs.pop()
         step = SequenceStep(
             life.request.request_id, life.number, next(self._numbers), start, num_tokens, prefill,
-            end >= life.prefill_end, src, life.window.block if life.window is not None else src, life.window_offset,
-            tuple([lease.block for lease in dst]) if dst else (src,), drafts, NO_CHECKPOINTS, boundary_index,
+            end >= life.prefill_end, src, dst, life.log_slot, life.log_start, drafts,
         )  # fmt: skip
-        row = life.row = Row(step, life, dst, near_before, pages_before, had_reserve)
+        row = life.row = Row(step, life, fresh, near_before, pages_before, had_reserve)
         if near_before > start and (not prefill or start % CHUNK):
             life.near_from = start  # a step that is cut inside a chunk makes the next one start there
         return row
-
-    def _fresh(self, life: Life, count: int) -> list[Lease] | None:
-        if count == 1 and life.reserve is not None:
-            reserve, life.reserve = life.reserve, None
-            return [reserve]
-        if self._pool.num_available < count:
-            return None
-        return [Lease(self._pool, block) for block in self._pool.take(count)]
 
     def _may_write_in_place(self, life: Life) -> bool:
         """Whether a decode row may write the block that it reads: nobody else holds it, and it is not committed or soon
@@ -112,7 +110,8 @@ class States:
             return True
         if life.reserve is not None:
             return False
-        lease = pool.lease(self._policy.asked(self._policy.wish(life.wishes, life.computed)))
+        stands = life.computed // FOLD * FOLD + life.log_start
+        lease = pool.lease(self._policy.asked(self._policy.wish(life.wishes, stands)))
         if lease is not None:
             life.reserve = lease
             return False
@@ -122,8 +121,8 @@ class States:
             life.pending = [commit for commit in life.pending if commit[1].block]
         else:
             pool.withdraw(block)
-        if life.computed <= len(life.request.tokens):
-            self._ledger.refused(life.request.chain[life.computed // self._size])
+        if stands <= len(life.request.tokens):
+            self._ledger.refused(life.request.chain[stands // self._size])
         return True
 
     def drop(self, row: Row) -> None:
@@ -131,10 +130,9 @@ class States:
         life = row.life
         self._end_checkpoints(row)
         if row.had_reserve and life.reserve is None:
-            life.reserve = row.dst[0]
-        else:
-            for lease in row.dst:
-                lease.end()
+            life.reserve = row.dst
+        elif row.dst is not None:
+            row.dst.end()
         self._pages.shrink(life, row.pages_before)
         life.near_from = row.near_before
         life.row = None
@@ -198,17 +196,9 @@ class States:
         life.row = None
         self._pages.copied(life)
         if step.drafts:
-            self._end_running(life)
-            life.drafted, row.dst = list(row.dst), ()
+            life.drafted = row
             return
-        if row.dst:
-            self._end_running(life)
-            life.state, row.dst = row.dst[0], ()
-        elif life.window is not None:
-            life.window.end()
-            life.window = None
-        life.window_offset = 0
-        life.computed = end
+        self._folded(life, row)
         if row.checkpoints:
             for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
                 if not life.request.stale:
@@ -217,6 +207,17 @@ class States:
         if end % self._size == 0 and life.state is not None:
             self._commit(life, end, life.state)
         self._advance(life)
+
+    def _folded(self, life: Life, row: Row) -> None:
+        """All of a row's tokens count: what is in its dst, if it has one, is the running state."""
+        step, fresh = row.step, row.dst
+        life.computed = step.start + step.num_tokens
+        if fresh is not None:
+            if life.state is not None:
+                life.state.end()
+            life.state, row.dst = fresh, None
+        if step.dst:
+            life.log_start = life.computed % FOLD
 
     def accept(self, row: Row) -> None:
         """The row's tokens that remain after stops are known by now."""
@@ -231,24 +232,22 @@ class States:
         self._advance(life)
 
     def _resolve_drafts(self, row: Row) -> None:
-        """Keeps the states that consumed accepted tokens only: the last one to go on from, and one on a boundary."""
-        life, step, size = row.life, row.step, self._size
+        """Keeps the tokens that were accepted, and the row's dst if these are all."""
+        life, step = row.life, row.step
         known = life.request.tokens[step.start : step.start + step.num_tokens]
         fed = (PLACEHOLDER, *step.drafts)
-        last = 0  # the last state that consumed known tokens only; where a stop was drafted, it has consumed that too
-        while last + 1 < len(known) and fed[last + 1] == known[last + 1]:
-            last += 1
-        boundary = size - 1 - step.start % size
-        drafted, life.drafted = life.drafted, []
-        life.computed = step.start + last + 1
-        life.state, life.window_offset = drafted[last], 0
-        if last not in (0, boundary):
-            life.window, life.window_offset = drafted[0], last
-        if boundary <= last:
-            self._commit(life, step.start + boundary + 1, drafted[boundary])
-        for lease in drafted:
-            if lease is not life.state and lease is not life.window:
-                lease.end()
+        count = 1  # tokens that are known to be right; where a stop was drafted, it is among them
+        while count < len(known) and fed[count] == known[count]:
+            count += 1
+        life.drafted = None
+        if count == step.num_tokens:
+            self._folded(life, row)
+            if life.computed % self._size == 0 and life.state is not None:
+                self._commit(life, life.computed, life.state)
+            return
+        life.computed = step.start + count
+        if row.dst is not None:
+            row.dst.end()
 
     # --- the end of a life ---
 
@@ -282,20 +281,18 @@ class States:
             self._end_checkpoints(row)
         for lease in self.held(life, row):
             lease.end()
-        life.pending, life.drafted, life.state, life.window, life.reserve = [], [], None, None, None
+        life.pending, life.drafted, life.state, life.reserve = [], None, None, None
+        if life.log_slot:
+            self.free_logs.append(life.log_slot)
+            life.log_slot = 0
         self._pages.end(life)
 
     def held(self, life: Life, row: Row | None) -> list[Lease]:
         """The leases of a life and of its row that is not issued."""
-        single = [lease for lease in (life.state, life.window, life.reserve) if lease is not None]
-        leases = [lease for _, lease in life.pending] + single + life.drafted
-        return leases if row is None else [*leases, *row.dst, *row.checkpoints.values()]
-
-    def _end_running(self, life: Life) -> None:
-        for lease in (life.state, life.window):
-            if lease is not None:
-                lease.end()
-        life.state = life.window = None
+        rows = [each for each in (row, life.drafted) if each is not None]
+        leases = [life.state, life.reserve, *(each.dst for each in rows)]
+        held = [lease for _, lease in life.pending] + [lease for lease in leases if lease is not None]
+        return held if row is None else [*held, *row.checkpoints.values()]
 
     def _end_checkpoints(self, row: Row) -> None:
         self.unwritten -= len(row.checkpoints)

@@ -193,17 +193,23 @@ def _draft_model(config: EngineConfig, own: EngineConfig, weights: int, device: 
     return source, taken + core.sizes.device_bytes
 
 
-def _pools(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> tuple[StatePool, StatePool | None]:
-    layers, size = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens), config.block_size
+def _pools(
+    config: EngineConfig, model: Model, sizes: Sizes, device: str
+) -> tuple[StatePool, StatePool, StatePool | None]:
+    """Of states, of token logs, and of KV pages."""
+    dtype, size = getattr(torch, config.state_dtype), config.block_size
+    layers, logs = model.state_layers(dtype), StatePool(model.log_layers(dtype), sizes.max_num_seqs, device)
     if sizes.slab is not None:
-        return allocate_slabs(layers, model.kv_layers, sizes.num_slabs, sizes.slab, size, device)
+        states, slabs = allocate_slabs(layers, model.kv_layers, sizes.num_slabs, sizes.slab, size, device)
+        return states, logs, slabs
     pages = allocate_kv_pages(model.kv_layers, sizes.num_kv_blocks, size, device)
-    return StatePool(layers, sizes.num_state_blocks, device), pages
+    return StatePool(layers, sizes.num_state_blocks, device), logs, pages
 
 
 def _cache_config(config: EngineConfig, model: Model, sizes: Sizes) -> CacheConfig:
     return CacheConfig(
         num_state_blocks=sizes.num_state_blocks,
+        num_log_slots=sizes.max_num_seqs,
         num_kv_blocks=sizes.num_kv_blocks,
         slab=(sizes.slab.states, sizes.slab.pages) if sizes.slab is not None else None,
         block_size=config.block_size,

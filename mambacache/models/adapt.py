@@ -81,15 +81,20 @@ class Model:
     mixers: tuple[Mixer, ...]
     kv_layers: tuple[KVLayer, ...]
 
-    def state_layers(self, state_dtype: torch.dtype, max_draft_tokens: int = 0) -> list[tuple[StateTensor, ...]]:
+    def state_layers(self, state_dtype: torch.dtype) -> list[tuple[StateTensor, ...]]:
         """The tensors of one state, layer by layer."""
-        return [mixer.state_layout(state_dtype, max_draft_tokens) for mixer in self.mixers]
+        return [mixer.state_layout(state_dtype) for mixer in self.mixers]
+
+    def log_layers(self, state_dtype: torch.dtype) -> list[tuple[StateTensor, ...]]:
+        """The tensors of one token log, layer by layer."""
+        return [mixer.log_layout(state_dtype) for mixer in self.mixers]
 
     @torch.inference_mode()
     def logits(
         self,
         indices: StateIndices,
         states: Sequence[tuple[torch.Tensor, ...]],
+        logs: Sequence[tuple[torch.Tensor, ...]],
         pages: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
         """Runs one step.
@@ -97,12 +102,13 @@ class Model:
         Args:
             indices: the batch, with `tokens`, `positions` and `logits_index`.
             states: for each recurrent layer its tensors of the state pool, [blocks, ...].
+            logs: for each recurrent layer its tensors of the token logs, [slots, ...].
             pages: for each attention layer its key and value pages, [blocks, block_size, heads, dim].
 
         Returns:
             [L, vocabulary], the logits after the tokens at `logits_index`.
         """
-        with forward_context(ForwardContext(indices, iter(states), iter(pages))):
+        with forward_context(ForwardContext(indices, iter(states), iter(logs), iter(pages))):
             output = self.module(
                 input_ids=indices.tokens[None],
                 position_ids=indices.positions[None],

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacache.kernels import StateTensor, conv1d, gated_delta_rule, gated_rms_norm
+from mambacache.kernels import (
+    StateTensor,
+    conv1d,
+    conv1d_log,
+    gated_delta_rule,
+    gated_delta_rule_log,
+    gated_rms_norm,
+)
 from mambacache.models.layer import current_context
 from mambacache.models.projection import fuse
 
@@ -16,7 +23,7 @@ from mambacache.models.projection import fuse
 class GatedDeltaNet(nn.Module):
     """A Gated DeltaNet layer over the state pool, with the parameters of the module that it replaces.
 
-    Its state is the conv window [W - 1 + drafts, 2 * H * K + HV * V] of raw queries, keys and values, and the recurrent
+    Its state is the conv window [W - 1, 2 * H * K + HV * V] of raw queries, keys and values, and the recurrent
     matrices [HV, V, K].
 
     Args:
@@ -44,23 +51,32 @@ class GatedDeltaNet(nn.Module):
         self.A_log, self.dt_bias = source.A_log, source.dt_bias
         self.norm_weight, self.norm_eps = norm.weight, norm.variance_epsilon
 
-    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+    def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
-            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor((width - 1, dim), self.conv_weight.dtype),
             StateTensor((self.value_heads, self.value_dim, self.key_dim), state_dtype),
+        )
+
+    def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The convolution's inputs, then what the recurrence logs."""
+        sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim
+        dtype = self.conv_weight.dtype
+        return (
+            conv1d_log(len(self.conv_weight), dtype),
+            *gated_delta_rule_log(*sizes, dtype, state_dtype),
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
         context = current_context()
-        conv_state, recurrent_state = next(context.states)
+        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         qkv, gate, a, b = self.in_proj(hidden_states[0]).split(
             [2 * keys + values, values, self.value_heads, self.value_heads], dim=-1
         )
-        qkv = conv1d(qkv, self.conv_weight, self.conv_bias, conv_state, context.indices, activation="silu")
+        qkv = conv1d(qkv, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")
         q, k, v = qkv.split([keys, keys, values], dim=-1)
         y = gated_delta_rule(
             q.unflatten(-1, (self.key_heads, self.key_dim)),
@@ -71,6 +87,7 @@ class GatedDeltaNet(nn.Module):
             self.A_log,
             self.dt_bias,
             recurrent_state,
+            log,
             context.indices,
             beta_scale=self.beta_scale,
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacache.kernels import StateTensor, conv1d, gated_rms_norm, kda
+from mambacache.kernels import StateTensor, conv1d, conv1d_log, gated_rms_norm, kda, kda_log
 from mambacache.models.layer import current_context
 from mambacache.models.projection import fuse
 
@@ -15,7 +15,7 @@ from mambacache.models.projection import fuse
 class KimiDeltaAttention(nn.Module):
     """A KDA layer over the state pool, with the parameters of transformers' KimiLinearDeltaAttention.
 
-    Its state is the conv window [W - 1 + drafts, 3 * H * D] of raw queries, keys and values, and the recurrent matrices
+    Its state is the conv window [W - 1, 3 * H * D] of raw queries, keys and values, and the recurrent matrices
     [H, D, D].
 
     Args:
@@ -40,26 +40,34 @@ class KimiDeltaAttention(nn.Module):
         self.dt_bias = decay.dt_bias
         self.norm_weight, self.norm_eps = source.o_norm.weight, source.o_norm.variance_epsilon
 
-    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+    def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
-            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor((width - 1, dim), self.conv_weight.dtype),
             StateTensor((self.heads, self.head_dim, self.head_dim), state_dtype),
+        )
+
+    def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The convolution's inputs, then what the recurrence logs."""
+        dtype = self.conv_weight.dtype
+        return (
+            conv1d_log(len(self.conv_weight), dtype),
+            *kda_log(self.heads, self.head_dim, self.head_dim, dtype, state_dtype),
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
         context = current_context()
-        conv_state, recurrent_state = next(context.states)
+        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         shape = self.heads, self.head_dim
         qkv, decay, gate, b = self.in_proj(hidden_states[0]).split(
             [3 * self.heads * self.head_dim, self.head_dim, self.head_dim, self.heads], dim=-1
         )
-        qkv = conv1d(qkv, self.conv_weight, None, conv_state, context.indices, activation="silu")
+        qkv = conv1d(qkv, self.conv_weight, None, conv_state, conv_log, context.indices, activation="silu")
         q, k, v = qkv.unflatten(-1, (3, *shape)).unbind(1)
         g = self.decay_proj(decay).unflatten(-1, shape)
-        y = kda(q, k, v, g, b, self.A_log, self.dt_bias, recurrent_state, context.indices)
+        y = kda(q, k, v, g, b, self.A_log, self.dt_bias, recurrent_state, log, context.indices)
         gate = self.gate_proj(gate).unflatten(-1, shape)
         y = gated_rms_norm(y, gate, self.norm_weight, self.norm_eps, activation="sigmoid", round_normed=False)
         return self.out_proj(y.flatten(-2))[None]

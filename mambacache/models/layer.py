@@ -26,21 +26,24 @@ class KVLayer:
 class Mixer(Protocol):
     """A recurrent layer that keeps its state in the pool: a module from hidden states [1, F, hidden] to the same."""
 
-    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
-        """The tensors of one state: conv windows of W - 1 + max_draft_tokens rows first, then recurrent matrices in
-        `state_dtype`."""
+    def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The tensors of one state: conv windows of W - 1 rows first, then recurrent matrices in `state_dtype`."""
+
+    def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """Those of one token log: the convolution's first, then the recurrence's."""
 
 
 @dataclass
 class ForwardContext:
     """What the layers of one forward pass read beside their hidden states.
 
-    The n-th recurrent layer that is called takes the n-th tensors of `states`, the n-th attention call the n-th of
-    `pages`: the order of calls is the same in every pass, even where layers share a module.
+    The n-th recurrent layer that is called takes the n-th tensors of `states` and `logs`, the n-th attention call the
+    n-th of `pages`: the order of calls is the same in every pass, even where layers share a module.
     """
 
     indices: StateIndices
     states: Iterator[tuple[torch.Tensor, ...]]
+    logs: Iterator[tuple[torch.Tensor, ...]]
     pages: Iterator[tuple[torch.Tensor, ...]]
 
 

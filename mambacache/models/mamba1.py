@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacache.kernels import StateTensor, conv1d, selective_scan
+from mambacache.kernels import StateTensor, conv1d, conv1d_log, selective_scan, selective_scan_log
 from mambacache.models.layer import current_context
 from mambacache.models.projection import without_bias
 
@@ -15,7 +15,7 @@ from mambacache.models.projection import without_bias
 class Mamba1(nn.Module):
     """A Mamba layer over the state pool, with the parameters of the module that it replaces.
 
-    Its state is the conv window [W - 1 + drafts, dim] and the recurrent matrix [dim, N].
+    Its state is the conv window [W - 1, dim] and the recurrent matrix [dim, N].
 
     Args:
         source: the module of transformers, for its projections, conv1d, A_log and D.
@@ -38,20 +38,25 @@ class Mamba1(nn.Module):
         self.D = source.D
         self.dt_rank = source.time_step_rank
 
-    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+    def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The conv window in the model's dtype, the recurrent matrix in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
-            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor((width - 1, dim), self.conv_weight.dtype),
             StateTensor(tuple(self.A.shape), state_dtype),
         )
+
+    def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The convolution's inputs, then what the recurrence logs."""
+        dtype = self.conv_weight.dtype
+        return conv1d_log(len(self.conv_weight), dtype), *selective_scan_log(*self.A.shape, dtype, state_dtype)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
         context = current_context()
-        conv_state, recurrent_state = next(context.states)
+        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         x, z = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
-        x = conv1d(x, self.conv_weight, self.conv_bias, conv_state, context.indices, activation="silu")
+        x = conv1d(x, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")
         width = self.A.shape[1]
         dt, B, C = self.x_proj(x).split([self.dt_rank, width, width], dim=-1)
         y = selective_scan(
@@ -64,6 +69,7 @@ class Mamba1(nn.Module):
             z,
             self.dt_bias,
             recurrent_state,
+            log,
             context.indices,
         )
         return self.out_proj(y)[None]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacache.kernels import StateTensor, conv1d, gated_rms_norm, ssd
+from mambacache.kernels import StateTensor, conv1d, conv1d_log, gated_rms_norm, ssd, ssd_log
 from mambacache.models.layer import current_context
 from mambacache.models.projection import scale
 
@@ -15,7 +15,7 @@ from mambacache.models.projection import scale
 class Mamba2(nn.Module):
     """A Mamba2 layer over the state pool, with the parameters of the module that it replaces.
 
-    Its state is the conv window [W - 1 + drafts, H * P + 2 * G * N] of raw x, B and C, and the recurrent matrices
+    Its state is the conv window [W - 1, H * P + 2 * G * N] of raw x, B and C, and the recurrent matrices
     [H, P, N]. Step sizes are clamped to `time_step_limit` in decode as in prefill.
 
     Args:
@@ -42,21 +42,29 @@ class Mamba2(nn.Module):
         self.norm_options = norm_options or {}
         self.norm_weight: nn.Parameter | None = None if norm_options is None else source.norm.weight
 
-    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+    def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
-            StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),
+            StateTensor((width - 1, dim), self.conv_weight.dtype),
             StateTensor((self.heads, self.head_dim, self.state_dim), state_dtype),
+        )
+
+    def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The convolution's inputs, then what the recurrence logs."""
+        dtype = self.conv_weight.dtype
+        return (
+            conv1d_log(len(self.conv_weight), dtype),
+            *ssd_log(self.heads, self.groups, self.head_dim, self.state_dim, dtype, state_dtype),
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
         context = current_context()
-        conv_state, recurrent_state = next(context.states)
+        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         inner, state = self.heads * self.head_dim, self.groups * self.state_dim
         gate, xBC, dt = self.in_proj(hidden_states[0]).split([inner, inner + 2 * state, self.heads], dim=-1)
-        xBC = conv1d(xBC, self.conv_weight, self.conv_bias, conv_state, context.indices, activation="silu")
+        xBC = conv1d(xBC, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")
         x, B, C = xBC.split([inner, state, state], dim=-1)
         y = ssd(
             x.unflatten(-1, (self.heads, self.head_dim)),
@@ -68,6 +76,7 @@ class Mamba2(nn.Module):
             gate.unflatten(-1, (self.heads, self.head_dim)) if self.norm_weight is None else None,
             self.dt_bias,
             recurrent_state,
+            log,
             context.indices,
             dt_limit=self.time_step_limit,
         ).flatten(-2)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mambacache.kernels import StateTensor, conv1d
+from mambacache.kernels import StateTensor, conv1d, conv1d_log
 from mambacache.models.layer import current_context
 
 
 class ShortConv(nn.Module):
     """A gated short convolution over the state pool: C * conv(B * x), with the parameters of transformers' module.
 
-    Its whole state is the conv window [W - 1 + drafts, hidden] of the products B * x, rounded to the model's dtype.
+    Its whole state is the conv window [W - 1, hidden] of the products B * x, rounded to the model's dtype.
 
     Args:
         source: an Lfm2ShortConv or Lfm2MoeShortConv.
@@ -26,16 +26,20 @@ class ShortConv(nn.Module):
         self.conv_weight = nn.Parameter(source.conv.weight.detach().squeeze(1), requires_grad=False)
         self.conv_bias = source.conv.bias
 
-    def state_layout(self, state_dtype: torch.dtype, max_draft_tokens: int) -> tuple[StateTensor, ...]:
+    def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The conv window in the model's dtype; nothing is in `state_dtype`."""
         dim, width = self.conv_weight.shape
-        return (StateTensor((width - 1 + max_draft_tokens, dim), self.conv_weight.dtype),)
+        return (StateTensor((width - 1, dim), self.conv_weight.dtype),)
+
+    def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The convolution's inputs."""
+        return (conv1d_log(len(self.conv_weight), self.conv_weight.dtype),)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
         context = current_context()
-        (conv_state,) = next(context.states)
+        (conv_state,), (conv_log,) = next(context.states), next(context.logs)
         b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
         weight, bias = self.conv_weight, self.conv_bias
-        y = conv1d(x, weight, bias, conv_state, context.indices, activation=None, input_gate=b, output_gate=c)
+        y = conv1d(x, weight, bias, conv_state, conv_log, context.indices, activation=None, input_gate=b, output_gate=c)
         return self.out_proj(y)[None]

@@ -56,7 +56,14 @@ class DecodeGraphs:
     @classmethod
     @torch.inference_mode()
     def capture(
-        cls, model: Model, states: StatePool, pages: StatePool | None, max_rows: int, max_width: int, max_pages: int
+        cls,
+        model: Model,
+        states: StatePool,
+        logs: StatePool,
+        pages: StatePool | None,
+        max_rows: int,
+        max_width: int,
+        max_pages: int,
     ) -> DecodeGraphs | None:
         """Captures the model, the largest steps first, whose memory the others share. None if it cannot be: a layer of
         it waits for the device, or the memory does not suffice.
@@ -66,7 +73,7 @@ class DecodeGraphs:
         """
         sizes, widths = ({1 << bits for bits in range(most.bit_length())} | {most} for most in (max_rows, max_width))
         shapes = sorted(((rows, width) for rows in sizes for width in widths), reverse=True)
-        layers = (states.layers, pages.layers if pages is not None else [])
+        layers = (states.layers, logs.layers, pages.layers if pages is not None else [])
         graphs: dict[tuple[int, int], DecodeGraph] = {}
         pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
         stream = torch.cuda.Stream()  # of this device: torch's own one is of that of the first capture

@@ -21,7 +21,7 @@ def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
     """Names a model as it is in memory, its weights by a digest of all of them; the layout of states and pages; the
     code and the device that compute them. It knows no paths: a checkpoint may be moved."""
     settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    layers = model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens)
+    layers = model.state_layers(getattr(torch, config.state_dtype))
     on_cpu = device.type == "cpu"
     device_name = torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(device)
     versions = [(name, version(name)) for name in ("torch", "transformers", "triton") if find_spec(name) is not None]

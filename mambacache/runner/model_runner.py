@@ -98,12 +98,13 @@ class ModelRunner:
     Args:
         model: whose layers read and write the pools.
         states: the state pool, laid out for the model's `state_layers`.
+        logs: the token logs, laid out for its `log_layers`.
         pages: the pool of KV pages for the model's `kv_layers`; None if it has none.
     """
 
-    def __init__(self, model: Model, states: StatePool, pages: StatePool | None) -> None:
+    def __init__(self, model: Model, states: StatePool, logs: StatePool, pages: StatePool | None) -> None:
         self.model = model
-        self.states = states
+        self.states, self.logs = states, logs
         self.pages = pages
         self._graphs: DecodeGraphs | None = None
 
@@ -116,7 +117,7 @@ class ModelRunner:
         """
         with torch.cuda.device_of(self.states.buffer):
             self._graphs = DecodeGraphs.capture(
-                self.model, self.states, self.pages, max_rows, max_draft_tokens + 1, max_pages
+                self.model, self.states, self.logs, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
 
     def warm_up(self, longest: int, most: int, block_size: int) -> None:
@@ -124,7 +125,7 @@ class ModelRunner:
         batch may take kernels of one kind or the other, and no request shall wait for what compiles."""
         for lengths in ([longest], [1] * most):
             steps = [
-                SequenceStep(str(i), 0, 0, 0, length, True, True, NULL_BLOCK, NULL_BLOCK, 0, (NULL_BLOCK,))
+                SequenceStep(str(i), 0, 0, 0, length, True, True, NULL_BLOCK, NULL_BLOCK)
                 for i, length in enumerate(lengths)
             ]
             counts = [-(-length // block_size) for length in lengths]
@@ -158,7 +159,7 @@ class ModelRunner:
             if graph is not None:
                 logits = graph.replay(batch.indices)
             else:
-                logits = self.model.logits(batch.indices, self.states.layers, pages)
+                logits = self.model.logits(batch.indices, self.states.layers, self.logs.layers, pages)
             tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
             return Launched(plan, sampling, batch, tokens, _scores(logits, tokens, batch))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, EngineConfig
+from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, LEAST_STATES, EngineConfig
 from mambacache.kernels import state_bytes
 from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
@@ -40,10 +40,11 @@ SPARE_STATES = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one block, and how many blocks of each kind there are beside the null block. With a `slab`
-    both kinds share one memory, and the counts are what each may have at most."""
+    """Bytes of one block, and how many blocks of each kind there are beside the null block; of token logs as
+    many as requests. With a `slab` both kinds share one memory, and the counts are what each may have at most."""
 
     state_bytes: int
+    log_bytes: int
     kv_block_bytes: int
     num_running_states: int
     max_checkpoints: int
@@ -60,10 +61,11 @@ class Sizes:
 
     @property
     def device_bytes(self) -> int:
-        """What states and KV take of the device, the null blocks left out."""
+        """What states, logs and KV take of the device, the null blocks left out."""
+        logs = self.max_num_seqs * self.log_bytes
         if self.slab is not None:
-            return self.num_slabs * self.slab.nbytes
-        return self.num_state_blocks * self.state_bytes + self.num_kv_blocks * self.kv_block_bytes
+            return logs + self.num_slabs * self.slab.nbytes
+        return logs + self.num_state_blocks * self.state_bytes + self.num_kv_blocks * self.kv_block_bytes
 
     @property
     def num_state_blocks(self) -> int:
@@ -85,28 +87,29 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     Raises:
         ValueError: not even one request fits, the budgets exceed the free memory, or max_model_len the model's limit.
     """
-    state = state_bytes(model.state_layers(getattr(torch, config.state_dtype), config.max_draft_tokens))
+    state_dtype = getattr(torch, config.state_dtype)
+    state, log = state_bytes(model.state_layers(state_dtype)), state_bytes(model.log_layers(state_dtype))
     page = kv_block_bytes(model.kv_layers, config.block_size)
     memory = int(free_bytes * _share(config.device)[0])
     max_model_len = _longest(config, model)
 
-    per_seq = 1 if not config.max_draft_tokens else config.max_draft_tokens + 3
-    least = (per_seq + SPARE_STATES) * state + page
+    least = (1 + SPARE_STATES) * state + log + page
     if memory < least:
-        drafts = ["lower max_draft_tokens"] if config.max_draft_tokens else []
         raise ValueError(
             f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
-            f"{_more_memory(config, *drafts)}"
+            f"{_more_memory(config)}"
         )
-    # Running states take half of the memory at most, so that there is room for KV and for what is cached.
-    max_num_seqs = min(config.max_num_seqs, max((memory // 2 // state - SPARE_STATES) // per_seq, 1))
+    # What runs takes half of the memory at most, so that there is room for KV and for what is cached.
+    max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + log), 1))
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
-    num_running = max_num_seqs * per_seq + SPARE_STATES
+    num_running, memory = max_num_seqs + SPARE_STATES, memory - max_num_seqs * log
     if (shared := _shared(config, state, page, memory, num_running)) is not None:
         slab, max_checkpoints, num_kv_blocks = shared
         host = _host_slots(config, state, page, max_checkpoints)
-        return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host, slab)
+        return Sizes(
+            state, log, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host, slab
+        )
     rest = memory - num_running * state
     kv_budget = config.kv_cache_bytes
     if kv_budget and not page:
@@ -117,14 +120,14 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     if page and not num_kv_blocks:
         raise ValueError(f"kv_cache_bytes is {kv_budget:,} and one KV block takes {page:,} bytes: raise kv_cache_bytes")
     max_checkpoints = _checkpoints(config, state, rest - num_kv_blocks * page)
-    needed = (num_running + max_checkpoints) * state + num_kv_blocks * page
+    needed = max_num_seqs * log + (num_running + max_checkpoints) * state + num_kv_blocks * page
     if needed > free_bytes:
         raise ValueError(
             f"states and KV take {needed:,} bytes and {free_bytes:,} are free: lower kv_cache_bytes, "
             "checkpoint_budget_bytes or max_num_seqs"
         )
     host = _host_slots(config, state, page, max_checkpoints)
-    return Sizes(state, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host)
+    return Sizes(state, log, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host)
 
 
 def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:
@@ -135,8 +138,7 @@ def _shared(config: EngineConfig, state: int, page: int, memory: int, num_runnin
         return None
     slab = slab_of(state, page)
     num_slabs = min(memory // slab.nbytes - 1, 2 * MAX_DEFAULT_BLOCKS // max(slab.states, slab.pages))
-    least = config.max_draft_tokens + 3 if config.max_draft_tokens else 2  # slabs: a request's states may lie apart
-    reserve = max(-(-num_running // slab.states), least)
+    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # slabs: a request's states may lie apart
     if num_slabs < reserve + LEAST_SLABS or slab.lost(state, page) > MOST_LOST:
         return None
     return slab, num_slabs * slab.states - num_running, (num_slabs - reserve) * slab.pages
@@ -246,6 +248,10 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usa
         ("weights", f"{weights:,} bytes, which leave {usable:,}"),
         ("states and KV", f"{sizes.device_bytes:,} bytes; by default at most {share:.0%} of what is left: {reason}"),
         ("one state", f"{state:,} bytes in {len(model.mixers)} recurrent layers, {config.state_dtype}"),
+        (
+            "one token log",
+            f"{sizes.log_bytes:,} bytes, {sizes.log_bytes / state:.0%} of a state, for each running request",
+        ),
         ("one KV block", f"{page:,} bytes in {len(model.kv_layers)} attention layers, {block} tokens"),
         ("one state equals", f"the KV of {state * block // page:,} tokens" if page else "(no attention layers)"),
         ("running states", f"{sizes.num_running_states} for {sizes.max_num_seqs} requests at a time"),
@@ -259,7 +265,7 @@ def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usa
         ("longest request", f"{sizes.max_model_len:,} tokens"),
     ]
     costs = [
-        ("max_num_seqs + 1", f"{(sizes.num_running_states - SPARE_STATES) // sizes.max_num_seqs * state:,} bytes"),
+        ("max_num_seqs + 1", f"{state + sizes.log_bytes:,} bytes: a state and its log"),
         (
             "state_dtype bfloat16",
             f"halves the recurrent part; states then round to {torch.finfo(torch.bfloat16).eps:.0e}",

@@ -1,7 +1,7 @@
 """Rows on their way from scheduler to workers: as columns, and only those that changed.
 
-Workers order the batch themselves, so that rows travel and not arrays. A decode row that goes on in place needs nothing
-but its name, which vLLM sends anyway.
+Workers order the batch themselves, so that rows travel and not arrays. A decode row that adds to its log needs nothing
+but its name, which vLLM sends anyway: it is one token further in each step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from mambacache.plan import SequenceStep
 
 
 class Columns(NamedTuple):
-    """The changed rows of a step: `names[i]` has `numbers[i]` = start, num_tokens, prefill, src, dst; `checkpoints`
-    [n, 3] are index of the row, position, block."""
+    """The changed rows of step `number`: `names[i]` has `numbers[i]` = start, num_tokens, prefill, src, dst, log_slot,
+    log_start; `checkpoints` [n, 3] are index of the row, position, block."""
 
+    number: int
     names: list[str]
     numbers: np.ndarray
     checkpoints: np.ndarray
@@ -27,45 +28,59 @@ class Sender:
     """The scheduler's end."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, tuple[int, int]] = {}  # src and dst of decode rows that workers know
+        self._number = 0
+        self._sent: dict[str, tuple[int, ...]] = {}  # of decode rows that workers know all but how far they are
 
     def columns(self, steps: Sequence[SequenceStep], finished: Iterable[str]) -> Columns:
         """What workers lack of the rows of a step, in which those of `finished` requests end."""
         for name in finished:
             self._sent.pop(name, None)
+        self._number += 1
         changed: list[SequenceStep] = []
         for step in steps:
-            blocks = (step.src, step.dst[0])
+            known = step.src, step.dst, step.log_slot, step.log_start, step.start - self._number
             if step.prefill:
                 self._sent.pop(step.request_id, None)
-            elif self._sent.get(step.request_id) == blocks:
+            elif self._sent.get(step.request_id) == known:
                 continue
             else:
-                self._sent[step.request_id] = blocks
+                self._sent[step.request_id] = known
             changed.append(step)
-        numbers = [(step.start, step.num_tokens, step.prefill, step.src, step.dst[0]) for step in changed]
+        numbers = [
+            (step.start, step.num_tokens, step.prefill, step.src, step.dst, step.log_slot, step.log_start)
+            for step in changed
+        ]
         checkpoints = [(i, *item) for i, step in enumerate(changed) for item in step.checkpoints.items()]
         return Columns(
+            self._number,
             [step.request_id for step in changed],
-            np.array(numbers, np.int32).reshape(-1, 5),
+            np.array(numbers, np.int32).reshape(-1, 7),
             np.array(checkpoints, np.int32).reshape(-1, 3),
         )
 
 
 class Receiver:
-    """A worker's end: the last row of every request."""
+    """A worker's end."""
 
     def __init__(self) -> None:
-        self.rows: dict[str, SequenceStep] = {}
+        self.number = 0  # of the last step
+        self.rows: dict[str, tuple[SequenceStep, int]] = {}  # of every request the last one that came, and its step
 
     def take(self, columns: Columns, finished: Iterable[str]) -> None:
         for name in finished:
             self.rows.pop(name, None)
+        self.number = columns.number
         checkpoints: dict[int, dict[int, int]] = {}
         for i, position, block in columns.checkpoints.tolist():
             checkpoints.setdefault(i, {})[position] = block
         for i, (name, row) in enumerate(zip(columns.names, columns.numbers.tolist(), strict=True)):
-            start, num_tokens, prefill, src, dst = row
-            self.rows[name] = SequenceStep(
-                name, 0, 0, start, num_tokens, bool(prefill), True, src, src, 0, (dst,), (), checkpoints.get(i, {})
+            start, num_tokens, prefill, *blocks = row
+            step = SequenceStep(
+                name, 0, 0, start, num_tokens, bool(prefill), True, *blocks, checkpoints=checkpoints.get(i, {})
             )
+            self.rows[name] = step, self.number
+
+    def row(self, name: str) -> SequenceStep:
+        """A request's row of the last step."""
+        step, number = self.rows[name]
+        return step if number == self.number else step._replace(start=step.start + self.number - number)

@@ -44,6 +44,7 @@ class Mixin:
         self.states = PrefixCache(
             CacheConfig(
                 num_state_blocks=read_blocks(self.vllm_config),
+                num_log_slots=self.scheduler_config.max_num_seqs,
                 block_size=lcm(CHUNK, self.block_size) if self._has_attention else CHUNK,
                 has_attention=self._has_attention,
                 max_checkpoints=None if self._caching else 0,

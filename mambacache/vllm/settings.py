@@ -13,7 +13,7 @@ from mambacache.units import parse_bytes
 @dataclass(frozen=True)
 class Settings:
     """Args:
-    state_bytes: memory of the state pool on each GPU, such as "20GiB"; None for half of what the weights leave.
+    state_bytes: memory of states and token logs on each GPU, such as "20GiB"; None for half of what the weights leave.
     num_state_blocks: states in it, in place of `state_bytes`.
     checkpoint_interval: also store a state every so many tokens, a multiple of 64; 0 for none.
     """

@@ -18,8 +18,8 @@ CPU_BYTES = 1 << 30
 """The pool on a CPU, where nothing else is said."""
 
 
-def pool_blocks(vllm_config: Any, block_bytes: int, device: torch.device) -> int:
-    """States for which this rank has memory, beside the null block.
+def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:
+    """States for which this rank has memory, beside the null block and all token logs.
 
     Raises:
         ValueError: fewer than two.
@@ -33,11 +33,12 @@ def pool_blocks(vllm_config: Any, block_bytes: int, device: torch.device) -> int
         budget = int(vllm_config.cache_config.gpu_memory_utilization * total - (total - free)) // 2
     elif budget is None:
         budget = CPU_BYTES
-    blocks = budget // block_bytes - 1
+    blocks = (budget - log_bytes) // block_bytes - 1
     if blocks < 2:
         raise ValueError(
-            f"mambacache: {budget:,} bytes hold {max(blocks, 0)} states of {block_bytes:,} beside the null one: raise "
-            "state_bytes in --additional-config, or gpu_memory_utilization"
+            f"mambacache: {budget:,} bytes hold {max(blocks, 0)} states of {block_bytes:,} beside the null one and "
+            f"{log_bytes:,} bytes of token logs: raise state_bytes in --additional-config, or gpu_memory_utilization, "
+            "or lower max_num_seqs"
         )
     return blocks
 

@@ -1,12 +1,14 @@
-"""What the layers of one model runner share: the pool, and the indices of the step that runs."""
+"""What the layers of one model runner share: the pools, and the indices of the step that runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mambacache.kernels import StateIndices, StatePool
-from mambacache.plan import SequenceStep, layout
+from mambacache.plan import DECODE_ARRAYS, SequenceStep, layout
 from mambacache.vllm.rows import Columns, Receiver
 
 
@@ -15,21 +17,25 @@ class StepContext:
     them, and vLLM sees the memory that they take, but no state is read or stored.
 
     Args:
-        layers: the recurrent layers, each with `bind_states(context, views)`.
+        layers: the recurrent layers, each with `bind_states(context, states, logs)`.
         pool: their states, layer by layer.
+        logs: their token logs.
         max_rows: rows of a step, at most.
     """
 
-    def __init__(self, layers: Sequence[Any], pool: StatePool, max_rows: int) -> None:
+    def __init__(self, layers: Sequence[Any], pool: StatePool, logs: StatePool, max_rows: int) -> None:
         self._device = pool.buffer.device
         self._receiver = Receiver()
         self._stepping = False
         self._indices: StateIndices | None = None
         self._null: dict[int, StateIndices] = {}
-        self._filled: tuple[list[str], int, StateIndices] | None = None  # whose rows the decode buffers hold, padded
-        self.pool = pool
-        for layer, views in zip(layers, pool.layers, strict=True):
-            layer.bind_states(self, views)
+        self._names: list[str] = []  # whose decode rows `_arrays` are, as of step `_number`
+        self._arrays: dict[str, np.ndarray] = {}
+        self._number = 0
+        self._changed: set[str] = set()  # whose rows came for this step
+        self.pool, self.logs = pool, logs
+        for layer, states, log in zip(layers, pool.layers, logs.layers, strict=True):
+            layer.bind_states(self, states, log)
         self._decode = StateIndices.decode_buffers(max_rows, 1, self._device)
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
@@ -37,30 +43,44 @@ class StepContext:
         self._stepping = columns is not None
         if columns is not None:
             self._receiver.take(columns, finished)
-            if columns.names:
-                self._filled = None
+            self._changed = set(columns.names)
 
     def begin(self, names: Sequence[str], padded_rows: int | None = None) -> None:
         """The step's rows in the order of the batch; with `padded_rows`, for a full graph of so many decode rows."""
         names = list(names) if self._stepping else []
-        rows = self._receiver.rows
-        steps = [rows[name] for name in names]
         self._indices = None
         if padded_rows is not None:
-            if self._filled is None or self._filled[:2] != (names, padded_rows):  # else all go on in place
-                indices = self._decode.fill(layout(steps, len(steps)) if steps else {}, padded_rows)
-                self._filled = (names, padded_rows, indices)
-            self._indices = self._filled[2]
-        elif steps:
+            self._indices = self._decode.fill(self._decode_arrays(names), padded_rows)
+            return
+        self._names = []
+        if names:
+            steps = [self._receiver.row(name) for name in names]
             decodes = sum([not step.prefill for step in steps])
             self._indices = StateIndices.from_arrays(layout(steps, decodes), self._device)
+
+    def _decode_arrays(self, names: list[str]) -> dict[str, np.ndarray]:
+        """Of decode rows: most are one token further than in the step before, and else the same."""
+        number = self._receiver.number
+        if names and names == self._names:
+            self._arrays["log_end"] += number - self._number
+            places = [i for i, name in enumerate(names) if name in self._changed]
+            steps = [self._receiver.row(names[i]) for i in places]
+            if steps:
+                arrays = layout(steps, len(steps))
+                for array in DECODE_ARRAYS:
+                    self._arrays[array][places] = arrays[array]
+        else:
+            steps = [self._receiver.row(name) for name in names]
+            self._names, self._arrays = names, layout(steps, len(steps))
+        self._number = number
+        return self._arrays
 
     def indices(self, num_tokens: int) -> StateIndices:
         """Of the step that runs, for layers that are given so many tokens, padding included."""
         if self._indices is not None:
             return self._indices
         if num_tokens not in self._null:
-            row = SequenceStep("", 0, 0, 0, num_tokens, True, False, 0, 0, 0, (0,))
+            row = SequenceStep("", 0, 0, 0, num_tokens, True, False, 0, 0)
             self._null = {num_tokens: StateIndices.from_arrays(layout([row], 0), self._device)}
         return self._null[num_tokens]
 

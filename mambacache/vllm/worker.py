@@ -24,17 +24,19 @@ class Mixin:
         if self.parallel_config.pipeline_parallel_size > 1:
             check_stage(runner.compilation_config.static_forward_context)
         tensors = [layer.state_tensors() for layer in layers]
-        size = state_bytes(tensors)
-        blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, runner.device))
+        log_tensors, slots = [layer.log_tensors() for layer in layers], self.vllm_config.scheduler_config.max_num_seqs
+        size, log_size = state_bytes(tensors), (slots + 1) * state_bytes(log_tensors)
+        blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, log_size, runner.device))
         if self.rank == 0:
             write_blocks(self.vllm_config, blocks)
         tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode gives this memory back
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
-            pool = StatePool(tensors, blocks, runner.device)
-        self.states = StepContext(layers, pool, self.vllm_config.scheduler_config.max_num_seqs)
+            pools = StatePool(tensors, blocks, runner.device), StatePool(log_tensors, slots, runner.device)
+        self.states = StepContext(layers, *pools, slots)
         logger.info(
-            "mambacache: %d states of %.2f MB in %.2f GB on each rank", blocks, size / 1e6, (blocks + 1) * size / 1e9
-        )
+            "mambacache: %d states of %.2f MB in %.2f GB, and token logs in %.2f GB, on each rank",
+            blocks, size / 1e6, (blocks + 1) * size / 1e9, log_size / 1e9,
+        )  # fmt: skip
         runner.get_model().mambacache = self.states
         if is_cpu():
             _attach_v1(runner, self.states)

@@ -65,7 +65,8 @@ def load(layer: Any, source: Any) -> None:
 
 
 def row(name: str, start: int, end: int, src: int, dst: int) -> SequenceStep:
-    return SequenceStep(name, 0, 0, start, end - start, end - start > 1, True, src, src, 0, (dst,), (), {})
+    slot, prefill = ("ab".index(name) + 1, False) if end - start == 1 else (0, True)
+    return SequenceStep(name, 0, 0, start, end - start, prefill, True, src, dst, slot, start % 16 if slot else 0)
 
 
 def main(name: str, directory: Path) -> None:
@@ -81,7 +82,8 @@ def main(name: str, directory: Path) -> None:
     else:
         raise AssertionError("a gate with a lower bound is not refused")
 
-    context, sender = StepContext([layer], StatePool([layer.state_tensors()], 8), 4), Sender()
+    pools = StatePool([layer.state_tensors()], 8), StatePool([layer.log_tensors()], 4)
+    context, sender = StepContext([layer], *pools, 4), Sender()
     hidden = {"a": torch.randn(1, 151, model.config.hidden_size), "b": torch.randn(1, 70, model.config.hidden_size)}
     wanted = {each: source(states)[0] for each, states in hidden.items()}
     padding = torch.full((3, model.config.hidden_size), torch.nan)

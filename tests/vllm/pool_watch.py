@@ -43,8 +43,8 @@ class PoolWatch:
     def _watched(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         rows, self._planned = self._planned, ()
         assert {row.request_id: row.num_tokens for row in rows} == output.num_scheduled_tokens
-        written = sorted({block for row in rows for block in (row.dst[0], *row.checkpoints.values())} - {0})
-        assert len(written) == sum(bool(row.dst[0]) + len(row.checkpoints) for row in rows), "two rows write one block"
+        written = sorted({block for row in rows for block in (row.dst, *row.checkpoints.values())} - {0})
+        assert len(written) == sum(bool(row.dst) + len(row.checkpoints) for row in rows), "two rows write one block"
         fresh = [block for block in written if block not in {row.src for row in rows}]
         self._slabs[fresh] = NAN
         before = self._slabs.clone()

@@ -35,7 +35,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
-from mambacache.plan import SequenceStep, layout
+from mambacache.plan import FOLD, SequenceStep, layout
 from mambacache.vllm.config import PAGES, is_cpu
 from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
@@ -140,6 +140,7 @@ class Worker:
     def __init__(self, page: int | None) -> None:
         self.page = page  # None: without attention
         self.states: dict[int, int] = {}
+        self.logs: dict[tuple[int, int], int] = {}  # by slot and entry
         self.kv: dict[int, list[int]] = {}
         self.sequences: dict[str, Sequence] = {}
         self.receiver = Receiver()
@@ -192,25 +193,34 @@ class Worker:
         assert planned.keys() == set(order)
         decodes = sum(not row.prefill for row in rows)
         wanted = layout([planned[name] for name in order], decodes)
-        arrived = layout([self.receiver.rows[name] for name in order], decodes)
+        arrived = layout([self.receiver.row(name) for name in order], decodes)
         for name, values in wanted.items():
             assert np.array_equal(values, arrived[name]), name
 
     def _read_and_write(self, rows: dict[str, SequenceStep], starts: dict[str, int]) -> None:
         written: list[int] = []
         pages: list[int] = []
+        slots: list[int] = []
         states: dict[int, int] = {}
         for name, row in rows.items():
             sequence, end = self.sequences[name], row.start + row.num_tokens
             assert row.start == starts[name], f"{name} runs from {starts[name]}, its row from {row.start}"
             held = self.states[row.src] if row.src else prefixes([], sequence.keys)[0]
-            assert held == sequence.prefix[row.start], f"{name} does not find its state at {row.start}"
+            stands = row.start if row.prefill else row.start // FOLD * FOLD + row.log_start
+            assert held == sequence.prefix[stands], f"{name} does not find its state at {stands}"
+            logged = [self.logs[row.log_slot, position % FOLD] for position in range(stands, row.start)]
+            assert logged == sequence.prefix[stands + 1 : row.start + 1], f"{name} does not find its log"
+            if not row.prefill:
+                assert row.log_slot and row.num_tokens == 1
+                self.logs[row.log_slot, row.start % FOLD] = sequence.prefix[end]
+                slots.append(row.log_slot)
             pages += self._attend(name, row.start, end)
-            ends = {end: row.dst[0], **row.checkpoints}
-            assert all(row.start < position <= end for position in ends)
-            written += filter(None, ends.values())
+            ends = {position: block for position, block in {end: row.dst, **row.checkpoints}.items() if block}
+            assert all(row.start < position <= end for position in ends) and (ends or end % FOLD)
+            written += ends.values()
             states |= {block: sequence.prefix[position] for position, block in ends.items()}
-        read = {row.src for row in rows.values() if row.dst[0] != row.src}
+        read = {row.src for row in rows.values() if row.dst != row.src}
+        assert len(set(slots)) == len(slots), "two rows write one log"
         assert len(set(written)) == len(written), "two rows write one state block"
         assert not read & set(written), "a row writes a state that another one reads"
         assert len(set(pages)) == len(pages), "two rows write one page"

@@ -69,21 +69,26 @@ def test_settings_of_no_use(given: object, sentence: str) -> None:
 
 
 def test_pool_of_so_many_bytes() -> None:
-    assert sizing.pool_blocks(configured({"num_state_blocks": 9}), 1000, CPU) == 9
-    assert sizing.pool_blocks(configured({"state_bytes": 10_000}), 1000, CPU) == 9  # beside the null block
-    assert sizing.pool_blocks(configured({"state_bytes": 3_999}), 1000, CPU) == 2
-    assert sizing.pool_blocks(configured({}), 1 << 20, CPU) == 1023
+    assert sizing.pool_blocks(configured({"num_state_blocks": 9}), 1000, 500, CPU) == 9
+    assert sizing.pool_blocks(configured({"state_bytes": 10_500}), 1000, 500, CPU) == 9  # beside the null block
+    assert sizing.pool_blocks(configured({"state_bytes": 4_499}), 1000, 500, CPU) == 2
+    assert sizing.pool_blocks(configured({}), 1 << 20, 1 << 20, CPU) == 1022
 
 
 @pytest.mark.parametrize("budget", [2_999, 500])
 def test_pool_too_small(budget: int) -> None:
-    with pytest.raises(ValueError, match=r"states of 1,000 beside the null one: raise state_bytes in --additional-con"):
-        sizing.pool_blocks(configured({"state_bytes": budget}), 1000, CPU)
+    with pytest.raises(
+        ValueError, match=r"states of 1,000 beside the null one and 0 bytes of token logs: raise state_by"
+    ):
+        sizing.pool_blocks(configured({"state_bytes": budget}), 1000, 0, CPU)
 
 
 def test_half_of_what_the_weights_leave_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70_000, 100_000))
-    assert sizing.pool_blocks(configured({}), 1000, torch.device("cuda")) == (90_000 - 30_000) // 2 // 1000 - 1
+    assert (
+        sizing.pool_blocks(configured({}), 1000, 2000, torch.device("cuda"))
+        == ((90_000 - 30_000) // 2 - 2000) // 1000 - 1
+    )
 
 
 def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

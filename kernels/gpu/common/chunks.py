@@ -10,8 +10,7 @@ ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
 
 
-# Index arrays as kernels take them that give a program to each decode row, chunk of 64 tokens, or prefill row.
-DECODE_ARRAYS = "decode_src", "decode_len", "decode_dst"
+# Index arrays as kernels take them that give a program to each chunk of 64 tokens, or prefill row.
 CHUNK_ARRAYS = "query_start_loc", "chunk_start", "seq_chunk_start"
 ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
 
@@ -21,18 +20,6 @@ def row_and_tile(TILES: tl.constexpr):
     """Which row, or chunk, a program takes, and which of its TILES tiles: those of one follow each other."""
     program = tl.program_id(0)
     return program // TILES, program % TILES
-
-
-@triton.jit
-def decode_token(row, t, tokens_per_decode, length, dst):
-    """Of a decode row's token t its place, the block for the state after it, and whether it is computed.
-
-    The row has `length` tokens. What follows is padding: it is not computed and has no block.
-    """
-    token = row.to(tl.int64) * tokens_per_decode + t
-    block = tl.load(dst + token)  # of padding too, since a mask would have it wait for the length
-    computed = t < length
-    return token, tl.where(computed, block, 0), computed
 
 
 @triton.jit

@@ -1,12 +1,15 @@
-"""Gated delta rule over a mixed batch: one Triton launch for decode rows, two for prefill rows."""
+"""Gated delta rule over a mixed batch: three Triton launches for decode rows, two for prefill rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ...indices import StateIndices
+from ..common.delta_decode import decode
+from ..common.delta_fold import fold
 from ..common.layout import check_dense, clear_from
-from .decode import decode
 from .prefill import prefill
 
 
@@ -19,6 +22,7 @@ def gated_delta_rule(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     beta_scale: float = 1.0,
     out: Tensor | None = None,
@@ -29,7 +33,8 @@ def gated_delta_rule(
     if not len(out):
         return out
     if indices.num_decodes:
-        decode(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
+        decode(q, k, v, a, b, A_log, dt_bias, state, log, indices, beta_scale, out)
+        fold(k, v, state, log, indices)
     if indices.num_prefills:
         prefill(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
     else:

@@ -1,12 +1,15 @@
-"""Kimi Delta Attention over a mixed batch: one Triton launch for decode rows, two for prefill rows."""
+"""Kimi Delta Attention over a mixed batch: three Triton launches for decode rows, two for prefill rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from ...indices import StateIndices
+from ..common.delta_decode import decode
+from ..common.delta_fold import fold
 from ..common.layout import check_dense, clear_from
-from .decode import decode
 from .prefill import prefill
 
 
@@ -19,6 +22,7 @@ def kda(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -29,7 +33,8 @@ def kda(
     if not len(out):
         return out
     if indices.num_decodes:
-        decode(q, k, v, g, b, A_log, dt_bias, state, indices, out)
+        decode(q, k, v, g, b, A_log, dt_bias, state, log, indices, 1.0, out)
+        fold(k, v, state, log, indices)
     if indices.num_prefills:
         prefill(q, k, v, g, b, A_log, dt_bias, state, indices, out)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ...indices import StateIndices
@@ -20,6 +22,7 @@ def selective_scan(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -29,7 +32,7 @@ def selective_scan(
     if not len(out):
         return out
     if indices.num_decodes:
-        decode(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
+        decode(x, dt, A, B, C, D, z, dt_bias, state, log, indices, out)
     if indices.num_prefills:
         prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, out)
     else:

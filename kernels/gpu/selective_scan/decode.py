@@ -1,15 +1,18 @@
-"""Selective scan over the decode rows of a batch, in one Triton launch."""
+"""Selective scan over the decode rows of a batch and their token logs, in one Triton launch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from ..common.chunks import DECODE_ARRAYS, decode_token, row_and_tile
+from ..common.chunks import row_and_tile
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
+from ..common.log import slot_of
 from .math import (
     advance,
     channels_of,
@@ -17,7 +20,6 @@ from .math import (
     in_log2,
     load_states,
     of_lane,
-    rounded,
     silu,
     step_size,
     store_states,
@@ -25,9 +27,63 @@ from .math import (
 )
 
 LANES = 4  # of a warp share one channel, at a state size of 16
+ARRAYS = "decode_src", "decode_len", "decode_dst", "log_slot", "log_start", "log_end"
 
 
-@triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode"])
+@triton.jit
+def _load_entry(x, dt, B, channel, in_dim, n, known, N: tl.constexpr, FOURS: tl.constexpr):
+    """A token's x and dt, a channel a lane, and its B; zeros if it is not known."""
+    mine = tl.where(known, in_dim, False)
+    u = tl.load(x + channel, mask=mine, other=0)
+    step = tl.load(dt + channel, mask=mine, other=0)
+    return u, step, load_states(B, n, n, tl.where(known, n < N, False), N, FOURS)
+
+
+@triton.jit
+def _load_token(
+    x, dt, B, C, z, token, channel, in_dim, n, known, STRIDES: tl.constexpr, N: tl.constexpr, FOURS: tl.constexpr
+):
+    """The same of a token of the step, and its C and z."""
+    u, step, b = _load_entry(
+        x + token * STRIDES[0], dt + token * STRIDES[1], B + token * STRIDES[3], channel, in_dim, n, known, N, FOURS
+    )
+    c = load_states(C, token * STRIDES[4] + n, n, tl.where(known, n < N, False), N, FOURS)
+    mine = tl.where(known, in_dim, False)
+    gate = 0.0 if z is None else tl.load(z + token * STRIDES[2] + channel, mask=mine, other=0)
+    return u, step, b, c, gate
+
+
+@triton.jit
+def _store_entry(log_x, log_dt, log_B, entry, u, step, b, channel, mine, n, shared, DIM: tl.constexpr, N: tl.constexpr):
+    tl.store(log_x + entry * DIM + channel, u, mask=mine)
+    tl.store(log_dt + entry * DIM + channel, step, mask=mine)
+    store_states(log_B, entry * N + n, n, tl.where(shared, n < N, False), b, N)
+
+
+@triton.jit
+def _apply(S, rates, u, step, b, c, skip, bias, lane):
+    """One token: the states after it, and what they and the token give, a channel a lane, but for the gate."""
+    value, size = u.to(tl.float32), step_size(step.to(tl.float32), bias)
+    y, states = tl.zeros_like(size), ()
+    for j in tl.static_range(len(S)):
+        after, read = advance(S[j], of_lane(size, j), of_lane(size * value, j), rates[j], b, c)
+        y, states = tl.where(lane == j, read, y), states + (after,)
+    return states, tl.fma(skip, value, y)
+
+
+@triton.jit
+def _select(condition, states, others):
+    result = ()
+    for i in tl.static_range(len(states)):
+        result = result + (tl.where(condition, states[i], others[i]),)
+    return result
+
+
+@triton.jit(
+    do_not_specialize=[
+        "slot_stride", "x_stride", "dt_stride", "B_stride", "carried_stride", "stands_stride", "tokens_per_decode"
+    ]
+)  # fmt: skip
 def _decode_kernel(
     x,
     dt,
@@ -39,10 +95,23 @@ def _decode_kernel(
     dt_bias,
     state,
     out,
+    log_x,
+    log_dt,
+    log_B,
+    carried,
+    stands,
     src,
     lengths,
     dst,
+    slots,
+    starts,
+    ends,
     slot_stride,
+    x_stride,
+    dt_stride,
+    B_stride,
+    carried_stride,
+    stands_stride,
     tokens_per_decode,
     STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -51,12 +120,12 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
     GROUPS: tl.constexpr,
+    DRAFTS: tl.constexpr,
 ):
-    """A program, a warp, carries the states of GROUPS times 32 / LANES channels through the tokens of one row.
+    """A program, a warp, carries the states of GROUPS times 32 / LANES channels through a row's tokens.
 
     A lane knows the step and gate of one channel at most, and holds some states of one channel of each group.
     """
-    STATE: tl.constexpr = state.dtype.element_ty
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
     lane = tl.arange(0, LANES)[:, None, None]
@@ -64,39 +133,69 @@ def _decode_kernel(
     first = tile * (GROUPS * CHANNELS) + channels_of(CHANNELS)
     n = first_state(LANES, FOURS)
     slot_stride = slot_elements(slot_stride, state)
-    source, length = tl.load(src + row), tl.load(lengths + row)
-    token, target, computed = decode_token(row, 0, tokens_per_decode, length, dst)
-    S, rates, elements, insides = (), (), (), ()
-    for j in tl.static_range(GROUPS):
-        channel = first + j * CHANNELS
-        element, inside = channel * N + n, channel < DIM
-        present = tl.where(source != 0, inside, False)
-        S = S + (load_states(state, source * slot_stride + element, n, present, N, FOURS),)
-        rates = rates + (in_log2(load_states(A, element, n, inside, N, FOURS)),)
-        elements, insides = elements + (element,), insides + (inside,)
+    source, length, target = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row)
+    slot, start, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+    log_x, log_dt = slot_of(log_x, slot, x_stride), slot_of(log_dt, slot, dt_stride)
+    log_B = slot_of(log_B, slot, B_stride)
+    carried, stands = slot_of(carried, slot, carried_stride), slot_of(stands, slot, stands_stride)
+    known = (start < end) & (length > 0)
+    entry = tl.load(stands + tile * (GROUPS * CHANNELS), mask=known, other=end)
     channel = first + lane * CHANNELS
     in_dim = (lane < GROUPS) & (channel < DIM)
+    token = row.to(tl.int64) * tokens_per_decode
+    u, step, b, c, gate = _load_token(x, dt, B, C, z, token, channel, in_dim, n, length > 0, STRIDES, N, FOURS)
+    S, rates, elements, insides = (), (), (), ()
+    for j in tl.static_range(GROUPS):
+        group = first + j * CHANNELS
+        element, inside = group * N + n, group < DIM
+        mine = tl.where(known | (source != 0) & (length > 0), inside, False)
+        if state.dtype == carried.dtype:  # one place or the other: half the registers and instructions
+            held = tl.where(known, carried, state + source * slot_stride)
+            S = S + (load_states(held, element, n, mine, N, FOURS),)
+        else:
+            old = load_states(state, source * slot_stride + element, n, tl.where(known, False, mine), N, FOURS)
+            S = S + (_select(known, load_states(carried, element, n, tl.where(known, mine, False), N, FOURS), old),)
+        elements, insides = elements + (element,), insides + (inside,)
+    tl.debug_barrier()  # or the compiler has states wait for A, whose registers it then gives them
+    for j in tl.static_range(GROUPS):
+        rates = rates + (in_log2(load_states(A, elements[j], n, insides[j], N, FOURS)),)
     skip = tl.load(D + channel, mask=in_dim, other=0).to(tl.float32)
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel, mask=in_dim, other=0).to(tl.float32)
-    for t in range(tokens_per_decode):
-        known, row_known = tl.where(computed, in_dim, False), tl.where(computed, n < N, False)
-        u = tl.load(x + token * STRIDES[0] + channel, mask=known, other=0).to(tl.float32)
-        step = step_size(tl.load(dt + token * STRIDES[1] + channel, mask=known, other=0).to(tl.float32), bias)
-        b = load_states(B, token * STRIDES[3] + n, n, row_known, N, FOURS)
-        c = load_states(C, token * STRIDES[4] + n, n, row_known, N, FOURS)
-        gate = 1.0 if z is None else silu(tl.load(z + token * STRIDES[2] + channel, mask=known, other=0).to(tl.float32))
-        y, states = tl.zeros_like(step), ()
-        for j in tl.static_range(GROUPS):
-            after, read = advance(S[j], of_lane(step, j), of_lane(step * u, j), rates[j], b, c)
-            after = rounded(after, STATE)
-            stored = tl.where(target != 0, insides[j], False)
-            store_states(state, target * slot_stride + elements[j], n, stored, after, N)
-            y, states = tl.where(lane == j, read, y), states + (after,)
-        S = states
-        y = tl.where(computed, tl.fma(skip, u, y) * gate, 0.0)
-        tl.store(out + token * OUT_STRIDE + channel, y.to(out.dtype.element_ty), mask=in_dim)
-        following = tl.minimum(t + 1, tokens_per_decode - 1)
-        token, target, computed = decode_token(row, following, tokens_per_decode, length, dst)
+
+    for e in range(entry, end):  # drafts that were accepted
+        past, size, past_b = _load_entry(
+            log_x + e * DIM, log_dt + e * DIM, log_B + e * N, channel, in_dim, n, e < end, N, FOURS
+        )
+        S, _ = _apply(S, rates, past, size, past_b, past_b, skip, bias, lane)
+
+    mine = tl.where(length > 0, in_dim, False)
+    _store_entry(log_x, log_dt, log_B, end, u, step, b, channel, mine, n, (tile == 0) & (length > 0), DIM, N)
+    S, y = _apply(S, rates, u, step, b, c, skip, bias, lane)
+    for j in tl.static_range(GROUPS):  # this token is known to be right: those behind it may be rejected
+        store_states(carried, elements[j], n, tl.where(length > 0, insides[j], False), S[j], N)
+    tl.store(stands + channel, tl.zeros_like(channel) + end + 1, mask=mine)
+    if z is not None:
+        y *= silu(gate.to(tl.float32))
+    tl.store(out + token * OUT_STRIDE + channel, tl.where(length > 0, y, 0).to(out.dtype.element_ty), mask=in_dim)
+    if DRAFTS:
+        u, step, b, c, gate = _load_token(x, dt, B, C, z, token + 1, channel, in_dim, n, length > 1, STRIDES, N, FOURS)
+        for t in range(1, length):
+            token += 1
+            _store_entry(log_x, log_dt, log_B, end + t, u, step, b, channel, in_dim, n, tile == 0, DIM, N)
+            S, y = _apply(S, rates, u, step, b, c, skip, bias, lane)
+            if z is not None:
+                y *= silu(gate.to(tl.float32))
+            tl.store(out + token * OUT_STRIDE + channel, y.to(out.dtype.element_ty), mask=in_dim)
+            u, step, b, c, gate = _load_token(
+                x, dt, B, C, z, token + 1, channel, in_dim, n, t + 1 < length, STRIDES, N, FOURS
+            )
+    for j in tl.static_range(GROUPS):
+        stored = tl.where((target != 0) & (length > 0), insides[j], False)
+        store_states(state, target * slot_stride + elements[j], n, stored, S[j], N)
+    if DRAFTS:
+        for _ in range(tl.maximum(length, 1), tokens_per_decode):
+            token += 1
+            tl.store(out + token * OUT_STRIDE + channel, tl.zeros_like(skip).to(out.dtype.element_ty), mask=in_dim)
 
 
 _launch = Launcher(_decode_kernel)
@@ -112,19 +211,20 @@ def decode(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Fills the decode tokens of `out` [F, dim] and stores the state after every token where `decode_dst` says."""
+    """Fills the decode tokens of `out` [F, dim], logs them, and stores states where `decode_dst` says."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
     block_N, lanes = tile_of(width, LANES)
     groups = min(lanes, max(128 // block_N, 1))
     _launch(
         cdiv(dim, 32 // lanes * groups) * indices.num_decodes,
-        (x, dt, A, B, C, D, z, dt_bias, state, out),
-        index_pointers(indices, DECODE_ARRAYS),
-        (slot_stride(state), indices.tokens_per_decode),
+        (x, dt, A, B, C, D, z, dt_bias, state, out, *log),
+        index_pointers(indices, ARRAYS),
+        (slot_stride(state), *map(slot_stride, log), indices.tokens_per_decode),
         {
             "STRIDES": strides,
             "OUT_STRIDE": out.stride(0),
@@ -133,6 +233,7 @@ def decode(
             "BLOCK_N": block_N,
             "LANES": lanes,
             "GROUPS": groups,
+            "DRAFTS": indices.tokens_per_decode > 1,  # without them registers hold more programs
         },
         num_warps=1,
     )

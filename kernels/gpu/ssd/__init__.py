@@ -1,7 +1,8 @@
-"""State-space duality of Mamba2 over a mixed batch: one Triton launch for decode rows, two for prefill rows."""
+"""State-space duality of Mamba2 over a mixed batch: three Triton launches for decode rows, two for prefill rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ...indices import StateIndices
 from ..common.layout import check_dense, clear_from
 from .decode import decode
+from .fold import fold
 from .prefill import prefill
 
 
@@ -22,6 +24,7 @@ def ssd(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     dt_limit: tuple[float, float] = (0.0, inf),
     out: Tensor | None = None,
@@ -32,7 +35,8 @@ def ssd(
     if not len(out):
         return out
     if indices.num_decodes:
-        decode(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
+        decode(x, dt, A, B, C, D, z, dt_bias, state, log, indices, dt_limit, out)
+        fold(x, B, state, log, indices)
     if indices.num_prefills:
         prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
     else:

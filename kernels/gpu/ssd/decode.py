@@ -1,43 +1,179 @@
-"""State-space duality over the decode rows of a batch, in one Triton launch."""
+"""State-space duality over the decode rows of a batch and their token logs, in two Triton launches."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from ..common.chunks import DECODE_ARRAYS, decode_token, row_and_tile
+from ..common.chunks import row_and_tile
 from ..common.decays import LOG2_E, softplus
 from ..common.launch import Launcher, index_pointers
-from ..common.layout import layer_strides, power_of_2, slot_elements, slot_stride
+from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
+from ..common.log import (
+    DECODE_ARRAYS,
+    LEAST_DECAY,
+    LEAST_WIDTH,
+    PREPARE_ARRAYS,
+    ROWS,
+    WINDOW,
+    entry_scores,
+    entry_values,
+    for_rows,
+    next_launch_may_begin,
+    row_log,
+    scratch,
+    slot_of,
+    tile_columns,
+    tile_rows,
+    tiles_of_a_program,
+    tiles_of_program,
+    wait_for_previous_launch,
+)
 
-BLOCK_P = 8  # rows of the state of one program, a single warp
+SCALARS = tl.constexpr(2)  # of one token and head: the decay of the state, and what its x is multiplied with
+MAX_HEADS = 16  # that a program of the first launch takes
 
 
-@triton.jit(do_not_specialize=["slot_stride", "tokens_per_decode", "dt_min", "dt_max"])
-def _decode_kernel(
-    x,
+@triton.jit
+def _load_token(
+    dt,
+    B,
+    C,
+    token,
+    computed,
+    head,
+    group,
+    channel,
+    in_group,
+    in_N,
+    DT_STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
+    C_STRIDES: tl.constexpr,
+):
+    """A token's steps, B and C, as they came; zeros unless it is computed."""
+    known, mine = tl.where(computed, in_N, False), tl.where(computed, in_group, False)
+    size = tl.load(dt + token * DT_STRIDES[0] + head * DT_STRIDES[1], mask=mine, other=0)
+    inputs = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0)
+    return size, inputs, tl.load(C + token * C_STRIDES[0] + group * C_STRIDES[1] + channel, mask=known, other=0)
+
+
+@triton.jit(do_not_specialize=["B_stride", "dt_stride", "G_stride", "tokens_per_decode", "dt_min", "dt_max"])
+def _prepare_kernel(
     dt,
     A,
     B,
     C,
     D,
-    z,
     dt_bias,
-    state,
-    out,
-    src,
+    log_B,
+    log_dt,
+    log_G,
+    scores,
+    vectors,
+    scalars,
     lengths,
-    dst,
-    slot_stride,
+    slots,
+    starts,
+    ends,
+    B_stride,
+    dt_stride,
+    G_stride,
     tokens_per_decode,
     dt_min,
     dt_max,
-    X_STRIDES: tl.constexpr,
     DT_STRIDES: tl.constexpr,
     B_STRIDES: tl.constexpr,
     C_STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """A program takes BLOCK_HEADS heads of one group of one row. It logs the new tokens' Bs and steps, and leaves each
+    token's C, in fp32, in `vectors` [F, G, N], and what it meets in the log in `scores` [F, H, 16].
+
+    A token's inputs are asked for before what comes first is used: each wait is a good part of all."""
+    SHARING: tl.constexpr = HEADS // GROUPS
+    TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
+    row, program = row_and_tile(GROUPS * TILES)
+    group, tile = program // TILES, program % TILES
+    channel, entry = tl.arange(0, BLOCK_N), tl.arange(0, WINDOW)
+    place_in_group = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    head, in_group = group * SHARING + place_in_group, place_in_group < SHARING
+    in_N = channel < N
+    of_group = tl.where(tile == 0, in_N, False)  # one of a group's programs stores what is the whole group's
+    length = tl.load(lengths + row)
+    slot, start, end = row_log(slots, starts, ends, row)
+    log_B = slot_of(log_B, slot, B_stride) + group * N
+    log_dt, log_G = slot_of(log_dt, slot, dt_stride) + head, slot_of(log_G, slot, G_stride) + head
+    rate = tl.load(A + head, mask=in_group, other=0).to(tl.float32) * LOG2_E
+    bias = 0.0 if dt_bias is None else tl.load(dt_bias + head, mask=in_group, other=0).to(tl.float32)
+    skip = 0.0 if D is None else tl.load(D + head, mask=in_group, other=0).to(tl.float32)
+
+    next_launch_may_begin()
+    token = row.to(tl.int64) * tokens_per_decode
+    step, raw, reads = _load_token(
+        dt, B, C, token, length > 0, head, group, channel, in_group, in_N, DT_STRIDES, B_STRIDES, C_STRIDES
+    )
+    inside = (entry >= start) & (entry < end)
+    Bs = log_B + (entry * (GROUPS * N))[:, None] + channel[None, :]
+    Bs = tl.load(Bs, mask=inside[:, None] & in_N[None, :], other=0).to(tl.float32)
+    held, place = inside[:, None] & in_group[None, :], (entry * HEADS)[:, None]
+    sizes = tl.load(log_dt[None, :] + place, mask=held, other=0)
+    Gs = tl.load(log_G[None, :] + place, mask=held, other=0)
+    G = tl.load(log_G + (end - 1) * HEADS, mask=tl.where(end > start, in_group, False), other=0)
+    for t in range(tokens_per_decode):
+        here = end + t
+        next_step, next_raw, next_reads = _load_token(
+            dt, B, C, token + 1, t + 1 < length, head, group, channel, in_group, in_N, DT_STRIDES, B_STRIDES, C_STRIDES
+        )
+        known, mine = tl.where(t < length, in_N, False), tl.where(t < length, in_group, False)
+        own, asked = raw.to(tl.float32), reads.to(tl.float32)
+        size = tl.minimum(tl.maximum(softplus(step.to(tl.float32) + bias), dt_min), dt_max)
+        G += tl.maximum(size * rate, LEAST_DECAY)
+        tl.store(log_B + here * (GROUPS * N) + channel, raw, mask=known & of_group)
+        tl.store(log_dt + here * HEADS, size, mask=mine)
+        tl.store(log_G + here * HEADS, G, mask=mine)
+
+        score = scores + ((token * HEADS + head) * WINDOW)[None, :] + entry[:, None]
+        met = tl.sum(Bs * asked[None, :], axis=1)[:, None] * tl.exp2(G[None, :] - Gs) * sizes
+        tl.store(score, met, mask=(entry >= 0)[:, None] & in_group[None, :])
+        tl.store(vectors + (token * GROUPS + group) * N + channel, asked, mask=of_group)
+        scalar = scalars + (token * HEADS + head) * SCALARS
+        tl.store(scalar, tl.exp2(G), mask=in_group)
+        tl.store(scalar + 1, tl.sum(own * asked, axis=0) * size + skip, mask=in_group)
+        new = (entry == here)[:, None]
+        Bs = tl.where(new, own[None, :], Bs)
+        sizes, Gs = tl.where(new, size[None, :], sizes), tl.where(new, G[None, :], Gs)
+        token += 1
+        step, raw, reads = next_step, next_raw, next_reads
+
+
+@triton.jit(do_not_specialize=["slot_stride", "x_stride", "tokens_per_decode", "tiles"])
+def _decode_kernel(
+    x,
+    z,
+    state,
+    out,
+    log_x,
+    scores,
+    vectors,
+    scalars,
+    src,
+    lengths,
+    slots,
+    starts,
+    ends,
+    slot_stride,
+    x_stride,
+    tokens_per_decode,
+    tiles,
+    X_STRIDES: tl.constexpr,
     Z_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -47,50 +183,41 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """A program carries BLOCK_P rows of one head's state through the tokens of one row."""
-    TILES: tl.constexpr = P // BLOCK_P
-    STATE: tl.constexpr = state.dtype.element_ty
-    row, tile = row_and_tile(HEADS * TILES)
-    head = tile // TILES
+    """A program takes some tiles of BLOCK_P rows of one head's state past the tokens of one row."""
+    row, head, first_value = tiles_of_program(tiles, HEADS, P, BLOCK_P)
     group = head // (HEADS // GROUPS)
-    value = tile % TILES * BLOCK_P + tl.arange(0, BLOCK_P)
-    channel = tl.arange(0, BLOCK_N)
-    in_N = channel < N
-    rate = tl.load(A + head).to(tl.float32) * LOG2_E
-
-    state += head * P * N
-    element = value[:, None] * N + channel[None, :]
-    slot_stride = slot_elements(slot_stride, state)
     source, length = tl.load(src + row), tl.load(lengths + row)
-    read = tl.where(source != 0, in_N, False)[None, :]
-    S = tl.load(state + source * slot_stride + element, mask=read, other=0).to(tl.float32)
-    for t in range(tokens_per_decode):
-        token, target, computed = decode_token(row, t, tokens_per_decode, length, dst)
-        known = tl.where(computed, in_N, False)
-        inputs = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
-        reads = tl.load(C + token * C_STRIDES[0] + group * C_STRIDES[1] + channel, mask=known, other=0).to(tl.float32)
-        known = tl.where(computed, value < P, False)
-        values = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=known, other=0).to(tl.float32)
-        size = tl.load(dt + token * DT_STRIDES[0] + head * DT_STRIDES[1], mask=computed, other=0).to(tl.float32)
-        if dt_bias is not None:
-            size += tl.load(dt_bias + head).to(tl.float32)
-        size = tl.minimum(tl.maximum(softplus(size), dt_min), dt_max)
+    slot, start, end = row_log(slots, starts, ends, row)
+    lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
+    in_N = channel < N
+    element = lane[:, :, None, None] * N + channel
+    state += source * slot_elements(slot_stride, state) + (head * P + first_value) * N
+    read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
+    log_x = slot_of(log_x, slot, x_stride) + head * P
+    for tile in range(tiles):
+        value = first_value + tile * BLOCK_P + lane
+        S = tl.load(state + tile * (BLOCK_P * N) + element, mask=read, other=0).to(tl.float32)
+        xs = entry_values(log_x, start, end, value, HEADS * P)
+        wait_for_previous_launch()
+        for t in range(tokens_per_decode):
+            token = row.to(tl.int64) * tokens_per_decode + t
+            computed = t < length
+            scalar = scalars + (token * HEADS + head) * SCALARS
+            raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
+            own = raw.to(tl.float32)
+            met = tl.sum(S * for_rows(vectors + (token * GROUPS + group) * N, channel, in_N), axis=2) * tl.load(scalar)
+            met = tl.sum(met + xs * entry_scores(scores + (token * HEADS + head) * WINDOW), axis=2)
+            y = met + tl.load(scalar + 1) * own
+            if z is not None:
+                gate = tl.load(z + token * Z_STRIDES[0] + head * Z_STRIDES[1] + value, mask=value < P).to(tl.float32)
+                y *= gate / (1 + tl.exp(-gate))
+            y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
+            tl.store(out + token * OUT_STRIDE + head * P + value, y)
+            tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
+            xs = tl.where((entry == end + t)[None, None, :], own[:, :, None], xs)
 
-        S = tl.exp2(size * rate) * S + (size * values)[:, None] * inputs[None, :]
-        y = tl.sum(S * reads[None, :], axis=1)
-        if D is not None:
-            y += tl.load(D + head).to(tl.float32) * values
-        if z is not None:
-            gate = tl.load(z + token * Z_STRIDES[0] + head * Z_STRIDES[1] + value, mask=known, other=0).to(tl.float32)
-            y *= gate / (1 + tl.exp(-gate))
-        y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
-        tl.store(out + token * OUT_STRIDE + head * P + value, y)
-        S = S.to(STATE)
-        written = tl.where(target != 0, in_N, False)[None, :]
-        tl.store(state + target * slot_stride + element, S, mask=written)
-        S = S.to(tl.float32)
 
-
+_launch_prepare = Launcher(_prepare_kernel)
 _launch = Launcher(_decode_kernel)
 
 
@@ -104,32 +231,54 @@ def decode(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state: Tensor,
+    log: Sequence[Tensor],
     indices: StateIndices,
     dt_limit: tuple[float, float],
     out: Tensor,
 ) -> None:
-    """Fills the decode tokens of `out` [F, H, P] and stores the state after every token where `decode_dst` says."""
+    """Fills the decode tokens of `out` [F, H, P] and logs them. Scratch: 72 H + 4 G N bytes a token."""
     heads, P = x.shape[1:]
     groups, N = B.shape[1:]
+    rows, width = indices.num_decodes, indices.tokens_per_decode
     x_strides, dt_strides, B_strides, C_strides, z_strides = layer_strides(x, dt, B, C, x if z is None else z)
-    _launch(
-        heads * (P // BLOCK_P) * indices.num_decodes,
-        (x, dt, A, B, C, D, z, dt_bias, state, out),
-        index_pointers(indices, DECODE_ARRAYS),
-        (slot_stride(state), indices.tokens_per_decode, *map(float, dt_limit)),
+    log_x, log_B, log_dt, log_G = log
+    sizes = WINDOW.value * heads, groups * N, SCALARS.value * heads
+    between = scratch(x, [rows * width * size for size in sizes])
+    block_N, block_heads = max(power_of_2(N), LEAST_WIDTH), min(power_of_2(heads // groups), MAX_HEADS)
+    _launch_prepare(
+        rows * groups * cdiv(heads // groups, block_heads),
+        (dt, A, B, C, D, dt_bias, log_B, log_dt, log_G, *between),
+        index_pointers(indices, PREPARE_ARRAYS),
+        (*map(slot_stride, (log_B, log_dt, log_G)), width, *map(float, dt_limit)),
         {
-            "X_STRIDES": x_strides,
             "DT_STRIDES": dt_strides,
             "B_STRIDES": B_strides,
             "C_STRIDES": C_strides,
+            "HEADS": heads,
+            "GROUPS": groups,
+            "N": N,
+            "BLOCK_N": block_N,
+            "BLOCK_HEADS": block_heads,
+        },
+        num_warps=1,
+    )
+    tiles = tiles_of_a_program(P)
+    _launch(
+        rows * heads * (P // ROWS // tiles),
+        (x, z, state, out, log_x, *between),
+        index_pointers(indices, DECODE_ARRAYS),
+        (slot_stride(state), slot_stride(log_x), width, tiles),
+        {
+            "X_STRIDES": x_strides,
             "Z_STRIDES": z_strides,
             "OUT_STRIDE": out.stride(0),
             "HEADS": heads,
             "GROUPS": groups,
             "P": P,
             "N": N,
-            "BLOCK_N": power_of_2(N),
-            "BLOCK_P": BLOCK_P,
+            "BLOCK_N": block_N,
+            "BLOCK_P": ROWS,
         },
         num_warps=1,
+        launch_pdl=True,
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from mambacache.kernels import StateIndices, gated_rms_norm
+from mambacache.kernels import StateIndices, conv1d_log, gated_rms_norm
 from mambacache.kernels.state_pool import StateTensor
 from mambacache.vllm.step_context import StepContext
 
@@ -25,9 +26,20 @@ class StateLayer:
         shapes, dtypes = self.get_state_shape(), self.get_state_dtype()
         return [StateTensor(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
-    def bind_states(self, context: StepContext, views: tuple[Tensor, ...]) -> None:
+    def log_tensors(self) -> list[StateTensor]:
+        """A token log's, the convolution's first."""
+        (_, dim), *_ = self.get_state_shape()
+        dtype, *_ = self.get_state_dtype()
+        return [conv1d_log(dim, dtype), *self.recurrent_log(*self.get_state_dtype())]
+
+    def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
+        """What the recurrence logs, if there is one; of activations and states in these dtypes."""
+        return ()
+
+    def bind_states(self, context: StepContext, states: tuple[Tensor, ...], logs: tuple[Tensor, ...]) -> None:
         self._context = context
-        self._states = views
+        self._states = states
+        self._conv_log, *self._log = logs
 
     def indices(self, x: Tensor) -> StateIndices:
         """Of the step that runs, for activations [F, ...]."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
-from mambacache.kernels import conv1d, gated_delta_rule
+from mambacache.kernels import StateTensor, conv1d, gated_delta_rule, gated_delta_rule_log
 from mambacache.vllm.layers.base import GatedNorm, StateLayer, conv_weight
 
 
@@ -17,11 +18,15 @@ class GatedDeltaNet(StateLayer):
 
     beta_scale = 1.0
 
+    def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
+        _, (value_heads, V, K) = self.get_state_shape()
+        return gated_delta_rule_log(self.key_dim // self.tp_size // K, value_heads, K, V, *dtypes)
+
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         indices = self.indices(mixed_qkv)
         tokens = indices.num_tokens
         windows, states = self._states
-        x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, indices)
+        x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
         key, value = self.key_dim // self.tp_size, self.value_dim // self.tp_size
         q, k, v = x.split([key, key, value], dim=-1)
         gated_delta_rule(
@@ -33,6 +38,7 @@ class GatedDeltaNet(StateLayer):
             self.A_log,
             self.dt_bias,
             states,
+            self._log,
             indices,
             beta_scale=self.beta_scale,
             out=core_attn_out[:tokens],

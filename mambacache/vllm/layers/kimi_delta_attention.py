@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 
-from mambacache.kernels import conv1d, gated_rms_norm, kda
+from mambacache.kernels import StateTensor, conv1d, gated_rms_norm, kda, kda_log
 from mambacache.vllm.layers.base import StateLayer, conv_weight
 
 
@@ -26,14 +27,18 @@ class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
                 f"{self.gate_lower_bound}: set MAMBACACHE=0"
             )
 
+    def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
+        _, (heads, V, K) = self.get_state_shape()
+        return kda_log(heads, K, V, *dtypes)
+
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
         out, indices = core_attn_out[0], self.indices(mixed_qkv)
         tokens = indices.num_tokens
         windows, states = self._states
-        x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, indices)
+        x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
         q, k, v = x.unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        y = kda(q, k, v, g1[0, :tokens], beta[0, :tokens], self.A_log, self.dt_bias, states, indices)
+        y = kda(q, k, v, g1[0, :tokens], beta[0, :tokens], self.A_log, self.dt_bias, states, self._log, indices)
         gated_rms_norm(
             y,
             g2[:tokens],

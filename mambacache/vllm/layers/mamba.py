@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from mambacache.kernels import conv1d, selective_scan, ssd
+from mambacache.kernels import StateTensor, conv1d, selective_scan, selective_scan_log, ssd, ssd_log
 from mambacache.vllm.layers.base import StateLayer, conv_weight
 
 
 class Mamba1(StateLayer, MambaMixer):
     """The whole layer is one opaque op, and works on [tokens, channels] where vLLM's own transposes."""
 
+    def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
+        return selective_scan_log(*self.A.shape, *dtypes)
+
     def forward_impl(self, hidden_states: Tensor, output: Tensor) -> None:
         x, z = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
         indices = self.indices(hidden_states)
         tokens = indices.num_tokens
         windows, states = self._states
-        x = conv1d(x[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, indices)
+        x = conv1d(x[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
         dt, B, C = self._ssm_transform(x)
         dt = dt.transpose(0, 1)  # it comes as [channels, tokens], a view of the projection's own layout
-        y = selective_scan(x, dt, self.A, B, C, self.D, z[:tokens], self._time_proj_bias(), states, indices)
+        y = selective_scan(x, dt, self.A, B, C, self.D, z[:tokens], self._time_proj_bias(), states, self._log, indices)
         output[:tokens] = self.out_proj(y)[0]
         output[tokens:] = 0
 
@@ -29,13 +33,17 @@ class Mamba1(StateLayer, MambaMixer):
 class Mamba2(StateLayer, MambaMixer2):
     """Projections and norm, with its gate, stay vLLM's."""
 
+    def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
+        _, (heads, P, N) = self.get_state_shape()
+        return ssd_log(heads, self.groups_ssm_state_size // self.tp_size // N, P, N, *dtypes)
+
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         indices = self.indices(projected_states)
         tokens = indices.num_tokens
         windows, states = self._states
         inner, state = self.tped_intermediate_size, self.groups_ssm_state_size // self.tp_size
         _, x, dt = projected_states[:tokens].split([inner, self.tped_conv_size, self.tped_dt_size], dim=-1)
-        x = conv1d(x, conv_weight(self.conv1d), self.conv1d.bias, windows, indices)
+        x = conv1d(x, conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
         x, B, C = x.split([inner, state, state], dim=-1)
         ssd(
             x.unflatten(-1, (-1, self.head_dim)),
@@ -47,6 +55,7 @@ class Mamba2(StateLayer, MambaMixer2):
             None,
             self.dt_bias,
             states,
+            self._log,
             indices,
             out=output[:tokens].unflatten(-1, (-1, self.head_dim)),
         )

@@ -18,7 +18,7 @@ class ShortConv(StateLayer, VllmShortConv):
         tokens = indices.num_tokens
         (windows,) = self._states
         weight, bias = conv_weight(self.conv), self.conv.bias
-        y = conv1d(x[:tokens], weight, bias, windows, indices, None, B[:tokens], C[:tokens])
+        y = conv1d(x[:tokens], weight, bias, windows, self._conv_log, indices, None, B[:tokens], C[:tokens])
         output[:tokens] = self.out_proj(y)[0]
         output[tokens:] = 0
 

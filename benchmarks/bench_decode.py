@@ -1,0 +1,71 @@
+"""Decode of our own engine, or of vLLM with the plugin, at several numbers of rows: seconds for 128 tokens each.
+
+    python benchmarks/bench_decode.py MODEL [--engine ours|plugin] [--rows 64 256] [--label L] [--json OUT.json]
+
+To set two versions against each other run each in turn on one machine, the other one with its folder in PYTHONPATH:
+MODEL is a checkpoint for ours, and for the plugin a configuration, whose weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from about import about
+
+PROMPT, DECODED, RUNS = 64, 129, 5
+LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}
+
+
+def measure(llm: Any, params: Any, rows: int) -> list[float]:
+    """Runs after one to warm up. The first token, which prefill gives, is part of the time."""
+    rng, times = random.Random(0), []
+    for _ in range(1 + RUNS):
+        prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(PROMPT)]} for _ in range(rows)]
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--engine", choices=("ours", "plugin"), default="ours")
+    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--label", default="", help="of the figures: a version")
+    parser.add_argument("--json", type=Path, help="where to add the figures")
+    options = parser.parse_args()
+    limits: dict[str, Any] = LIMITS | {"max_num_seqs": max(options.rows)}
+    if options.engine == "ours":
+        from mambacache import LLM, SamplingParams
+
+        params: Any = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
+        llm: Any = LLM(options.model, dtype="bfloat16", state_dtype="float32", seed=0, **limits)
+    else:
+        os.environ |= {"MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        import vllm
+
+        params = vllm.SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True, detokenize=False)
+        llm = vllm.LLM(
+            options.model, load_format="dummy", dtype="bfloat16", mamba_ssm_cache_dtype="float32", seed=0,
+            enable_prefix_caching=True, **limits,
+        )  # fmt: skip
+    result = about("torch", "triton") | {"label": options.label, "engine": options.engine, "rows": []}
+    for rows in options.rows:
+        times = measure(llm, params, rows)
+        result["rows"].append({"rows": rows, "times": times, "seconds": statistics.median(times)})
+        print(options.label, options.engine, rows, *(f"{each:.4f}" for each in times), flush=True)
+    if options.json:
+        known = json.loads(options.json.read_text()) if options.json.exists() else []
+        options.json.write_text(json.dumps([*known, result], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""The states behind the token logs of the gated delta rule and of Kimi Delta Attention, in one Triton launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...indices import StateIndices
+from . import state_tile
+from .launch import Launcher, index_pointers
+from .layout import cdiv, power_of_2, slot_elements, slot_stride
+from .log import FOLD_ARRAYS, FOLD_PROGRAMS, LEAST_WIDTH, WINDOW, fold_tile, fold_update, slot_of, task_of_fold
+
+
+@triton.jit(do_not_specialize=["slot_stride", "k_stride", "norm_stride", "u_stride", "G_stride"])
+def _fold_kernel(
+    state,
+    log_k,
+    log_norm,
+    log_u,
+    log_G,
+    folds,
+    slot_stride,
+    k_stride,
+    norm_stride,
+    u_stride,
+    G_stride,
+    HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A program takes, one after the other, tiles of BLOCK_V rows of one value head's state of rows that are folded."""
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_K = channel < K
+    stride = slot_elements(slot_stride, state)
+    for task in range(tl.program_id(0), tl.load(folds) * (VALUE_HEADS * TILES), tl.num_programs(0)):
+        head, tile, source, target, slot, start, last = task_of_fold(folds, task, VALUE_HEADS, TILES)
+        key_head, value = head // (VALUE_HEADS // HEADS), tile * BLOCK_V + lane
+        element, there = state_tile.tile_elements(tile * BLOCK_V, V, K, BLOCK_V, BLOCK_K)
+        place = state + head * V * K + element
+        S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_V, BLOCK_K)
+
+        inside = (entry >= start) & (entry <= last)
+        keys = slot_of(log_k, slot, k_stride) + (entry * (HEADS * K) + key_head * K)[:, None] + channel[None, :]
+        keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0)
+        us = slot_of(log_u, slot, u_stride) + (entry * (VALUE_HEADS * V) + head * V)[None, :] + value[:, None]
+        us = tl.load(us, mask=inside[None, :] & (value < V)[:, None], other=0)
+        norms = tl.load(slot_of(log_norm, slot, norm_stride) + entry * HEADS + key_head, mask=inside, other=0)
+        G = slot_of(log_G, slot, G_stride)
+        if CHANNELS:
+            G += head * K + channel
+            total = tl.load(G + last * (VALUE_HEADS * K), mask=in_K, other=0)
+            Gs = G[None, :] + (entry * (VALUE_HEADS * K))[:, None]
+            Gs = tl.load(Gs, mask=inside[:, None] & in_K[None, :], other=0)
+            keys = keys.to(tl.float32) * tl.exp2(total[None, :] - Gs)
+            S *= tl.exp2(total)[None, :]
+        else:
+            total = tl.load(G + last * VALUE_HEADS + head)
+            norms *= tl.exp2(total - tl.load(G + entry * VALUE_HEADS + head, mask=inside, other=0))
+            S *= tl.exp2(total)
+        S = fold_update(us * norms[None, :], keys, S)
+        state_tile.store_tile(place + target * stride, S, there)
+
+
+_launch = Launcher(_fold_kernel)
+
+
+def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
+    """Stores states where `decode_dst` says; k and v give their shapes alone."""
+    heads, K = k.shape[1:]
+    value_heads, V = v.shape[1:]
+    rows, warps = fold_tile(K)
+    _launch(
+        min(cdiv(V, rows) * value_heads * indices.num_decodes, FOLD_PROGRAMS),
+        (state, *log),
+        index_pointers(indices, FOLD_ARRAYS),
+        (slot_stride(state), *map(slot_stride, log)),
+        {
+            "HEADS": heads,
+            "VALUE_HEADS": value_heads,
+            "K": K,
+            "V": V,
+            "BLOCK_K": max(power_of_2(K), LEAST_WIDTH),
+            "BLOCK_V": rows,
+            "CHANNELS": log[-1].dim() == 4,
+        },
+        num_warps=warps,
+    )

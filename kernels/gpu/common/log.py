@@ -1,0 +1,145 @@
+"""What decode over a token log shares.
+
+With G_i, the sum of the log2 decays from the log's first entry up to entry i, the state behind n entries is
+exp2(G_n) S + sum_i exp2(G_n - G_i) u_i k_i^T. A first launch takes what is of keys alone: it logs the new tokens', and
+leaves what the state is to meet and what the entries weigh. The second goes through the state once and stores none.
+The third folds the rows that have a dst. What a token gives depends on its entry and on what stands before it alone,
+however tokens are cut into steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...indices import FOLD
+from .delta_rule import dot
+from .layout import slot_elements
+from .prefetch import INTERPRETED
+
+WINDOW = tl.constexpr(FOLD)
+LEAST_DECAY = tl.constexpr(-34.6)  # of one token, in log2: beyond it differences of sums would lose their last bits
+LEAST_WIDTH = 64
+"""Of keys. With one channel a thread its own product is fused into the first sum with another thread's, which rounds
+otherwise in each of both: then steps of other lengths would give other bits."""
+ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of the second launch takes at once, and how often at most
+FOLD_PROGRAMS = 1056
+FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
+
+# Index arrays as the kernels take them.
+PREPARE_ARRAYS = "decode_len", "log_slot", "log_start", "log_end"
+DECODE_ARRAYS = ("decode_src", *PREPARE_ARRAYS)
+FOLD_ARRAYS = ("folds",)
+
+
+def tiles_of_a_program(rows: int) -> int:
+    """How many of the tiles that make up so many rows of a state a program takes."""
+    return max(tiles for tiles in range(1, PROGRAM_TILES + 1) if rows // ROWS % tiles == 0)
+
+
+def fold_tile(columns: int) -> tuple[int, int]:
+    """Rows of a state that a program of the third launch takes at once, and its warps: registers hold that much."""
+    return (64, 4) if columns <= 128 else (32, 8)
+
+
+def scratch(like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """fp32 tensors of so many elements in one piece of memory: multiples of 4, so that each starts at 16 bytes."""
+    return torch.empty(sum(sizes), dtype=torch.float32, device=like.device).split(list(sizes))
+
+
+@triton.jit
+def slot_of(log, slot, stride):
+    """A row's slot of one tensor of the log; `stride` is that of `slot_stride`."""
+    return log + slot * slot_elements(stride, log)
+
+
+@triton.jit
+def row_log(slots, starts, ends, row):
+    """A row's slot, its log's first entry, and that of the step's first token."""
+    return tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+
+
+@triton.jit
+def tiles_of_program(tiles, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """A program's decode row, its head, and the first of the ROWS rows of its state of which it takes some tiles."""
+    programs = ROWS // BLOCK_ROWS // tiles
+    row, program = tl.program_id(0) // (programs * HEADS), tl.program_id(0) % (programs * HEADS)
+    return row, program // programs, program % programs * (tiles * BLOCK_ROWS)
+
+
+@triton.jit
+def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """Of one of the HEADS * TILES tasks of each fold its head and tile, src, dst, slot, and first and last entry."""
+    fields = folds + 1 + task // (HEADS * TILES) * FOLD_FIELDS
+    source, target, slot = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2).to(tl.int64)
+    return task // TILES % HEADS, task % TILES, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1
+
+
+@triton.jit
+def wait_for_previous_launch():
+    """A launch that may begin before the previous one is done reads nothing of it until then."""
+    if not INTERPRETED:
+        gdc_wait()
+
+
+@triton.jit
+def next_launch_may_begin():
+    if not INTERPRETED:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def tile_rows(BLOCK_ROWS: tl.constexpr):
+    """The rows of a tile, [8, BLOCK_ROWS / 8]: a warp has 8 at once, and a thread every eighth."""
+    return tl.arange(0, 8)[:, None] + tl.arange(0, BLOCK_ROWS // 8)[None, :] * 8
+
+
+@triton.jit
+def tile_columns(BLOCK_COLUMNS: tl.constexpr):
+    """The columns of a tile, [1, 1, BLOCK_COLUMNS / 16, 16].
+
+    A thread has 4 neighbours of every 16: of the sum over a row two steps of five are left to be exchanged, and what a
+    row is multiplied with serves all of a thread's rows.
+    """
+    column = tl.arange(0, BLOCK_COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    return column[None, None]
+
+
+@triton.jit
+def for_rows(place, columns, mask):
+    """What each of the rows is multiplied with, [8, 1, BLOCK_COLUMNS / 16, 16]."""
+    SHAPE: tl.constexpr = [8, 1, columns.shape[2], 16]
+    return tl.load(tl.broadcast_to(place + columns, SHAPE), mask=mask, other=0)
+
+
+@triton.jit
+def entry_scores(place):
+    """[8, 1, 16]"""
+    return tl.load(tl.broadcast_to(place + tl.arange(0, WINDOW)[None, None, :], [8, 1, WINDOW]))
+
+
+@triton.jit
+def entry_values(log, start, end, value, STRIDE: tl.constexpr):
+    """[8, rows / 8, 16] in fp32 from a log's entries, STRIDE elements apart; zeros for those that are not the row's."""
+    entry = tl.arange(0, WINDOW)
+    place = log + (entry * STRIDE)[None, None, :] + value[:, :, None]
+    inside = (entry >= start) & (entry < end)
+    return tl.load(place, mask=inside[None, None, :] & (value >= 0)[:, :, None], other=0).to(tl.float32)
+
+
+@triton.jit
+def fold_update(values, keys, acc):
+    """acc + values [rows, 16] keys [16, columns], in fp32: bf16 keys are exact, values a sum of three parts."""
+    if keys.dtype == tl.bfloat16:
+        high = values.to(tl.bfloat16)
+        rest = values - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        return acc + tl.dot(high, keys, tl.dot(middle, keys, tl.dot(low, keys)))
+    else:
+        return dot(values, keys.to(tl.float32), acc)

@@ -1,0 +1,84 @@
+"""The states behind the token logs of state-space duality, in one Triton launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...indices import StateIndices
+from ..common import state_tile
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, power_of_2, slot_elements, slot_stride
+from ..common.log import FOLD_ARRAYS, FOLD_PROGRAMS, LEAST_WIDTH, WINDOW, fold_tile, fold_update, slot_of, task_of_fold
+
+
+@triton.jit(do_not_specialize=["slot_stride", "x_stride", "B_stride", "dt_stride", "G_stride"])
+def _fold_kernel(
+    state,
+    log_x,
+    log_B,
+    log_dt,
+    log_G,
+    folds,
+    slot_stride,
+    x_stride,
+    B_stride,
+    dt_stride,
+    G_stride,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """A program takes, one after the other, tiles of BLOCK_P rows of one head's state of rows that are folded."""
+    TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
+    stride = slot_elements(slot_stride, state)
+    for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
+        head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
+        group, value = head // (HEADS // GROUPS), tile * BLOCK_P + lane
+        element, there = state_tile.tile_elements(tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
+        place = state + head * P * N + element
+        S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_P, BLOCK_N)
+
+        inside = (entry >= start) & (entry <= last)
+        Bs = slot_of(log_B, slot, B_stride) + (entry * (GROUPS * N) + group * N)[:, None] + channel[None, :]
+        Bs = tl.load(Bs, mask=inside[:, None] & (channel < N)[None, :], other=0)
+        xs = slot_of(log_x, slot, x_stride) + (entry * (HEADS * P) + head * P)[None, :] + value[:, None]
+        xs = tl.load(xs, mask=inside[None, :] & (value < P)[:, None], other=0).to(tl.float32)
+        G = slot_of(log_G, slot, G_stride) + head
+        total = tl.load(G + last * HEADS)
+        scale = tl.exp2(total - tl.load(G + entry * HEADS, mask=inside, other=0))
+        scale *= tl.load(slot_of(log_dt, slot, dt_stride) + entry * HEADS + head, mask=inside, other=0)
+        S = fold_update(xs * scale[None, :], Bs, S * tl.exp2(total))
+        state_tile.store_tile(place + target * stride, S, there)
+
+
+_launch = Launcher(_fold_kernel)
+
+
+def fold(x: Tensor, B: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
+    """Stores states where `decode_dst` says; x and B give their shapes alone."""
+    heads, P = x.shape[1:]
+    groups, N = B.shape[1:]
+    rows, warps = fold_tile(N)
+    _launch(
+        min(cdiv(P, rows) * heads * indices.num_decodes, FOLD_PROGRAMS),
+        (state, *log),
+        index_pointers(indices, FOLD_ARRAYS),
+        (slot_stride(state), *map(slot_stride, log)),
+        {
+            "HEADS": heads,
+            "GROUPS": groups,
+            "P": P,
+            "N": N,
+            "BLOCK_N": max(power_of_2(N), LEAST_WIDTH),
+            "BLOCK_P": rows,
+        },
+        num_warps=warps,
+    )

@@ -1,0 +1,119 @@
+"""The token logs of decode rows, and states of which a part is still in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log2
+
+import torch
+from torch import Tensor
+
+from ..indices import FOLD, StateIndices
+from .elementwise import exp2
+from .states import computed_decode_tokens, decode_targets, once_a_step, read_states
+
+LOG2_E = log2(torch.e)
+LEAST_DECAY = -34.6  # see `kernels.logs`
+
+
+@once_a_step
+def log_ends(indices: StateIndices) -> Tensor:
+    """[N]: the entry after those of every decode row's tokens."""
+    return indices.log_end + indices.decode_len
+
+
+@once_a_step
+def entries_before(indices: StateIndices) -> Tensor:
+    """bool [N, FOLD]: the entries of every decode row's log before the step."""
+    entry = torch.arange(FOLD, device=indices.device)
+    return (indices.log_start[:, None] <= entry) & (entry < indices.log_end[:, None])
+
+
+@once_a_step
+def entries_after(indices: StateIndices) -> Tensor:
+    """bool [N, FOLD]: the same with the step's tokens."""
+    entry = torch.arange(FOLD, device=indices.device)
+    return (indices.log_start[:, None] <= entry) & (entry < log_ends(indices)[:, None])
+
+
+@once_a_step
+def _places(indices: StateIndices) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Row and token of the step's tokens but for those of padding, and slot and entry of each."""
+    row, token = computed_decode_tokens(indices).nonzero(as_tuple=True)
+    return (row, token), (indices.log_slot[row], indices.log_end[row] + token)
+
+
+def read_log(log: Tensor, indices: StateIndices, inside: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, FOLD, ...] in `dtype`: of every decode row the entries that are `inside` [N, FOLD], and zeros."""
+    return torch.where(inside.view(*inside.shape, *[1] * (log.dim() - 2)), log[indices.log_slot].to(dtype), 0)
+
+
+def write_log(log: Tensor, values: Tensor, indices: StateIndices) -> None:
+    """Writes values [N, T, ...] of the step's tokens to their entries, but for those of padding."""
+    tokens, places = _places(indices)
+    log[places] = values[tokens].to(log.dtype)
+
+
+def sums_of_decays(g: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
+    """Log decays g [N, T, ...] of the step's tokens to sums in log2 since the first entries of logs [slots, FOLD, ...].
+
+    Added one by one to what the log holds: how tokens are cut into steps changes no bit.
+    """
+    row = torch.arange(len(g), device=g.device)
+    total = read_log(log, indices, entries_before(indices), g.dtype)[row, (indices.log_end - 1).clamp(min=0)]
+    totals = []
+    for decay in (g * LOG2_E).clamp(min=LEAST_DECAY).unbind(1):
+        total = total + decay
+        totals.append(total)
+    return torch.stack(totals, dim=1)
+
+
+class LoggedStates:
+    """States [H, V, K] of decode rows, each the one that its row reads and outer products of the log's entries.
+
+    With G_e the sum of log decays up to entry e, the state after entry t is
+
+        S 2^G_t + sum_{e <= t} values_e (2^(G_t - G_e) keys_e)^T
+    """
+
+    def __init__(self, state: Tensor, indices: StateIndices, values: Tensor, keys: Tensor, sums: Tensor) -> None:
+        """Entries of all rows, with zeros outside their windows: values [N, FOLD, H, V], keys [N, FOLD, H, K], and sums
+        [N, FOLD, H, K], or [N, FOLD, H, 1] where all channels decay alike."""
+        self.indices = indices
+        self.states = read_states(state, indices.decode_src, values.dtype)
+        self.values = values.permute(0, 2, 3, 1).contiguous()
+        self.keys, self.sums = keys.transpose(1, 2).contiguous(), sums.transpose(1, 2).contiguous()
+
+    def after(self, token: int) -> Callable[[Tensor], Tensor]:
+        """What multiplies vectors [N, H, K] with every row's state after so many of the step's tokens and this one."""
+        decay, keys = self._decayed(self.indices.log_end + token + 1)
+
+        def product(vector: Tensor) -> Tensor:
+            vector = vector[:, :, None]
+            scores = (keys * vector).sum(-1)
+            return (self.states * (decay * vector)).sum(-1) + (self.values * scores[:, :, None]).sum(-1)
+
+        return product
+
+    def add(self, token: int, values: Tensor) -> None:
+        """Puts values [N, H, V] into the entries of the step's token, which were zeros."""
+        row = (self.indices.decode_len > token).nonzero().squeeze(1)
+        self.values[row, :, :, self.indices.log_end[row] + token] = values[row]
+
+    def fold(self, state: Tensor) -> None:
+        """Stores the state after every row's last token where the row has a dst."""
+        targets = decode_targets(self.indices)
+        row = targets.nonzero().squeeze(1)
+        if not len(row):
+            return
+        decay, keys = self._decayed(log_ends(self.indices))
+        states = decay[row] * self.states[row] + self.values[row] @ keys[row]
+        state[targets[row]] = states.to(state.dtype)
+
+    def _decayed(self, end: Tensor) -> tuple[Tensor, Tensor]:
+        """What is left before the entry `end` [N]: decays [N, H, 1, K or 1] of states, and keys [N, H, FOLD, K]."""
+        row, entry = (torch.arange(count, device=end.device) for count in (len(end), FOLD))
+        total = self.sums[row, :, (end - 1).clamp(0, FOLD - 1)][:, :, None]  # padding may lie beyond the log
+        earlier = entry < end[:, None]
+        keys = self.keys * exp2(total - self.sums)
+        return exp2(total), torch.where(earlier[:, None, :, None], keys, 0)
