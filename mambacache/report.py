@@ -74,6 +74,7 @@ class CacheStats:
     bytes_from_disk: int = 0
     failed_transfers: int = 0
     state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
+    log_slots: dict[str, int] = field(default_factory=dict)  # free, and held by requests that decode
     kv_blocks: dict[str, int] = field(default_factory=dict)  # empty where the host keeps the KV, and without attention
     host_states: dict[str, int] = field(default_factory=dict)  # slots in host memory; empty without such a tier
     host_pages: dict[str, int] = field(default_factory=dict)
@@ -100,6 +101,7 @@ class CacheStats:
             ("preemptions, waits", f"{self.preemptions:,}, {self.waits:,}"),
             ("states stored, evicted", f"{self.states_stored:,}, {self.states_evicted:,}"),
             ("state blocks", _in_words(self.state_blocks)),
+            ("token logs", _in_words(self.log_slots)),
             ("KV blocks", _in_words(self.kv_blocks)),
             *(self._host_rows() if self.host_states else ()),
         ]

@@ -203,6 +203,8 @@ def test_a_request_that_finds_no_log_waits_until_one_is_free() -> None:
     held = run_step(cache, "a", 1, 1).steps[0].log_slot
     before = cache.stats.kv_blocks, cache.stats.state_blocks
     assert cache.allocate("b", 1) is None and (cache.stats.kv_blocks, cache.stats.state_blocks) == before
+    assert cache.stats.log_slots == {"free": 0, "held": 1}
     cache.preempt("a")
+    assert cache.stats.log_slots == {"free": 1, "held": 0}
     assert allocate(cache, "b", 1).log_slot == held == 1
     cache.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cache_calls import allocate, hit, make, run_step, started
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.report import Hit
@@ -77,6 +78,48 @@ def test_the_next_step_reads_the_state_and_what_was_accepted_of_the_log(prompt: 
     folded = verify.dst and len(taken) == len(verify.drafts)
     assert (after.src, after.log_start) == ((verify.dst, 0) if folded else (first.dst, prompt % 16))
     assert after.log_slot == verify.log_slot
+
+
+def test_a_state_past_the_accepted_tokens_is_never_reached() -> None:
+    """As by other engines (vllm#43559, vllm#53912): it was computed, its boundary was, and its tokens are others."""
+    cache = make(num_state_blocks=2, max_draft_tokens=7)
+    started(cache, "a", text(60))
+    run_step(cache, "a", 60, 30)
+    plan = cache.plan([allocate(cache, "a", 1, (31, 32, 33))])
+    assert plan.steps[0].dst != plan.steps[0].src and plan.steps[0].num_tokens == 4
+    cache.issued(plan.steps)
+    cache.accept(plan.steps, {"a": [31, 32, 5]})  # the last draft was wrong
+    tokens = [*text(60), 30, 31, 32]
+    assert hit(cache, [*tokens, 33, 1]) == hit(cache, [*tokens, 5, 1]) == 0
+    assert cache.stats.state_blocks == {"free": 1, "writing": 1, "committed": 0, "evictable": 0}
+    run_step(cache, "a", 1, 6)  # its own fourth token ends the block now, and overwrites the entry
+    assert (hit(cache, [*tokens, 33, 1]), hit(cache, [*tokens, 5, 1])) == (0, 64)
+    cache.check()
+
+
+def test_no_hash_names_a_state_before_it_is_there() -> None:
+    """As by another engine (vllm#56525): not while the row is planned, nor while its drafts are not accepted."""
+    cache = make(max_draft_tokens=7)
+    started(cache, "a", text(60))
+    run_step(cache, "a", 60, 30)
+    tokens = [*text(60), 30, 31, 32, 33]
+    row = allocate(cache, "a", 1, (31, 32, 33))
+    assert hit(cache, [*tokens, 1]) == 0
+    plan = cache.plan([row])
+    assert hit(cache, [*tokens, 1]) == 0
+    cache.issued(plan.steps)
+    assert hit(cache, [*tokens, 1]) == 0
+    cache.accept(plan.steps, {"a": [31, 32, 33, 34]})
+    assert hit(cache, [*tokens, 1]) == 64
+    cache.free("a", finished=False)  # what ends on the boundary leaves its state too
+    assert hit(cache, [*tokens, 1]) == 64
+
+
+@pytest.mark.parametrize("wrong_every", [1, 3, 1000])
+def test_two_states_are_enough_for_drafts(wrong_every: int) -> None:
+    jobs = [Job(text(40 + 11 * seed, seed), 90) for seed in range(4)]
+    d = run(jobs, num_state_blocks=2, max_draft_tokens=7, draft_errors=wrong_every, budget=64)
+    assert all(len(request.output) == 90 for request in d.requests.values())
 
 
 def test_drafts_get_fewer_where_a_fold_finds_no_block() -> None:

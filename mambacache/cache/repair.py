@@ -10,6 +10,8 @@ def totals(books: Books) -> CacheStats:
     """See `PrefixCache.stats`."""
     stats, pools = books.ledger.stats(), (books.pool, books.pages.pool, books.tier.states, books.tier.pages)
     counts = [pool.counts() if pool.num_blocks else {} for pool in pools]
+    free = len(books.states.free_logs)
+    stats.log_slots = {"free": free, "held": books.states.num_logs - free}
     stats.state_blocks, stats.kv_blocks, stats.host_states, stats.host_pages = counts
     return stats
 
