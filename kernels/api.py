@@ -2,7 +2,8 @@
 
 In all shapes F is the number of tokens in the flat batch and `blocks` the number of rows in a pool. Tokens of padding
 get zeros. A pool is a tensor whose rows may lie any multiple of 16 bytes apart, so views of a larger slab serve. Rows
-that no dst names are never written. Every op raises ValueError if arguments do not fit together.
+that no dst names are never written; decode writes to token logs. Every op raises ValueError if arguments do not fit
+together.
 
 An op that takes `out` writes its result there, if it is given, and returns it: a tensor of the result's shape and dtype
 whose tokens are dense inside and any stride apart, and which overlaps no other argument. The bits are the same.

@@ -126,7 +126,8 @@ class States:
         return True
 
     def drop(self, row: Row) -> None:
-        """An allocated row is not run: the life is as before, but for what the row's blocks have evicted."""
+        """An allocated row is not run: the life is as before, but for what the row's blocks have evicted, and the slot
+        of its log, which it keeps."""
         life = row.life
         self._end_checkpoints(row)
         if row.had_reserve and life.reserve is None:

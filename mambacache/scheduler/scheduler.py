@@ -7,7 +7,7 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.plan import NOT_FINITE, SequenceStep, StepPlan, Transfer
+from mambacache.plan import FOLD, NOT_FINITE, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
 from mambacache.scheduler.drafts import Drafts, DraftSource, agreed
 from mambacache.scheduler.line import Line
@@ -174,8 +174,10 @@ class Scheduler:
         drafts: Mapping[Request, tuple[int, ...]] = {}
         if self._drafts is not None:
             most = min(self.cache.config.max_draft_tokens, self._budget - len(rows))
-            decoding = [request for request, progress in rows if progress.computed >= progress.prefill_end]
-            drafts = self._drafts.propose({r: min(most, r.params.max_tokens - len(r.output) - 1) for r in decoding})
+            drafts = self._drafts.propose({
+                request: min(most, request.params.max_tokens - len(request.output) - 1, FOLD - 1 - at.computed % FOLD)
+                for request, at in rows if at.computed >= at.prefill_end
+            })  # fmt: skip
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
                 room = max(self._budget - left, 0)  # a token for each row that is left goes before one's drafts

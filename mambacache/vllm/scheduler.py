@@ -19,7 +19,7 @@ from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.settings import Settings
-from mambacache.vllm.sizing import read_blocks
+from mambacache.vllm.sizing import log_slots, read_blocks
 
 REPORT_SECONDS = 60.0
 FINISHED = (
@@ -36,15 +36,20 @@ class Mixin:
     withdrawn at its end. The KV that is hit is cut to the state that is hit.
     """
 
+    max_num_active_reqs: int  # vLLM's
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._caching = bool(self.cache_config.enable_prefix_caching)
         groups = self.kv_cache_config.kv_cache_groups
         self._has_attention = [group.layer_names for group in groups] != [[PAGES]]
+        blocks = read_blocks(self.vllm_config)
+        slots = log_slots(self.vllm_config, blocks)
+        self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each has a log once it decodes
         self.states = PrefixCache(
             CacheConfig(
-                num_state_blocks=read_blocks(self.vllm_config),
-                num_log_slots=self.scheduler_config.max_num_seqs,
+                num_state_blocks=blocks,
+                num_log_slots=slots,
                 block_size=lcm(CHUNK, self.block_size) if self._has_attention else CHUNK,
                 has_attention=self._has_attention,
                 max_checkpoints=None if self._caching else 0,

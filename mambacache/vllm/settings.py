@@ -14,7 +14,7 @@ from mambacache.units import parse_bytes
 class Settings:
     """Args:
     state_bytes: memory of states and token logs on each GPU, such as "20GiB"; None for half of what the weights leave.
-    num_state_blocks: states in it, in place of `state_bytes`.
+    num_state_blocks: states, in place of `state_bytes`; token logs come on top, one for each that may run.
     checkpoint_interval: also store a state every so many tokens, a multiple of 64; 0 for none.
     """
 

@@ -19,7 +19,11 @@ CPU_BYTES = 1 << 30
 
 
 def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:
-    """States for which this rank has memory, beside the null block and all token logs.
+    """States for which this rank has memory, beside the null block and `log_slots` token logs.
+
+    Args:
+        block_bytes: of one state.
+        log_bytes: of one token log.
 
     Raises:
         ValueError: fewer than two.
@@ -33,14 +37,21 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
         budget = int(vllm_config.cache_config.gpu_memory_utilization * total - (total - free)) // 2
     elif budget is None:
         budget = CPU_BYTES
-    blocks = (budget - log_bytes) // block_bytes - 1
+    rest, most = budget - block_bytes - log_bytes, vllm_config.scheduler_config.max_num_seqs  # beside the null ones
+    blocks = max((rest - most * log_bytes) // block_bytes, min(2 * rest // (2 * block_bytes + log_bytes), 2 * most))
     if blocks < 2:
         raise ValueError(
-            f"mambacache: {budget:,} bytes hold {max(blocks, 0)} states of {block_bytes:,} beside the null one and "
-            f"{log_bytes:,} bytes of token logs: raise state_bytes in --additional-config, or gpu_memory_utilization, "
-            "or lower max_num_seqs"
+            f"mambacache: {budget:,} bytes hold {max(blocks, 0)} states of {block_bytes:,} beside the null one, with "
+            f"token logs of {log_bytes:,}: raise state_bytes in --additional-config, or gpu_memory_utilization"
         )
     return blocks
+
+
+def log_slots(vllm_config: Any, blocks: int) -> int:
+    """Token logs beside so many states, which is how many requests run at a time: half of the states, so that the rest
+    may be cached; or as many as there are states where that number was given."""
+    running = blocks if Settings.of(vllm_config).num_state_blocks is not None else max(blocks // 2, 1)
+    return min(vllm_config.scheduler_config.max_num_seqs, running)
 
 
 def least_of_all_ranks(blocks: int) -> int:

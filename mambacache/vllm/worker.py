@@ -10,7 +10,7 @@ from mambacache.kernels.state_pool import StatePool, state_bytes
 from mambacache.vllm.config import is_cpu
 from mambacache.vllm.layers import check_all_ours, check_stage
 from mambacache.vllm.log import logger
-from mambacache.vllm.sizing import least_of_all_ranks, pool_blocks, write_blocks
+from mambacache.vllm.sizing import least_of_all_ranks, log_slots, pool_blocks, write_blocks
 from mambacache.vllm.step_context import StepContext
 
 
@@ -24,18 +24,19 @@ class Mixin:
         if self.parallel_config.pipeline_parallel_size > 1:
             check_stage(runner.compilation_config.static_forward_context)
         tensors = [layer.state_tensors() for layer in layers]
-        log_tensors, slots = [layer.log_tensors() for layer in layers], self.vllm_config.scheduler_config.max_num_seqs
-        size, log_size = state_bytes(tensors), (slots + 1) * state_bytes(log_tensors)
+        log_tensors = [layer.log_tensors() for layer in layers]
+        size, log_size = state_bytes(tensors), state_bytes(log_tensors)
         blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, log_size, runner.device))
+        slots = log_slots(self.vllm_config, blocks)
         if self.rank == 0:
             write_blocks(self.vllm_config, blocks)
         tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode gives this memory back
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
             pools = StatePool(tensors, blocks, runner.device), StatePool(log_tensors, slots, runner.device)
-        self.states = StepContext(layers, *pools, slots)
+        self.states = StepContext(layers, *pools, self.vllm_config.scheduler_config.max_num_seqs)
         logger.info(
-            "mambacache: %d states of %.2f MB in %.2f GB, and token logs in %.2f GB, on each rank",
-            blocks, size / 1e6, (blocks + 1) * size / 1e9, log_size / 1e9,
+            "mambacache: %d states of %.2f MB in %.2f GB, and %d token logs in %.2f GB, on each rank",
+            blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * log_size / 1e9,
         )  # fmt: skip
         runner.get_model().mambacache = self.states
         if is_cpu():

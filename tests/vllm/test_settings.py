@@ -22,6 +22,7 @@ def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNa
         instance_id=instance,
         parallel_config=SimpleNamespace(data_parallel_index=rank),
         cache_config=SimpleNamespace(gpu_memory_utilization=0.9),
+        scheduler_config=SimpleNamespace(max_num_seqs=256),
     )
 
 
@@ -70,25 +71,42 @@ def test_settings_of_no_use(given: object, sentence: str) -> None:
 
 def test_pool_of_so_many_bytes() -> None:
     assert sizing.pool_blocks(configured({"num_state_blocks": 9}), 1000, 500, CPU) == 9
-    assert sizing.pool_blocks(configured({"state_bytes": 10_500}), 1000, 500, CPU) == 9  # beside the null block
-    assert sizing.pool_blocks(configured({"state_bytes": 4_499}), 1000, 500, CPU) == 2
-    assert sizing.pool_blocks(configured({}), 1 << 20, 1 << 20, CPU) == 1022
+    # beside the null ones: ten states of 1,000 with five logs of 500; of 3,999 bytes two with one
+    assert sizing.pool_blocks(configured({"state_bytes": 14_000}), 1000, 500, CPU) == 10
+    assert sizing.pool_blocks(configured({"state_bytes": 4_000}), 1000, 500, CPU) == 2
+    # where all requests have a log, the rest is states
+    assert sizing.pool_blocks(configured({}), 1 << 20, 1 << 10, CPU) == 1022
+
+
+@pytest.mark.parametrize("given", [{}, {"num_state_blocks": 9}])
+@pytest.mark.parametrize("blocks", [2, 3, 9, 100, 5000])
+def test_as_many_logs_as_requests_may_run(given: dict[str, Any], blocks: int) -> None:
+    config = configured(given)
+    most = config.scheduler_config.max_num_seqs
+    assert sizing.log_slots(config, blocks) == min(most, blocks if given else blocks // 2)
+
+
+@pytest.mark.parametrize("budget", [4_000, 9_999, 123_456, 10_000_000])
+def test_states_and_logs_fill_the_budget(budget: int) -> None:
+    config = configured({"state_bytes": budget})
+    blocks = sizing.pool_blocks(config, 1000, 300, CPU)
+    taken = (blocks + 1) * 1000 + (sizing.log_slots(config, blocks) + 1) * 300
+    assert budget - 2300 < taken <= budget
 
 
 @pytest.mark.parametrize("budget", [2_999, 500])
 def test_pool_too_small(budget: int) -> None:
     with pytest.raises(
-        ValueError, match=r"states of 1,000 beside the null one and 0 bytes of token logs: raise state_by"
+        ValueError, match=r"states of 1,000 beside the null one, with token logs of 0: raise state_bytes in"
     ):
         sizing.pool_blocks(configured({"state_bytes": budget}), 1000, 0, CPU)
 
 
 def test_half_of_what_the_weights_leave_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70_000, 100_000))
-    assert (
-        sizing.pool_blocks(configured({}), 1000, 2000, torch.device("cuda"))
-        == ((90_000 - 30_000) // 2 - 2000) // 1000 - 1
-    )
+    assert sizing.pool_blocks(configured({}), 1000, 2000, torch.device("cuda")) == 2 * (
+        (90_000 - 30_000) // 2 - 3000
+    ) // (2 * 1000 + 2000)
 
 
 def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
