@@ -1,4 +1,5 @@
-"""Decode of our own engine, or of vLLM with the plugin, at several numbers of rows: seconds for 128 tokens each.
+"""Decode of our own engine, or of vLLM with the plugin, at several numbers of rows: seconds for 128 tokens each, and
+of a decode step the device's time and the time from one to the next.
 
     python benchmarks/bench_decode.py MODEL [--engine ours|plugin] [--rows 64 256] [--label L] [--json OUT.json]
 
@@ -14,24 +15,33 @@ import os
 import random
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from about import about
+from gpu_timing import marked
 
 PROMPT, DECODED, RUNS = 64, 129, 5
 LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}
 
 
-def measure(llm: Any, params: Any, rows: int) -> list[float]:
-    """Runs after one to warm up. The first token, which prefill gives, is part of the time."""
-    rng, times = random.Random(0), []
+def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int) -> dict[str, Any]:
+    """Runs after one to warm up. The first token, which prefill gives, is part of the seconds, not of the steps."""
+    rng, times, device, period = random.Random(0), [], [], []
     for _ in range(1 + RUNS):
         prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(PROMPT)]} for _ in range(rows)]
-        start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        times.append(time.perf_counter() - start)
-    return times[1:]
+        with marked(*steps) as marks:
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            times.append(time.perf_counter() - start)
+        middle = marks[DECODED // 4 : DECODED]
+        device.append(statistics.median(begin.elapsed_time(end) for begin, end in middle))
+        period.append(statistics.median(first.elapsed_time(then) for (first, _), (then, _) in pairwise(middle)))
+    return {"rows": rows, "times": times[1:]} | {
+        name: statistics.median(each[1:])
+        for name, each in {"seconds": times, "device_ms": device, "period_ms": period}.items()
+    }
 
 
 def main() -> None:
@@ -48,6 +58,7 @@ def main() -> None:
 
         params: Any = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
         llm: Any = LLM(options.model, dtype="bfloat16", state_dtype="float32", seed=0, **limits)
+        steps: tuple[Any, str] = (llm.runner, "launch")
     else:
         os.environ |= {"MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         import vllm
@@ -57,11 +68,14 @@ def main() -> None:
             options.model, load_format="dummy", dtype="bfloat16", mamba_ssm_cache_dtype="float32", seed=0,
             enable_prefix_caching=True, **limits,
         )  # fmt: skip
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        steps = (worker.model_runner, "execute_model")
     result = about("torch", "triton") | {"label": options.label, "engine": options.engine, "rows": []}
     for rows in options.rows:
-        times = measure(llm, params, rows)
-        result["rows"].append({"rows": rows, "times": times, "seconds": statistics.median(times)})
-        print(options.label, options.engine, rows, *(f"{each:.4f}" for each in times), flush=True)
+        row = measure(llm, steps, params, rows)
+        result["rows"].append(row)
+        brief = "{seconds:.3f} s, device {device_ms:.3f} ms, a step every {period_ms:.3f} ms".format(**row)
+        print(options.label, options.engine, rows, brief, flush=True)
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else []
         options.json.write_text(json.dumps([*known, result], indent=1) + "\n")

@@ -110,25 +110,14 @@ def host_ms(llm: Any) -> float:
 def idle_share(llm: Any) -> float:
     """Of the device's time in decode steps of all rows of ours, the share in which it waits for the host: from the end
     of a step to the beginning of the next, by events on its stream."""
-    import torch
+    from gpu_timing import marked
 
     from mambacache import SamplingParams
 
-    launch, marks = llm.runner.launch, []
-
-    def marked(*args: Any) -> Any:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        launched = launch(*args)
-        end.record()
-        marks.append((begin, end))
-        return launched
-
-    llm.runner.launch = marked
     prompts = [{"prompt_token_ids": [request, *range(100)]} for request in range(REQUESTS)]
-    llm.generate(prompts, SamplingParams(max_tokens=2 * DECODED, temperature=0, ignore_eos=True), use_tqdm=False)
-    llm.runner.launch = launch
-    torch.cuda.synchronize()
+    params = SamplingParams(max_tokens=2 * DECODED, temperature=0, ignore_eos=True)
+    with marked(llm.runner, "launch") as marks:
+        llm.generate(prompts, params, use_tqdm=False)
     middle = marks[DECODED // 2 : -DECODED // 2]
     idle = sum(end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(middle))
     return idle / middle[0][0].elapsed_time(middle[-1][1])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -69,3 +71,25 @@ def copy_bandwidth(repeats: int) -> float:
     source = torch.ones(1 << 30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / (eager_us([lambda: target.copy_(source)], repeats) * 1e-6)
+
+
+@contextmanager
+def marked(owner: Any, method: str) -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
+    """Events on the current stream before and after each call of the method while this lasts, call by call: a step of
+    an engine, in which the device waits for nothing once the host is ahead of it."""
+    call, marks = getattr(owner, method), []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = call(*args, **kwargs)
+        end.record()
+        marks.append((begin, end))
+        return result
+
+    setattr(owner, method, timed)
+    try:
+        yield marks
+    finally:
+        setattr(owner, method, call)
+        torch.cuda.synchronize()
