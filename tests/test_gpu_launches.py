@@ -55,7 +55,7 @@ def random_mix(rng: np.random.Generator) -> Mix:
 @pytest.mark.parametrize("op", MODELS)
 def test_no_step_compiles_after_warm_up(op: str, compilations: list[str]) -> None:
     make, dtypes = first_shape(op, 8)
-    for mix in (Mix((1, 1)), Mix((), (70, 3)), Mix((1, 1), (70, 3)), Mix((), (1,) * 300)):
+    for mix in (Mix((1, 1)), Mix((2, 1)), Mix((), (70, 3)), Mix((1, 1), (70, 3)), Mix((), (1,) * 300)):
         Batch(make(), mix, dtypes).run()
     compilations.clear()
     rng = np.random.default_rng(0)

@@ -187,7 +187,7 @@ def _prepare_kernel(
         query, raw, gate, beta = next_query, next_raw, next_gate, next_beta
 
 
-@triton.jit(do_not_specialize=["slot_stride", "u_stride", "tokens_per_decode", "tiles"])
+@triton.jit(do_not_specialize=["slot_stride", "u_stride", "tokens_per_decode"])
 def _decode_kernel(
     v,
     state,
@@ -204,7 +204,6 @@ def _decode_kernel(
     slot_stride,
     u_stride,
     tokens_per_decode,
-    tiles,
     V_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -213,9 +212,10 @@ def _decode_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """A program takes some tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
-    row, head, first_value = tiles_of_program(tiles, VALUE_HEADS, V, BLOCK_V)
+    """A program takes TILES tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
+    row, head, first_value = tiles_of_program(TILES, VALUE_HEADS, V, BLOCK_V)
     key_head = head // (VALUE_HEADS // HEADS)
     source, length = tl.load(src + row), tl.load(lengths + row)
     slot, start, end = row_log(slots, starts, ends, row)
@@ -225,7 +225,7 @@ def _decode_kernel(
     state += source * slot_elements(slot_stride, state) + (head * V + first_value) * K
     read = tl.broadcast_to(tl.where(source != 0, in_K, False), element.shape)
     log_u = slot_of(log_u, slot, u_stride) + head * V
-    for tile in range(tiles):
+    for tile in range(TILES):
         value = first_value + tile * BLOCK_V + lane
         S = tl.load(state + tile * (BLOCK_V * K) + element, mask=read, other=0).to(tl.float32)
         us = entry_values(log_u, start, end, value, VALUE_HEADS * V)
@@ -302,7 +302,7 @@ def decode(
         rows * value_heads * (V // ROWS // tiles),
         (v, state, out, log_u, *between),
         index_pointers(indices, DECODE_ARRAYS),
-        (slot_stride(state), slot_stride(log_u), width, tiles),
+        (slot_stride(state), slot_stride(log_u), width),
         {
             "V_STRIDES": v_strides,
             "OUT_STRIDE": out.stride(0),
@@ -312,6 +312,7 @@ def decode(
             "V": V,
             "BLOCK_K": block_K,
             "BLOCK_V": ROWS,
+            "TILES": tiles,
         },
         num_warps=1,
         launch_pdl=True,

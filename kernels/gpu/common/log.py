@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ...indices import FOLD
+from .chunks import row_and_tile
 from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED
@@ -65,11 +66,11 @@ def row_log(slots, starts, ends, row):
 
 
 @triton.jit
-def tiles_of_program(tiles, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """A program's decode row, its head, and the first of the ROWS rows of its state of which it takes some tiles."""
-    programs = ROWS // BLOCK_ROWS // tiles
-    row, program = tl.program_id(0) // (programs * HEADS), tl.program_id(0) % (programs * HEADS)
-    return row, program // programs, program % programs * (tiles * BLOCK_ROWS)
+def tiles_of_program(TILES: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """A program's decode row, its head, and the first of the ROWS rows of its state of which it takes TILES tiles."""
+    PROGRAMS: tl.constexpr = ROWS // BLOCK_ROWS // TILES
+    row, program = row_and_tile(PROGRAMS * HEADS)
+    return row, program // PROGRAMS, program % PROGRAMS * (TILES * BLOCK_ROWS)
 
 
 @triton.jit

@@ -154,7 +154,7 @@ def _prepare_kernel(
         step, raw, reads = next_step, next_raw, next_reads
 
 
-@triton.jit(do_not_specialize=["slot_stride", "x_stride", "tokens_per_decode", "tiles"])
+@triton.jit(do_not_specialize=["slot_stride", "x_stride", "tokens_per_decode"])
 def _decode_kernel(
     x,
     z,
@@ -172,7 +172,6 @@ def _decode_kernel(
     slot_stride,
     x_stride,
     tokens_per_decode,
-    tiles,
     X_STRIDES: tl.constexpr,
     Z_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -182,9 +181,10 @@ def _decode_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """A program takes some tiles of BLOCK_P rows of one head's state past the tokens of one row."""
-    row, head, first_value = tiles_of_program(tiles, HEADS, P, BLOCK_P)
+    """A program takes TILES tiles of BLOCK_P rows of one head's state past the tokens of one row."""
+    row, head, first_value = tiles_of_program(TILES, HEADS, P, BLOCK_P)
     group = head // (HEADS // GROUPS)
     source, length = tl.load(src + row), tl.load(lengths + row)
     slot, start, end = row_log(slots, starts, ends, row)
@@ -194,7 +194,7 @@ def _decode_kernel(
     state += source * slot_elements(slot_stride, state) + (head * P + first_value) * N
     read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
     log_x = slot_of(log_x, slot, x_stride) + head * P
-    for tile in range(tiles):
+    for tile in range(TILES):
         value = first_value + tile * BLOCK_P + lane
         S = tl.load(state + tile * (BLOCK_P * N) + element, mask=read, other=0).to(tl.float32)
         xs = entry_values(log_x, start, end, value, HEADS * P)
@@ -267,7 +267,7 @@ def decode(
         rows * heads * (P // ROWS // tiles),
         (x, z, state, out, log_x, *between),
         index_pointers(indices, DECODE_ARRAYS),
-        (slot_stride(state), slot_stride(log_x), width, tiles),
+        (slot_stride(state), slot_stride(log_x), width),
         {
             "X_STRIDES": x_strides,
             "Z_STRIDES": z_strides,
@@ -278,6 +278,7 @@ def decode(
             "N": N,
             "BLOCK_N": block_N,
             "BLOCK_P": ROWS,
+            "TILES": tiles,
         },
         num_warps=1,
         launch_pdl=True,
