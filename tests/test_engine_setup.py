@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,3 +232,14 @@ def test_that_nothing_is_cached_is_warned_of(skeleton: Model, caplog: pytest.Log
 
 def test_free_memory() -> None:
     assert sizing.free_memory("cpu") > 1 << 20
+
+
+def test_collections_leave_out_what_was_imported_and_no_engine(tiny_model: Callable[[str], Path]) -> None:
+    gc.unfreeze()
+    before = len(gc.get_objects())
+    llm = LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, max_model_len=256)
+    assert gc.get_freeze_count() > before // 2
+    weight = weakref.ref(next(llm.runner.model.module.parameters()))
+    del llm
+    gc.collect()
+    assert weight() is None

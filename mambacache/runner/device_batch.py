@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from mambacache.config import SamplingParams
 from mambacache.kernels import StateIndices
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
@@ -53,42 +54,55 @@ class DeviceBatch:
         plan: StepPlan,
         sampling: Sequence[RowSampling],
         device: torch.device | str,
-        places: Mapping[tuple[str, int], int],
+        places: Mapping[int, int],
     ) -> DeviceBatch:
-        """Packs a plan, and how its rows are sampled, into one buffer on the device. `places`, by a request and its
-        life, are those of the tokens that the step before sampled."""
-        rows = list(zip(plan.steps, sampling, _logits_bounds(plan), strict=True))
-        samples = [_samples(step, row, *bounds) for step, row, bounds in rows]
-        each = [(row.params, *sample) for row, its in zip(sampling, samples, strict=True) for sample in its]
-        adjusted = {i: change for i, (*_, change) in enumerate(each) if change is not None}
-        drawn = [i for i, (params, *_) in enumerate(each) if params.temperature > 0]
-        prompts = [
-            (first + i, token)
-            for _, row, (first, _) in rows
-            if row.params.prompt_logprobs is not None
-            for i, token in enumerate(row.prompt_targets)
-        ]
+        """Packs a plan, and how its rows are sampled, into one buffer on the device. `places`, by the life of a
+        request, are those of the tokens that the step before sampled."""
+        samples: list[int] = []
+        offsets: list[int] = []
+        drawn: list[int] = []
+        draws: list[tuple[SamplingParams, int, int]] = []  # parameters, seed and position
+        adjusted: dict[int, Adjustment] = {}
+        scored: list[int] = []
+        prompts: list[tuple[int, int]] = []
+        num_top = 0
+        for step, row, (first, end) in zip(plan.steps, sampling, _logits_bounds(plan), strict=True):
+            params, place = row.params, len(offsets)
+            if step.samples:
+                offsets += [end - 1] * len(row.seeds) if step.prefill else range(first, first + step.num_tokens)
+            places_here = range(place, len(offsets))
+            samples.append(len(places_here))
+            if params.temperature > 0 and step.samples:
+                drawn += places_here
+                draws += _draws(step, row)
+            if row.adjustments:
+                adjusted |= {i: row.adjustments[0 if step.prefill else i - place] for i in places_here}
+            if params.logprobs is not None:
+                scored += places_here
+                num_top = max(num_top, params.logprobs)
+            if params.prompt_logprobs is not None:
+                prompts += enumerate(row.prompt_targets, first)
+                num_top = max(num_top, params.prompt_logprobs)
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
         unknown = np.flatnonzero(first_tokens == PLACEHOLDER).tolist()
         lists = {
             "unknown": [row * plan.tokens_per_decode for row in unknown],
-            "source": [places[plan.steps[row].request_id, plan.steps[row].life] for row in unknown],
-            "sample_index": [offset for _, offset, *_ in each],
+            "source": [places[plan.steps[row].life] for row in unknown],
+            "sample_index": offsets,
             "draw_index": drawn,
             "prompt_index": [offset for offset, _ in prompts],
             "prompt_token": [token for _, token in prompts],
-            "scored_samples": [i for i, (params, *_) in enumerate(each) if params.logprobs is not None],
+            "scored_samples": scored,
         }
         arrays = {name: np.array(values, dtype=np.int32) for name, values in lists.items()}
         arrays["draw_parameters"] = draw_parameters(
-            [each[i][0] for i in drawn], [each[i][2] for i in drawn], [each[i][3] for i in drawn]
+            [params for params, _, _ in draws], [seed for _, seed, _ in draws], [position for *_, position in draws]
         )
         changes = adjustment_arrays(adjusted, drawn) if adjusted else {}
         indices = StateIndices.from_arrays({**plan.arrays, **arrays, **changes}, device)
         adjustments = Adjustments(*(getattr(indices, name) for name in changes)) if changes else None
-        num_top = max(max(row.params.logprobs or 0, row.params.prompt_logprobs or 0) for row in sampling)
         tensors = {name: getattr(indices, name) for name in arrays}
-        return cls(indices, tuple(len(its) for its in samples), num_top, **tensors, adjustments=adjustments)
+        return cls(indices, tuple(samples), num_top, **tensors, adjustments=adjustments)
 
 
 def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
@@ -99,16 +113,9 @@ def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _samples(
-    step: SequenceStep, row: RowSampling, first: int, end: int
-) -> list[tuple[int, int, int, Adjustment | None]]:
-    """The offset in `logits_index`, the seed, the position and the adjustment of every token that a row samples."""
-    if not step.samples:
-        return []
+def _draws(step: SequenceStep, row: RowSampling) -> list[tuple[SamplingParams, int, int]]:
+    """The parameters, the seed and the position of every token that a row draws."""
+    end = step.start + step.num_tokens
     if step.prefill:
-        change = row.adjustments[0] if row.adjustments else None
-        return [(end - 1, seed, step.start + step.num_tokens, change) for seed in row.seeds]
-    return [
-        (first + i, row.seeds[0], step.start + i + 1, row.adjustments[i] if row.adjustments else None)
-        for i in range(step.num_tokens)
-    ]
+        return [(row.params, seed, end) for seed in row.seeds]
+    return [(row.params, row.seeds[0], position) for position in range(step.start + 1, end + 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import torch
@@ -58,8 +58,8 @@ class Launched:
         scores: Sequence[torch.Tensor],
     ) -> None:
         self.tokens = tokens
-        firsts = accumulate(batch.samples, initial=0)
-        self.places = {(step.request_id, step.life): first for step, first in zip(plan.steps, firsts, strict=False)}
+        self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # of each row in the tokens
+        self.places = {step.life: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
         self._sampling, self._batch = sampling, batch
         self._shapes = [column.shape for column in (tokens, *scores)]
         bits = [x.view(torch.int32) if x.is_floating_point() else x.int() for x in (tokens, *scores)]
@@ -80,15 +80,17 @@ class Launched:
 
     def _by_rows(self, tokens: list[int], scores: list[Score]) -> list[RowOutput]:
         """Hands out tokens and scores. Both stand in the order of rows, the scores of prompts before the rest."""
+        if not scores:
+            return [RowOutput(tokens[first:end]) for first, end in self._bounds]
         num_prompts = len(self._batch.prompt_index)
-        of_tokens, of_prompts, of_samples = iter(tokens), iter(scores[:num_prompts]), iter(scores[num_prompts:])
+        of_prompts, of_samples = iter(scores[:num_prompts]), iter(scores[num_prompts:])
         return [
             RowOutput(
-                list(islice(of_tokens, count)),
-                _take(of_samples, count, row.params.logprobs),
+                tokens[first:end],
+                _take(of_samples, end - first, row.params.logprobs),
                 _take(of_prompts, len(row.prompt_targets), row.params.prompt_logprobs),
             )
-            for count, row in zip(self._batch.samples, self._sampling, strict=True)
+            for (first, end), row in zip(self._bounds, self._sampling, strict=True)
         ]
 
 

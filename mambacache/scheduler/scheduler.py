@@ -336,21 +336,22 @@ class Scheduler:
             request = self._rows.get(step.row)
             if request is None or request.finish_reason or not (step.samples and self.cache.counts(step)):
                 continue  # what it gives is not wanted, or a step before it failed
-            given = tokens[:1] if step.prefill else agreed(step.drafts, tokens)
+            given = agreed(step.drafts, tokens) if step.drafts else tokens[:1]
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
             taken, reason = self._until_stop(request, sound)
             if reason is None and len(sound) < len(given):
                 request.fail_numerically(step, len(taken))
                 reason = request.finish_reason
             ends[request], accepted[step.request_id] = (taken, reason), taken
-            request.num_draft_tokens += len(step.drafts)
-            request.num_accepted_tokens += len(given) - 1
+            if step.drafts:
+                request.num_draft_tokens += len(step.drafts)
+                request.num_accepted_tokens += len(given) - 1
         self.cache.accept(plan.steps, accepted)
         for request, (taken, reason) in ends.items():
             self._take(request, taken, reason)
         for step, tokens in zip(plan.steps, sampled, strict=True):
             request = self._rows.pop(step.row, None)
-            if request in ends and request.siblings and request.output:
+            if request is not None and request.siblings and request in ends and request.output:
                 self._fork(request, tokens[1:])
         self._end([request for request in self._touched if request.finish_reason is not None])
         self._torn = False
