@@ -182,7 +182,8 @@ class PrefixCache:
 
         Args:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
-            drafts: guesses of the tokens after a decoding request's last one; taken up to a multiple of 16 tokens.
+            drafts: guesses of what follows a decoding request's last token, taken up to a multiple of 16 tokens;
+                `PLACEHOLDER` for one that the host does not know.
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
         """
         life = self._running(request_id)
@@ -259,8 +260,8 @@ class PrefixCache:
 
     def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
         """What is to be copied between device, host and files: all transfers under way, the oldest first. To be called
-        between steps, after `admit`: launch those whose numbers are new, behind what the device was told before.
-        Whoever never calls it has no such tier. With `flush` all that no file has goes there, bit by bit."""
+        between steps, after `admit`: launch those with new numbers, behind what the device was told before. Whoever
+        never calls it has no such tier. With `flush` all that no file has goes there, bit by bit."""
         with self._books as books:
             return books.tier.transfers(flush)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array
-from mambacache.plan import SequenceStep
+from mambacache.plan import PLACEHOLDER, SequenceStep
 
 
 class Rows(dict[int, Row]):
@@ -109,7 +109,8 @@ def check_next_row(
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts):
         return ()
-    guesses = tuple(token_array(f"the drafts of {_name(request)}", drafts))
+    guesses = tuple(map(int, drafts))
+    token_array(f"the drafts of {_name(request)}", [token for token in drafts if token != PLACEHOLDER])
     if len(guesses) > max_drafts:
         raise ValueError(
             f"{_name(request)} has {len(guesses)} drafts: give {max_drafts} at most, or raise max_draft_tokens"

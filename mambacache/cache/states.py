@@ -237,9 +237,9 @@ class States:
         """Keeps the tokens that were accepted, and the row's dst if these are all."""
         life, step = row.life, row.step
         known = life.request.tokens[step.start : step.start + step.num_tokens]
-        fed = (PLACEHOLDER, *step.drafts)
+        given, fed = len(life.request.tokens) - step.start - 1, (PLACEHOLDER, *step.drafts)
         count = 1  # tokens that are known to be right; where a stop was drafted, it is among them
-        while count < len(known) and fed[count] == known[count]:
+        while count < len(known) and (fed[count] == known[count] or (fed[count] == PLACEHOLDER and count < given)):
             count += 1
         life.drafted = None
         if count == step.num_tokens:

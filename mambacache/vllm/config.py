@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from mambacache.kernels.indices import MAX_TOKENS_PER_DECODE
 from mambacache.plan import CHUNK
 from mambacache.vllm import metrics
 from mambacache.vllm.log import logger
@@ -13,6 +14,8 @@ from mambacache.vllm.settings import Settings
 
 SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
+DRAFTS = "ngram", "suffix", "medusa", "mtp", "eagle", "eagle3"
+MAX_DRAFTS = MAX_TOKENS_PER_DECODE - 1
 PAGES = "mambacache.0"
 """The layer by which a model without attention has a KV cache; vLLM looks for one number in each name."""
 
@@ -21,7 +24,7 @@ def refuse(config: Any) -> None:
     """Raises ValueError, with a sentence that says what to leave out, for what does not work with the plugin."""
     parallel = config.parallel_config
     for what, on in {
-        "speculative decoding (--speculative-config)": config.speculative_config is not None,
+        **_wrong_drafts(config),
         "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)": max(
             parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
@@ -41,6 +44,23 @@ def refuse(config: Any) -> None:
     }.items():
         if on:
             raise ValueError(f"mambacache does not work with {what} yet: leave that out, or set MAMBACACHE=0")
+
+
+def _wrong_drafts(config: Any) -> dict[str, bool]:
+    """Ways to draft (--speculative-config) that do not work: of some of them drafts are no linear guesses after a
+    request's last token, or a model that drafts has states of its own."""
+    drafts = config.speculative_config
+    if drafts is None:
+        return {}
+    return {
+        f"drafts by {drafts.method!r} (method in --speculative-config; known are {', '.join(DRAFTS)})": drafts.method
+        not in DRAFTS,
+        f"more than {MAX_DRAFTS} drafts (num_speculative_tokens)": drafts.num_speculative_tokens > MAX_DRAFTS,
+        "drafts whose number the device chooses (enable_adaptive_verification)": getattr(
+            drafts, "enable_adaptive_verification", False
+        ),
+        "asynchronous scheduling of drafts (--async-scheduling)": bool(config.scheduler_config.async_scheduling),
+    }
 
 
 def _wrong_runner(config: Any) -> dict[str, bool]:
@@ -74,6 +94,8 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
             _one_page_a_request(vllm_config)
         elif not cache.user_specified_block_size:
             cache.block_size, cache.user_specified_block_size = CHUNK, True
+        if vllm_config.speculative_config is not None:
+            vllm_config.scheduler_config.async_scheduling = False  # a row's drafts begin where the last ones ended
         vllm_config.scheduler_config.scheduler_cls = SCHEDULER
         vllm_config.parallel_config.worker_cls = WORKER
         metrics.show(vllm_config.instance_id)

@@ -1,7 +1,7 @@
 """Rows on their way from scheduler to workers: as columns, and only those that changed.
 
 Workers order the batch themselves, so that rows travel and not arrays. A decode row that adds to its log needs nothing
-but its name, which vLLM sends anyway: it is one token further in each step.
+but its name, which vLLM sends anyway, if it is one token further than in the step before, and as long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sender:
         self._number += 1
         changed: list[SequenceStep] = []
         for step in steps:
-            known = step.src, step.dst, step.log_slot, step.log_start, step.start - self._number
+            known = step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.start - self._number
             if step.prefill:
                 self._sent.pop(step.request_id, None)
             elif self._sent.get(step.request_id) == known:

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
-from mambacache.plan import CHUNK, SequenceStep
+from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
 from mambacache.vllm.config import PAGES, is_cpu
 from mambacache.vllm.log import logger
@@ -50,6 +50,7 @@ class Mixin:
             CacheConfig(
                 num_state_blocks=blocks,
                 num_log_slots=slots,
+                max_draft_tokens=self.num_spec_tokens,
                 block_size=lcm(CHUNK, self.block_size) if self._has_attention else CHUNK,
                 has_attention=self._has_attention,
                 max_checkpoints=None if self._caching else 0,
@@ -156,14 +157,23 @@ class Mixin:
     # --- steps ---
 
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
-        return self.states.chunk(request.request_id, num_new_tokens) if num_new_tokens > 1 else max(num_new_tokens, 0)
+        if num_new_tokens <= 1:
+            return max(num_new_tokens, 0)
+        at = self.states.progress(request.request_id)
+        if at.computed >= at.prefill_end:
+            return min(num_new_tokens, FOLD - at.computed % FOLD)  # a token and drafts, which end with the log
+        return self.states.chunk(request.request_id, num_new_tokens)
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """State first, then KV; None has vLLM preempt its youngest request and ask again."""
         name = request.request_id
         if name not in self._rows:  # else it asks again, for as many tokens
-            begun = self._lone_prompts_decode or self.states.progress(name).computed > 0
-            row = self.states.allocate(name, num_new_tokens, decode=begun and num_new_tokens == 1)
+            at = self.states.progress(name)
+            if at.computed >= at.prefill_end:
+                row = self.states.allocate(name, 1, drafts=request.spec_token_ids[: num_new_tokens - 1])
+            else:
+                begun = self._lone_prompts_decode or at.computed > 0
+                row = self.states.allocate(name, num_new_tokens, decode=begun and num_new_tokens == 1)
             if row is None:
                 return None
             self._rows[name] = row

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from mambacache.kernels import StateIndices, StatePool
+from mambacache.kernels import StateIndices, StatePool, pack_arrays
 from mambacache.plan import DECODE_ARRAYS, SequenceStep, layout
 from mambacache.vllm.rows import Columns, Receiver
+
+
+class Order(NamedTuple):
+    """How a batch and the indices' flat one go together, where they differ: with drafts decode rows have any length and
+    stand anywhere.
+
+    Args:
+        taken: int32 [F], for each token of the indices its place in the batch; any one for padding.
+        back: int32, for each token of the batch its place among those.
+    """
+
+    taken: Tensor
+    back: Tensor
 
 
 class StepContext:
@@ -28,6 +42,7 @@ class StepContext:
         self._receiver = Receiver()
         self._stepping = False
         self._indices: StateIndices | None = None
+        self.order: Order | None = None  # None: the batch is in that of the indices
         self._null: dict[int, StateIndices] = {}
         self._names: list[str] = []  # whose decode rows `_arrays` are, as of step `_number`
         self._arrays: dict[str, np.ndarray] = {}
@@ -48,15 +63,33 @@ class StepContext:
     def begin(self, names: Sequence[str], padded_rows: int | None = None) -> None:
         """The step's rows in the order of the batch; with `padded_rows`, for a full graph of so many decode rows."""
         names = list(names) if self._stepping else []
-        self._indices = None
+        self._indices = self.order = None
         if padded_rows is not None:
             self._indices = self._decode.fill(self._decode_arrays(names), padded_rows)
             return
         self._names = []
         if names:
             steps = [self._receiver.row(name) for name in names]
+            ordered = sorted(steps, key=lambda step: step.prefill)  # stable
             decodes = sum([not step.prefill for step in steps])
-            self._indices = StateIndices.from_arrays(layout(steps, decodes), self._device)
+            self._indices = StateIndices.from_arrays(layout(ordered, decodes), self._device)
+            widths = {step.num_tokens for step in ordered[:decodes]}
+            if ordered != steps or len(widths) > 1:
+                self.order = self._order_of(steps, decodes, max(widths, default=1))
+
+    def _order_of(self, steps: Sequence[SequenceStep], decodes: int, width: int) -> Order:
+        """Of rows that the batch has back to back, in whatever order."""
+        lengths = np.array([step.num_tokens for step in steps])
+        starts = np.cumsum(lengths) - lengths
+        rows = np.argsort([step.prefill for step in steps], kind="stable")
+        padded = np.where(np.arange(len(rows)) < decodes, width, lengths[rows])
+        ours = np.cumsum(padded) - padded  # where each row begins
+        place = np.arange(padded.sum()) - np.repeat(ours, padded)  # of each token in its row
+        real = place < np.repeat(lengths[rows], padded)
+        taken = np.where(real, np.repeat(starts[rows], padded) + place, 0)
+        back = np.empty(lengths.sum(), np.int32)
+        back[taken[real]] = np.flatnonzero(real)
+        return Order(**pack_arrays({"taken": taken.astype(np.int32), "back": back}, self._device))
 
     def _decode_arrays(self, names: list[str]) -> dict[str, np.ndarray]:
         """Of decode rows: most are one token further than in the step before, and else the same."""
@@ -86,5 +119,5 @@ class StepContext:
 
     def end(self) -> None:
         """The forward pass is on the stream."""
-        self._indices = None
+        self._indices = self.order = None
         self._stepping = False

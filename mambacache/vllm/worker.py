@@ -8,7 +8,7 @@ from typing import Any
 
 from mambacache.kernels.state_pool import StatePool, state_bytes
 from mambacache.vllm.config import is_cpu
-from mambacache.vllm.layers import check_all_ours, check_stage
+from mambacache.vllm.layers import check_all_ours, check_no_drafter, check_stage
 from mambacache.vllm.log import logger
 from mambacache.vllm.sizing import least_of_all_ranks, log_slots, pool_blocks, write_blocks
 from mambacache.vllm.step_context import StepContext
@@ -21,6 +21,7 @@ class Mixin:
         super().load_model(*args, **kwargs)
         runner = self.model_runner
         layers = check_all_ours(runner.compilation_config.static_forward_context)
+        check_no_drafter(layers, runner.get_model())
         if self.parallel_config.pipeline_parallel_size > 1:
             check_stage(runner.compilation_config.static_forward_context)
         tensors = [layer.state_tensors() for layer in layers]

@@ -1,4 +1,5 @@
-"""One tiny model served by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`.
+"""One tiny model served by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`; a NAME that
+ends in "+ngram" has it verify drafts.
 
 vLLM keeps globals of a model, so that each model has a process of its own.
 """
@@ -6,6 +7,7 @@ vLLM keeps globals of a model, so that each model has a process of its own.
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +72,7 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "additional_config": {"mambacache": {"num_state_blocks": 64}},
 }
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}
 CORES = ("_forward_core", "_forward", "conv_ssm_forward", "forward_impl", "forward_native")
 """The methods that run on all tokens of a step, by layer."""
 
@@ -158,6 +161,43 @@ def pad(layer: Any) -> Callable[[], None]:
     return dummy
 
 
+def count_drafts(states: Any) -> dict[str, int]:
+    """Of those of rows that are accepted from now on."""
+    counts, accept = {"right": 0, "wrong": 0}, states.accept
+
+    def counted(rows: Any, given: Any) -> None:
+        for row in rows:
+            right = max(len(given.get(row.request_id, ())) - 1, 0)
+            counts["right"] += right
+            counts["wrong"] += len(row.drafts) - right
+        accept(rows, given)
+
+    states.accept = counted
+    return counts
+
+
+def draft_from(answers: dict[tuple[int, ...], list[int]], runner: Any) -> None:
+    """Has vLLM draft what these prompts were answered, now and then with a token of it wrong."""
+    rng = random.Random(0)
+
+    def propose(
+        most: int, sampled: list[list[int]], lengths: Any, tokens: Any, *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        guesses = []
+        for i, given in enumerate(sampled):
+            known = tuple(tokens[i, : lengths[i]].tolist())
+            rest = [
+                answer[len(known) - len(prompt) :]
+                for prompt, answer in answers.items()
+                if known[: len(prompt)] == prompt
+            ]
+            guess = [token if rng.random() < 0.8 else 1 for token in rest[-1][: rng.randint(0, most)]]
+            guesses.append(guess if given else [])
+        return guesses
+
+    runner.drafter.propose = propose
+
+
 def check(original: Original, outputs: list[Any], hits: list[int]) -> None:
     """Fails unless the answers to the prompts are right, and found in the cache what they should."""
     assert [output.num_cached_tokens for output in outputs] == hits
@@ -170,19 +210,25 @@ def main(name: str, directory: Path) -> None:
 
     from mambacache.vllm.layers import check_all_ours
 
+    name, _, drafts = name.partition("+")
     let_run_on_a_cpu(name)
     save_tiny_model(name, directory, **CHANGES.get(name, {}))
-    llm = LLM(str(published(name, directory)), **OPTIONS)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    llm = LLM(str(published(name, directory)), **OPTIONS | (NGRAM if drafts else {}))
+    params = SamplingParams(temperature=0, max_tokens=24 if drafts else 8, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
+    counts = count_drafts(core.scheduler.states)
     runner = core.model_executor.driver_worker.worker.model_runner
     dummies = [pad(layer) for layer in check_all_ours(runner.compilation_config.static_forward_context)]
     original = Original(directory)
     for hits in HITS:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
         check(original, outputs, hits)
+        if drafts:
+            answers = [list(output.outputs[0].token_ids) for output in outputs]
+            draft_from(dict(zip(map(tuple, PROMPTS), answers, strict=True)), runner)
     for dummy in dummies:
         dummy()
+    assert not drafts or min(counts.values()) > 20, counts
     states = core.scheduler.states
     states.check()
     blocks = states.stats.state_blocks

@@ -19,7 +19,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
@@ -30,7 +38,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
@@ -91,10 +99,17 @@ def make_scheduler(
     ahead: bool = False,
     policy: str = "fcfs",
     attention: bool = True,
+    drafts: int = 0,
     **settings: int,
 ) -> Any:
     """Ours on vLLM's, with memory for so many states and for so many KV pages of `page` tokens; without attention, for
     a page for each of 8 requests that may run."""
+    speculative = None
+    if drafts:
+        speculative = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, target_model_config=model_config(),
+            target_parallel_config=ParallelConfig(),
+        )  # fmt: skip
     if not attention:
         num_pages, page = 9, 4096 + 64
     config = VllmConfig(
@@ -104,6 +119,7 @@ def make_scheduler(
             max_num_batched_tokens=budget, max_num_seqs=8, max_model_len=4096, is_encoder_decoder=False, policy=policy
         ),
         device_config=DeviceConfig("cpu"),
+        speculative_config=speculative,
         additional_config={"mambacache": {"num_state_blocks": num_states, **settings}},
     )
     config.scheduler_config.async_scheduling = ahead  # vLLM's choice depends on the device
@@ -132,6 +148,14 @@ class Sequence:
     keys: dict[int, str]
     pages: list[int]
     prefix: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # after its last token
+
+    def draft(self, rng: random.Random, most: int) -> None:
+        """Guesses some of what follows, nearly all of it right."""
+        self.drafts, last = [], self.prefix[-1]
+        for _ in range(rng.randint(0, most)):
+            self.drafts.append(sampled(last) if rng.random() < 0.8 else rng.randrange(VOCABULARY))
+            last = extend(last, self.drafts[-1])
 
 
 class Worker:
@@ -154,15 +178,23 @@ class Worker:
         order = self._rng.sample(list(scheduled), len(scheduled))  # requests keep their places while others come and go
         order = batch_order(order, output, self.sequences, starts)
         self._check_rows(order, rows)
+        drafted = output.scheduled_spec_decode_tokens
+        for name in order:
+            sequence = self.sequences[name]
+            sequence.drafts = sequence.drafts[: len(drafted.get(name, ()))]
+            for token in sequence.drafts:
+                sequence.prefix.append(extend(sequence.prefix[-1], token))
         self._read_and_write({row.request_id: row for row in rows}, starts)
         tokens = []
         for name in order:
-            sequence, end = self.sequences[name], starts[name] + scheduled[name]
-            tokens.append([sampled(sequence.prefix[end])] if end == len(sequence.tokens) else [])
+            sequence, end = self.sequences[name], starts[name] + scheduled[name] - len(drafted.get(name, ()))
+            tokens.append(verified(sequence) if end == len(sequence.tokens) else [])
         for name, new in zip(order, tokens, strict=True):
             sequence = self.sequences[name]
+            del sequence.prefix[len(sequence.tokens) + 1 :]
             sequence.tokens += new
-            sequence.prefix += [extend(sequence.prefix[-1], token) for token in new]
+            for token in new:
+                sequence.prefix.append(extend(sequence.prefix[-1], token))
         return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens)
 
     def _take(self, output: SchedulerOutput, requests: dict[str, Request]) -> dict[str, int]:
@@ -191,6 +223,8 @@ class Worker:
         """What arrived is what was planned, in an order that can be laid out."""
         planned = {row.request_id: row for row in rows}
         assert planned.keys() == set(order)
+        assert any(row.drafts for row in rows) or order == sorted(order, key=lambda name: planned[name].prefill)
+        order = sorted(order, key=lambda name: planned[name].prefill)
         decodes = sum(not row.prefill for row in rows)
         wanted = layout([planned[name] for name in order], decodes)
         arrived = layout([self.receiver.row(name) for name in order], decodes)
@@ -211,8 +245,10 @@ class Worker:
             logged = [self.logs[row.log_slot, position % FOLD] for position in range(stands, row.start)]
             assert logged == sequence.prefix[stands + 1 : row.start + 1], f"{name} does not find its log"
             if not row.prefill:
-                assert row.log_slot and row.num_tokens == 1
-                self.logs[row.log_slot, row.start % FOLD] = sequence.prefix[end]
+                assert row.log_slot and row.num_tokens == 1 + len(sequence.drafts)
+                for position in range(row.start, end):
+                    assert position // FOLD == row.start // FOLD, f"{name} goes beyond its log"
+                    self.logs[row.log_slot, position % FOLD] = sequence.prefix[position + 1]
                 slots.append(row.log_slot)
             pages += self._attend(name, row.start, end)
             ends = {position: block for position, block in {end: row.dst, **row.checkpoints}.items() if block}
@@ -240,12 +276,23 @@ class Worker:
         return own
 
 
+def verified(sequence: Sequence) -> list[int]:
+    """What a sequence's last known token and its drafts give: the drafts that are right, and a token of the model's."""
+    tokens = [sampled(sequence.prefix[len(sequence.tokens)])]
+    for draft in sequence.drafts:
+        if draft != tokens[-1]:
+            break
+        tokens.append(sampled(sequence.prefix[len(sequence.tokens) + len(tokens)]))
+    return tokens
+
+
 def batch_order(
     names: list[str], output: SchedulerOutput, sequences: dict[str, Sequence], starts: dict[str, int]
 ) -> list[str]:
     """As this build's model runner orders the requests of a batch: V1 on a CPU, else V2."""
     if not is_cpu():
-        return sort_batch_req_ids({name: output.num_scheduled_tokens[name] for name in names}, {}, 1)
+        lengths = {name: output.num_scheduled_tokens[name] for name in names}
+        return sort_batch_req_ids(lengths, output.scheduled_spec_decode_tokens, 1)
     batch = SimpleNamespace(
         req_ids=names,
         num_computed_tokens_cpu=np.array([starts[name] for name in names]),
@@ -261,7 +308,9 @@ def batch_order(
 
 
 class Simulation:
-    """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read.
+    """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read;
+    with `drafts`, the worker guesses up to so many tokens, of which it tells the scheduler no more than their number if
+    it is `secretive`.
 
     Attributes:
         answers: of each request, as they came; `finish_reasons` says why they ended.
@@ -270,7 +319,7 @@ class Simulation:
         requests: those that were added.
     """
 
-    def __init__(self, scheduler: Any, *, ahead: bool = False) -> None:
+    def __init__(self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False) -> None:
         self.scheduler = scheduler
         self.worker = Worker(scheduler.block_size if scheduler.states.config.has_attention else None)
         self.answers: dict[str, list[int]] = {}
@@ -279,7 +328,9 @@ class Simulation:
         self.queries = self.hits = 0
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self.accepted = 0
         self._depth = 2 if ahead else 1
+        self._drafts, self._secretive, self._rng = drafts, secretive, random.Random(drafts)
         self._out: deque[tuple[SchedulerOutput, Any]] = deque()
         self._planned: tuple[SequenceStep, ...] = ()
         self._meanings: dict[bytes, int] = {}
@@ -344,10 +395,23 @@ class Simulation:
                 assert len(content) == self.worker.page, f"page {block.block_id} has a hash and {len(content)} tokens"
                 assert self._meanings.setdefault(block.block_hash, content[-1]) == content[-1]
 
+    def _draft(self, names: list[str]) -> None:
+        told = []
+        for name in names:
+            sequence = self.worker.sequences[name]
+            sequence.draft(self._rng, self._drafts)
+            told.append([-1] * len(sequence.drafts) if self._secretive else list(sequence.drafts))
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, told))
+
     def read(self) -> None:
         if not self._out:
             return
-        for outputs in self.scheduler.update_from_output(*self._out.popleft()).values():
+        output, given = self._out.popleft()
+        told = self.scheduler.update_from_output(output, given)
+        self.accepted += sum(max(len(tokens) - 1, 0) for tokens in given.sampled_token_ids)
+        if self._drafts:
+            self._draft(given.req_ids)
+        for outputs in told.values():
             if outputs.scheduler_stats is not None:
                 self.queries += outputs.scheduler_stats.prefix_cache_stats.queries
                 self.hits += outputs.scheduler_stats.prefix_cache_stats.hits

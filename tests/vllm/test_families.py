@@ -28,7 +28,7 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
 CHOSEN = FAMILIES if FULL else FAMILIES[:3]
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", [*CHOSEN, *(f"{name}+ngram" for name in CHOSEN)])
 def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tmp_path: Path) -> None:
     run("family_run.py", name, tmp_path)
 

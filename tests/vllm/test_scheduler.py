@@ -20,9 +20,9 @@ SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_requests(seed: int) -> None:
     """20 requests with shared prefixes and little memory; aborts, preemptions, priorities, stops, resets, adapters and
-    images; a fifth of the mixes without attention."""
+    images; a fifth of the mixes without attention, a quarter with drafts."""
     rng = random.Random(seed)
-    ahead = bool(seed % 2)
+    ahead, drafts = bool(seed % 2), (1, 3, 7)[seed % 3] if seed % 4 == 0 else 0
     scheduler = make_scheduler(
         rng.choice([3, 4, 5, 8, 16, 40]),
         rng.randint(96, 400),
@@ -32,8 +32,9 @@ def test_random_requests(seed: int) -> None:
         policy=rng.choice(["fcfs", "priority"]),
         checkpoint_interval=rng.choice([0, 0, 128]),
         attention=seed % 5 != 4,
+        drafts=drafts,
     )
-    simulation = Simulation(scheduler, ahead=ahead)
+    simulation = Simulation(scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0)
     shared = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([64, 128, 300, 640]))] for _ in range(3)]
     for number in range(20):
         prompt = rng.choice([*shared, []]) + [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 1, 20, 65, 200]))]
@@ -57,6 +58,7 @@ def test_random_requests(seed: int) -> None:
         disturb(simulation, rng)
     simulation.drain()
     simulation.check_end()
+    assert bool(simulation.accepted) == bool(drafts)
 
 
 def disturb(simulation: Simulation, rng: random.Random) -> None:

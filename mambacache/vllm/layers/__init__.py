@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -51,6 +52,19 @@ def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:
         if not isinstance(layer, StateLayer):
             raise ValueError(f"mambacache does not know the layer {name} ({type(layer).__name__}): set MAMBACACHE=0")
     return list(recurrent.values())
+
+
+def check_no_drafter(layers: Sequence[Any], model: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: some of the recurrent layers are of another model, which drafts: it runs on tokens of its own.
+    """
+    modules = set(model.modules())
+    if any(layer not in modules for layer in layers):
+        raise ValueError(
+            "mambacache does not know models that draft and have recurrent layers: leave out --speculative-config, or "
+            "set MAMBACACHE=0"
+        )
 
 
 def check_stage(forward_context: Mapping[str, Any]) -> None:

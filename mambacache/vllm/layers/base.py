@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +19,10 @@ class StateLayer:
 
     Tokens of padding get zeros.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_spec = 0  # its windows are no wider for drafts: these are in the log
 
     def get_kv_cache_spec(self, vllm_config: Any) -> None:
         return None
@@ -44,6 +50,28 @@ class StateLayer:
     def indices(self, x: Tensor) -> StateIndices:
         """Of the step that runs, for activations [F, ...]."""
         return self._context.indices(len(x))
+
+
+Core = Callable[..., None]
+
+
+def in_order(core: Core) -> Core:
+    """A layer's method on activations [F, ...], the last of which it fills: it is given them in the order of the
+    indices, and what it gives goes back to that of the batch."""
+
+    @wraps(core)
+    def ordered(layer: Any, *args: Tensor, **named: Tensor) -> None:
+        order = layer._context.order
+        if order is None:
+            core(layer, *args, **named)
+            return
+        *inputs, out = [*args, *named.values()]
+        y = out.new_empty(len(order.taken), *out.shape[1:])
+        core(layer, *(x[order.taken] for x in inputs), y)
+        out[: len(order.back)] = y[order.back]
+        out[len(order.back) :] = 0
+
+    return ordered
 
 
 class GatedNorm(nn.Module):

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybrid
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 
 from mambacache.kernels import StateTensor, conv1d, gated_delta_rule, gated_delta_rule_log
-from mambacache.vllm.layers.base import GatedNorm, StateLayer, conv_weight
+from mambacache.vllm.layers.base import GatedNorm, StateLayer, conv_weight, in_order
 
 
 class GatedDeltaNet(StateLayer):
@@ -22,6 +22,7 @@ class GatedDeltaNet(StateLayer):
         _, (value_heads, V, K) = self.get_state_shape()
         return gated_delta_rule_log(self.key_dim // self.tp_size // K, value_heads, K, V, *dtypes)
 
+    @in_order
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         indices = self.indices(mixed_qkv)
         tokens = indices.num_tokens

@@ -10,7 +10,7 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 
 from mambacache.kernels import StateTensor, conv1d, gated_rms_norm, kda, kda_log
-from mambacache.vllm.layers.base import StateLayer, conv_weight
+from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
@@ -33,12 +33,16 @@ class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
 
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
-        out, indices = core_attn_out[0], self.indices(mixed_qkv)
+        self._run(mixed_qkv, g1[0], g2, beta[0], core_attn_out[0])
+
+    @in_order
+    def _run(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, out: Tensor) -> None:
+        indices = self.indices(mixed_qkv)
         tokens = indices.num_tokens
         windows, states = self._states
         x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
         q, k, v = x.unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        y = kda(q, k, v, g1[0, :tokens], beta[0, :tokens], self.A_log, self.dt_bias, states, self._log, indices)
+        y = kda(q, k, v, g1[:tokens], beta[:tokens], self.A_log, self.dt_bias, states, self._log, indices)
         gated_rms_norm(
             y,
             g2[:tokens],

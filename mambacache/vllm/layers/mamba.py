@@ -8,7 +8,7 @@ from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from mambacache.kernels import StateTensor, conv1d, selective_scan, selective_scan_log, ssd, ssd_log
-from mambacache.vllm.layers.base import StateLayer, conv_weight
+from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class Mamba1(StateLayer, MambaMixer):
@@ -17,6 +17,7 @@ class Mamba1(StateLayer, MambaMixer):
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
         return selective_scan_log(*self.A.shape, *dtypes)
 
+    @in_order
     def forward_impl(self, hidden_states: Tensor, output: Tensor) -> None:
         x, z = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
         indices = self.indices(hidden_states)
@@ -37,6 +38,7 @@ class Mamba2(StateLayer, MambaMixer2):
         _, (heads, P, N) = self.get_state_shape()
         return ssd_log(heads, self.groups_ssm_state_size // self.tp_size // N, P, N, *dtypes)
 
+    @in_order
     def conv_ssm_forward(self, projected_states: Tensor, output: Tensor) -> None:
         indices = self.indices(projected_states)
         tokens = indices.num_tokens

@@ -6,12 +6,13 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.short_conv import ShortConv as VllmShortConv
 
 from mambacache.kernels import conv1d
-from mambacache.vllm.layers.base import StateLayer, conv_weight
+from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class ShortConv(StateLayer, VllmShortConv):
     """The whole layer is one opaque op."""
 
+    @in_order
     def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
         B, C, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
         indices = self.indices(hidden_states)
