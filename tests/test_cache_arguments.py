@@ -196,7 +196,7 @@ def test_numpy_s_integers_are_taken_and_python_s_come_back() -> None:
         ),
         (
             "decodes",
-            [-1],
+            [-2],
             ValueError,
             "the drafts of request 'decodes' holds what is no token id .*: give integers from 0",
         ),

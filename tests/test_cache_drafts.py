@@ -7,6 +7,7 @@ import pytest
 from cache_calls import allocate, hit, make, run_step, started
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
+from mambacache.plan import PLACEHOLDER
 from mambacache.report import Hit
 from symbolic import answer, text
 from symbolic_driver import Driver, Job, Mix, run
@@ -161,3 +162,22 @@ def test_a_state_that_ends_with_the_stop_token_is_committed_and_reached() -> Non
     )  # fmt: skip
     assert d.requests[0, 0].output == said
     assert d.hit(1) == 64
+
+
+@pytest.mark.parametrize("given", range(1, 5))
+def test_drafts_that_the_host_does_not_know(given: int) -> None:
+    """Of three, which only a device knows, the cache learns how many were right from the tokens that come back."""
+    cache = PrefixCache(CacheConfig(num_state_blocks=8, max_draft_tokens=3))
+    cache.add("r", range(60))
+    cache.admit("r")
+    for tokens, drafts, gives in ((60, (), [1]), (1, (PLACEHOLDER,) * 3, [*range(2, 2 + given)])):
+        step = cache.allocate("r", tokens, drafts=drafts)
+        assert step is not None and step.drafts == drafts
+        steps = cache.plan([step]).steps
+        cache.issued(steps)
+        cache.accept(steps, {"r": gives})
+        cache.check()
+    assert cache.progress("r").computed == 60 + given
+    assert list(cache.tokens("r"))[60:] == [1, *range(2, 2 + given)]
+    after = cache.allocate("r", 1)
+    assert after is not None and after.start == 60 + given and (after.src == step.dst) == (given == 4)

@@ -131,3 +131,37 @@ def test_a_row_that_did_not_travel_is_no_silence(context: StepContext) -> None:
     context.receive(Sender().columns([decode("a", 3, 0, 70)], []), [])
     with pytest.raises(KeyError):
         context.begin(["a", "b"])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_batches_in_any_order_are_rearranged_and_back(seed: int) -> None:
+    """Decode rows with drafts, which other rows stand between; each token of the batch is its own number."""
+    rng = np.random.default_rng(seed)
+    states, logs = (StatePool([Layer().state_tensors()], count) for count in (80, 20))
+    context, sender = StepContext([Layer()], states, logs, 40), Sender()
+    steps = []
+    for i in range(int(rng.integers(1, 20))):
+        is_prompt, tokens = rng.random() < 0.4, int(rng.integers(1, 9))
+        log = (0, 0) if is_prompt else (i + 1, 0)
+        steps.append(SequenceStep(str(i), 1, i, 64, tokens, is_prompt, True, i + 1, 50 + i if is_prompt else 0, *log))
+    context.receive(sender.columns(steps, ()), ())
+    context.begin([step.request_id for step in steps])
+    batch = torch.arange(sum(step.num_tokens for step in steps))
+    starts = dict(
+        zip(
+            [step.request_id for step in steps],
+            np.cumsum([0, *(step.num_tokens for step in steps)]).tolist(),
+            strict=False,
+        )
+    )
+    indices, order = context.indices(len(batch)), context.order
+    ordered = sorted(steps, key=lambda step: step.prefill)
+    if order is None:
+        assert ordered == steps and len({step.num_tokens for step in steps if not step.prefill}) <= 1
+        return
+    taken, width = batch[order.taken].tolist(), indices.tokens_per_decode
+    assert len(taken) == indices.num_tokens and torch.equal(batch[order.taken][order.back], batch)
+    firsts = [i * width for i in range(indices.num_decodes)] + indices.query_start_loc[:-1].tolist()
+    for step, first in zip(ordered, firsts, strict=True):
+        own = [*range(starts[step.request_id], starts[step.request_id] + step.num_tokens)]
+        assert taken[first : first + step.num_tokens] == own

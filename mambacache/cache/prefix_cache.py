@@ -182,8 +182,7 @@ class PrefixCache:
 
         Args:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
-            drafts: guesses of what follows a decoding request's last token, taken up to a multiple of 16 tokens;
-                `PLACEHOLDER` for one that the host does not know.
+            drafts: guesses of a decoding request's next tokens, up to a multiple of 16; `PLACEHOLDER`: one unknown.
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
         """
         life = self._running(request_id)

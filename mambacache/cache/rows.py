@@ -109,8 +109,11 @@ def check_next_row(
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts):
         return ()
-    guesses = tuple(map(int, drafts))
-    token_array(f"the drafts of {_name(request)}", [token for token in drafts if token != PLACEHOLDER])
+    unknown = isinstance(drafts, list | tuple) and PLACEHOLDER in drafts
+    given = [0 if token == PLACEHOLDER else token for token in drafts] if unknown else drafts
+    guesses = tuple(token_array(f"the drafts of {_name(request)}", given))
+    if unknown:
+        guesses = tuple(map(int, drafts))
     if len(guesses) > max_drafts:
         raise ValueError(
             f"{_name(request)} has {len(guesses)} drafts: give {max_drafts} at most, or raise max_draft_tokens"

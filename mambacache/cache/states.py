@@ -200,7 +200,6 @@ class States:
             life.drafted = row
             return
         self._folded(life, row)
-        self._ledger.computed(life.trace, life.computed)
         if row.checkpoints:
             for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
                 if not life.request.stale:
@@ -246,11 +245,10 @@ class States:
             self._folded(life, row)
             if life.computed % self._size == 0 and life.state is not None:
                 self._commit(life, life.computed, life.state)
-        else:
-            life.computed = step.start + count
-            if row.dst is not None:
-                row.dst.end()
-        self._ledger.computed(life.trace, life.computed)
+            return
+        life.computed = step.start + count
+        if row.dst is not None:
+            row.dst.end()
 
     # --- the end of a life ---
 
@@ -333,8 +331,9 @@ class States:
             self._ledger.stored("state", block_hash, position, life.request.request_id)
 
     def _advance(self, life: Life) -> None:
-        """Commits the pages that have become full and known; who waits for these blocks sees them."""
+        """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
         request, size = life.request, self._size
+        self._ledger.computed(life.trace, life.computed)
         if life.computed < (life.published + 1) * size:
             return
         self._lookup.wrote(life, request.chain, life.computed // size)

@@ -33,7 +33,7 @@ def stand_in(**changes: object) -> SimpleNamespace:
         "parallel_config": SimpleNamespace(
             decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, worker_cls="auto"
         ),
-        "scheduler_config": SimpleNamespace(scheduler_cls=None),
+        "scheduler_config": SimpleNamespace(scheduler_cls=None, async_scheduling=None),
         "model_config": SimpleNamespace(enable_prompt_embeds=False, dtype="torch.bfloat16"),
         "cache_config": SimpleNamespace(use_replayssm=False, mamba_cache_dtype="auto"),
         "aux_output_config": SimpleNamespace(enabled=False),
@@ -47,10 +47,26 @@ def stand_in(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**parts)
 
 
+def drafting(**changes: object) -> SimpleNamespace:
+    """Speculative decoding as it works."""
+    options = {"method": "mtp", "num_speculative_tokens": 3, "enable_adaptive_verification": False}
+    return SimpleNamespace(**options | changes)
+
+
+def test_drafts_are_served() -> None:
+    config.refuse(stand_in(speculative_config=drafting()))
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"speculative_config": object()}, "--speculative-config"),
+        ({"speculative_config": drafting(method="draft_model")}, "'draft_model' (method in --speculative-config"),
+        ({"speculative_config": drafting(num_speculative_tokens=8)}, "more than 7 drafts (num_speculative_tokens)"),
+        ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
+        (
+            {"speculative_config": drafting(), "scheduler_config__async_scheduling": True},
+            "asynchronous scheduling of drafts (--async-scheduling)",
+        ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
