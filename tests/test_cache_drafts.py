@@ -167,7 +167,7 @@ def test_a_state_that_ends_with_the_stop_token_is_committed_and_reached() -> Non
 @pytest.mark.parametrize("given", range(1, 5))
 def test_drafts_that_the_host_does_not_know(given: int) -> None:
     """Of three, which only a device knows, the cache learns how many were right from the tokens that come back."""
-    cache = PrefixCache(CacheConfig(num_state_blocks=8, max_draft_tokens=3))
+    cache = PrefixCache(CacheConfig(num_state_blocks=8, has_attention=False, max_draft_tokens=3))
     cache.add("r", range(60))
     cache.admit("r")
     for tokens, drafts, gives in ((60, (), [1]), (1, (PLACEHOLDER,) * 3, [*range(2, 2 + given)])):

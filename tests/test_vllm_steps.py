@@ -147,13 +147,8 @@ def test_batches_in_any_order_are_rearranged_and_back(seed: int) -> None:
     context.receive(sender.columns(steps, ()), ())
     context.begin([step.request_id for step in steps])
     batch = torch.arange(sum(step.num_tokens for step in steps))
-    starts = dict(
-        zip(
-            [step.request_id for step in steps],
-            np.cumsum([0, *(step.num_tokens for step in steps)]).tolist(),
-            strict=False,
-        )
-    )
+    ends = np.cumsum([step.num_tokens for step in steps])
+    starts = {step.request_id: int(end) - step.num_tokens for step, end in zip(steps, ends, strict=True)}
     indices, order = context.indices(len(batch)), context.order
     ordered = sorted(steps, key=lambda step: step.prefill)
     if order is None:
