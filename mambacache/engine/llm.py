@@ -37,7 +37,8 @@ class LLM:
 
     It takes one caller at a time: a call from a second thread, or out of a tokenizer or a draft source while another
     call is under way, raises a RuntimeError at once and disturbs nothing. Streams that take turns are no such calls.
-    As a context manager it closes itself.
+    As a context manager it closes itself. Python's garbage collector leaves out from then on what was there when one is
+    made (`gc.freeze`), as modules: going through that held up steps.
 
     Args:
         model: directory of a checkpoint, or a Hub id.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sequences import VOCABULARY, Sequence, expected, extend, keys_of, prefixes
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
@@ -48,7 +48,6 @@ from mambacache.vllm.config import PAGES, is_cpu
 from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
 
-VOCABULARY = 50
 STOP = 7
 MAX_STEPS = 4000
 IMAGE = 30
@@ -57,30 +56,6 @@ MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
     "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
 }  # fmt: skip
-
-
-def keys_of(request: Request) -> dict[int, str]:
-    """What tells a request from others with the same tokens, by position: before all, or where an image begins."""
-    lora = request.lora_request.lora_name if request.lora_request else ""
-    return {-1: f"{request.cache_salt} {lora}"} | {
-        each.mm_position.offset: each.identifier for each in request.mm_features
-    }
-
-
-def prefixes(tokens: list[int], keys: dict[int, str]) -> list[int]:
-    """`prefix[n]` for n from 0 on."""
-    found = [hash(keys[-1])]
-    for position, token in enumerate(tokens):
-        found.append(extend(found[-1], token, keys.get(position)))
-    return found
-
-
-def extend(prefix: int, token: int, key: str | None = None) -> int:
-    return hash((prefix, token, key))
-
-
-def sampled(prefix: int) -> int:
-    return prefix % VOCABULARY
 
 
 @cache
@@ -139,25 +114,6 @@ def make_scheduler(
     return scheduler
 
 
-@dataclass
-class Sequence:
-    """A request as the worker knows it."""
-
-    tokens: list[int]
-    prompt: int
-    keys: dict[int, str]
-    pages: list[int]
-    prefix: list[int] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)  # after its last token
-
-    def draft(self, rng: random.Random, most: int) -> None:
-        """Guesses some of what follows, nearly all of it right."""
-        self.drafts, last = [], self.prefix[-1]
-        for _ in range(rng.randint(0, most)):
-            self.drafts.append(sampled(last) if rng.random() < 0.8 else rng.randrange(VOCABULARY))
-            last = extend(last, self.drafts[-1])
-
-
 class Worker:
     """Runs steps in the order of their schedules; knows what the scheduler sends, and each token that it sampled."""
 
@@ -188,7 +144,7 @@ class Worker:
         tokens = []
         for name in order:
             sequence, end = self.sequences[name], starts[name] + scheduled[name] - len(drafted.get(name, ()))
-            tokens.append(verified(sequence) if end == len(sequence.tokens) else [])
+            tokens.append(sequence.verified() if end == len(sequence.tokens) else [])
         for name, new in zip(order, tokens, strict=True):
             sequence = self.sequences[name]
             del sequence.prefix[len(sequence.tokens) + 1 :]
@@ -274,16 +230,6 @@ class Worker:
         for i, page in enumerate(own):
             self.kv[page] = values[i * self.page : (i + 1) * self.page]
         return own
-
-
-def verified(sequence: Sequence) -> list[int]:
-    """What a sequence's last known token and its drafts give: the drafts that are right, and a token of the model's."""
-    tokens = [sampled(sequence.prefix[len(sequence.tokens)])]
-    for draft in sequence.drafts:
-        if draft != tokens[-1]:
-            break
-        tokens.append(sampled(sequence.prefix[len(sequence.tokens) + len(tokens)]))
-    return tokens
 
 
 def batch_order(
@@ -443,15 +389,3 @@ class Simulation:
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         assert self.worker.receiver.rows == {}
-
-
-def expected(request: Request) -> list[int]:
-    """The answer to a prompt: stop tokens end it."""
-    last = prefixes(list(request.prompt_token_ids), keys_of(request))[-1]
-    answer: list[int] = []
-    while len(answer) < request.max_tokens:
-        answer.append(sampled(last))
-        last = extend(last, answer[-1])
-        if answer[-1] in request.sampling_params.stop_token_ids:
-            break
-    return answer

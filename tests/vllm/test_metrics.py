@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from simulation import VOCABULARY, Simulation, make_scheduler, model_config
+from sequences import VOCABULARY
+from simulation import Simulation, make_scheduler, model_config
 
 from mambacache.report import CacheStats, Loss
 from mambacache.vllm import metrics, scheduler, sizing

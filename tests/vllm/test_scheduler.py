@@ -7,8 +7,9 @@ import random
 from typing import Any
 
 import pytest
-import simulation as simulation_module
-from simulation import STOP, VOCABULARY, Simulation, make_scheduler
+import sequences
+from sequences import VOCABULARY
+from simulation import STOP, Simulation, make_scheduler
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
@@ -165,7 +166,7 @@ def test_nobody_waits_for_another_adapter_or_salt(keys: str) -> None:
 def test_answers_that_ended_by_themselves_count_as_finished(
     params: dict[str, Any], status: RequestStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation_module, "sampled", lambda prefix: 1)
+    monkeypatch.setattr(sequences, "sampled", lambda prefix: 1)
     simulation = Simulation(make_scheduler())
     states = simulation.scheduler.states
     freed: list[bool] = []

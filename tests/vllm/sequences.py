@@ -1,0 +1,74 @@
+"""Sequences whose states, keys and values are numbers, and whose tokens follow from these."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from vllm.v1.request import Request
+
+VOCABULARY = 50
+
+
+def keys_of(request: Request) -> dict[int, str]:
+    """What tells a request from others with the same tokens, by position: before all, or where an image begins."""
+    lora = request.lora_request.lora_name if request.lora_request else ""
+    return {-1: f"{request.cache_salt} {lora}"} | {
+        each.mm_position.offset: each.identifier for each in request.mm_features
+    }
+
+
+def prefixes(tokens: list[int], keys: dict[int, str]) -> list[int]:
+    """`prefix[n]` for n from 0 on."""
+    found = [hash(keys[-1])]
+    for position, token in enumerate(tokens):
+        found.append(extend(found[-1], token, keys.get(position)))
+    return found
+
+
+def extend(prefix: int, token: int, key: str | None = None) -> int:
+    return hash((prefix, token, key))
+
+
+def sampled(prefix: int) -> int:
+    return prefix % VOCABULARY
+
+
+@dataclass
+class Sequence:
+    """A request as the worker knows it."""
+
+    tokens: list[int]
+    prompt: int
+    keys: dict[int, str]
+    pages: list[int]
+    prefix: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # after its last token
+
+    def draft(self, rng: random.Random, most: int) -> None:
+        """Guesses some of what follows, nearly all of it right."""
+        self.drafts, last = [], self.prefix[-1]
+        for _ in range(rng.randint(0, most)):
+            self.drafts.append(sampled(last) if rng.random() < 0.8 else rng.randrange(VOCABULARY))
+            last = extend(last, self.drafts[-1])
+
+    def verified(self) -> list[int]:
+        """What the last known token and the drafts give: those that are right, and a token of the model's."""
+        tokens = [sampled(self.prefix[len(self.tokens)])]
+        for draft in self.drafts:
+            if draft != tokens[-1]:
+                break
+            tokens.append(sampled(self.prefix[len(self.tokens) + len(tokens)]))
+        return tokens
+
+
+def expected(request: Request) -> list[int]:
+    """The answer to a prompt: stop tokens end it."""
+    last = prefixes(list(request.prompt_token_ids), keys_of(request))[-1]
+    answer: list[int] = []
+    while len(answer) < request.max_tokens:
+        answer.append(sampled(last))
+        last = extend(last, answer[-1])
+        if answer[-1] in request.sampling_params.stop_token_ids:
+            break
+    return answer
