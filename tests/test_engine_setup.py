@@ -236,6 +236,7 @@ def test_free_memory() -> None:
 
 def test_collections_leave_out_what_was_imported_and_no_engine(tiny_model: Callable[[str], Path]) -> None:
     gc.unfreeze()
+    gc.collect()
     before = len(gc.get_objects())
     llm = LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, max_model_len=256)
     assert gc.get_freeze_count() > before // 2

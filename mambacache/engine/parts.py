@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 from collections.abc import Iterator
@@ -112,6 +113,8 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
     # What was imported lives on anyway; to look through it holds up steps for tenths of a second, again and again.
     gc.collect()
     gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # extensions look at exit for what was never collected
 
     model = load_model(config.model, config.dtype, device, config.revision)
     weights, draft_model = weight_bytes(model), None
