@@ -14,7 +14,7 @@ from mambacache.vllm.settings import Settings
 
 SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
-DRAFTS = "ngram", "suffix", "medusa", "mtp", "eagle", "eagle3"
+DRAFTS = "ngram", "mtp"
 MAX_DRAFTS = MAX_TOKENS_PER_DECODE - 1
 PAGES = "mambacache.0"
 """The layer by which a model without attention has a KV cache; vLLM looks for one number in each name."""
