@@ -144,7 +144,7 @@ def test_times_of_the_engine_are_those_of_the_benchmark(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("machine", "turns"), [(2, 2), (3, 1)], ids=["our engine", "plugin"])
 def test_times_of_decode_steps_are_those_of_the_benchmark(machine: int, turns: int) -> None:
-    """Of the machines on which both versions ran in turn."""
+    """Of the machines on which both versions ran."""
     runs = [run for run in json.loads((RESULTS / "decode-h200.json").read_text()) if run["machine"] == machine]
     text = (ROOT / "docs/performance.md").read_text()
     for i, rows in enumerate((64, 256)):
