@@ -250,6 +250,28 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     backend(pairs).copy_blocks(source, target, pairs)
 
 
+def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None = None) -> None:
+    """Moves the decode rows of a step to where their sequences are, which the host did not know when it planned them:
+    drafts of the step before were not verified yet. The only op that changes index arrays.
+
+    Args:
+        starts: int32 or int64 [N], any stride: of each row the position of its first token. Of a row of padding any.
+        block_size: of KV pages, where `positions`, `kv_slot`, `kv_len` are to follow; None where they are the host's.
+
+    A row with a `late_len` begins at its start, up to 7 tokens later than its arrays say, and has `late_len` tokens, or
+    fewer, up to the next absolute multiple of 16. If it has passed such a multiple since the place in its arrays, its
+    state is the one in `decode_dst`, which the step before has folded, and its log begins anew; otherwise it has that
+    dst if it ends at a multiple, and else none. Of all other rows `log_end` alone is taken from their start, so that
+    arrays may stand for one step after the other.
+    """
+    check_shape("starts", starts, indices.num_decodes)
+    check_dtype("starts", starts, torch.int32, torch.int64)
+    check_devices(indices, starts=starts)
+    if indices.num_decodes:
+        backend(starts).place_decodes(indices, starts, block_size)
+        indices.derived.clear()
+
+
 def paged_attention(
     q: Tensor,
     k: Tensor,

@@ -16,7 +16,7 @@ FOLD = 16
 
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
 _FOLD_FIELDS = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
-_DECODE = (*_FOLD_FIELDS, "decode_len")
+_DECODE = (*_FOLD_FIELDS, "decode_len", "late_len")
 _PREFILL = ("context_len", "src")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
@@ -89,6 +89,9 @@ class StateIndices:
       on, as many as there are tokens since the state, up to `log_end`, where the step's first token goes
     - `decode_len` [N]: how many tokens of a decode row are real, 0 to T. The others, which end a row, are padding:
       nothing of them is read or stored, and their outputs are zeros. So a row of padding has decode_len 0
+    - `late_len` [N]: 0 where the host knows where a row begins. Else the other arrays are those of its earliest place,
+      with the dst that any of its places needs, and this is how many tokens it has if it does not end with its log:
+      `place_decodes` must move the row before it runs. All 0 if left out
     - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
       which it is folded, this step's included. Derived here, for kernels that work on these alone
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
@@ -112,6 +115,7 @@ class StateIndices:
 
     decode_src: Tensor
     decode_len: Tensor
+    late_len: Tensor
     decode_dst: Tensor
     log_slot: Tensor
     log_start: Tensor
@@ -170,7 +174,7 @@ class StateIndices:
         if arrays are not int32, if their lengths contradict each other or `decode_len` the tokens of a row, if those
         are more than 8, and if a row's tokens do not fit the log.
         """
-        arrays = _NO_ROWS | dict(arrays)
+        arrays = _with_defaults(arrays)
         num_decodes, num_prefills = arrays["decode_src"].size, arrays["src"].size
         tokens_per_decode = _decode_width(arrays, num_decodes)
         _check_decodes(arrays, tokens_per_decode)
@@ -240,7 +244,7 @@ class DecodeBuffers:
         Raises ValueError for arrays that `StateIndices.from_arrays` would refuse, for prefill rows, for decode rows of
         another width, and for more rows than `padded_rows` or more of these than `max_rows`.
         """
-        arrays = _NO_ROWS | dict(arrays)
+        arrays = _with_defaults(arrays)
         rows = arrays["decode_src"].size
         width = _decode_width(arrays, rows)
         if rows and width != self.tokens_per_decode:
@@ -273,6 +277,11 @@ class DecodeBuffers:
             width = self.tokens_per_decode
             self._indices[rows] = StateIndices(tensors, rows, width, 0, rows * width)
         return self._indices[rows]
+
+
+def _with_defaults(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    known = np.zeros(len(arrays.get("decode_len", ())), np.int32)
+    return _NO_ROWS | {"late_len": known} | dict(arrays)
 
 
 def _check_width(tokens_per_decode: int) -> None:
@@ -321,6 +330,9 @@ def _check_decodes(arrays: Mapping[str, np.ndarray], width: int) -> None:
         return
     if lengths.min() < 0 or lengths.max() > width:
         raise ValueError(f"decode_len goes from {lengths.min()} to {lengths.max()}, but a row has {width} tokens.")
+    late = arrays["late_len"]
+    if late.max() > width or ((late != 0) & (late < lengths)).any():
+        raise ValueError(f"late_len goes up to {late.max()}, but must be 0, or between decode_len and {width}.")
     if starts.min() < 0 or (starts > ends).any() or (ends + lengths).max() > FOLD:
         raise ValueError(
             f"A row's log ends before it begins, or its tokens pass the log's {FOLD} entries: end rows at multiples of"

@@ -30,7 +30,7 @@ PLACEHOLDER = -1
 NOT_FINITE = -1
 """What a runner gives as the token after logits that are NaN or infinite."""
 
-DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len"
+DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len"
 """Arrays of a decode row; a row of padding has zeros in them."""
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
@@ -58,6 +58,7 @@ class SequenceStep(NamedTuple):
     drafts: tuple[int, ...] = ()
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside what stands in dst
     prompt_logits: bool = False  # a prefill row whose every token's logits are wanted
+    late: int = 0  # a decode row may begin so many tokens later: as many drafts before it may still be accepted
 
 
 class PageTables(NamedTuple):
@@ -97,8 +98,9 @@ class StepPlan:
     F tokens, padded with null tokens where a row has fewer; then P prefill rows, back to back, cut into C chunks at
     absolute multiples of 64:
 
-    - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (the entry of the first token) and `decode_len`
-      (the tokens of a row that are not padding) [N]
+    - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (the entry of the first token), `decode_len` (the
+      tokens of a row that are not padding) and `late_len` [N]: 0, or of a row that is `late` the tokens that it has if
+      it does not end with its log
     - `query_start_loc` [P + 1] (offsets in the flat batch, so the first is N * T); `context_len`, `src` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C]; `seq_chunk_start` [P + 1]
     - `tokens`, `positions` [F]; with a KV pool also `kv_slot` [F] (block * block_size + offset, -1: do not write),
@@ -114,11 +116,12 @@ class StepPlan:
     kv_copies: tuple[tuple[int, int], ...] = ()  # (from, to): KV pages to copy before the pass, once for each fork
 
 
-def layout(rows: Sequence[SequenceStep], decode_rows: int) -> dict[str, np.ndarray]:
+def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = None) -> dict[str, np.ndarray]:
     """The arrays of states and chunks for rows that stand in this very order: without tokens and KV.
 
     Args:
         decode_rows: how many rows, from the first on, run in the decode kernels.
+        width: tokens of each of those in the batch; None for as many as the longest has.
 
     Raises:
         ValueError: rows for the decode kernels do not come first, or their number is another one.
@@ -129,7 +132,8 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int) -> dict[str, np.ndarr
             f"decode_rows is {decode_rows}: let all rows for the decode kernels come first, and give their number "
             "(allocate with decode=True what a prompt's last token shall run there)"
         )
-    width = max((row.num_tokens for row in decode), default=1)
+    if width is None:
+        width = max((row.num_tokens for row in decode), default=1)
     return _decode_arrays(decode) | _prefill_arrays(prefill, decode_rows * width)
 
 
@@ -174,7 +178,8 @@ def _decode_arrays(rows: Sequence[SequenceStep]) -> dict[str, np.ndarray]:
         [row.log_slot for row in rows],
         [row.log_start for row in rows],
         [row.start % FOLD for row in rows],
-        [row.num_tokens for row in rows],
+        [min(row.num_tokens, FOLD - row.start % FOLD) for row in rows],
+        [row.num_tokens if row.late else 0 for row in rows],
     ]
     return dict(zip(DECODE_ARRAYS, map(_int32, columns), strict=True))
 
@@ -221,7 +226,8 @@ def build_plan(
     decode, prefill = steps[:num_decodes], steps[num_decodes:]
     arrays = layout(steps, num_decodes)
     width = max((step.num_tokens for step in decode), default=1)
-    real = np.arange(width) < arrays["decode_len"][:, None]  # the tokens of decode rows that are not padding
+    most = np.maximum(arrays["decode_len"], arrays["late_len"])
+    real = np.arange(width) < most[:, None]  # the tokens of decode rows that are not padding
     starts = _int32([step.start for step in decode])
     positions = np.where(real, starts[:, None] + np.arange(width), 0)
     ids = np.zeros((num_decodes, width), np.int32)

@@ -14,8 +14,10 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+import torch
 
-from mambacache.plan import CHUNK, FOLD, StepPlan
+from mambacache.kernels import StateIndices, place_decodes
+from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, StepPlan
 
 VOCAB = 40
 WINDOW = 3  # rows of a conv window: the last inputs of a convolution of width 4
@@ -163,6 +165,10 @@ class SymbolicRunner:
         self.kv_digests = np.zeros(slots, dtype=np.uint64)
         self.kv_exact = np.zeros(slots, dtype=bool)
         self._sampled: dict[str, int] = {}  # the last token of each request, for placeholders
+        self._begins: dict[str, int] = {}  # where its next row begins, after drafts that were accepted
+        self.propose: Callable[
+            [str, int, int], Sequence[int]
+        ]  # drafts for placeholders: of whom, from where on, how many
 
     def poison_state(self, block: int) -> None:
         self.written[block] = False
@@ -178,7 +184,7 @@ class SymbolicRunner:
                 a decode row's tokens; or which branches of its answer, where a prompt ends.
             fail: tear all that the step writes, and raise StepFailed.
         """
-        arrays = plan.arrays
+        arrays = self._placed(plan) if any(step.late for step in plan.steps) else plan.arrays
         attention = "kv_slot" in arrays
         tokens = arrays["tokens"].astype(np.int64)
         rows = self._decode_rows(arrays) + self._prefill_rows(arrays)
@@ -197,6 +203,9 @@ class SymbolicRunner:
         for row, request_id in zip(rows, ids, strict=True):
             if tokens[row.flat.start] < 0:
                 tokens[row.flat.start] = self._sampled[request_id]
+            mine = tokens[row.flat]
+            if (mine < 0).any():
+                mine[1:] = self.propose(request_id, row.start + 1, len(mine) - 1)
             self._read_state(row, tokens)
         if attention:
             self._write_kv(rows, arrays, tokens)
@@ -214,11 +223,36 @@ class SymbolicRunner:
                 self.kv_exact[own[own >= 0]] = exact[own >= 0]
             outputs.append(self.sample(row, sums, wanted))
             if outputs[-1]:
-                self._sampled[ids[index]] = outputs[-1][0]
+                taken = self.accepted(tokens[row.flat], outputs[-1])
+                self._sampled[ids[index]] = taken[-1]
+                self._begins[ids[index]] = row.start + (len(taken) if row.decode else row.num_tokens)
+                outputs[-1] = taken if row.decode and PLACEHOLDER in plan.steps[index].drafts else outputs[-1]
         self._check_logits(arrays["logits_index"], plan, rows, branches)
         return outputs
 
+    @staticmethod
+    def accepted(fed: Sequence[int] | np.ndarray, sampled: Sequence[int]) -> list[int]:
+        """What stays of the tokens that were sampled after each of those that were fed: drafts from the second on."""
+        count = 1
+        while count < min(len(fed), len(sampled)) and fed[count] == sampled[count - 1]:
+            count += 1
+        return list(sampled[:count])
+
     # --- the rows ---
+
+    def _placed(self, plan: StepPlan) -> dict[str, np.ndarray]:
+        """The arrays of rows that began later than their host knew."""
+        rows = plan.steps[: plan.num_decodes]
+        indices = StateIndices.from_arrays(plan.arrays, "cpu")
+        starts = [self._begins[row.request_id] if row.late else row.start for row in rows]
+        assert all(row.start <= start <= row.start + row.late for row, start in zip(rows, starts, strict=True))
+        place_decodes(indices, torch.tensor(starts), self._size if "kv_slot" in plan.arrays else None)
+        arrays = {name: getattr(indices, name).numpy() for name in plan.arrays}
+        if "kv_slot" not in plan.arrays:
+            width, ends = plan.tokens_per_decode, arrays["decode_len"]
+            for i, start in enumerate(starts):
+                arrays["positions"][i * width : i * width + ends[i]] = range(start, start + ends[i])
+        return arrays
 
     def _decode_rows(self, arrays: dict[str, np.ndarray]) -> list[RowOfStep]:
         rows = []
@@ -379,5 +413,5 @@ class SymbolicRunner:
         expected: list[int] = []
         for step, row, wanted in zip(plan.steps, rows, answers, strict=True):
             first = row.flat.start if row.decode or step.prompt_logits else row.flat.stop - bool(wanted)
-            expected += range(first, row.flat.stop)
+            expected += range(first, first + step.num_tokens if step.late else row.flat.stop)
         assert offsets.tolist() == expected

@@ -14,7 +14,7 @@ from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.cache.request import CachedRequest, Life
 from mambacache.config import CacheConfig, SamplingParams
-from mambacache.plan import SequenceStep, StepPlan
+from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.report import CacheEvent, Hit, Wait
 from mambacache.scheduler.drafts import one_by_one
 from mambacache.scheduler.request import FinishReason, Request
@@ -128,18 +128,22 @@ class CheckedCache(PrefixCache):
         super().issued(steps)
         for step in steps:
             if step.row in lives and not lives[step.row].ended:
-                self._computes(lives[step.row], step, 0 if step.drafts else step.num_tokens)
+                step = self._books.rows[step.row].step  # as it was placed meanwhile
+                self._computes(lives[step.row], step, 0 if step.drafts or step.late else step.num_tokens)
         self.sync()
         self.quietly(self.check)
 
     def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
-        lives = {step.row: row.life for step in steps if (row := self._books.rows.get(step.row)) is not None}
+        rows = [row for step in steps if (row := self._books.rows.get(step.row)) is not None]
         super().accept(steps, token_ids)
-        for step in steps:
-            if (life := lives.get(step.row)) is not None and not life.ended:
-                fed = zip(step.drafts, token_ids.get(step.request_id, ()), strict=False)
-                agreed = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], fed))
-                self._computes(life, step, agreed + 1 if step.drafts else step.num_tokens)
+        for row in [row for row in rows if not row.life.ended]:
+            life, step = row.life, row.step
+            given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
+            fed = zip(step.drafts, given if PLACEHOLDER not in step.drafts else given[:-1], strict=False)
+            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] in (pair[1], PLACEHOLDER), fed))
+            self._computes(life, step, agreed + 1 if step.drafts else step.num_tokens)
+            if life.computed > step.start + agreed + 1:  # the next row begins here, and is out
+                self._computes(life, step._replace(start=life.computed), 0)
         self.sync()
         self.quietly(self.check)
 

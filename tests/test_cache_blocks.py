@@ -158,7 +158,7 @@ def test_the_arrays_of_a_mixed_batch() -> None:
     c, b, a = steps
     expected = {
         "decode_src": [b.src, a.src], "decode_dst": [0, 0], "log_slot": [b.log_slot, a.log_slot],
-        "log_start": [14, 4], "log_end": [14, 4], "decode_len": [1, 3],
+        "log_start": [14, 4], "log_end": [14, 4], "decode_len": [1, 3], "late_len": [0, 0],
         "query_start_loc": [6, 156], "context_len": [100], "src": [c.src],
         "chunk_seq": [0, 0, 0], "chunk_start": [6, 34, 98], "seq_chunk_start": [0, 3],
         "chunk_dst": [0, c.checkpoints[192], c.dst],

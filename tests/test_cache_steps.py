@@ -168,13 +168,16 @@ def test_a_cancelled_step_commits_nothing_and_takes_the_running_block() -> None:
     assert isinstance(found, Hit) and found.num_tokens == 64
 
 
-def test_a_row_with_drafts_is_accepted_before_the_next() -> None:
+def test_a_row_with_drafts_is_accepted_before_the_one_after_the_next() -> None:
     cache = make(max_draft_tokens=3)
     started(cache, "a", text(62))
     run_step(cache, "a", 62, 5)
     plan = cache.plan([allocate(cache, "a", 1, (6,))])
     cache.issued(plan.steps)
-    with pytest.raises(RuntimeError, match="request 'a' has drafts in flight: accept that step before the next one"):
+    late = cache.plan([allocate(cache, "a", 1)])
+    assert (late.steps[0].start, late.steps[0].late) == (63, 1)
+    cache.issued(late.steps)
+    with pytest.raises(RuntimeError, match="request 'a' has drafts in flight in two steps: accept the first before"):
         cache.allocate("a", 1)
     cache.accept(plan.steps, {"a": [9]})
     allocate(cache, "a", 1)

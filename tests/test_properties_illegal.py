@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mambacache.config import CacheConfig
-from mambacache.plan import SequenceStep, StepPlan
+from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.report import Hit
-from symbolic import VOCAB, answer, text
+from symbolic import VOCAB, SymbolicRunner, answer, text
 from symbolic_driver import CheckedCache
 from test_properties import mixes
 
@@ -29,6 +29,7 @@ class IllegalHost:
     def __init__(self, seed: int, config: CacheConfig) -> None:
         self.rng = random.Random(seed)
         self.cache = CheckedCache(config)
+        self.cache.runner.propose = self.propose
         self.attention = config.num_kv_blocks > 0
         self.keeps_kv = config.has_attention and not config.num_kv_blocks
         self.allocated: list[SequenceStep] = []
@@ -102,7 +103,9 @@ class IllegalHost:
             count = 1
             if rng.random() < 0.5:
                 right = self.right(name)[len(self.cache.tokens(name)) - len(self.prompts[name]) :]
-                drafts = [t if rng.random() < 0.8 else rng.randrange(VOCAB) for t in right[: rng.randint(0, 3)]]
+                drafts = self.guesses(right, rng.randint(0, 3))
+                if rng.random() < 0.5:
+                    drafts = [PLACEHOLDER] * len(drafts)
         step = self.cache.allocate(name, count, drafts=drafts, decode=decode)
         if step is not None:
             self.allocated.append(step)
@@ -135,12 +138,8 @@ class IllegalHost:
         accepted: dict[str, list[int]] = {}
         for step in plan.steps:
             sampled = self.sampled.get(step.row, [])
-            agreed = sampled[:1]
-            for draft, token in zip(step.drafts, sampled[1:], strict=False):
-                if draft != agreed[-1]:
-                    break
-                agreed.append(token)
-            accepted[step.request_id] = agreed
+            known = PLACEHOLDER not in step.drafts
+            accepted[step.request_id] = SymbolicRunner.accepted([0, *step.drafts], sampled) if known else sampled
         if self.rng.random() < 0.05:
             accepted[self.name()] = [self.rng.randrange(VOCAB)] * self.rng.randrange(4)
             if all(accepted.get(step.request_id) == self.sampled.get(step.row) for step in plan.steps):
@@ -194,6 +193,14 @@ class IllegalHost:
 
     def nothing(self) -> SequenceStep:
         return SequenceStep("a", 99, 10**9, 0, 1, True, False, 0, 0, 0, (1,))
+
+    def guesses(self, right: list[int], count: int) -> list[int]:
+        return [token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB) for token in right[:count]]
+
+    def propose(self, name: str, position: int, count: int) -> list[int]:
+        """What a device drafts, which knows where the sequence is."""
+        guesses = self.guesses(self.right(name)[position - len(self.prompts[name]) :], count)
+        return guesses + [0] * (count - len(guesses))
 
     def right(self, name: str) -> list[int]:
         return answer(self.prompts[name], ANSWER, attention=self.attention)

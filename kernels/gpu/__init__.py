@@ -11,6 +11,7 @@ from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
 from .paged_attention import paged_attention
+from .place_decodes import place_decodes
 from .rms_norm import rms_norm
 from .selective_scan import selective_scan
 from .ssd import ssd
@@ -25,6 +26,7 @@ __all__ = [
     "group_by_expert",
     "kda",
     "paged_attention",
+    "place_decodes",
     "rms_norm",
     "selective_scan",
     "silu_and_mul",

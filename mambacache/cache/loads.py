@@ -204,7 +204,7 @@ class Loads:
             return
         kind = "kv" if arrival.pool is self._pages.pool else "state"
         new = arrival.pool.lookup(arrival.block_hash) is None
-        if kind == "state" and new and not self._device.has_checkpoint_room(asked=True):
+        if kind == "state" and new and not self._device.checkpoints.has_room(asked=True):
             return
         if arrival.name():
             if kind == "state":

@@ -205,7 +205,7 @@ class PrefixCache:
         """The rows of a step with their checkpoints, for hosts whose workers order the batch (`plan.layout`)."""
         rows = self._books.rows.to_plan(steps)
         with self._books as books:
-            books.states.plan_checkpoints(rows)
+            books.states.checkpoints.plan(rows)
             return tuple([
                 row.step._replace(prompt_logits=True) if step.prompt_logits else row.step
                 for row, step in zip(rows, steps, strict=True)

@@ -34,7 +34,7 @@ def check(books: Books) -> None:
     logs = [*states.free_logs, *(life.log_slot for life in lives if life.log_slot)]
     assert sorted(logs) == [*range(1, len(logs) + 1)] and len(logs) == books.states.num_logs, "slots of token logs"
     unwritten = sum(len(life.row.checkpoints) for life in lives if life.row is not None)
-    assert states.unwritten == unwritten, "checkpoints that are not written yet"
+    assert states.checkpoints.unwritten == unwritten, "checkpoints that are not written yet"
     rows = [row for request in requests for row in request.issued]
     rows += [life.row for life in lives if life.row is not None]
     assert {row.step.row: row for row in rows} == books.rows, "rows under way"

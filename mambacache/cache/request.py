@@ -84,7 +84,7 @@ class Life:
     request: CachedRequest
     admitted_at: int  # how many rows had been issued
     hit: int  # tokens that it did not compute
-    computed: int  # tokens consumed by issued steps
+    computed: int  # tokens consumed by issued steps, without drafts that may be rejected
     prefill_end: int  # tokens known at admission: these run in the prefill kernels
     trace: Trace  # for the ledger
     near_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
@@ -92,7 +92,9 @@ class Life:
     log_slot: int = 0  # of its token log; 0 until it decodes
     log_start: int = 0  # the log's entry that follows on `state`
     reserve: Lease | None = None  # taken at admission: the first row's dst
-    drafted: Row | None = None  # a row with drafts whose acceptance is not known yet
+    drafted: list[Row] = field(
+        default_factory=list
+    )  # issued with drafts whose acceptance is not known yet, and the next
     pages: array[int] = field(default_factory=lambda: array("i"))
     shared_pages: int = 0  # leading pages that others wrote
     copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then

@@ -79,7 +79,8 @@ class Rows(dict[int, Row]):
             if request.issued[0] is not row:
                 raise RuntimeError(f"an earlier row of {_name(request)} was not accepted: accept it first")
             tokens = accepted_tokens(step, token_ids.get(step.request_id, ()))
-            if tokens and step.start + (1 if step.drafts else step.num_tokens) != len(request.tokens):
+            behind = len(request.tokens) - step.start - (1 if step.drafts else step.num_tokens)
+            if tokens and not 0 <= behind <= step.late:
                 raise ValueError(f"{_name(request)} lacks the tokens before these: accept them first")
             taken.append((row, tokens))
         return taken
@@ -100,8 +101,8 @@ def check_next_row(
     request, left = life.request, life.prefill_end - life.computed
     if life.row is not None:
         raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
-    if life.drafted is not None:
-        raise RuntimeError(f"{_name(request)} has drafts in flight: accept that step before the next one")
+    if len(life.drafted) > 1:
+        raise RuntimeError(f"{_name(request)} has drafts in flight in two steps: accept the first before the next one")
     check_integer("num_tokens", num_tokens, 1, left if left > 1 else 1)
     if decode and num_tokens != 1:
         raise ValueError(f"{_name(request)} runs {num_tokens} tokens: decode takes one at a time, and drafts beside it")
@@ -118,7 +119,7 @@ def check_next_row(
         raise ValueError(
             f"{_name(request)} has {len(guesses)} drafts: give {max_drafts} at most, or raise max_draft_tokens"
         )
-    if left > 0 or request.in_flight:
+    if left > 0 or (request.in_flight and any(token != PLACEHOLDER for token in guesses)):
         raise RuntimeError(f"{_name(request)} does not know its last token yet: drafts come after it")
     return guesses
 

@@ -7,9 +7,10 @@ from itertools import count
 
 from mambacache.accounting.ledger import Ledger
 from mambacache.cache.chains import Chains, Rank, Turn
+from mambacache.cache.checkpoints import Checkpoints
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Policy, Wish
+from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.request import Life, Row
 from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep
@@ -20,6 +21,11 @@ class States:
 
     A life holds at most two blocks, its running state and the dst of a row that is not issued yet or has drafts, and
     once it decodes a slot for its token log.
+
+    One row may be allocated while the drafts of the one before it are not accepted yet. It begins `late` tokens later
+    at most, which only the device knows when it runs (`place_decodes`). Both rows fold once at most, since two of 8
+    tokens pass one multiple of 16 at most: they share one dst. If the first row has passed the multiple, the second
+    reads that block; else it may write it, and nobody reads what the first one wrote.
     """
 
     def __init__(
@@ -34,7 +40,8 @@ class States:
         self._chains = chains
         self._ledger = ledger
         self._numbers = numbers  # of rows
-        self.num_issued = self.unwritten = 0  # rows; checkpoint blocks of rows that are not issued yet
+        self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
+        self.num_issued = 0  # rows
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
         self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth of a state
 
@@ -61,17 +68,22 @@ class States:
         """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
         room."""
         start = life.computed
+        before = life.drafted[-1] if life.drafted else None
+        late = before.step.num_tokens - 1 if before is not None else 0
         in_prompt = start < life.prefill_end
         prefill = in_prompt and not decode
-        drafts = drafts[: FOLD - 1 - start % FOLD]
+        if not late:
+            drafts = drafts[: FOLD - 1 - start % FOLD]
         num_tokens += len(drafts)
-        end = start + num_tokens
-        folds = in_prompt or end % FOLD == 0  # so that a log is empty where a prompt ends, and forks share its state
-        in_place = folds and not prefill and not drafts  # perhaps: rejected drafts must not be in the only state
+        end = start + late + num_tokens
+        # Where a prompt ends too, so that a log is empty there, and forks share its state.
+        folds = in_prompt or start % FOLD + late + num_tokens >= FOLD
+        shared = before.dst if before is not None else None
+        in_place = folds and not (prefill or drafts or late)  # perhaps: rejected drafts must not be in the only state
         pages_before, near_before, had_reserve = len(life.pages), life.near_from, life.reserve is not None
         if not prefill and not life.log_slot and not self.free_logs:
             return None
-        if folds and not in_place and not had_reserve and not self._pool.num_available:
+        if folds and not (in_place or shared or had_reserve) and not self._pool.num_available:
             return None
         if end > pages_before * self._size and not self._pages.grow(life, end):
             return None
@@ -79,6 +91,8 @@ class States:
         dst, fresh = 0, None
         if in_place and self._may_write_in_place(life):
             dst = src
+        elif shared is not None:
+            dst = shared.block
         elif folds:
             fresh, life.reserve = life.reserve or self._pool.lease(), None
             if fresh is None:
@@ -89,7 +103,7 @@ class States:
             life.log_slot = self.free_logs.pop()
         step = SequenceStep(
             life.request.request_id, life.number, next(self._numbers), start, num_tokens, prefill,
-            end >= life.prefill_end, src, dst, life.log_slot, life.log_start, drafts,
+            end >= life.prefill_end, src, dst, life.log_slot, life.log_start, drafts, late=late,
         )  # fmt: skip
         row = life.row = Row(step, life, fresh, near_before, pages_before, had_reserve)
         if near_before > start and (not prefill or start % CHUNK):
@@ -129,7 +143,7 @@ class States:
         """An allocated row is not run: the life is as before, but for what the row's blocks have evicted, and the slot
         of its log, which it keeps."""
         life = row.life
-        self._end_checkpoints(row)
+        self.checkpoints.end(row)
         if row.had_reserve and life.reserve is None:
             life.reserve = row.dst
         elif row.dst is not None:
@@ -137,56 +151,6 @@ class States:
         self._pages.shrink(life, row.pages_before)
         life.near_from = row.near_before
         life.row = None
-
-    def plan_checkpoints(self, rows: Sequence[Row]) -> None:
-        """When every row has its dst: blocks for wished-for boundaries inside the prefill rows."""
-        wanted: list[tuple[Wish, int, int]] = []
-        for order, row in enumerate(rows):
-            step, life = row.step, row.life
-            end = step.start + step.num_tokens
-            if end // self._size == step.start // self._size or not life.request.store or life.request.stale:
-                continue
-            self._promise(life, step.start, end)
-            if step.prefill:
-                wanted += [(wish, order, p) for wish, p in self._policy.between(life.wishes, step.start, end)]
-        planned: dict[bytes, bool] = {}
-        for wish, order, position in sorted(wanted):
-            life = rows[order].life
-            block_hash = life.request.chain[position // self._size]
-            exact = position <= life.near_from
-            held = self._pool.lookup(block_hash)
-            if held is not None and (self._pool.exact[held] or not exact):
-                continue
-            if planned.get(block_hash, -1) >= exact:
-                continue
-            asked = self._policy.asked(wish)
-            lease = self._pool.lease(asked) if self.has_checkpoint_room(asked) else None
-            if lease is None:
-                self._ledger.refused(block_hash)
-                continue
-            planned[block_hash] = exact
-            rows[order].checkpoints[position] = lease
-            self.unwritten += 1
-        for row in rows:
-            row.planned = True
-            if row.checkpoints:
-                checkpoints = {position: lease.block for position, lease in row.checkpoints.items()}
-                row.step = row.step._replace(checkpoints=checkpoints)
-
-    def _promise(self, life: Life, start: int, end: int) -> None:
-        """Wishes for the boundaries where waiting requests will resume, whether or not this step could admit them."""
-        if not self._policy.max_checkpoints:
-            return
-        chain, size = life.request.chain, self._size
-        for depth in self._lookup.awaited(chain, start // size + 1, min(end // size, len(chain) - 1)):
-            if self._lookup.worth_a_wait(life, depth):
-                self._policy.promise(life.wishes, depth * size)
-
-    def has_checkpoint_room(self, asked: bool) -> bool:
-        """Whether the budget holds one more checkpoint, if need be by evicting one."""
-        most = self._policy.max_checkpoints
-        full = self._pool.num_committed + self.unwritten >= most
-        return not full or (most > 0 and self._pool.evict(asked))
 
     # --- after it ---
 
@@ -196,15 +160,17 @@ class States:
         end = step.start + step.num_tokens
         life.row = None
         self._pages.copied(life)
-        if step.drafts:
-            life.drafted = row
+        if step.drafts or step.late:
+            life.drafted.append(row)
+            if not step.late:
+                life.computed = step.start + 1  # without a fold: this token is right, whatever is drafted after it
             return
         self._folded(life, row)
         if row.checkpoints:
             for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
                 if not life.request.stale:
                     self._name(life, position, lease.block)
-            self._end_checkpoints(row)
+            self.checkpoints.end(row)
         if end % self._size == 0 and life.state is not None:
             self._commit(life, end, life.state)
         self._advance(life)
@@ -223,7 +189,7 @@ class States:
     def accept(self, row: Row) -> None:
         """The row's tokens that remain after stops are known by now."""
         life = row.life
-        if row.step.drafts:
+        if row in life.drafted:
             self._resolve_drafts(row)
         known = len(life.request.tokens)
         while life.pending and life.pending[0][0] <= known:
@@ -240,15 +206,42 @@ class States:
         count = 1  # tokens that are known to be right; where a stop was drafted, it is among them
         while count < len(known) and (fed[count] == known[count] or (fed[count] == PLACEHOLDER and count < given)):
             count += 1
-        life.drafted = None
+        life.drafted.remove(row)
+        late = life.drafted[0] if life.drafted else life.row
         if count == step.num_tokens:
-            self._folded(life, row)
-            if life.computed % self._size == 0 and life.state is not None:
-                self._commit(life, life.computed, life.state)
-            return
-        life.computed = step.start + count
-        if row.dst is not None:
+            self._whole(life, row)
+        else:
+            life.computed = step.start + count
+            if late is not None and row.dst is not None and late.step.dst == row.dst.block:
+                late.dst, row.dst = row.dst, None
+            elif row.dst is not None:
+                row.dst.end()
+        if late is not None:
+            self._place(life, late)
+
+    def _whole(self, life: Life, row: Row) -> None:
+        self._folded(life, row)
+        if life.computed % self._size == 0 and life.state is not None:
+            self._commit(life, life.computed, life.state)
+
+    def _place(self, life: Life, row: Row) -> None:
+        """Where a row begins is known by now, and with that how far it goes, as `place_decodes` has it."""
+        start, step = life.computed, row.step
+        end = min(start + step.num_tokens, (start // FOLD + 1) * FOLD)
+        if row.dst is not None and end % FOLD:
             row.dst.end()
+            row.dst = None
+        src, dst = (0 if lease is None else lease.block for lease in (life.state, row.dst))
+        row.step = step._replace(
+            start=start, num_tokens=end - start, src=src, dst=dst, log_start=life.log_start,
+            drafts=step.drafts[: end - start - 1], late=0,
+        )  # fmt: skip
+        if not row.issue:
+            return
+        life.computed = start + 1
+        if not row.step.drafts:
+            life.drafted.remove(row)
+            self._whole(life, row)
 
     # --- the end of a life ---
 
@@ -279,10 +272,10 @@ class States:
         """Gives back all that an ended life holds; what is committed stays."""
         row, life.row = life.row, None
         if row is not None:
-            self._end_checkpoints(row)
+            self.checkpoints.end(row)
         for lease in self.held(life, row):
             lease.end()
-        life.pending, life.drafted, life.state, life.reserve = [], None, None, None
+        life.pending, life.drafted, life.state, life.reserve = [], [], None, None
         if life.log_slot:
             self.free_logs.append(life.log_slot)
             life.log_slot = 0
@@ -290,16 +283,10 @@ class States:
 
     def held(self, life: Life, row: Row | None) -> list[Lease]:
         """The leases of a life and of its row that is not issued."""
-        rows = [each for each in (row, life.drafted) if each is not None]
+        rows = life.drafted if row is None else [row, *life.drafted]
         leases = [life.state, life.reserve, *(each.dst for each in rows)]
         held = [lease for _, lease in life.pending] + [lease for lease in leases if lease is not None]
         return held if row is None else [*held, *row.checkpoints.values()]
-
-    def _end_checkpoints(self, row: Row) -> None:
-        self.unwritten -= len(row.checkpoints)
-        for position in sorted(row.checkpoints, reverse=True):
-            row.checkpoints[position].end()
-        row.checkpoints = {}
 
     # --- commits ---
 
@@ -313,7 +300,7 @@ class States:
             return
         block_hash = request.chain[position // self._size]
         asked = self._policy.asked(self._policy.wish(life.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self.has_checkpoint_room(asked):
+        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(asked):
             self._ledger.refused(block_hash)
             return
         self._name(life, position, lease.block)

@@ -146,7 +146,7 @@ class Tier:
         """How cold what goes first is: of states, and of pages; infinite while there is room."""
         states, pages = self._slots
         most = self._config.max_checkpoints
-        budget = states.num_free if most is None else most - states.num_committed - self._device.unwritten
+        budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
         ahead = [max(each.num_owned // AHEAD, few) for each, few in self._least.items()]
         room = min(states.num_free, budget)
         return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)

@@ -1,0 +1,36 @@
+"""Decode rows moved to where their sequences are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..indices import FOLD, StateIndices
+
+
+def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None) -> None:
+    """See `mambacache.kernels.place_decodes`."""
+    late, starts = indices.late_len > 0, starts.to(torch.int32)
+    end = torch.where(indices.decode_len > 0, starts % FOLD, indices.log_end)
+    passed = late & (end < indices.log_end)
+    src = torch.where(passed, indices.decode_dst, indices.decode_src)
+    begin = torch.where(passed, 0, indices.log_start)
+    length = torch.where(late, torch.minimum(indices.late_len, FOLD - end), indices.decode_len)
+    dst = torch.where(passed | (late & (end + length < FOLD)), 0, indices.decode_dst)
+    changed = {"decode_src": src, "decode_dst": dst, "log_start": begin, "log_end": end, "decode_len": length}
+    for name, values in changed.items():
+        getattr(indices, name).copy_(values)
+
+    rows = ((dst != 0) & (length > 0)).nonzero().squeeze(1)
+    fields = torch.stack([src, dst, indices.log_slot, begin, end + length], dim=1)[rows].flatten()
+    indices.folds[0] = len(rows)
+    indices.folds[1 : 1 + len(fields)] = fields
+    if block_size is None:
+        return
+    token = torch.arange(indices.tokens_per_decode, device=indices.device)
+    real, positions = token < length[:, None], starts[:, None] + token
+    pages = indices.block_table_start[: len(starts), None] + torch.where(real, positions // block_size, 0)
+    slots = indices.block_table[pages] * block_size + positions % block_size
+    indices.positions[: real.numel()] = torch.where(real, positions, 0).flatten()
+    indices.kv_slot[: real.numel()] = torch.where(real, slots, -1).flatten()
+    indices.kv_len[: len(starts)] = torch.where(length > 0, starts + length, 0)
