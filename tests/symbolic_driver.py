@@ -128,8 +128,9 @@ class CheckedCache(PrefixCache):
         super().issued(steps)
         for step in steps:
             if step.row in lives and not lives[step.row].ended:
-                step = self._books.rows[step.row].step  # as it was placed meanwhile
-                self._computes(lives[step.row], step, 0 if step.drafts or step.late else step.num_tokens)
+                step = self._books.rows[step.row].step  # placed meanwhile, perhaps
+                if not step.late:
+                    self._computes(lives[step.row], step, 0 if step.drafts else step.num_tokens)
         self.sync()
         self.quietly(self.check)
 
