@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,9 +93,7 @@ class Life:
     log_slot: int = 0  # of its token log; 0 until it decodes
     log_start: int = 0  # the log's entry that follows on `state`
     reserve: Lease | None = None  # taken at admission: the first row's dst
-    drafted: list[Row] = field(
-        default_factory=list
-    )  # issued with drafts whose acceptance is not known yet, and the next
+    drafted: list[Row] = field(default_factory=list)  # issued with drafts that are not verified yet, and the next
     pages: array[int] = field(default_factory=lambda: array("i"))
     shared_pages: int = 0  # leading pages that others wrote
     copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then
@@ -102,13 +101,21 @@ class Life:
     written: int = 0  # blocks up to here are computed; those up to `announced` are known to `Lookup`
     announced: int = 0
     wishes: dict[int, Wish] = field(default_factory=dict)
-    pending: list[tuple[int, Lease]] = field(default_factory=list)  # (position, block): commits that wait for tokens
+    pending: list[Commit] = field(default_factory=list)  # in order
     checkpoint: tuple[int, bytes] | None = None  # the last state committed where a step ended, and its hash
     row: Row | None = None  # allocated and not issued
     report: RequestReport | None = None  # of this admission
     ran: bool = False  # a row of it was issued
     ended: bool = False
     void: bool = False  # it failed on the device, or began from what did: what its rows give does not count
+
+
+class Commit(NamedTuple):
+    """A state that is committed when so many tokens are known."""
+
+    known: int
+    position: int
+    lease: Lease
 
 
 @dataclass(slots=True, eq=False)

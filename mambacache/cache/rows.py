@@ -101,7 +101,7 @@ def check_next_row(
     request, left = life.request, life.prefill_end - life.computed
     if life.row is not None:
         raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
-    if len(life.drafted) > 1:
+    if life.drafted and life.drafted[-1].step.late:
         raise RuntimeError(f"{_name(request)} has drafts in flight in two steps: accept the first before the next one")
     check_integer("num_tokens", num_tokens, 1, left if left > 1 else 1)
     if decode and num_tokens != 1:

@@ -12,7 +12,7 @@ from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool, Lease
-from mambacache.cache.request import Life, Row
+from mambacache.cache.request import Commit, Life, Row
 from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep
 
 
@@ -117,7 +117,7 @@ class States:
         if state is None:
             return False
         block = state.block
-        pending = bool(life.pending) and any(lease.block == block for _, lease in life.pending)
+        pending = bool(life.pending) and any(commit.lease.block == block for commit in life.pending)
         if pool.references[block] > 1 + pending:
             return False
         if pool.hashes[block] is None and not pending:
@@ -130,9 +130,9 @@ class States:
             life.reserve = lease
             return False
         if pending:
-            for _, held in [commit for commit in life.pending if commit[1].block == block]:
-                held.end()
-            life.pending = [commit for commit in life.pending if commit[1].block]
+            for commit in [commit for commit in life.pending if commit.lease.block == block]:
+                commit.lease.end()
+            life.pending = [commit for commit in life.pending if commit.lease.block]
         else:
             pool.withdraw(block)
         if stands <= len(life.request.tokens):
@@ -160,6 +160,7 @@ class States:
         end = step.start + step.num_tokens
         life.row = None
         self._pages.copied(life)
+        self._end_unused(row)
         if step.drafts or step.late:
             life.drafted.append(row)
             if not step.late:
@@ -192,8 +193,8 @@ class States:
         if row in life.drafted:
             self._resolve_drafts(row)
         known = len(life.request.tokens)
-        while life.pending and life.pending[0][0] <= known:
-            position, lease = life.pending.pop(0)
+        while life.pending and life.pending[0].known <= known:
+            _, position, lease = life.pending.pop(0)
             self._commit(life, position, lease)
             lease.end()
         self._advance(life)
@@ -208,40 +209,47 @@ class States:
             count += 1
         life.drafted.remove(row)
         late = life.drafted[0] if life.drafted else life.row
-        if count == step.num_tokens:
-            self._whole(life, row)
-        else:
-            life.computed = step.start + count
-            if late is not None and row.dst is not None and late.step.dst == row.dst.block:
-                late.dst, row.dst = row.dst, None
-            elif row.dst is not None:
+        if given > 0 and count == step.num_tokens:
+            self._folded(life, row)
+            if life.computed % self._size == 0 and life.state is not None:
+                self._commit(life, life.computed, life.state)
+        elif row.dst is not None:
+            if late is None or late.step.dst != row.dst.block:
                 row.dst.end()
-        if late is not None:
-            self._place(life, late)
-
-    def _whole(self, life: Life, row: Row) -> None:
-        self._folded(life, row)
-        if life.computed % self._size == 0 and life.state is not None:
-            self._commit(life, life.computed, life.state)
+            else:
+                late.dst = row.dst
+            row.dst = None
+        if given > 0:  # else it has stopped, and where the device has the next row does not matter
+            life.computed = step.start + count
+            if late is not None:
+                self._place(life, late)
 
     def _place(self, life: Life, row: Row) -> None:
         """Where a row begins is known by now, and with that how far it goes, as `place_decodes` has it."""
         start, step = life.computed, row.step
         end = min(start + step.num_tokens, (start // FOLD + 1) * FOLD)
-        if row.dst is not None and end % FOLD:
-            row.dst.end()
-            row.dst = None
         src, dst = (0 if lease is None else lease.block for lease in (life.state, row.dst))
+        dst = dst if end % FOLD == 0 else 0
         row.step = step._replace(
             start=start, num_tokens=end - start, src=src, dst=dst, log_start=life.log_start,
             drafts=step.drafts[: end - start - 1], late=0,
         )  # fmt: skip
         if not row.issue:
-            return
+            return  # until then it keeps its dst: with a stop inside the drafts the device is further, and may write it
+        self._end_unused(row)
         life.computed = start + 1
         if not row.step.drafts:
             life.drafted.remove(row)
-            self._whole(life, row)
+            self._folded(life, row)
+            if life.computed % self._size == 0 and life.state is not None:
+                lease = self._pool.share(life.state.block)  # where tokens were cut off by a stop the device is further
+                life.pending.append(Commit(life.computed + 1, life.computed, lease))
+
+    @staticmethod
+    def _end_unused(row: Row) -> None:
+        if row.dst is not None and not row.step.dst:
+            row.dst.end()
+            row.dst = None
 
     # --- the end of a life ---
 
@@ -285,7 +293,7 @@ class States:
         """The leases of a life and of its row that is not issued."""
         rows = life.drafted if row is None else [row, *life.drafted]
         leases = [life.state, life.reserve, *(each.dst for each in rows)]
-        held = [lease for _, lease in life.pending] + [lease for lease in leases if lease is not None]
+        held = [commit.lease for commit in life.pending] + [lease for lease in leases if lease is not None]
         return held if row is None else [*held, *row.checkpoints.values()]
 
     # --- commits ---
@@ -296,7 +304,7 @@ class States:
         if not request.store or request.stale:
             return
         if position > len(request.tokens):
-            life.pending.append((position, self._pool.share(lease.block)))
+            life.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
         asked = self._policy.asked(self._policy.wish(life.wishes, position))
