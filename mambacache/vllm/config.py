@@ -59,8 +59,17 @@ def _wrong_drafts(config: Any) -> dict[str, bool]:
         "drafts whose number the device chooses (enable_adaptive_verification)": getattr(
             drafts, "enable_adaptive_verification", False
         ),
-        "asynchronous scheduling of drafts (--async-scheduling)": bool(config.scheduler_config.async_scheduling),
+        "asynchronous scheduling of drafts on a CPU or in a pipeline (--async-scheduling)": bool(
+            config.scheduler_config.async_scheduling
+        )
+        and not _may_run_ahead(config),
     }
+
+
+def _may_run_ahead(config: Any) -> bool:
+    """Whether a step may be planned before the drafts of the one before it are verified: only model runner V2 knows on
+    the device where its rows begin, and a pipeline has more than one such step under way."""
+    return not is_cpu() and config.parallel_config.pipeline_parallel_size == 1
 
 
 def _wrong_runner(config: Any) -> dict[str, bool]:
@@ -94,8 +103,8 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
             _one_page_a_request(vllm_config)
         elif not cache.user_specified_block_size:
             cache.block_size, cache.user_specified_block_size = CHUNK, True
-        if vllm_config.speculative_config is not None:
-            vllm_config.scheduler_config.async_scheduling = False  # a row's drafts begin where the last ones ended
+        if vllm_config.speculative_config is not None and not _may_run_ahead(vllm_config):
+            vllm_config.scheduler_config.async_scheduling = False
         vllm_config.scheduler_config.scheduler_cls = SCHEDULER
         vllm_config.parallel_config.worker_cls = WORKER
         metrics.show(vllm_config.instance_id)

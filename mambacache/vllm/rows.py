@@ -1,7 +1,8 @@
 """Rows on their way from scheduler to workers: as columns, and only those that changed.
 
 Workers order the batch themselves, so that rows travel and not arrays. A decode row that adds to its log needs nothing
-but its name, which vLLM sends anyway, if it is one token further than in the step before, and as long.
+but its name, which vLLM sends anyway, if it is one token further than in the step before, and as long. A row that is
+late travels as it was planned: its worker moves it to where the sequence is.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mambacache.plan import SequenceStep
 
 class Columns(NamedTuple):
     """The changed rows of step `number`: `names[i]` has `numbers[i]` = start, num_tokens, prefill, src, dst, log_slot,
-    log_start; `checkpoints` [n, 3] are index of the row, position, block."""
+    log_start, late; `checkpoints` [n, 3] are index of the row, position, block."""
 
     number: int
     names: list[str]
@@ -38,7 +39,8 @@ class Sender:
         self._number += 1
         changed: list[SequenceStep] = []
         for step in steps:
-            known = step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.start - self._number
+            blocks = step.src, step.dst, step.log_slot, step.log_start, step.late
+            known = step.num_tokens, *blocks, step.start - self._number
             if step.prefill:
                 self._sent.pop(step.request_id, None)
             elif self._sent.get(step.request_id) == known:
@@ -47,14 +49,14 @@ class Sender:
                 self._sent[step.request_id] = known
             changed.append(step)
         numbers = [
-            (step.start, step.num_tokens, step.prefill, step.src, step.dst, step.log_slot, step.log_start)
+            (step.start, step.num_tokens, step.prefill, step.src, step.dst, step.log_slot, step.log_start, step.late)
             for step in changed
         ]
         checkpoints = [(i, *item) for i, step in enumerate(changed) for item in step.checkpoints.items()]
         return Columns(
             self._number,
             [step.request_id for step in changed],
-            np.array(numbers, np.int32).reshape(-1, 7),
+            np.array(numbers, np.int32).reshape(-1, 8),
             np.array(checkpoints, np.int32).reshape(-1, 3),
         )
 
@@ -74,10 +76,11 @@ class Receiver:
         for i, position, block in columns.checkpoints.tolist():
             checkpoints.setdefault(i, {})[position] = block
         for i, (name, row) in enumerate(zip(columns.names, columns.numbers.tolist(), strict=True)):
-            start, num_tokens, prefill, *blocks = row
+            start, num_tokens, prefill, *blocks, late = row
             step = SequenceStep(
-                name, 0, 0, start, num_tokens, bool(prefill), True, *blocks, checkpoints=checkpoints.get(i, {})
-            )
+                name, 0, 0, start, num_tokens, bool(prefill), True, *blocks,
+                checkpoints=checkpoints.get(i, {}), late=late,
+            )  # fmt: skip
             self.rows[name] = step, self.number
 
     def row(self, name: str) -> SequenceStep:

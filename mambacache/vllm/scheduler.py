@@ -58,7 +58,7 @@ class Mixin:
             )
         )
         self.need_mamba_block_aligned_split = True  # makes schedule() ask _mamba_block_aligned_split for every chunk
-        self._lone_prompts_decode = not is_cpu()  # model runner V1 puts a prompt of one token behind the decode rows
+        self._runner_v2 = not is_cpu()
         self._rows: dict[str, SequenceStep] = {}  # allocated in this schedule()
         self._hits: dict[str, tuple[object, int]] = {}  # admitted in this schedule()
         self._held = False  # one that found no room holds back those behind it
@@ -160,8 +160,8 @@ class Mixin:
         if num_new_tokens <= 1:
             return max(num_new_tokens, 0)
         at = self.states.progress(request.request_id)
-        if at.computed >= at.prefill_end:
-            return min(num_new_tokens, FOLD - at.computed % FOLD)  # a token and drafts, which end with the log
+        if at.computed >= at.prefill_end:  # a token and drafts, which end with the log: V2's workers see to that
+            return num_new_tokens if self._runner_v2 else min(num_new_tokens, FOLD - at.computed % FOLD)
         return self.states.chunk(request.request_id, num_new_tokens)
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +172,7 @@ class Mixin:
             if at.computed >= at.prefill_end:
                 row = self.states.allocate(name, 1, drafts=request.spec_token_ids[: num_new_tokens - 1])
             else:
-                begun = self._lone_prompts_decode or at.computed > 0
+                begun = self._runner_v2 or at.computed > 0  # V1 puts a prompt of one token behind the decode rows
                 row = self.states.allocate(name, num_new_tokens, decode=begun and num_new_tokens == 1)
             if row is None:
                 return None

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from mambacache.kernels import StateIndices, StatePool, pack_arrays
+from mambacache.kernels import DecodeBuffers, StateIndices, StatePool, pack_arrays, place_decodes
 from mambacache.plan import DECODE_ARRAYS, SequenceStep, layout
 from mambacache.vllm.rows import Columns, Receiver
 
 
 class Order(NamedTuple):
-    """How a batch and the indices' flat one go together, where they differ: with drafts decode rows have any length and
-    stand anywhere.
+    """How a batch and the indices' flat one go together, where they differ: with drafts decode rows may stand anywhere,
+    and have any length.
 
     Args:
         taken: int32 [F], for each token of the indices its place in the batch; any one for padding.
@@ -51,7 +51,8 @@ class StepContext:
         self.pool, self.logs = pool, logs
         for layer, states, log in zip(layers, pool.layers, logs.layers, strict=True):
             layer.bind_states(self, states, log)
-        self._decode = StateIndices.decode_buffers(max_rows, 1, self._device)
+        self._max_rows = max_rows
+        self._buffers: dict[int, DecodeBuffers] = {}  # for full graphs, by the tokens of a row
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
         """The scheduler's rows of the step that comes; None: it has none."""
@@ -60,29 +61,52 @@ class StepContext:
             self._receiver.take(columns, finished)
             self._changed = set(columns.names)
 
-    def begin(self, names: Sequence[str], padded_rows: int | None = None) -> None:
-        """The step's rows in the order of the batch; with `padded_rows`, for a full graph of so many decode rows."""
+    def begin(
+        self,
+        names: Sequence[str],
+        lengths: np.ndarray,
+        padded: tuple[int, int] | None = None,
+        positions: Tensor | None = None,
+    ) -> None:
+        """The step that comes.
+
+        Args:
+            names: its rows in the order of the batch.
+            lengths: tokens of each in the batch. Of those a decode row has fewer, where its log ends before.
+            padded: for a full graph, of how many decode rows and tokens.
+            positions: on the device, of all tokens of the batch; where rows may be late.
+        """
         names = list(names) if self._stepping else []
         self._indices = self.order = None
-        if padded_rows is not None:
-            self._indices = self._decode.fill(self._decode_arrays(names), padded_rows)
+        if padded is not None:
+            rows, width = padded[0], padded[1] // padded[0]
+            if width not in self._buffers:
+                self._buffers[width] = StateIndices.decode_buffers(self._max_rows, width, self._device)
+            arrays, late = self._decode_arrays(names, width)
+            self._indices = self._buffers[width].fill(arrays, rows)
+            if late and positions is not None:
+                place_decodes(self._indices, positions[: padded[1] : width])
             return
         self._names = []
-        if names:
-            steps = [self._receiver.row(name) for name in names]
-            ordered = sorted(steps, key=lambda step: step.prefill)  # stable
-            decodes = sum([not step.prefill for step in steps])
-            self._indices = StateIndices.from_arrays(layout(ordered, decodes), self._device)
-            widths = {step.num_tokens for step in ordered[:decodes]}
-            if ordered != steps or len(widths) > 1:
-                self.order = self._order_of(steps, decodes, max(widths, default=1))
+        if not names:
+            return
+        steps = [self._receiver.row(name) for name in names]
+        ordered = sorted(steps, key=lambda step: step.prefill)  # stable
+        decode = np.array([not step.prefill for step in steps])
+        decodes = int(decode.sum())
+        width = int(lengths[decode].max(initial=1))
+        self._indices = StateIndices.from_arrays(layout(ordered, decodes, width), self._device)
+        if ordered != steps or (lengths[decode] != width).any():
+            self.order = self._order_of(lengths, decode, width)
+        if positions is not None and any(step.late for step in steps):
+            taken = slice(decodes * width) if self.order is None else self.order.taken[: decodes * width]
+            place_decodes(self._indices, positions[taken][::width])
 
-    def _order_of(self, steps: Sequence[SequenceStep], decodes: int, width: int) -> Order:
+    def _order_of(self, lengths: np.ndarray, decode: np.ndarray, width: int) -> Order:
         """Of rows that the batch has back to back, in whatever order."""
-        lengths = np.array([step.num_tokens for step in steps])
         starts = np.cumsum(lengths) - lengths
-        rows = np.argsort([step.prefill for step in steps], kind="stable")
-        padded = np.where(np.arange(len(rows)) < decodes, width, lengths[rows])
+        rows = np.argsort(~decode, kind="stable")
+        padded = np.where(decode[rows], width, lengths[rows])
         ours = np.cumsum(padded) - padded  # where each row begins
         place = np.arange(padded.sum()) - np.repeat(ours, padded)  # of each token in its row
         real = place < np.repeat(lengths[rows], padded)
@@ -91,10 +115,11 @@ class StepContext:
         back[taken[real]] = np.flatnonzero(real)
         return Order(**pack_arrays({"taken": taken.astype(np.int32), "back": back}, self._device))
 
-    def _decode_arrays(self, names: list[str]) -> dict[str, np.ndarray]:
-        """Of decode rows: most are one token further than in the step before, and else the same."""
+    def _decode_arrays(self, names: list[str], width: int) -> tuple[dict[str, np.ndarray], bool]:
+        """Of decode rows, and whether some are late. Without drafts most are one token further than in the step before,
+        and else the same."""
         number = self._receiver.number
-        if names and names == self._names:
+        if width == 1 and names and names == self._names:
             self._arrays["log_end"] += number - self._number
             places = [i for i, name in enumerate(names) if name in self._changed]
             steps = [self._receiver.row(names[i]) for i in places]
@@ -104,9 +129,9 @@ class StepContext:
                     self._arrays[array][places] = arrays[array]
         else:
             steps = [self._receiver.row(name) for name in names]
-            self._names, self._arrays = names, layout(steps, len(steps))
+            self._names, self._arrays = names, layout(steps, len(steps), width)
         self._number = number
-        return self._arrays
+        return self._arrays, any(step.late for step in steps)
 
     def indices(self, num_tokens: int) -> StateIndices:
         """Of the step that runs, for layers that are given so many tokens, padding included."""

@@ -42,6 +42,10 @@ class Mixin:
         runner.get_model().mambacache = self.states
         if is_cpu():
             _attach_v1(runner, self.states)
+        elif runner.rejection_sampler is not None:
+            from mambacache.vllm.model_state import UpToTheLog
+
+            runner.rejection_sampler = UpToTheLog(runner.rejection_sampler)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.states.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)
@@ -55,9 +59,10 @@ def _attach_v1(runner: Any, states: StepContext) -> None:
     """Model runner V1 has no hook between the order of the batch and the forward pass: two methods of this instance."""
     prepare, threshold = runner._prepare_inputs, runner.calculate_reorder_batch_threshold
 
-    def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
-        result = prepare(*args, **kwargs)
-        states.begin(runner.input_batch.req_ids[: runner.input_batch.num_reqs])
+    def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        result = prepare(scheduler_output, num_scheduled_tokens)
+        rows = runner.input_batch.num_reqs
+        states.begin(runner.input_batch.req_ids[:rows], num_scheduled_tokens[:rows])
         return result
 
     def calculate_reorder_batch_threshold() -> None:

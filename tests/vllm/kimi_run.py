@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -94,7 +95,7 @@ def main(name: str, directory: Path) -> None:
         [row("a", 150, 151, 3, 3)],
     ):
         context.receive(sender.columns(rows, []), [])
-        context.begin([each.request_id for each in rows])
+        context.begin([each.request_id for each in rows], np.array([each.num_tokens for each in rows]))
         parts = [slice(each.start, each.start + each.num_tokens) for each in rows]
         inputs = [hidden[each.request_id][0, part] for each, part in zip(rows, parts, strict=True)]
         output = layer(torch.cat([*inputs, padding]), torch.empty(0))

@@ -45,10 +45,10 @@ class Sequence:
     prefix: list[int] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)  # after its last token
 
-    def draft(self, rng: random.Random, most: int) -> None:
+    def draft(self, rng: random.Random, count: int) -> None:
         """Guesses some of what follows, nearly all of it right."""
         self.drafts, last = [], self.prefix[-1]
-        for _ in range(rng.randint(0, most)):
+        for _ in range(count):
             self.drafts.append(sampled(last) if rng.random() < 0.8 else rng.randrange(VOCABULARY))
             last = extend(last, self.drafts[-1])
 

@@ -43,8 +43,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
+from mambacache.kernels import StateIndices, place_decodes
 from mambacache.plan import FOLD, SequenceStep, layout
-from mambacache.vllm.config import PAGES, is_cpu
+from mambacache.vllm.config import PAGES
 from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
 
@@ -75,10 +76,11 @@ def make_scheduler(
     policy: str = "fcfs",
     attention: bool = True,
     drafts: int = 0,
+    v2: bool = False,
     **settings: int,
 ) -> Any:
     """Ours on vLLM's, with memory for so many states and for so many KV pages of `page` tokens; without attention, for
-    a page for each of 8 requests that may run."""
+    a page for each of 8 requests that may run. With `v2` for model runner V2, on whatever device."""
     speculative = None
     if drafts:
         speculative = SpeculativeConfig(
@@ -108,6 +110,7 @@ def make_scheduler(
         block_size=page,
         log_stats=True,
     )
+    scheduler._runner_v2 |= v2
     # As of a model with images, of which vLLM believes no text model to have one.
     scheduler.max_num_encoder_input_tokens = budget + IMAGE
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=8 * IMAGE)
@@ -117,13 +120,14 @@ def make_scheduler(
 class Worker:
     """Runs steps in the order of their schedules; knows what the scheduler sends, and each token that it sampled."""
 
-    def __init__(self, page: int | None) -> None:
-        self.page = page  # None: without attention
+    def __init__(self, page: int | None, v2: bool) -> None:
+        self.page, self.v2 = page, v2  # None: without attention; whether its model runner is V2
         self.states: dict[int, int] = {}
         self.logs: dict[tuple[int, int], int] = {}  # by slot and entry
         self.kv: dict[int, list[int]] = {}
         self.sequences: dict[str, Sequence] = {}
         self.receiver = Receiver()
+        self.late = 0  # rows that may have begun later than the scheduler knew
         self._rng = random.Random(0)
 
     def run(self, output: SchedulerOutput, rows: tuple[SequenceStep, ...], requests: dict[str, Request]) -> Any:
@@ -132,15 +136,18 @@ class Worker:
             self.receiver.take(columns, output.finished_req_ids)
         scheduled = output.num_scheduled_tokens
         order = self._rng.sample(list(scheduled), len(scheduled))  # requests keep their places while others come and go
-        order = batch_order(order, output, self.sequences, starts)
-        self._check_rows(order, rows)
+        order = self._batch_order(order, output, starts)
         drafted = output.scheduled_spec_decode_tokens
-        for name in order:
-            sequence = self.sequences[name]
-            sequence.drafts = sequence.drafts[: len(drafted.get(name, ()))]
+        self._check_rows(order, rows, sorted_by_kind=not drafted)
+        placed = self._placed(rows)
+        for row in placed:
+            sequence = self.sequences[row.request_id]
+            sequence.drafts = sequence.drafts[: len(drafted.get(row.request_id, ()))]
+            if not row.prefill:  # what is beyond the end of its log was not computed
+                starts[row.request_id], sequence.drafts = row.start, sequence.drafts[: row.num_tokens - 1]
             for token in sequence.drafts:
                 sequence.prefix.append(extend(sequence.prefix[-1], token))
-        self._read_and_write({row.request_id: row for row in rows}, starts)
+        self._read_and_write({row.request_id: row for row in placed}, starts)
         tokens = []
         for name in order:
             sequence, end = self.sequences[name], starts[name] + scheduled[name] - len(drafted.get(name, ()))
@@ -152,6 +159,25 @@ class Worker:
             for token in new:
                 sequence.prefix.append(extend(sequence.prefix[-1], token))
         return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens)
+
+    def _placed(self, rows: tuple[SequenceStep, ...]) -> list[SequenceStep]:
+        """Rows where they are, as the device has them: those that are late begin with a sequence's last token."""
+        decode = [row for row in rows if not row.prefill]
+        indices = StateIndices.from_arrays(layout(decode, len(decode)), "cpu")
+        starts = [len(self.sequences[row.request_id].tokens) - 1 if row.late else row.start for row in decode]
+        place_decodes(indices, torch.tensor(starts, dtype=torch.int32))
+        names = "decode_src", "decode_dst", "log_start", "decode_len"
+        columns = zip(*(getattr(indices, name).tolist() for name in names), strict=True)
+        placed = {row.row: place for row, place in zip(decode, zip(starts, columns, strict=True), strict=True)}
+        self.late += sum(row.late > 0 for row in decode)
+        found = []
+        for row in rows:
+            if not row.prefill:
+                start, (src, dst, log_start, length) = placed[row.row]
+                assert row.start <= start <= row.start + row.late
+                row = row._replace(start=start, src=src, dst=dst, log_start=log_start, num_tokens=length)
+            found.append(row)
+        return found
 
     def _take(self, output: SchedulerOutput, requests: dict[str, Request]) -> dict[str, int]:
         """Notes what vLLM's own part of the output says; gives each row's start."""
@@ -175,12 +201,31 @@ class Worker:
             )
         return starts
 
-    def _check_rows(self, order: list[str], rows: tuple[SequenceStep, ...]) -> None:
+    def _batch_order(self, names: list[str], output: SchedulerOutput, starts: dict[str, int]) -> list[str]:
+        """As a model runner orders the requests of a batch."""
+        if self.v2:
+            lengths = {name: output.num_scheduled_tokens[name] for name in names}
+            return sort_batch_req_ids(lengths, output.scheduled_spec_decode_tokens, 1)
+        batch = SimpleNamespace(
+            req_ids=names,
+            num_computed_tokens_cpu=np.array([starts[name] for name in names]),
+            num_prompt_tokens=np.array([self.sequences[name].prompt for name in names]),
+        )
+
+        def swap_states(i: int, j: int) -> None:
+            names[i], names[j] = names[j], names[i]
+
+        batch.swap_states = swap_states
+        reorder_batch_to_split_decodes_and_prefills(batch, output, 1)
+        return names
+
+    def _check_rows(self, order: list[str], rows: tuple[SequenceStep, ...], sorted_by_kind: bool) -> None:
         """What arrived is what was planned, in an order that can be laid out."""
         planned = {row.request_id: row for row in rows}
         assert planned.keys() == set(order)
-        assert any(row.drafts for row in rows) or order == sorted(order, key=lambda name: planned[name].prefill)
-        order = sorted(order, key=lambda name: planned[name].prefill)
+        by_kind = sorted(order, key=lambda name: planned[name].prefill)
+        assert order == by_kind or not sorted_by_kind
+        order = by_kind
         decodes = sum(not row.prefill for row in rows)
         wanted = layout([planned[name] for name in order], decodes)
         arrived = layout([self.receiver.row(name) for name in order], decodes)
@@ -232,27 +277,6 @@ class Worker:
         return own
 
 
-def batch_order(
-    names: list[str], output: SchedulerOutput, sequences: dict[str, Sequence], starts: dict[str, int]
-) -> list[str]:
-    """As this build's model runner orders the requests of a batch: V1 on a CPU, else V2."""
-    if not is_cpu():
-        lengths = {name: output.num_scheduled_tokens[name] for name in names}
-        return sort_batch_req_ids(lengths, output.scheduled_spec_decode_tokens, 1)
-    batch = SimpleNamespace(
-        req_ids=names,
-        num_computed_tokens_cpu=np.array([starts[name] for name in names]),
-        num_prompt_tokens=np.array([sequences[name].prompt for name in names]),
-    )
-
-    def swap_states(i: int, j: int) -> None:
-        names[i], names[j] = names[j], names[i]
-
-    batch.swap_states = swap_states
-    reorder_batch_to_split_decodes_and_prefills(batch, output, 1)
-    return names
-
-
 class Simulation:
     """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read;
     with `drafts`, the worker guesses up to so many tokens, of which it tells the scheduler no more than their number if
@@ -267,7 +291,8 @@ class Simulation:
 
     def __init__(self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False) -> None:
         self.scheduler = scheduler
-        self.worker = Worker(scheduler.block_size if scheduler.states.config.has_attention else None)
+        page = scheduler.block_size if scheduler.states.config.has_attention else None
+        self.worker = Worker(page, scheduler._runner_v2)
         self.answers: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
@@ -328,6 +353,8 @@ class Simulation:
             self._planned = ()
             output = self.scheduler.schedule()
             self._out.append((output, self.worker.run(output, self._planned, self.scheduler.requests)))
+            for sequence in self.worker.sequences.values() if self._drafts and self._depth > 1 else ():
+                sequence.draft(self._rng, self._drafts)
             self._check_pages()
         if len(self._out) >= self._depth or not self.scheduler.has_requests():
             self.read()
@@ -345,7 +372,7 @@ class Simulation:
         told = []
         for name in names:
             sequence = self.worker.sequences[name]
-            sequence.draft(self._rng, self._drafts)
+            sequence.draft(self._rng, self._rng.randint(0, self._drafts))
             told.append([-1] * len(sequence.drafts) if self._secretive else list(sequence.drafts))
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, told))
 
@@ -355,7 +382,7 @@ class Simulation:
         output, given = self._out.popleft()
         told = self.scheduler.update_from_output(output, given)
         self.accepted += sum(max(len(tokens) - 1, 0) for tokens in given.sampled_token_ids)
-        if self._drafts:
+        if self._drafts and self._depth == 1:
             self._draft(given.req_ids)
         for outputs in told.values():
             if outputs.scheduler_stats is not None:

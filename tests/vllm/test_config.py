@@ -31,7 +31,11 @@ def stand_in(**changes: object) -> SimpleNamespace:
         "kv_transfer_config": None,
         "use_v2_model_runner": not config.is_cpu(),
         "parallel_config": SimpleNamespace(
-            decode_context_parallel_size=1, prefill_context_parallel_size=1, enable_dbo=False, worker_cls="auto"
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            enable_dbo=False,
+            worker_cls="auto",
+            pipeline_parallel_size=1,
         ),
         "scheduler_config": SimpleNamespace(scheduler_cls=None, async_scheduling=None),
         "model_config": SimpleNamespace(enable_prompt_embeds=False, dtype="torch.bfloat16"),
@@ -65,7 +69,7 @@ def test_drafts_are_served() -> None:
         ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
         (
             {"speculative_config": drafting(), "scheduler_config__async_scheduling": True},
-            "asynchronous scheduling of drafts (--async-scheduling)",
+            "asynchronous scheduling of drafts on a CPU or in a pipeline (--async-scheduling)",
         ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),

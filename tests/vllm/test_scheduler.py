@@ -21,9 +21,9 @@ SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_requests(seed: int) -> None:
     """20 requests with shared prefixes and little memory; aborts, preemptions, priorities, stops, resets, adapters and
-    images; a fifth of the mixes without attention, a quarter with drafts."""
+    images; a fifth of the mixes without attention, half of them with drafts, half of these a step ahead."""
     rng = random.Random(seed)
-    ahead, drafts = bool(seed % 2), (1, 3, 7)[seed % 3] if seed % 4 == 0 else 0
+    ahead, drafts = bool(seed % 2), (1, 3, 7)[seed % 3] if seed % 4 in (0, 3) else 0
     scheduler = make_scheduler(
         rng.choice([3, 4, 5, 8, 16, 40]),
         rng.randint(96, 400),
@@ -34,6 +34,7 @@ def test_random_requests(seed: int) -> None:
         checkpoint_interval=rng.choice([0, 0, 128]),
         attention=seed % 5 != 4,
         drafts=drafts,
+        v2=ahead or seed % 16 == 0,
     )
     simulation = Simulation(scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0)
     shared = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([64, 128, 300, 640]))] for _ in range(3)]
@@ -60,6 +61,7 @@ def test_random_requests(seed: int) -> None:
     simulation.drain()
     simulation.check_end()
     assert bool(simulation.accepted) == bool(drafts)
+    assert bool(simulation.worker.late) == (ahead and bool(drafts))
 
 
 def disturb(simulation: Simulation, rng: random.Random) -> None:

@@ -1,0 +1,77 @@
+"""Has a model on a GPU answer with n-gram drafts, a step ahead of their verification, and looks each token up in what a
+prefill of the whole answer says; a process of its own.
+
+    python drafts_run.py MODEL OUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+DRAFTS, ANSWER, ROWS = 3, 120, 40
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_model_len": 1024, "max_num_seqs": ROWS,
+    "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.2, "seed": 0, "enable_prefix_caching": True,
+    "skip_tokenizer_init": True, "disable_log_stats": False,
+    "speculative_config": {
+        "method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+    },
+    "additional_config": {"mambacache": {"num_state_blocks": 256}},
+}  # fmt: skip
+
+
+def watch(core: Any, counts: Counter[str]) -> None:
+    """Counts rows that may be late, and steps that ran as a full graph."""
+    states, runner = core.scheduler.states, core.model_executor.driver_worker.worker.model_runner
+    plan, replay = states.plan_rows, runner.cudagraph_manager.run_fullgraph
+
+    def plan_rows(steps: Any) -> Any:
+        rows = plan(steps)
+        counts["late"] += sum(row.late > 0 for row in rows)
+        counts["folded late"] += sum(row.late > 0 and row.dst > 0 for row in rows)
+        return rows
+
+    def run_fullgraph(*args: Any) -> Any:
+        counts["graphs"] += 1
+        return replay(*args)
+
+    states.plan_rows, runner.cudagraph_manager.run_fullgraph = plan_rows, run_fullgraph
+
+
+def main() -> None:
+    rng, counts = random.Random(0), Counter[str]()
+    llm = LLM(sys.argv[1], **OPTIONS)
+    core = llm.llm_engine.engine_core.engine_core
+    watch(core, counts)
+    shared = [rng.randrange(2, 500) for _ in range(150)]
+    prompts = [shared[: rng.choice([0, 70, 150])] + [rng.randrange(2, 500) for _ in range(rng.randint(1, 90))] * 2
+               for _ in range(ROWS)]  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+    answers = [
+        list(each.outputs[0].token_ids)
+        for each in llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    ]
+    accepted = next(each.value for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens")
+    whole = [{"prompt_token_ids": [*prompt, *answer]} for prompt, answer in zip(prompts, answers, strict=True)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    behind: list[float] = []  # how far each token's logarithm of its probability is behind the best one's
+    for prompt, answer, found in zip(prompts, answers, llm.generate(whole, params, use_tqdm=False), strict=True):
+        for token, logprobs in zip(answer, found.prompt_logprobs[len(prompt) :], strict=True):
+            behind.append(max(each.logprob for each in logprobs.values()) - logprobs[token].logprob)
+    core.scheduler.states.check()
+    result = {
+        "scheduler": type(core.scheduler).__name__, "accepted": accepted, **counts, "tokens": len(behind),
+        "behind": sorted(behind)[-20:], "best": sum(each == 0 for each in behind) / len(behind),
+    }  # fmt: skip
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

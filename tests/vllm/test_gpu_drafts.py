@@ -1,0 +1,36 @@
+"""Drafts a step ahead of their verification, on a GPU, of models with real layer shapes: `make test-vllm-gpu`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from real_shapes import save
+
+FOLDER = Path(__file__).resolve().parent
+NEAR = 0.5  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's
+SECONDS = 280
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_mamba", "lfm2"])
+def test_every_token_is_the_one_that_a_prefill_expects(name: str, tmp_path: Path) -> None:
+    served, out = save(name, tmp_path / "model", "cuda"), tmp_path / "out.json"
+    torch.cuda.empty_cache()
+    paths = os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
+    ours = {"MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-P", FOLDER / "drafts_run.py", served, out],
+        env={**os.environ, **ours}, capture_output=True, text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    found = json.loads(out.read_text())
+    print(name, found)
+    assert found["scheduler"] == "AsyncStateScheduler"
+    assert min(found[count] for count in ("accepted", "late", "folded late", "graphs")) > 20, found
+    assert max(found["behind"]) < NEAR, found
