@@ -256,7 +256,7 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None 
 
     Args:
         starts: int32 or int64 [N], any stride: of each row the position of its first token. Of a row of padding any.
-        block_size: of KV pages, where `positions`, `kv_slot`, `kv_len` are to follow; None where they are the host's.
+        block_size: of KV pages, where `kv_slot` and `kv_len` are to follow, as `positions` do if they are there.
 
     A row with a `late_len` begins at its start, up to 7 tokens later than its arrays say, and has `late_len` tokens, or
     fewer, up to the next absolute multiple of 16. If it has passed such a multiple since the place in its arrays, its

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from engine_driver import Engines, Original, answer, ask, greedy, tokens_of
+from engine_driver import Engines, Original, answer, ask, greedy, run_until_idle, tokens_of
+from mambacache import LLM, SamplingParams
+from mambacache.engine.outputs import RequestOutput
+from mambacache.plan import StepPlan
+from mambacache.runner import ngram
 
 REPEATED = tokens_of(1, 40) * 3
 PROMPTS = [REPEATED, [*tokens_of(2, 90), *tokens_of(2, 30)], tokens_of(3, 5), [7] * 70]
@@ -34,6 +42,68 @@ def test_as_many_steps_are_saved_as_drafts_were_right(engine: Engines) -> None:
     [completion] = outputs[0].outputs
     assert completion.num_accepted_tokens > 0
     assert steps == 60 - completion.num_accepted_tokens
+
+
+ASKED: dict[str, tuple[list[int], SamplingParams]] = {
+    "greedy": (REPEATED, greedy(80)),
+    "drawn": ([*tokens_of(2, 90), *tokens_of(2, 30)], greedy(60, temperature=1.0, seed=3, logprobs=2)),
+    "stops": ([7] * 70, greedy(60, temperature=1.0, seed=11, stop_token_ids=list(range(2, 30)))),
+    "short": (tokens_of(3, 5), greedy(3)),
+    "least tokens": (REPEATED[:100], greedy(50, min_tokens=20, ignore_eos=False)),
+    "biased": (REPEATED[:90], greedy(40, logit_bias={5: 4.0})),
+    "several": (REPEATED[:33], greedy(40, n=2, temperature=0.3, seed=5)),
+    "penalised": (REPEATED[:50], greedy(20, repetition_penalty=1.2)),
+}
+
+
+def answers(llm: LLM) -> dict[str, RequestOutput]:
+    found: dict[str, RequestOutput] = {}
+    for i, (name, (prompt, params)) in enumerate(ASKED.items()):
+        if params.penalizes:  # all would wait with it
+            found |= run_until_idle(llm, found)
+        llm.submit(prompt, params, name)
+        if i % 2:
+            found |= {output.request_id: output for output in llm.step()}
+    return run_until_idle(llm, found)
+
+
+@pytest.mark.parametrize("model", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_a_step_ahead_changes_nothing(
+    engine: Engines, drafts: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn and accepted is the same; only where an answer ends a row of it may have run in vain."""
+    plain = answers(engine(model, max_num_batched_tokens=150))
+    texts = [[*ASKED[name][0], *each.token_ids] for name, output in plain.items() for each in output.outputs]
+
+    def right_mostly(tokens: Tensor, last: Tensor, count: int) -> Tensor:
+        """Drafts by who knows the answers; wrong ones at every tenth position."""
+        found = torch.zeros(len(tokens), count, dtype=torch.int32)
+        for row, known, end in zip(found, tokens.tolist(), (last + 1).tolist(), strict=True):
+            text = next((text for text in texts if text[:end] == known[:end]), [])
+            following = [0 if i % 10 == 0 else token for i, token in enumerate(text)][end : end + count]
+            row[: len(following)] = torch.tensor(following, dtype=torch.int32)
+        return found.to(tokens.device)
+
+    monkeypatch.setattr(ngram, "follow", right_mostly)
+    for ahead in (0, 1):
+        llm = engine(model, speculative="ngram", max_draft_tokens=drafts, max_num_batched_tokens=150)
+        llm._stepper.steps_ahead, launch, late = ahead, llm.runner.launch, Counter[bool]()
+
+        def launching(plan: StepPlan, *args: Any, launch: Any = launch, late: Counter[bool] = late) -> Any:
+            late.update(step.late > 0 for step in plan.steps)
+            return launch(plan, *args)
+
+        llm.runner.launch = launching
+        found = answers(llm)
+        assert bool(late[True]) == bool(ahead)
+        for name, output in plain.items():
+            for one, other in zip(output.outputs, found[name].outputs, strict=True):
+                assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason), name
+                for there, wanted in zip(other.logprobs or (), one.logprobs or (), strict=True):
+                    assert there == pytest.approx(wanted, abs=1e-3), name
+                assert 0 <= other.num_accepted_tokens <= other.num_draft_tokens
+        assert sum(each.num_accepted_tokens for each in found["greedy"].outputs) > 25
 
 
 def test_of_two_sources_one_is_refused(engine: Engines) -> None:

@@ -11,7 +11,7 @@ from .common.launch import Launcher, index_pointers
 from .common.log import FOLD_FIELDS, WINDOW
 
 ROWS = 256  # of a turn
-TOKEN_ARRAYS = "positions", "kv_slot", "kv_len", "block_table_start", "block_table"  # None without KV
+KV_ARRAYS = "kv_slot", "kv_len", "block_table_start", "block_table"
 ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len", "folds"
 
 
@@ -64,13 +64,15 @@ def _place_decodes_kernel(
         tl.store(fields + 3, begin, mask=folded)
         tl.store(fields + 4, end + length, mask=folded)
         num_folds += tl.sum(folded.to(tl.int32), 0)
-        if PAGE:
-            table = block_table + tl.load(block_table_start + row, mask=mask, other=0)
-            for t in range(tokens_per_decode):
-                token, position, real = row * tokens_per_decode + t, start + t, t < length
+        for t in range(tokens_per_decode):
+            token, position, real = row * tokens_per_decode + t, start + t, t < length
+            if positions is not None:
+                tl.store(positions + token, tl.where(real, position, 0), mask=mask)
+            if PAGE:
+                table = block_table + tl.load(block_table_start + row, mask=mask, other=0)
                 page = tl.load(table + position // PAGE, mask=real, other=0)
                 tl.store(kv_slot + token, tl.where(real, page * PAGE + position % PAGE, -1), mask=mask)
-                tl.store(positions + token, tl.where(real, position, 0), mask=mask)
+        if PAGE:
             tl.store(kv_len + row, tl.where(length > 0, start + length, 0), mask=mask)
     tl.store(folds, num_folds)
 
@@ -82,7 +84,11 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     """See `mambacache.kernels.place_decodes`."""
     _launch(
         1,
-        (starts, *[None if block_size is None else getattr(indices, name) for name in TOKEN_ARRAYS]),
+        (
+            starts,
+            getattr(indices, "positions", None),
+            *[None if block_size is None else getattr(indices, name) for name in KV_ARRAYS],
+        ),
         index_pointers(indices, ARRAYS),
         (indices.num_decodes, indices.tokens_per_decode, starts.stride(0)),
         {"PAGE": block_size or 0, "ROWS": ROWS},

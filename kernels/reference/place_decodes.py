@@ -25,12 +25,13 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     fields = torch.stack([src, dst, indices.log_slot, begin, end + length], dim=1)[rows].flatten()
     indices.folds[0] = len(rows)
     indices.folds[1 : 1 + len(fields)] = fields
-    if block_size is None:
-        return
     token = torch.arange(indices.tokens_per_decode, device=indices.device)
     real, positions = token < length[:, None], starts[:, None] + token
+    if hasattr(indices, "positions"):
+        indices.positions[: real.numel()] = torch.where(real, positions, 0).flatten()
+    if block_size is None:
+        return
     pages = indices.block_table_start[: len(starts), None] + torch.where(real, positions // block_size, 0)
     slots = indices.block_table[pages] * block_size + positions % block_size
-    indices.positions[: real.numel()] = torch.where(real, positions, 0).flatten()
     indices.kv_slot[: real.numel()] = torch.where(real, slots, -1).flatten()
     indices.kv_len[: len(starts)] = torch.where(length > 0, starts + length, 0)

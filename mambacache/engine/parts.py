@@ -39,8 +39,7 @@ from mambacache.runner.sizing import (
     usable_memory,
     weight_bytes,
 )
-from mambacache.scheduler.drafts import DraftFunction, DraftSource, on_copies, one_by_one
-from mambacache.scheduler.ngram import PromptLookup
+from mambacache.scheduler.drafts import DeviceDrafts, DraftFunction, DraftSource, on_copies, one_by_one
 from mambacache.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -122,9 +121,9 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
         draft_model, taken = _draft_model(config, drafting, weights, device)
         weights += taken
     usable = usable_memory(config, weights, total_memory(device), free_memory(device))
-    source: DraftSource | None = draft_model
+    source: DraftSource | DeviceDrafts | None = draft_model
     if config.speculative == "ngram":
-        source = one_by_one(PromptLookup())
+        source = DeviceDrafts()
     elif draft is not None:
         source = one_by_one(on_copies(draft))
     files = _disk_tier(config, model, torch.device(device), directory, undone)
@@ -139,7 +138,7 @@ def _core(
     model: Model,
     usable: int,
     device: str,
-    source: DraftSource | None = None,
+    source: DraftSource | DeviceDrafts | None = None,
     files: DiskTier | None = None,
 ) -> Core:
     """A model's pools and its scheduler, with so many bytes `usable` for states and KV."""
@@ -156,6 +155,8 @@ def _core(
             longest = sizes.max_model_len + config.max_draft_tokens
             max_pages = -(-longest // config.block_size) if model.kv_layers else 0
             runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
+    if isinstance(source, DeviceDrafts):
+        runner.draft(sizes.max_model_len + 3 * (config.max_draft_tokens + 1), config.block_size)
     vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
     scheduler = Scheduler(
         cache,

@@ -193,7 +193,7 @@ class Stepper:
         try:
             flight.answers = [self.answers[step.request_id] for step in plan.steps]
             sampling = [answers.sampling(step) for answers, step in zip(flight.answers, plan.steps, strict=True)]
-            flight.launched = self._runner.launch(plan, sampling, unread)
+            flight.launched = self._runner.launch(plan, sampling, unread, self._scheduler.cache.tokens)
             self._scheduler.issued(plan)
         except Exception as error:
             self._contain(flight, error)

@@ -13,7 +13,7 @@ from mambacache.config import SamplingParams
 from mambacache.kernels import StateIndices
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
-from mambacache.runner.sampler import RowSampling, draw_parameters
+from mambacache.runner.sampler import RowSampling, draw_parameters, random_bits
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class DeviceBatch:
         sample_index: int32 [S], the logits after which a token is sampled, row by row.
         draw_index: int32 [R], which of these are drawn at random.
         draw_parameters: int32 [5, R], see `sampler.draw_parameters`.
+        late_bits, draw_row: int32 [R, 8] and [R], where rows may be late: the random bits of each draw for every number
+            of tokens by which its row may be, and that row; N for prefill rows, which never are.
         prompt_index, prompt_token: int32 [K], the logits from which log probabilities of prompt tokens are taken, row
             by row, and of which tokens.
         scored_samples: int32 [K'], the samples whose log probabilities are wanted.
@@ -43,6 +45,8 @@ class DeviceBatch:
     sample_index: torch.Tensor
     draw_index: torch.Tensor
     draw_parameters: torch.Tensor
+    late_bits: torch.Tensor | None
+    draw_row: torch.Tensor | None
     prompt_index: torch.Tensor
     prompt_token: torch.Tensor
     scored_samples: torch.Tensor
@@ -66,7 +70,8 @@ class DeviceBatch:
         scored: list[int] = []
         prompts: list[tuple[int, int]] = []
         num_top = 0
-        for step, row, (first, end) in zip(plan.steps, sampling, _logits_bounds(plan), strict=True):
+        late, draw_row, num_rows = any([step.late for step in plan.steps]), list[int](), len(plan.arrays["decode_src"])
+        for i, (step, row, (first, end)) in enumerate(zip(plan.steps, sampling, _logits_bounds(plan), strict=True)):
             params, place = row.params, len(offsets)
             if step.samples:
                 offsets += [end - 1] * len(row.seeds) if step.prefill else range(first, first + step.num_tokens)
@@ -75,6 +80,7 @@ class DeviceBatch:
             if params.temperature > 0 and step.samples:
                 drawn += places_here
                 draws += _draws(step, row)
+                draw_row += [i if i < plan.num_decodes else num_rows] * len(places_here)
             if row.adjustments:
                 adjusted |= {i: row.adjustments[0 if step.prefill else i - place] for i in places_here}
             if params.logprobs is not None:
@@ -84,7 +90,7 @@ class DeviceBatch:
                 prompts += enumerate(row.prompt_targets, first)
                 num_top = max(num_top, params.prompt_logprobs)
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
-        unknown = np.flatnonzero(first_tokens == PLACEHOLDER).tolist()
+        unknown = [row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].late]
         lists = {
             "unknown": [row * plan.tokens_per_decode for row in unknown],
             "source": [places[plan.steps[row].life] for row in unknown],
@@ -98,11 +104,20 @@ class DeviceBatch:
         arrays["draw_parameters"] = draw_parameters(
             [params for params, _, _ in draws], [seed for _, seed, _ in draws], [position for *_, position in draws]
         )
+        if late and draws:
+            bits = [random_bits([seed] * 8, range(position, position + 8)) for _, seed, position in draws]
+            arrays |= {"late_bits": np.stack(bits), "draw_row": np.array(draw_row, np.int32)}
         changes = adjustment_arrays(adjusted, drawn) if adjusted else {}
         indices = StateIndices.from_arrays({**plan.arrays, **arrays, **changes}, device)
         adjustments = Adjustments(*(getattr(indices, name) for name in changes)) if changes else None
-        tensors = {name: getattr(indices, name) for name in arrays}
+        tensors = {"late_bits": None, "draw_row": None} | {name: getattr(indices, name) for name in arrays}
         return cls(indices, tuple(samples), num_top, **tensors, adjustments=adjustments)
+
+    def draw_late(self, late: torch.Tensor) -> None:
+        """The random bits of draws of rows that are `late`, int64 [N], by so many tokens."""
+        if self.late_bits is not None and self.draw_row is not None:
+            by = torch.cat([late, late.new_zeros(1)])[self.draw_row]
+            self.draw_parameters[4] = self.late_bits.gather(1, by[:, None])[:, 0]
 
 
 def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from mambacache.models.adapt import Model
 from mambacache.plan import NULL_BLOCK, PageTables, SequenceStep, StepPlan, build_plan, pad
 from mambacache.runner.cuda_graphs import DecodeGraphs
 from mambacache.runner.device_batch import DeviceBatch
+from mambacache.runner.ngram import Histories, Known
 from mambacache.runner.sampler import RowSampling, sample, score
 
 Logprobs = dict[int, float]
@@ -47,6 +48,7 @@ class Launched:
         plan, sampling, batch: the step.
         tokens: int64 [S] on the device, what it samples.
         scores: of K tokens these, int64 [K]; their log probabilities [K]; the most likely ones [K, top], and theirs.
+        counts: int64 [N], how many of a decode row's tokens are accepted, where the device itself drafts.
     """
 
     def __init__(
@@ -56,13 +58,15 @@ class Launched:
         batch: DeviceBatch,
         tokens: torch.Tensor,
         scores: Sequence[torch.Tensor],
+        counts: torch.Tensor | None = None,
     ) -> None:
         self.tokens = tokens
         self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # of each row in the tokens
         self.places = {step.life: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
-        self._sampling, self._batch = sampling, batch
-        self._shapes = [column.shape for column in (tokens, *scores)]
-        bits = [x.view(torch.int32) if x.is_floating_point() else x.int() for x in (tokens, *scores)]
+        self._sampling, self._batch, self._num_decodes = sampling, batch, plan.num_decodes
+        columns = [tokens, tokens[:0] if counts is None else counts, *scores]
+        self._shapes = [column.shape for column in columns]
+        bits = [x.view(torch.int32) if x.is_floating_point() else x.int() for x in columns]
         self._results = torch.cat([x.flatten() for x in bits]).to("cpu", non_blocking=True)  # pinned then
         self._done = torch.cuda.Event() if tokens.is_cuda else None
         if self._done is not None:
@@ -74,23 +78,29 @@ class Launched:
             self._done.synchronize()
         ends = np.cumsum([shape.numel() for shape in self._shapes])
         parts = np.split(self._results.numpy(), ends[:-1])
-        tokens, *scores = (part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        tokens, counts, *scores = (part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True))
         columns = (column.view(np.float32) if i % 2 else column for i, column in enumerate(scores))
-        return self._by_rows(tokens.tolist(), list(zip(*(column.tolist() for column in columns), strict=True)))
+        scored = list(zip(*(column.tolist() for column in columns), strict=True))
+        return self._by_rows(tokens.tolist(), counts[: self._num_decodes].tolist(), scored)
 
-    def _by_rows(self, tokens: list[int], scores: list[Score]) -> list[RowOutput]:
-        """Hands out tokens and scores. Both stand in the order of rows, the scores of prompts before the rest."""
+    def _by_rows(self, tokens: list[int], counts: list[int], scores: list[Score]) -> list[RowOutput]:
+        """Hands out tokens and scores, but for drafts that are known to be wrong. Both stand in the order of rows, the
+        scores of prompts before the rest."""
+        kept = [end - first for first, end in self._bounds]
+        kept[: len(counts)] = counts
         if not scores:
-            return [RowOutput(tokens[first:end]) for first, end in self._bounds]
+            return [
+                RowOutput(tokens[first : first + count]) for (first, _), count in zip(self._bounds, kept, strict=True)
+            ]
         num_prompts = len(self._batch.prompt_index)
         of_prompts, of_samples = iter(scores[:num_prompts]), iter(scores[num_prompts:])
         return [
             RowOutput(
-                tokens[first:end],
-                _take(of_samples, end - first, row.params.logprobs),
+                tokens[first : first + count],
+                _take(of_samples, end - first, row.params.logprobs)[:count],
                 _take(of_prompts, len(row.prompt_targets), row.params.prompt_logprobs),
             )
-            for (first, end), row in zip(self._bounds, self._sampling, strict=True)
+            for (first, end), count, row in zip(self._bounds, kept, self._sampling, strict=True)
         ]
 
 
@@ -109,6 +119,12 @@ class ModelRunner:
         self.states, self.logs = states, logs
         self.pages = pages
         self._graphs: DecodeGraphs | None = None
+        self._histories: Histories | None = None
+
+    def draft(self, max_tokens: int, block_size: int) -> None:
+        """From now on drafts that a plan leaves open are made here, for requests of up to so many tokens."""
+        self._histories = Histories(len(self.logs.slabs) - 1, max_tokens, self.states.buffer.device)
+        self._block_size = block_size if self.pages is not None else None
 
     def capture(self, max_rows: int, max_draft_tokens: int, max_pages: int) -> None:
         """Captures decode steps of up to `max_rows` rows, with a bar, in CUDA graphs: from now on a step that fits one
@@ -137,7 +153,13 @@ class ModelRunner:
             self.launch(plan, [RowSampling(SamplingParams(temperature=0), (0,))] * len(steps)).read()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, sampling: Sequence[RowSampling], unread: Launched | None = None) -> Launched:
+    def launch(
+        self,
+        plan: StepPlan,
+        sampling: Sequence[RowSampling],
+        unread: Launched | None = None,
+        known: Known = lambda request_id: (),
+    ) -> Launched:
         """Tells the device to run one step, and does not wait for it.
 
         Args:
@@ -145,6 +167,7 @@ class ModelRunner:
             sampling: for each row of `plan.steps` how it is sampled.
             unread: the step before, if its tokens were not read when this one was planned: they are taken on the device
                 where the plan has none.
+            known: the tokens of a request that the host knows, asked where drafts are made here.
         """
         with torch.cuda.device_of(self.states.buffer):  # where Triton launches, whatever its arguments lie on
             pages = self.pages.layers if self.pages is not None else []
@@ -158,12 +181,20 @@ class ModelRunner:
             batch = DeviceBatch.build(plan, sampling, self.states.buffer.device, places)
             if unread is not None and len(batch.unknown):
                 batch.indices.tokens[batch.unknown] = unread.tokens[batch.source].clamp(min=0).int()
+            histories, counts = self._histories if plan.num_decodes else None, None
+            if histories is not None:
+                planned = torch.maximum(batch.indices.decode_len, batch.indices.late_len)
+                late = histories.begin(plan, batch.indices, known, self._block_size)
+                batch.draw_late(late)
             if graph is not None:
                 logits = graph.replay(batch.indices)
             else:
                 logits = self.model.logits(batch.indices, self.states.layers, self.logs.layers, pages)
             tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
-            return Launched(plan, sampling, batch, tokens, _scores(logits, tokens, batch))
+            scores = _scores(logits, tokens, batch)
+            if histories is not None:
+                counts = histories.end(batch.indices, planned, tokens)
+            return Launched(plan, sampling, batch, tokens, scores, counts)
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:

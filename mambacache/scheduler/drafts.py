@@ -9,6 +9,8 @@ from dataclasses import replace
 from itertools import islice
 from numbers import Integral
 
+from mambacache.plan import FOLD, PLACEHOLDER
+from mambacache.report import Progress
 from mambacache.scheduler.request import Request
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,8 @@ def on_copies(propose: DraftFunction) -> DraftFunction:
 
 class Drafts:
     """Guards a draft source: what it raises, or guesses outside the vocabulary, costs guesses alone."""
+
+    ahead = False  # it is asked when all tokens are known
 
     def __init__(self, source: DraftSource, vocab_size: int) -> None:
         self._source = source
@@ -68,11 +72,39 @@ class Drafts:
             self._failed = True
 
 
+class DeviceDrafts:
+    """Drafts that the runner makes where tokens are sampled, and verifies there too: here they are placeholders. None
+    for answers whose logits depend on tokens, or on how many there are: those must be known."""
+
+    ahead = True
+
+    def propose(self, limits: Mapping[Request, int]) -> dict[Request, tuple[int, ...]]:
+        return {
+            request: (PLACEHOLDER,) * limit
+            for request, limit in limits.items()
+            if not request.params.adjusts(len(request.output))
+        }
+
+
+def guarded(source: DraftSource | DeviceDrafts, vocab_size: int) -> Drafts | DeviceDrafts:
+    """A source as a scheduler asks it."""
+    return source if isinstance(source, DeviceDrafts) else Drafts(source, vocab_size)
+
+
+def drafts_room(request: Request, at: Progress) -> int:
+    """How many drafts a decode row can use: up to the end of its log, or, if it may be late, of the answer at most."""
+    left = request.params.max_tokens - len(request.output) - at.in_flight - 1
+    if at.in_flight and request.drafted:
+        return left - request.drafted
+    return min(left, FOLD - 1 - at.computed % FOLD)
+
+
 def agreed(drafts: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """The sampled tokens whose inputs, the drafts before them, were sampled too."""
+    """The sampled tokens whose inputs, the drafts before them, were sampled too. What comes after a placeholder, if
+    anything, is right."""
     taken = [sampled[0]]
-    for draft, token in zip(drafts, sampled[1:], strict=True):
-        if draft != taken[-1]:
+    for draft, token in zip(drafts, sampled[1:], strict=False):
+        if draft not in (taken[-1], PLACEHOLDER):
             break
         taken.append(token)
     return taken

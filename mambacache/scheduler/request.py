@@ -40,6 +40,7 @@ class Request:
     waiting: bool = False  # in line, or set aside
     passed_at: int | None = None  # how many admissions there had been when another one was first let ahead of it
     wrong_from: int | None = None  # after so many tokens its logits were not finite
+    drafted: int = 0  # drafts of its last row
     num_draft_tokens: int = 0  # that were verified
     num_accepted_tokens: int = 0  # that were right
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD, NOT_FINITE, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
-from mambacache.scheduler.drafts import Drafts, DraftSource, agreed
+from mambacache.scheduler.drafts import DeviceDrafts, DraftSource, agreed, drafts_room, guarded
 from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
 
@@ -42,7 +42,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         long_prefill_token_threshold: int = 0,
-        draft: DraftSource | None = None,
+        draft: DraftSource | DeviceDrafts | None = None,
         vocab_size: int = 1 << 31,
     ) -> None:
         for name, value in (("max_num_batched_tokens", max_num_batched_tokens), ("max_num_seqs", max_num_seqs)):
@@ -54,7 +54,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._long_prefill = long_prefill_token_threshold
-        self._drafts = Drafts(draft, vocab_size) if draft is not None else None
+        self._drafts = guarded(draft, vocab_size) if draft is not None else None
         self._arrivals = 0
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
@@ -146,9 +146,10 @@ class Scheduler:
         return plan
 
     def _awaits_tokens(self) -> bool:
-        """Whether a running request needs unread tokens: for a fork, the last accepted draft, or a penalty. All wait
-        with it: were the others to go ahead, two halves of the batch would take turns from then on."""
-        needy = (r for r in self._running if self._drafts is not None or r.siblings or r.params.penalizes)
+        """Whether a running request needs unread tokens: for a fork, the host's drafts, or a penalty. All wait with it:
+        were the others to go ahead, two halves of the batch would take turns from then on."""
+        drafts = self._drafts is not None and not self._drafts.ahead
+        needy = (r for r in self._running if drafts or r.siblings or r.params.penalizes)
         return any(not r.waiting and self.cache.progress(r.request_id).in_flight for r in needy)
 
     def _schedule_alone(self) -> bool:
@@ -175,8 +176,7 @@ class Scheduler:
         if self._drafts is not None:
             most = min(self.cache.config.max_draft_tokens, self._budget - len(rows))
             drafts = self._drafts.propose({
-                request: min(most, request.params.max_tokens - len(request.output) - 1, FOLD - 1 - at.computed % FOLD)
-                for request, at in rows if at.computed >= at.prefill_end
+                request: min(most, drafts_room(request, at)) for request, at in rows if at.computed >= at.prefill_end
             })  # fmt: skip
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
@@ -235,7 +235,7 @@ class Scheduler:
         if step.prefill and request.params.prompt_logprobs is not None:
             step = step._replace(prompt_logits=True)
         self._budget -= step.num_tokens
-        self._steps[request] = step
+        self._steps[request], request.drafted = step, len(step.drafts)
         return True
 
     def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:
@@ -344,7 +344,8 @@ class Scheduler:
                 reason = request.finish_reason
             ends[request], accepted[step.request_id] = (taken, reason), taken
             if step.drafts:
-                request.num_draft_tokens += len(step.drafts)
+                start = len(request.prompt) + len(request.output) - 1  # a row that was late ends with its log
+                request.num_draft_tokens += min(len(step.drafts), FOLD - 1 - start % FOLD)
                 request.num_accepted_tokens += len(given) - 1
         self.cache.accept(plan.steps, accepted)
         for request, (taken, reason) in ends.items():

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from logits_run import let_load
 from vllm import LLM, SamplingParams
 
 DRAFTS, ANSWER, ROWS = 3, 120, 40
@@ -47,6 +48,7 @@ def watch(core: Any, counts: Counter[str]) -> None:
 
 def main() -> None:
     rng, counts = random.Random(0), Counter[str]()
+    let_load(json.loads(Path(sys.argv[1], "config.json").read_text()))
     llm = LLM(sys.argv[1], **OPTIONS)
     core = llm.llm_engine.engine_core.engine_core
     watch(core, counts)
