@@ -26,6 +26,7 @@ class Line:
 
     def __init__(self) -> None:
         self.ahead = 0
+        self.cache = SimpleNamespace(tokens=None)  # which are asked for by a runner alone
         self.requests: dict[str, Request] = {}
         self.told: list[tuple[str, Any]] = []
         self.stuck = False
@@ -49,7 +50,7 @@ class Line:
         self.under_way.append(SimpleNamespace(steps=steps, number=next(self.numbers)))
         return self.under_way[-1]
 
-    def launch(self, plan: Any, sampling: list[Any], unread: Any = None) -> Any:
+    def launch(self, plan: Any, sampling: list[Any], unread: Any, known: None) -> Any:
         assert len(sampling) == len(plan.steps)
         assert (unread is None) == (plan is self.under_way[0])
         return SimpleNamespace(read=lambda: self.read(plan))

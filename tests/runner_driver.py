@@ -183,6 +183,7 @@ def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: i
         "log_start": [step.log_start for step in decodes],
         "log_end": [step.start % FOLD for step in decodes],
         "decode_len": [step.num_tokens for step in decodes],
+        "late_len": [0 for _ in decodes],
         "query_start_loc": query_start,
         "context_len": [step.start for step in prefills],
         "src": [step.src for step in prefills],

@@ -14,6 +14,7 @@ from mambacache import LLM
 from mambacache.config import EngineConfig
 from mambacache.engine import parts
 from mambacache.models.adapt import model_skeleton
+from mambacache.runner.ngram import history_bytes
 from mambacache.runner.sizing import SHARES, plan_memory
 
 ROOM = 14  # slabs beside those of running requests
@@ -30,7 +31,10 @@ def start(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
         ample = plan_memory(EngineConfig(directory, **settings), model_skeleton(directory), 1 << 40)  # type: ignore[arg-type]
         assert ample.slab is not None
         slabs = -(-ample.num_running_states // ample.slab.states) + 1 + room
-        memory = int(((slabs + 0.5) * ample.slab.nbytes + 3 * ample.log_bytes) / SHARES[device][0])
+        memory = int((slabs + 0.5) * ample.slab.nbytes) + 3 * ample.log_bytes
+        if "speculative" in options:
+            memory += history_bytes(3, ample.max_model_len, 3)
+        memory = int(memory / SHARES[device][0])
         monkeypatch.setattr(parts, "usable_memory", lambda *_: memory)
         llm = LLM(directory, **settings)  # type: ignore[arg-type]
         assert llm.sizes.slab == ample.slab and llm.sizes.num_slabs == slabs - 1

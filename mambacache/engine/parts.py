@@ -156,7 +156,7 @@ def _core(
             max_pages = -(-longest // config.block_size) if model.kv_layers else 0
             runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
     if isinstance(source, DeviceDrafts):
-        runner.draft(sizes.max_model_len + 3 * (config.max_draft_tokens + 1), config.block_size)
+        runner.draft(sizes.max_model_len, config.max_draft_tokens, config.block_size)
     vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
     scheduler = Scheduler(
         cache,

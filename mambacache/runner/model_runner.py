@@ -121,9 +121,10 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._histories: Histories | None = None
 
-    def draft(self, max_tokens: int, block_size: int) -> None:
+    def draft(self, max_model_len: int, max_draft_tokens: int, block_size: int) -> None:
         """From now on drafts that a plan leaves open are made here, for requests of up to so many tokens."""
-        self._histories = Histories(len(self.logs.slabs) - 1, max_tokens, self.states.buffer.device)
+        slots, device = len(self.logs.slabs) - 1, self.states.buffer.device
+        self._histories = Histories(slots, max_model_len, max_draft_tokens, device)
         self._block_size = block_size if self.pages is not None else None
 
     def capture(self, max_rows: int, max_draft_tokens: int, max_pages: int) -> None:
@@ -183,9 +184,8 @@ class ModelRunner:
                 batch.indices.tokens[batch.unknown] = unread.tokens[batch.source].clamp(min=0).int()
             histories, counts = self._histories if plan.num_decodes else None, None
             if histories is not None:
-                planned = torch.maximum(batch.indices.decode_len, batch.indices.late_len)
-                late = histories.begin(plan, batch.indices, known, self._block_size)
-                batch.draw_late(late)
+                begun = histories.begin(plan, batch.indices, known, self._block_size)
+                batch.draw_late(begun.late)
             if graph is not None:
                 logits = graph.replay(batch.indices)
             else:
@@ -193,7 +193,7 @@ class ModelRunner:
             tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
             scores = _scores(logits, tokens, batch)
             if histories is not None:
-                counts = histories.end(batch.indices, planned, tokens)
+                counts = histories.end(batch.indices, begun, tokens)
             return Launched(plan, sampling, batch, tokens, scores, counts)
 
 

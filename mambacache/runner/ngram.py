@@ -7,6 +7,7 @@ tokens of the one before it are read: it knows neither these drafts nor, after s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,28 +24,48 @@ Known = Callable[[str], Sequence[int]]
 """The tokens of a request that the host knows."""
 
 
+def history_bytes(slots: int, max_model_len: int, max_draft_tokens: int) -> int:
+    """What `Histories` takes."""
+    return 4 * (slots + 1) * _room(max_model_len, max_draft_tokens)
+
+
+def _room(max_model_len: int, max_draft_tokens: int) -> int:
+    """Of a request's tokens: its last row, and one that is launched in vain behind that, go beyond its end."""
+    return max_model_len + 3 * (max_draft_tokens + 1)
+
+
+class Begun(NamedTuple):
+    """Of each decode row, int64 [N]: by how many tokens it is late, and where its samples begin."""
+
+    late: Tensor
+    first_sample: Tensor
+
+
 class Histories:
     """The tokens of all running requests as the steps that were launched leave them, by the slot of their log.
 
     Args:
         slots: of token logs.
-        max_tokens: of a request, drafts beyond its end included.
+        max_model_len: tokens of a request.
+        max_draft_tokens: of a row.
     """
 
-    def __init__(self, slots: int, max_tokens: int, device: torch.device | str) -> None:
-        self._tokens = torch.zeros(slots + 1, max_tokens + 1, dtype=torch.int32, device=device)
+    def __init__(self, slots: int, max_model_len: int, max_draft_tokens: int, device: torch.device | str) -> None:
+        room = _room(max_model_len, max_draft_tokens)
+        self._tokens = torch.zeros(slots + 1, room, dtype=torch.int32, device=device)
         self._lengths = torch.ones(slots + 1, dtype=torch.int64, device=device)  # of the null slot always 1
         self._lives: dict[int, int] = {}  # by slot
 
-    def begin(self, plan: StepPlan, indices: StateIndices, known: Known, block_size: int | None) -> Tensor:
+    def begin(self, plan: StepPlan, indices: StateIndices, known: Known, block_size: int | None) -> Begun:
         """Before a step with decode rows: gives them the tokens that the host does not know, and moves those that are
-        late. Returns int64 [N], by how many tokens they were."""
+        late."""
         steps = plan.steps[: plan.num_decodes]
         tokens = indices.tokens[: indices.num_decodes * indices.tokens_per_decode].view(indices.num_decodes, -1)
         self._add([*enumerate(steps)], known, tokens)
         slots = indices.log_slot.long()
         starts = self._lengths[slots] - 1
         late = torch.where(indices.late_len > 0, starts - indices.positions[: tokens.numel() : tokens.shape[1]], 0)
+        samples = torch.maximum(indices.decode_len, indices.late_len)
         if any(step.late for step in steps):
             tokens[:, 0] = torch.where(indices.late_len > 0, self._tokens[slots, starts], tokens[:, 0])
             place_decodes(indices, starts, block_size)
@@ -52,7 +73,7 @@ class Histories:
             longest = max(step.start + step.late for step in steps) + 1
             drafts = follow(self._tokens[slots, :longest], starts, tokens.shape[1] - 1)
             tokens[:, 1:] = torch.where(tokens[:, 1:] == PLACEHOLDER, drafts, tokens[:, 1:])
-        return late
+        return Begun(late, samples.cumsum(0) - samples)
 
     def _add(self, rows: Sequence[tuple[int, SequenceStep]], known: Known, tokens: Tensor) -> None:
         """Of rows that are the first of their lives all tokens, the last of which is the row's own."""
@@ -66,17 +87,13 @@ class Histories:
             self._lengths[step.log_slot] = step.start + 1
             self._lives[step.log_slot] = step.life
 
-    def end(self, indices: StateIndices, planned: Tensor, sampled: Tensor) -> Tensor:
-        """After it: keeps what was accepted. Returns int64 [N], how many tokens each row gave.
-
-        Args:
-            planned: int32 [N], how many tokens of each row were sampled.
-            sampled: int64 [S], the decode rows' first.
-        """
+    def end(self, indices: StateIndices, begun: Begun, sampled: Tensor) -> Tensor:
+        """After it, with its tokens, int64 [S], the decode rows' first: keeps what was accepted. Returns int64 [N], how
+        many tokens each row gave."""
         width = indices.tokens_per_decode
-        tokens = indices.tokens[: len(planned) * width].view(-1, width)
+        tokens = indices.tokens[: indices.num_decodes * width].view(-1, width)
         each = torch.arange(width, device=sampled.device)
-        place = (planned.cumsum(0) - planned)[:, None] + each
+        place = begun.first_sample[:, None] + each
         given = sampled[place.clamp(max=len(sampled) - 1)].clamp(min=0).int()
         right = (tokens[:, 1:] == given[:, :-1]) & (each[1:] < indices.decode_len[:, None])
         count = 1 + right.int().cumprod(1).sum(1)

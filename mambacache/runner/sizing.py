@@ -16,6 +16,7 @@ from mambacache.kernels import state_bytes
 from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
 from mambacache.runner.kv_pages import Slab, kv_block_bytes, slab_of
+from mambacache.runner.ngram import history_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     page = kv_block_bytes(model.kv_layers, config.block_size)
     memory = int(free_bytes * _share(config.device)[0])
     max_model_len = _longest(config, model)
+    if config.speculative == "ngram":
+        histories = history_bytes(config.max_num_seqs, max_model_len, config.max_draft_tokens)
+        memory, free_bytes = memory - histories, free_bytes - histories
 
     least = (1 + SPARE_STATES) * state + log + page
     if memory < least:
