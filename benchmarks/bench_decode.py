@@ -1,7 +1,8 @@
-"""Decode of our own engine, or of vLLM with the plugin, at several numbers of rows: seconds for 128 tokens each, and
-of a decode step the device's time and the time from one to the next.
+"""Decode of our own engine, of vLLM with the plugin, or of vLLM alone, at several numbers of rows: seconds for 128
+tokens each, and of a decode step the device's time and the time from one to the next.
 
-    python benchmarks/bench_decode.py MODEL [--engine ours|plugin] [--rows 64 256] [--label L] [--json OUT.json]
+    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--rows 64 256] [--drafts 3] [--label L]
+                                      [--json OUT.json]
 
 To set two versions against each other run each in turn on one machine, the other one with its folder in PYTHONPATH:
 MODEL is a checkpoint for ours, and for the plugin a configuration, whose weights are random.
@@ -35,10 +36,10 @@ def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int) -> dict[st
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             times.append(time.perf_counter() - start)
-        middle = marks[DECODED // 4 : DECODED]
+        middle = marks[len(marks) // 4 : -2]  # with drafts there are fewer than tokens
         device.append(statistics.median(begin.elapsed_time(end) for begin, end in middle))
         period.append(statistics.median(first.elapsed_time(then) for (first, _), (then, _) in pairwise(middle)))
-    return {"rows": rows, "times": times[1:]} | {
+    return {"rows": rows, "steps": len(marks), "times": times[1:]} | {
         name: statistics.median(each[1:])
         for name, each in {"seconds": times, "device_ms": device, "period_ms": period}.items()
     }
@@ -47,8 +48,10 @@ def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
-    parser.add_argument("--engine", choices=("ours", "plugin"), default="ours")
+    parser.add_argument("--engine", choices=("ours", "plugin", "vllm"), default="ours")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts a step")
+    parser.add_argument("--in-turn", action="store_true", help="of ours, no step ahead of the tokens of the one before")
     parser.add_argument("--label", default="", help="of the figures: a version")
     parser.add_argument("--json", type=Path, help="where to add the figures")
     options = parser.parse_args()
@@ -57,12 +60,19 @@ def main() -> None:
         from mambacache import LLM, SamplingParams
 
         params: Any = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
+        if options.drafts:
+            limits |= {"speculative": "ngram", "max_draft_tokens": options.drafts}
         llm: Any = LLM(options.model, dtype="bfloat16", state_dtype="float32", seed=0, **limits)
+        if options.in_turn:
+            llm._stepper.steps_ahead = 0
         steps: tuple[Any, str] = (llm.runner, "launch")
     else:
-        os.environ |= {"MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        os.environ |= {"MAMBACACHE": str(int(options.engine == "plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         import vllm
 
+        if options.drafts:
+            lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+            limits["speculative_config"] = lookup | {"num_speculative_tokens": options.drafts}
         params = vllm.SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True, detokenize=False)
         llm = vllm.LLM(
             options.model, load_format="dummy", dtype="bfloat16", mamba_ssm_cache_dtype="float32", seed=0,
@@ -70,11 +80,12 @@ def main() -> None:
         )  # fmt: skip
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         steps = (worker.model_runner, "execute_model")
-    result = about("torch", "triton") | {"label": options.label, "engine": options.engine, "rows": []}
+    setting = {name: getattr(options, name) for name in ("label", "engine", "drafts", "in_turn")}
+    result = about("torch", "triton") | setting | {"rows": []}
     for rows in options.rows:
         row = measure(llm, steps, params, rows)
         result["rows"].append(row)
-        brief = "{seconds:.3f} s, device {device_ms:.3f} ms, a step every {period_ms:.3f} ms".format(**row)
+        brief = "{seconds:.3f} s, {steps} steps, device {device_ms:.3f} ms, one every {period_ms:.3f} ms".format(**row)
         print(options.label, options.engine, rows, brief, flush=True)
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else []

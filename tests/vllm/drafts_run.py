@@ -1,7 +1,7 @@
 """Has a model on a GPU answer with n-gram drafts, a step ahead of their verification, and looks each token up in what a
 prefill of the whole answer says; a process of its own.
 
-    python drafts_run.py MODEL OUT.json
+    python drafts_run.py MODEL OUT.json [OPTIONS as JSON]
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def watch(core: Any, counts: Counter[str]) -> None:
 def main() -> None:
     rng, counts = random.Random(0), Counter[str]()
     let_load(json.loads(Path(sys.argv[1], "config.json").read_text()))
-    llm = LLM(sys.argv[1], **OPTIONS)
+    llm = LLM(sys.argv[1], **OPTIONS | json.loads("".join(sys.argv[3:]) or "{}"))
     core = llm.llm_engine.engine_core.engine_core
     watch(core, counts)
     shared = [rng.randrange(2, 500) for _ in range(150)]
