@@ -110,10 +110,11 @@ def check_next_row(
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts):
         return ()
-    unknown = isinstance(drafts, list | tuple) and PLACEHOLDER in drafts
-    given = [0 if token == PLACEHOLDER else token for token in drafts] if unknown else drafts
-    guesses = tuple(token_array(f"the drafts of {_name(request)}", given))
-    if unknown:
+    guesses = (PLACEHOLDER,) * len(drafts)
+    if not isinstance(drafts, tuple) or drafts != guesses:
+        mixed = isinstance(drafts, list | tuple) and PLACEHOLDER in drafts
+        known = [0 if token == PLACEHOLDER else token for token in drafts] if mixed else drafts
+        token_array(f"the drafts of {_name(request)}", known)
         guesses = tuple(map(int, drafts))
     if len(guesses) > max_drafts:
         raise ValueError(

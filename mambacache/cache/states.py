@@ -230,9 +230,9 @@ class States:
         end = min(start + step.num_tokens, (start // FOLD + 1) * FOLD)
         src, dst = (0 if lease is None else lease.block for lease in (life.state, row.dst))
         dst = dst if end % FOLD == 0 else 0
-        row.step = step._replace(
-            start=start, num_tokens=end - start, src=src, dst=dst, log_start=life.log_start,
-            drafts=step.drafts[: end - start - 1], late=0,
+        row.step = SequenceStep(
+            step.request_id, step.life, step.row, start, end - start, False, True, src, dst, step.log_slot,
+            life.log_start, step.drafts[: end - start - 1],
         )  # fmt: skip
         if not row.issue:
             return  # until then it keeps its dst: with a stop inside the drafts the device is further, and may write it

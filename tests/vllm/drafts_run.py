@@ -52,8 +52,8 @@ def main() -> None:
     llm = LLM(sys.argv[1], **OPTIONS | json.loads("".join(sys.argv[3:]) or "{}"))
     core = llm.llm_engine.engine_core.engine_core
     watch(core, counts)
-    shared = [rng.randrange(2, 500) for _ in range(150)]
-    prompts = [shared[: rng.choice([0, 70, 150])] + [rng.randrange(2, 500) for _ in range(rng.randint(1, 90))] * 2
+    shared = [rng.randrange(2, 250) for _ in range(150)]
+    prompts = [shared[: rng.choice([0, 70, 150])] + [rng.randrange(2, 250) for _ in range(rng.randint(1, 90))] * 2
                for _ in range(ROWS)]  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
     answers = [
