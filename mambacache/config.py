@@ -312,8 +312,8 @@ class EngineConfig:
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
         speculative: "ngram" drafts what followed a request's last tokens where they stood before. The directory or Hub
             id of a checkpoint with the same vocabulary has that model draft; its states and KV take a tenth of what
-            both models' weights leave. None for no drafts, or those of LLM's `draft`. With drafts a GPU waits for each
-            step's tokens before the next one begins.
+            both models' weights leave. None for no drafts, or those of LLM's `draft`. But for "ngram", whose drafts are
+            made on the device, a GPU waits for each step's tokens before the next one begins.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
             3, or LLM's `draft`, a function of a request and a limit that gives token ids.
         enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.
