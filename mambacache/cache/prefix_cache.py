@@ -178,7 +178,7 @@ class PrefixCache:
         """The row that runs the next `num_tokens` tokens and then `drafts`, with a block if it stores a state; if there
         is no room it is None, and nothing has changed.
 
-        After a row with drafts, the next one can be allocated once `accept` was told which of them agreed.
+        Before `accept` is told which drafts of a row agreed, one more may be allocated: it is `late` by some of them.
 
         Args:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.

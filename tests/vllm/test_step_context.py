@@ -1,0 +1,106 @@
+"""Indices of a batch with late rows, in whatever order vLLM has it: as those that a host makes which knows all."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mambacache.kernels import StatePool, StateTensor
+from mambacache.plan import DECODE_ARRAYS, SequenceStep
+from mambacache.vllm.layers.base import in_order
+from mambacache.vllm.model_state import UpToTheLog
+from mambacache.vllm.rows import Sender
+from mambacache.vllm.step_context import StepContext
+from test_kernels_place_decodes import random_case
+
+WIDTH = 4
+DECODES, PROMPTS = 9, 3
+
+
+class Layer:
+    """Gives each token that is computed its position plus one."""
+
+    def bind_states(self, context: StepContext, *pools: object) -> None:
+        self._context = context
+
+    @in_order
+    def core(self, positions: torch.Tensor, out: torch.Tensor) -> None:
+        indices = self._context.indices(len(positions))
+        out.zero_()
+        decodes = indices.num_decodes * indices.tokens_per_decode
+        real = torch.arange(indices.tokens_per_decode) < indices.decode_len[:, None]
+        rows = positions[:decodes].view(real.shape) + 1
+        assert torch.equal((rows[:, 0] - 1) % 16, indices.log_end.long())
+        out[:decodes] = torch.where(real, rows, 0).flatten()
+        out[decodes : indices.num_tokens] = positions[decodes : indices.num_tokens] + 1
+
+
+def context() -> tuple[Layer, StepContext]:
+    layer, tensors = Layer(), [[StateTensor((4,), torch.float32)]]
+    return layer, StepContext([layer], StatePool(tensors, 4), StatePool(tensors, 4), 16)
+
+
+def prompt(row: int) -> SequenceStep:
+    return SequenceStep("", 0, row, 64 * row, 20 + row, True, True, row, 90 + row)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("mixed", [False, True])
+def test_every_token_meets_its_row(seed: int, mixed: bool) -> None:
+    rng, case = random.Random(seed), random_case(DECODES, WIDTH, seed)
+    pairs = list(zip(case.planned, case.real, strict=True))
+    pairs += [(prompt(row), prompt(row)) for row in range(100, 100 + PROMPTS)] if mixed else []
+    pairs = [(a._replace(request_id=str(a.row)), b) for a, b in pairs]
+    rng.shuffle(pairs)
+    # vLLM gives decode rows as many tokens as they were planned with, and some that will not be computed.
+    lengths = np.array([a.num_tokens if a.prefill else WIDTH for a, _ in pairs])
+    starts = np.array([b.start for _, b in pairs])
+    positions = torch.from_numpy(
+        np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths, strict=True)])
+    )
+    layer, states = context()
+    states.receive(Sender().columns([a for a, _ in pairs], []), [])
+    names = [a.request_id for a, _ in pairs]
+    padded = None if mixed else (DECODES + 3, (DECODES + 3) * WIDTH)
+    if not mixed:
+        positions = torch.cat([positions, torch.zeros(3 * WIDTH, dtype=torch.int64)])
+    states.begin(names, lengths, padded, positions)
+    out = torch.full_like(positions, -1)
+    layer.core(positions, out)
+    at = 0
+    for (_, real), length in zip(pairs, lengths, strict=True):
+        wanted = [real.start + t + 1 if t < real.num_tokens else 0 for t in range(length)]
+        assert out[at : at + length].tolist() == wanted
+        at += length
+    assert not out[at:].any()
+    indices = states.indices(len(positions))
+    decode = [real for _, real in pairs if not real.prefill]
+    wanted_arrays = dict(zip(DECODE_ARRAYS, zip(*[
+        (r.src, r.dst, r.log_slot, r.log_start, r.start % 16, r.num_tokens, 0) for r in decode
+    ], strict=True), strict=True))  # fmt: skip
+    for name in DECODE_ARRAYS[:-1]:
+        assert tuple(getattr(indices, name).tolist()[:DECODES]) == wanted_arrays[name], name
+
+
+def test_drafts_beyond_a_log_are_wrong_ones() -> None:
+    """Rows of 4 tokens that begin 1 to 5 tokens before a multiple of 16, and a prompt's last token."""
+    starts = [16 * row + 16 - before for row, before in enumerate(range(1, 6))]
+    positions = torch.tensor([start + t for start in starts for t in range(WIDTH)] + [77])
+    batch = SimpleNamespace(
+        positions=positions,
+        logits_indices=torch.arange(len(positions)),
+        expanded_local_pos=torch.tensor([*range(WIDTH)] * 5 + [0], dtype=torch.int32),
+    )
+    given: list[torch.Tensor] = []
+    sampler = UpToTheLog(lambda logits, batch, draft_logits, invalid: given.append(invalid))
+    known = torch.zeros(len(positions), dtype=torch.bool)
+    known[-2] = True  # by a grammar
+    for invalid in (None, known):
+        sampler(torch.zeros(len(positions), 3), batch, None, invalid)
+    wanted = [t >= before for before in range(1, 6) for t in range(WIDTH)] + [False]
+    assert given[0].tolist() == wanted
+    assert given[1].tolist() == [*wanted[:-2], True, False]
