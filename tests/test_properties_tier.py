@@ -136,6 +136,7 @@ class IllegalTieredHost(IllegalHost):
     def __init__(self, seed: int, config: CacheConfig) -> None:
         super().__init__(seed, config)
         self.cache: TieredCache = TieredCache(config, seed)
+        self.cache.runner.propose = self.propose
         self.old_ones: list[Transfer] = []
         self.ended = self.loads = 0
 

@@ -87,18 +87,23 @@ def decode_rows(indices: StateIndices) -> list[tuple[int, ...]]:
     return list(zip(*(getattr(indices, name).tolist() for name in names), strict=True))
 
 
+def ones(names: list[str]) -> np.ndarray:
+    """Rows of one token."""
+    return np.ones(len(names), np.int64)
+
+
 def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) -> None:
     sender, padding = Sender(), (0,) * 6
 
     def run(steps: list[SequenceStep], names: list[str], padded_rows: int | None) -> StateIndices:
         context.receive(sender.columns(steps, []), [])
-        context.begin(names, padded_rows)
+        context.begin(names, ones(names), None if padded_rows is None else (padded_rows, padded_rows))
         indices = context.indices(len(names) if padded_rows is None else padded_rows)
         context.end()
         return indices
 
     for _ in range(2):  # as graphs are captured
-        context.begin([], 4)
+        context.begin([], ones([]), (4, 4))
         assert decode_rows(context.indices(4)) == [padding] * 4
     captured = run([decode("a", 3, 0, 70), decode("b", 4, 0, 73)], ["a", "b"], 4)
     assert decode_rows(captured) == [(3, 0, 1, 6, 6, 1), (4, 0, 2, 6, 9, 1), padding, padding]
@@ -109,7 +114,7 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
     run([decode("a", 3, 0, 73), decode("b", 4, 0, 76)], ["a", "b"], None)  # beside a prefill, say: not in the buffers
     assert run([decode("a", 3, 0, 74), decode("b", 4, 0, 77)], ["b", "a"], 4) is captured
     assert decode_rows(captured)[:2] == [(4, 0, 2, 6, 13, 1), (3, 0, 1, 6, 10, 1)]
-    context.begin(["dummy"], 4)  # a dummy batch between steps
+    context.begin(["dummy"], ones(["dummy"]), (4, 4))  # a dummy batch between steps
     assert decode_rows(context.indices(4)) == [padding] * 4
     run([decode("a", 3, 0, 75), decode("b", 4, 0, 78)], ["b", "a"], 4)
     run([decode("a", 3, 0, 76), decode("b", 4, 5, 79)], ["b", "a"], 4)
@@ -121,7 +126,7 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
 
 def test_runs_without_a_plan_store_nothing(context: StepContext) -> None:
     context.receive(None, [])
-    context.begin(["dummy"])
+    context.begin(["dummy"], ones(["dummy"]))
     indices = context.indices(150)
     assert indices.num_tokens == 150 and indices.num_prefills == 1
     assert indices.src.tolist() == [0] and not indices.chunk_dst.any()
@@ -130,7 +135,7 @@ def test_runs_without_a_plan_store_nothing(context: StepContext) -> None:
 def test_a_row_that_did_not_travel_is_no_silence(context: StepContext) -> None:
     context.receive(Sender().columns([decode("a", 3, 0, 70)], []), [])
     with pytest.raises(KeyError):
-        context.begin(["a", "b"])
+        context.begin(["a", "b"], ones(["a", "b"]))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -145,7 +150,7 @@ def test_batches_in_any_order_are_rearranged_and_back(seed: int) -> None:
         log = (0, 0) if is_prompt else (i + 1, 0)
         steps.append(SequenceStep(str(i), 1, i, 64, tokens, is_prompt, True, i + 1, 50 + i if is_prompt else 0, *log))
     context.receive(sender.columns(steps, ()), ())
-    context.begin([step.request_id for step in steps])
+    context.begin([step.request_id for step in steps], np.array([step.num_tokens for step in steps]))
     batch = torch.arange(sum(step.num_tokens for step in steps))
     ends = np.cumsum([step.num_tokens for step in steps])
     starts = {step.request_id: int(end) - step.num_tokens for step, end in zip(steps, ends, strict=True)}
