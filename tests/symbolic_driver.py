@@ -130,7 +130,7 @@ class CheckedCache(PrefixCache):
             if step.row in lives and not lives[step.row].ended:
                 step = self._books.rows[step.row].step  # placed meanwhile, perhaps
                 if not step.late:
-                    self._computes(lives[step.row], step, 0 if step.drafts else step.num_tokens)
+                    self._computes(lives[step.row], step, 1 if step.drafts else step.num_tokens)
         self.sync()
         self.quietly(self.check)
 

@@ -165,6 +165,7 @@ class States:
             life.drafted.append(row)
             if not step.late:
                 life.computed = step.start + 1  # without a fold: this token is right, whatever is drafted after it
+                self._ledger.computed(life.trace, life.computed)
             return
         self._folded(life, row)
         if row.checkpoints:
