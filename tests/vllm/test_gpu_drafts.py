@@ -13,7 +13,7 @@ import torch
 from real_shapes import save
 
 FOLDER = Path(__file__).resolve().parent
-NEAR = 0.5  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's
+NEAR = 0.1  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's; 0.031 was measured
 SECONDS = 280
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
