@@ -124,13 +124,10 @@ class CheckedCache(PrefixCache):
         return plan
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
-        lives = {step.row: row.life for step in steps if (row := self._books.rows.get(step.row)) is not None}
+        rows = [row for step in steps if (row := self._books.rows.get(step.row)) is not None]
         super().issued(steps)
-        for step in steps:
-            if step.row in lives and not lives[step.row].ended:
-                step = self._books.rows[step.row].step  # placed meanwhile, perhaps
-                if not step.late:
-                    self._computes(lives[step.row], step, 1 if step.drafts else step.num_tokens)
+        for row in [row for row in rows if not row.life.ended and not row.step.late]:
+            self._computes(row.life, row.step, 1 if row.step.drafts else row.step.num_tokens)
         self.sync()
         self.quietly(self.check)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from numbers import Integral
@@ -50,11 +49,15 @@ class Drafts:
         limits = {request: limit for request, limit in limits.items() if limit > 0}
         found: dict[Request, tuple[int, ...]] = {}
         guesses: Iterator[Sequence[int]] = iter(())
-        with self._guarded():
+        try:
             guesses = iter(self._source(limits) if limits else ())
+        except Exception:
+            self._failure()
         for request, limit in limits.items():
-            with self._guarded():
+            try:
                 found[request] = self._checked(tuple(islice(next(guesses), limit)))
+            except Exception:
+                self._failure()
         return found
 
     def _checked(self, guess: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,14 +65,10 @@ class Drafts:
             raise ValueError(f"{guess} are no token ids: give integers from 0 to {self._vocab_size - 1}")
         return guess
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            if not self._failed:
-                logger.exception("the draft source failed, which is said once: requests go on without its guesses")
-            self._failed = True
+    def _failure(self) -> None:
+        if not self._failed:
+            logger.exception("the draft source failed, which is said once: requests go on without its guesses")
+        self._failed = True
 
 
 class DeviceDrafts:
