@@ -18,6 +18,7 @@ from .api import (
 from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
 from .indices import FOLD, DecodeBuffers, StateIndices, pack_arrays
 from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log
+from .ngrams import add_to_history, draft_from_history
 from .state_pool import StatePool, StateTensor, state_bytes
 
 __all__ = [
@@ -26,11 +27,13 @@ __all__ = [
     "StateIndices",
     "StatePool",
     "StateTensor",
+    "add_to_history",
     "choose_experts",
     "combine_experts",
     "conv1d",
     "conv1d_log",
     "copy_blocks",
+    "draft_from_history",
     "gated_delta_rule",
     "gated_delta_rule_log",
     "gated_rms_norm",

@@ -342,9 +342,11 @@ def _check_decodes(arrays: Mapping[str, np.ndarray], width: int) -> None:
 
 def _folds(arrays: Mapping[str, np.ndarray], rows: int) -> np.ndarray:
     """See `StateIndices.folds`, for so many rows."""
+    folds = np.zeros(1 + len(_FOLD_FIELDS) * rows, np.int32)
+    if not arrays["decode_dst"].any():
+        return folds
     chosen = np.flatnonzero((arrays["decode_dst"] != 0) & (arrays["decode_len"] > 0))
     fields = np.stack([arrays[name][chosen] for name in _FOLD_FIELDS], axis=1)
     fields[:, -1] += arrays["decode_len"][chosen]
-    folds = np.zeros(1 + len(_FOLD_FIELDS) * rows, np.int32)
     folds[0], folds[1 : 1 + fields.size] = len(chosen), fields.ravel()
     return folds

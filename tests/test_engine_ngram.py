@@ -13,7 +13,8 @@ from torch import Tensor
 from engine_driver import Engines, Original, answer, ask, greedy, run_until_idle, tokens_of
 from mambacache import LLM, SamplingParams
 from mambacache.engine.outputs import RequestOutput
-from mambacache.plan import StepPlan
+from mambacache.kernels import StateIndices, draft_from_history
+from mambacache.plan import PLACEHOLDER, StepPlan
 from mambacache.runner import ngram
 
 REPEATED = tokens_of(1, 40) * 3
@@ -76,16 +77,20 @@ def test_a_step_ahead_changes_nothing(
     plain = answers(engine(model, max_num_batched_tokens=150))
     texts = [[*ASKED[name][0], *each.token_ids] for name, output in plain.items() for each in output.outputs]
 
-    def right_mostly(tokens: Tensor, last: Tensor, count: int) -> Tensor:
+    def right_mostly(indices: StateIndices, histories: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts by who knows the answers; wrong ones at every tenth position."""
-        found = torch.zeros(len(tokens), count, dtype=torch.int32)
-        for row, known, end in zip(found, tokens.tolist(), (last + 1).tolist(), strict=True):
-            text = next((text for text in texts if text[:end] == known[:end]), [])
-            following = [0 if i % 10 == 0 else token for i, token in enumerate(text)][end : end + count]
-            row[: len(following)] = torch.tensor(following, dtype=torch.int32)
-        return found.to(tokens.device)
+        tokens = indices.tokens[: indices.num_decodes * indices.tokens_per_decode].view(indices.num_decodes, -1)
+        is_open = tokens == PLACEHOLDER
+        begun = draft_from_history(indices, histories, lengths)
+        for row, mask, slot in zip(tokens[:, 1:], is_open[:, 1:], indices.log_slot, strict=True):
+            known, count = histories[slot, : lengths[slot]].tolist(), len(row)
+            text = next((text for text in texts if text[: len(known)] == known), [])
+            following = [0 if i % 10 == 0 else token for i, token in enumerate(text)][len(known) :][:count]
+            drafts = torch.tensor([*following, *[0] * count][:count], dtype=torch.int32, device=row.device)
+            row[mask] = drafts[mask]
+        return begun
 
-    monkeypatch.setattr(ngram, "follow", right_mostly)
+    monkeypatch.setattr(ngram, "draft_from_history", right_mostly)
     for ahead in (0, 1):
         llm = engine(model, speculative="ngram", max_draft_tokens=drafts, max_num_batched_tokens=150)
         llm._stepper.steps_ahead, launch, late = ahead, llm.runner.launch, Counter[bool]()

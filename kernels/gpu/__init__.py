@@ -10,6 +10,7 @@ from .experts import choose_experts, combine_experts, group_by_expert, silu_and_
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
+from .ngrams import add_to_history, draft_from_history
 from .paged_attention import paged_attention
 from .place_decodes import place_decodes
 from .rms_norm import rms_norm
@@ -17,10 +18,12 @@ from .selective_scan import selective_scan
 from .ssd import ssd
 
 __all__ = [
+    "add_to_history",
     "choose_experts",
     "combine_experts",
     "conv1d",
     "copy_blocks",
+    "draft_from_history",
     "gated_delta_rule",
     "gated_rms_norm",
     "group_by_expert",
