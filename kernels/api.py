@@ -252,7 +252,7 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 
 def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None = None) -> None:
     """Moves the decode rows of a step to where their sequences are, which the host did not know when it planned them:
-    drafts of the step before were not verified yet. The only op that changes index arrays.
+    drafts of the step before were not verified yet. The only op that changes where rows are.
 
     Args:
         starts: int32 or int64 [N], any stride: of each row the position of its first token. Of a row of padding any.

@@ -33,8 +33,8 @@ def add_to_history(
     row the samples that agree with its drafts, and one more. Returns int64 [N], how many these are.
 
     Shapes: first_sample int64 [N], as `draft_from_history` gave it; sampled int64 [S], one for every token of every
-    row, of which the decode rows' stand first (below 0 counts as 0). In `histories` the 8 places behind the new length
-    may hold anything afterwards.
+    row, of which the decode rows' stand first (below 0 counts as 0). A history must have room for T tokens more: where
+    fewer are added, the places behind them may hold anything afterwards.
     """
     _check(indices, histories, lengths)
     check_shape("first_sample", first_sample, indices.num_decodes)
@@ -42,6 +42,8 @@ def add_to_history(
     check_rank("sampled", sampled, "S")
     check_dtype("sampled", sampled, torch.int64)
     check_devices(indices, first_sample=first_sample, sampled=sampled)
+    if not (first_sample.is_contiguous() and sampled.is_contiguous()):
+        raise ValueError("first_sample and sampled must be contiguous: call contiguous() on them.")
     return backend(histories).add_to_history(indices, first_sample, sampled, histories, lengths)
 
 

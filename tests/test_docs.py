@@ -229,11 +229,9 @@ def test_checkpoint_sizes(name: str) -> None:
     config = AutoConfig.for_model(**CHECKPOINTS[name])
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
-    model = adapt(module)
-    weights, sizes = weight_bytes(model), [state_bytes(model.state_layers(torch.float32))]
+    model = adapt(module.to(torch.bfloat16))  # releases of transformers keep more or fewer routers in fp32
+    sizes = [weight_bytes(model), state_bytes(model.state_layers(torch.float32))]
     if model.kv_layers:
         sizes.append(kv_block_bytes(model.kv_layers, 64) // 64)
     row = next(line for line in PAGES["docs/models.md"].splitlines() if line.startswith(f"| {name} |"))
-    stated, *others = (int(n.replace(",", "")) for n in re.findall(r"([\d,]{5,}) bytes", row))
-    assert stated == pytest.approx(weights, rel=1e-3)  # releases of transformers keep more or fewer routers in fp32
-    assert others == sizes
+    assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]{5,}) bytes", row)] == sizes
