@@ -19,6 +19,7 @@ from .experts import choose_experts, combine_experts, group_by_expert, silu_and_
 from .indices import FOLD, DecodeBuffers, StateIndices, pack_arrays
 from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log
 from .ngrams import add_to_history, draft_from_history
+from .paths import keep_paths
 from .state_pool import StatePool, StateTensor, state_bytes
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "group_by_expert",
     "kda",
     "kda_log",
+    "keep_paths",
     "pack_arrays",
     "paged_attention",
     "place_decodes",

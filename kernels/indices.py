@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar
 
@@ -17,10 +18,11 @@ FOLD = 16
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
 _FOLD_FIELDS = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
 _DECODE = (*_FOLD_FIELDS, "decode_len", "late_len")
+_DECODE_TOKEN = ("ancestors", "depths")
 _PREFILL = ("context_len", "src")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
-_NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_PREFILL, *_CHUNK)}
+_NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_DECODE_TOKEN, *_PREFILL, *_CHUNK)}
 _NO_ROWS |= {"folds": np.zeros(1, np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -92,6 +94,11 @@ class StateIndices:
     - `late_len` [N]: 0 where the host knows where a row begins. Else the other arrays are those of its earliest place,
       with the dst that any of its places needs, and this is how many tokens it has if it does not end with its log:
       `place_decodes` must move the row before it runs. All 0 if left out
+    - `ancestors` [N * T]: of each token the ones of its row that it follows on, as a mask of bits: token j is among
+      them, or is the token itself, where bit j is set. Left out if each follows on all before it. Where a row's drafts
+      form a tree, its tokens stand in preorder, so that those of the path to a token are the last ones of their depths
+      before it. Such a row has no dst; `keep_paths` must then bring the entries of the tokens that are kept together
+    - `depths` [N * T]: how many tokens of its row each one follows on. Derived here
     - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
       which it is folded, this step's included. Derived here, for kernels that work on these alone
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
@@ -120,6 +127,8 @@ class StateIndices:
     log_slot: Tensor
     log_start: Tensor
     log_end: Tensor
+    ancestors: Tensor
+    depths: Tensor
     folds: Tensor
     query_start_loc: Tensor
     context_len: Tensor
@@ -172,12 +181,13 @@ class StateIndices:
         arrays: empty ones take their place. A host that has no attention may leave out the arrays of tokens and pages.
         Decode rows have as many tokens as `query_start_loc` leaves them, one each if it is left out. Raises ValueError
         if arrays are not int32, if their lengths contradict each other or `decode_len` the tokens of a row, if those
-        are more than 8, and if a row's tokens do not fit the log.
+        are more than 8, if a row's tokens do not fit the log, and if `ancestors` are no trees in preorder.
         """
         arrays = _with_defaults(arrays)
         num_decodes, num_prefills = arrays["decode_src"].size, arrays["src"].size
         tokens_per_decode = _decode_width(arrays, num_decodes)
         _check_decodes(arrays, tokens_per_decode)
+        arrays |= _trees(arrays, num_decodes, tokens_per_decode)
         arrays["folds"] = _folds(arrays, num_decodes)
         num_rows = num_decodes + num_prefills
         num_chunks = arrays["chunk_seq"].size
@@ -226,7 +236,9 @@ class DecodeBuffers:
 
     def __init__(self, max_rows: int, tokens_per_decode: int, device: torch.device) -> None:
         self.max_rows, self.tokens_per_decode = max_rows, tokens_per_decode
-        self._shapes = dict.fromkeys(_DECODE, (max_rows,)) | {"folds": (1 + len(_FOLD_FIELDS) * max_rows,)}
+        self._shapes = dict.fromkeys(_DECODE, (max_rows,))
+        self._shapes |= dict.fromkeys(_DECODE_TOKEN, (max_rows * tokens_per_decode,))
+        self._shapes |= {"folds": (1 + len(_FOLD_FIELDS) * max_rows,)}
         self._shapes |= dict.fromkeys(("query_start_loc", "seq_chunk_start"), (1,))
         self._buffer = torch.zeros(sum(map(_room, self._shapes.values())), dtype=torch.int32, device=device)
         self._indices: dict[int, StateIndices] = {}
@@ -263,6 +275,7 @@ class DecodeBuffers:
                 " StateIndices.from_arrays."
             )
         query_start_loc = np.array([padded_rows * self.tokens_per_decode], np.int32)
+        arrays |= _trees(arrays, rows, width)
         arrays |= {"folds": _folds(arrays, rows), "query_start_loc": query_start_loc}
         self._buffer.copy_(_staged(arrays, self._shapes, self._buffer.device), non_blocking=True)
         indices = self._view(padded_rows)
@@ -272,9 +285,10 @@ class DecodeBuffers:
     def _view(self, rows: int) -> StateIndices:
         if rows not in self._indices:
             tensors = _views(self._buffer, self._shapes)
-            tensors |= {name: tensors[name][:rows] for name in _DECODE}
-            tensors |= dict.fromkeys((*_PREFILL, *_CHUNK), self._buffer[:0])
             width = self.tokens_per_decode
+            tensors |= {name: tensors[name][:rows] for name in _DECODE}
+            tensors |= {name: tensors[name][: rows * width] for name in _DECODE_TOKEN}
+            tensors |= dict.fromkeys((*_PREFILL, *_CHUNK), self._buffer[:0])
             self._indices[rows] = StateIndices(tensors, rows, width, 0, rows * width)
         return self._indices[rows]
 
@@ -338,6 +352,38 @@ def _check_decodes(arrays: Mapping[str, np.ndarray], width: int) -> None:
             f"A row's log ends before it begins, or its tokens pass the log's {FOLD} entries: end rows at multiples of"
             f" {FOLD} tokens, with a dst, and begin their logs anew there."
         )
+
+
+@lru_cache(maxsize=512)
+def _chains(rows: int, width: int) -> dict[str, np.ndarray]:
+    """`ancestors` and `depths` of rows whose tokens each follow on all before them."""
+    token = np.arange(width, dtype=np.int32)
+    return {"ancestors": np.tile((2 << token) - 1, rows), "depths": np.tile(token, rows)}
+
+
+def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str, np.ndarray]:
+    """The arrays of `_DECODE_TOKEN` for so many rows."""
+    if not arrays["ancestors"].size:
+        return _chains(rows, width)
+    _check_lengths(arrays, {"ancestors": rows * width})
+    ancestors, token = arrays["ancestors"].reshape(rows, width), np.arange(width, dtype=np.int32)
+    depths = np.bitwise_count(ancestors).astype(np.int32) - 1
+    real = token < arrays["decode_len"][:, None]
+    for t in range(width):
+        others = ancestors[:, t] ^ (1 << t)
+        below = others | others >> 1
+        below |= below >> 2
+        below |= below >> 4  # all bits up to the highest one, that of its parent
+        path = ancestors[:, t - 1] & below if t else 0  # in preorder it shares its beginning with the token before it
+        if (real[:, t] & ((others != path) | ((others > 0) != (t > 0)))).any():
+            raise ValueError(
+                f"ancestors of token {t} of a row are no path of a tree in preorder: give each token's own bit and all "
+                "of its parent's, and let a token's descendants follow it at once."
+            )
+    branches = (real & (depths != token)).any(axis=1)
+    if (branches & ((arrays["decode_dst"] != 0) | (arrays["late_len"] != 0))).any():
+        raise ValueError("A row whose drafts form a tree has a dst or a late_len: end it before its log does.")
+    return {"depths": depths.ravel()}
 
 
 def _folds(arrays: Mapping[str, np.ndarray], rows: int) -> np.ndarray:

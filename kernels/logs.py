@@ -20,10 +20,15 @@ def inner_dtype(activations: torch.dtype, state: torch.dtype) -> torch.dtype:
     return torch.float64 if activations == state == torch.float64 else torch.float32
 
 
+def _entries(*shape: int, dtype: torch.dtype) -> StateTensor:
+    """A tensor with an entry of this shape for each token."""
+    return StateTensor((FOLD, *shape), dtype, per_token=True)
+
+
 @cache
 def conv1d_log(dim: int, dtype: torch.dtype) -> StateTensor:
     """The raw inputs of a convolution, gated ones if it has an input gate."""
-    return StateTensor((FOLD, dim), dtype)
+    return _entries(dim, dtype=dtype)
 
 
 @cache
@@ -37,10 +42,10 @@ def gated_delta_rule_log(
     """
     inner = inner_dtype(dtype, state_dtype)
     return (
-        StateTensor((FOLD, heads, K), dtype),
-        StateTensor((FOLD, heads), inner),
-        StateTensor((FOLD, value_heads, V), inner),
-        StateTensor((FOLD, value_heads), inner),
+        _entries(heads, K, dtype=dtype),
+        _entries(heads, dtype=inner),
+        _entries(value_heads, V, dtype=inner),
+        _entries(value_heads, dtype=inner),
     )
 
 
@@ -48,7 +53,7 @@ def gated_delta_rule_log(
 def kda_log(heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
     """As `gated_delta_rule_log`, with sums for every key channel."""
     *others, sums = gated_delta_rule_log(heads, heads, K, V, dtype, state_dtype)
-    return (*others, StateTensor((FOLD, heads, K), sums.dtype))
+    return (*others, _entries(heads, K, dtype=sums.dtype))
 
 
 @cache
@@ -58,10 +63,10 @@ def ssd_log(
     """x and B as they came, step sizes, and the sums of log decays."""
     inner = inner_dtype(dtype, state_dtype)
     return (
-        StateTensor((FOLD, heads, P), dtype),
-        StateTensor((FOLD, groups, N), dtype),
-        StateTensor((FOLD, heads), inner),
-        StateTensor((FOLD, heads), inner),
+        _entries(heads, P, dtype=dtype),
+        _entries(groups, N, dtype=dtype),
+        _entries(heads, dtype=inner),
+        _entries(heads, dtype=inner),
     )
 
 
@@ -76,9 +81,9 @@ def selective_scan_log(dim: int, N: int, dtype: torch.dtype, state_dtype: torch.
         dtype: of activations.
     """
     return (
-        StateTensor((FOLD, dim), dtype),
-        StateTensor((FOLD, dim), dtype),
-        StateTensor((FOLD, N), dtype),
+        _entries(dim, dtype=dtype),
+        _entries(dim, dtype=dtype),
+        _entries(N, dtype=dtype),
         StateTensor((dim, N), inner_dtype(dtype, state_dtype)),
         StateTensor((dim,), torch.int32),
     )

@@ -15,10 +15,11 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a recurrent layer's state, without the dimension of blocks."""
+    """One tensor of a recurrent layer's state, log or KV page, without the dimension of blocks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    per_token: bool = False  # the first dimension is one of tokens
 
     @property
     def nbytes(self) -> int:
@@ -40,7 +41,8 @@ class StatePool:
     `layers` holds, for each layer, views [num_blocks + 1, *shape] of its tensors: slot `block` is the state with that
     id. Slot 0 is the null block: it is never written, and never read, so that its contents mean nothing. The memory is
     not cleared, and nothing but the ops of `mambacache.kernels` may read or write it. `slabs` are the same slots as
-    uint8 [num_blocks + 1, block_bytes].
+    uint8 [num_blocks + 1, block_bytes], and `per_token` says where in them tokens have entries of their own: of each
+    such tensor the offset, how many tokens it holds, and the bytes of one.
 
     Args:
         layers: the tensors of one state, layer by layer.
@@ -85,8 +87,15 @@ class StatePool:
         self.num_blocks = slots - 1
         self.buffer = buffer
         self.slabs = slabs = buffer[: slots * slot_bytes].view(slots, slot_bytes)[:, : self.block_bytes]
-        offsets = accumulate((_padded(tensor) for layer in layers for tensor in layer), initial=0)
-        self.layers = [tuple(_view(slabs, tensor, next(offsets)) for tensor in layer) for layer in layers]
+        tensors = [tensor for layer in layers for tensor in layer]
+        offsets = list(accumulate(map(_padded, tensors), initial=0))
+        views = iter([_view(slabs, tensor, offset) for tensor, offset in zip(tensors, offsets, strict=False)])
+        self.layers = [tuple(next(views) for _ in layer) for layer in layers]
+        self.per_token = tuple(
+            (offset, tensor.shape[0], tensor.nbytes // tensor.shape[0])
+            for tensor, offset in zip(tensors, offsets, strict=False)
+            if tensor.per_token
+        )
 
 
 def _padded(tensor: StateTensor) -> int:

@@ -23,6 +23,7 @@ ARRAYS = (
     "log_slot",
     "log_start",
     "log_end",
+    "ancestors",
     "query_start_loc",
     "context_len",
     "src",
@@ -116,6 +117,34 @@ def _store_window(slot, history, mask, DIM: tl.constexpr):
 
 
 @triton.jit
+def _load_logged(
+    window,
+    has_window,
+    log,
+    start,
+    end,
+    channel,
+    in_dim,
+    DIM: tl.constexpr,
+    REACH: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr,
+):
+    """The REACH inputs before entry `end` of a log, in fp32. Those before its entry `start` are in the window."""
+    history = ()
+    for i in tl.static_range(REACH):
+        entry = end - REACH + i
+        logged = entry >= start
+        place = tl.where(
+            logged,
+            log + tl.multiple_of(entry * DIM, STATE_ALIGNMENT),
+            window + tl.multiple_of((entry - start + REACH) * DIM, STATE_ALIGNMENT),
+        )
+        past = tl.load(place + channel, mask=tl.where(logged | has_window, in_dim, False), other=0)
+        history = history + (past.to(tl.float32),)
+    return history
+
+
+@triton.jit
 def _decode_row(
     source,
     target,
@@ -131,6 +160,7 @@ def _decode_row(
     log_slot,
     log_start,
     log_end,
+    ancestors,
     item,
     tokens_per_decode,
     channel,
@@ -142,7 +172,9 @@ def _decode_row(
     SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Loads come first and in the order of their use, since each is waited for where it is used."""
+    """Loads come first and in the order of their use, since each is waited for where it is used.
+
+    Where a token does not follow on the one before it, the inputs of its path are read again."""
     REACH: tl.constexpr = WIDTH - 1
     row = item * tokens_per_decode
     src, slot = tl.load(decode_src + item), tl.load(log_slot + item)
@@ -152,17 +184,7 @@ def _decode_row(
     dst = tl.load(decode_dst + item)
     window = state + tl.multiple_of(src * state_stride, STATE_ALIGNMENT)
     log += tl.multiple_of(slot * log_stride, STATE_ALIGNMENT)
-    history = ()
-    for i in tl.static_range(REACH):
-        entry = end - REACH + i
-        logged = entry >= start
-        place = tl.where(
-            logged,
-            log + tl.multiple_of(entry * DIM, STATE_ALIGNMENT),
-            window + tl.multiple_of((entry - start + REACH) * DIM, STATE_ALIGNMENT),
-        )
-        past = tl.load(place + channel, mask=tl.where(logged | (src != 0), in_dim, False), other=0)
-        history = history + (past.to(tl.float32),)
+    history = _load_logged(window, src != 0, log, start, end, channel, in_dim, DIM, REACH, STATE_ALIGNMENT)
     taps = _split_taps(tap_tile, WIDTH, BLOCK_D)
 
     out, out_stride, _, _ = target
@@ -175,6 +197,12 @@ def _decode_row(
         y = _output(inputs, taps, bias, WIDTH, SILU)
         _store_output(target, row + t, channel, y, in_dim, ALIGNMENT)
         history = inputs[1:]
+        path = tl.load(ancestors + row + t + 1, mask=t + 1 < computed, other=-1)
+        if (path >> t) & 1 == 0:
+            history = _load_logged(window, src != 0, log, start, end, channel, in_dim, DIM, REACH, STATE_ALIGNMENT)
+            for e in range(t):
+                if (path >> e) & 1 == 1:
+                    history = history[1:] + (_load_input(source, row + e, channel, in_dim, ALIGNMENT).to(tl.float32),)
     if (dst != 0) & (computed > 0):
         _store_window(state + tl.multiple_of(dst * state_stride, STATE_ALIGNMENT) + channel, history, in_dim, DIM)
     zeros = tl.zeros([BLOCK_D], out.dtype.element_ty)
@@ -271,6 +299,7 @@ def _conv1d_kernel(
     log_slot,
     log_start,
     log_end,
+    ancestors,
     query_start_loc,
     context_len,
     src,
@@ -333,6 +362,7 @@ def _conv1d_kernel(
                 log_slot,
                 log_start,
                 log_end,
+                ancestors,
                 item,
                 tokens_per_decode,
                 channel,

@@ -12,7 +12,7 @@ from .common.log import FOLD_FIELDS, WINDOW
 
 ROWS = 256  # of a turn
 KV_ARRAYS = "kv_slot", "kv_len", "block_table_start", "block_table"
-ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len", "folds"
+ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len", "depths", "folds"
 
 
 @triton.jit(do_not_specialize=["num_rows", "tokens_per_decode", "stride"])
@@ -30,6 +30,7 @@ def _place_decodes_kernel(
     log_end,
     lengths,
     late_len,
+    depths,
     folds,
     num_rows,
     tokens_per_decode,
@@ -67,7 +68,8 @@ def _place_decodes_kernel(
         for t in range(tokens_per_decode):
             token, position, real = row * tokens_per_decode + t, start + t, t < length
             if positions is not None:
-                tl.store(positions + token, tl.where(real, position, 0), mask=mask)
+                depth = tl.load(depths + token, mask=mask, other=0)
+                tl.store(positions + token, tl.where(real, start + depth, 0), mask=mask)
             if PAGE:
                 table = block_table + tl.load(block_table_start + row, mask=mask, other=0)
                 page = tl.load(table + position // PAGE, mask=real, other=0)

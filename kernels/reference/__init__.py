@@ -6,6 +6,7 @@ from .experts import choose_experts, combine_experts, group_by_expert, silu_and_
 from .gated_delta_rule import gated_delta_rule
 from .gated_rms_norm import gated_rms_norm
 from .kda import kda
+from .keep_paths import keep_paths
 from .ngrams import add_to_history, draft_from_history
 from .paged_attention import paged_attention
 from .place_decodes import place_decodes
@@ -24,6 +25,7 @@ __all__ = [
     "gated_rms_norm",
     "group_by_expert",
     "kda",
+    "keep_paths",
     "paged_attention",
     "place_decodes",
     "rms_norm",

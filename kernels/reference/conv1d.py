@@ -9,7 +9,7 @@ from ..indices import StateIndices
 from .chunks import Chunks
 from .elementwise import silu
 from .log import write_log
-from .states import computed_decode_tokens, decode_targets, once_a_step, read_states, write_states
+from .states import computed_decode_tokens, decode_targets, once_a_step, parents, read_states, write_states
 
 
 def conv1d(
@@ -45,7 +45,7 @@ def conv1d(
         write_log(log, tokens, indices)
     history[window_start[:, None] + torch.arange(reach, device=x.device)] = windows
 
-    outputs = _convolve(history, weight, bias)[place - reach]
+    outputs = _convolve(history, place, _previous(indices, place, token), weight, bias)
     out[token] = (silu(outputs) if activation == "silu" else outputs).to(x.dtype)
     if output_gate is not None:
         out[token] *= output_gate[token]
@@ -82,16 +82,29 @@ def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-def _convolve(history: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Output i ends at place i + W - 1. Taps are added one by one: no sum whose order could vary."""
+def _previous(indices: StateIndices, place: Tensor, token: Tensor) -> Tensor:
+    """Where in the history each place's token follows on: the place before it, but for branches of decode rows."""
+    previous = torch.arange(-1, int(place.max()), device=place.device)
+    if indices.tokens_per_decode > 1 and indices.num_decodes:
+        width = indices.tokens_per_decode
+        parent = parents(indices).flatten()
+        back = torch.where(parent < 0, 1, torch.arange(len(parent), device=place.device) % width - parent)
+        decoded = token < len(parent)
+        previous[place[decoded]] = place[decoded] - back[token[decoded]]
+    return previous
+
+
+def _convolve(history: Tensor, place: Tensor, previous: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Outputs of the tokens at these places. Taps are added one by one: no sum whose order could vary."""
     dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
-    width = weight.shape[1]
-    count = len(history) - width + 1
-    total = torch.zeros(count, history.shape[1], dtype=dtype, device=history.device)
+    places = [place]
+    for _ in range(weight.shape[1] - 1):
+        places.append(previous[places[-1]])
+    total = torch.zeros(len(place), history.shape[1], dtype=dtype, device=history.device)
     if bias is not None:
         total += bias.to(dtype)
-    for i in range(width):
-        total += weight[:, i].to(dtype) * history[i : i + count].to(dtype)
+    for i, tap in enumerate(reversed(places)):
+        total += weight[:, i].to(dtype) * history[tap].to(dtype)
     return total
 
 

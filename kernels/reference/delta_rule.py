@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..indices import StateIndices
-from .log import LoggedStates, entries_after, entries_before, read_log, sums_of_decays, write_log
+from .log import LoggedStates, entries_before, read_log, sums_of_decays, write_log
 from .states import computed_decode_tokens
 
 NORM_EPS = 1e-6
@@ -35,20 +35,18 @@ def decode(
     q, k, v, g, beta = (x[:tokens].to(dtype).unflatten(0, shape) for x in (q, k, v, g, beta))
     log_k, log_norm, log_u, log_sums = log
     norm = inverse_norm(k)
+    g = sums_of_decays(g, log_sums, indices)
+    log_keys, norms, us, sums = (read_log(each, indices, entries_before(indices), dtype) for each in log)
+    keys = (log_keys * norms[..., None]).repeat_interleave(group, dim=2)
+    states = LoggedStates(state, indices, us, keys, sums)
     write_log(log_k, k, indices)
     write_log(log_norm, norm, indices)
-    write_log(log_sums, sums_of_decays(g, log_sums, indices), indices)
-
-    after = entries_after(indices)
-    keys = read_log(log_k, indices, after, dtype) * read_log(log_norm, indices, after, dtype)[..., None]
-    us = read_log(log_u, indices, entries_before(indices), dtype)
-    sums = read_log(log_sums, indices, after, dtype)
-    states = LoggedStates(state, indices, us, keys.repeat_interleave(group, dim=2), sums)
+    write_log(log_sums, g, indices)
     q = (q * inverse_norm(q)[..., None] * q.shape[-1] ** -0.5).repeat_interleave(group, dim=2)
     k = (k * norm[..., None]).repeat_interleave(group, dim=2)
     u, outputs = torch.empty_like(v), torch.empty_like(v)
     for t in range(shape[1]):
-        product = states.after(t)
+        product = states.enter(t, k[:, t], g[:, t])
         u[:, t] = beta[:, t, :, None] * (v[:, t] - product(k[:, t]))
         states.add(t, u[:, t])
         outputs[:, t] = product(q[:, t])

@@ -10,16 +10,10 @@ from torch import Tensor
 
 from ..indices import FOLD, StateIndices
 from .elementwise import exp2
-from .states import computed_decode_tokens, decode_targets, once_a_step, read_states
+from .states import computed_decode_tokens, decode_targets, once_a_step, parents, read_states
 
 LOG2_E = log2(torch.e)
 LEAST_DECAY = -34.6  # see `kernels.logs`
-
-
-@once_a_step
-def log_ends(indices: StateIndices) -> Tensor:
-    """[N]: the entry after those of every decode row's tokens."""
-    return indices.log_end + indices.decode_len
 
 
 @once_a_step
@@ -27,13 +21,6 @@ def entries_before(indices: StateIndices) -> Tensor:
     """bool [N, FOLD]: the entries of every decode row's log before the step."""
     entry = torch.arange(FOLD, device=indices.device)
     return (indices.log_start[:, None] <= entry) & (entry < indices.log_end[:, None])
-
-
-@once_a_step
-def entries_after(indices: StateIndices) -> Tensor:
-    """bool [N, FOLD]: the same with the step's tokens."""
-    entry = torch.arange(FOLD, device=indices.device)
-    return (indices.log_start[:, None] <= entry) & (entry < log_ends(indices)[:, None])
 
 
 @once_a_step
@@ -57,15 +44,15 @@ def write_log(log: Tensor, values: Tensor, indices: StateIndices) -> None:
 def sums_of_decays(g: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
     """Log decays g [N, T, ...] of the step's tokens to sums in log2 since the first entries of logs [slots, FOLD, ...].
 
-    Added one by one to what the log holds: how tokens are cut into steps changes no bit.
+    Added one by one to what the log holds, along the paths of trees: how tokens are cut into steps changes no bit.
     """
     row = torch.arange(len(g), device=g.device)
-    total = read_log(log, indices, entries_before(indices), g.dtype)[row, (indices.log_end - 1).clamp(min=0)]
-    totals = []
-    for decay in (g * LOG2_E).clamp(min=LEAST_DECAY).unbind(1):
-        total = total + decay
-        totals.append(total)
-    return torch.stack(totals, dim=1)
+    before = read_log(log, indices, entries_before(indices), g.dtype)[row, (indices.log_end - 1).clamp(min=0)]
+    totals = [before]
+    for token, decay in enumerate((g * LOG2_E).clamp(min=LEAST_DECAY).unbind(1)):
+        parent = parents(indices)[:, token]
+        totals.append(torch.stack(totals)[parent + 1, row] + decay)
+    return torch.stack(totals[1:], dim=1)
 
 
 class LoggedStates:
@@ -74,31 +61,40 @@ class LoggedStates:
     With G_e the sum of log decays up to entry e, the state after entry t is
 
         S 2^G_t + sum_{e <= t} values_e (2^(G_t - G_e) keys_e)^T
+
+    The step's tokens are entered one by one, each in the place of its depth: in preorder those of its path are the last
+    ones that were entered before it, so that sums have the order of a row without branches, bit by bit.
     """
 
     def __init__(self, state: Tensor, indices: StateIndices, values: Tensor, keys: Tensor, sums: Tensor) -> None:
-        """Entries of all rows, with zeros outside their windows: values [N, FOLD, H, V], keys [N, FOLD, H, K], and sums
-        [N, FOLD, H, K], or [N, FOLD, H, 1] where all channels decay alike."""
+        """Entries of all rows before the step, with zeros outside their windows: values [N, FOLD, H, V], keys
+        [N, FOLD, H, K], and sums [N, FOLD, H, K], or [N, FOLD, H, 1] where all channels decay alike."""
         self.indices = indices
         self.states = read_states(state, indices.decode_src, values.dtype)
         self.values = values.permute(0, 2, 3, 1).contiguous()
         self.keys, self.sums = keys.transpose(1, 2).contiguous(), sums.transpose(1, 2).contiguous()
+        self._places = indices.log_end[:, None] + indices.depths.view(len(values), -1)
 
-    def after(self, token: int) -> Callable[[Tensor], Tensor]:
-        """What multiplies vectors [N, H, K] with every row's state after so many of the step's tokens and this one."""
-        decay, keys = self._decayed(self.indices.log_end + token + 1)
+    def enter(self, token: int, keys: Tensor, sums: Tensor) -> Callable[[Tensor], Tensor]:
+        """Enters the step's token with its keys [N, H, K] and sums, and gives what multiplies vectors [N, H, K] with
+        every row's state after it, as far as values were added."""
+        row = (self.indices.decode_len > token).nonzero().squeeze(1)
+        place = self._places[row, token]
+        self.keys[row, :, place], self.sums[row, :, place] = keys[row], sums[row]
+        self.values[row, :, :, place] = 0
+        decay, decayed = self._decayed(self._places[:, token] + 1)
 
         def product(vector: Tensor) -> Tensor:
             vector = vector[:, :, None]
-            scores = (keys * vector).sum(-1)
+            scores = (decayed * vector).sum(-1)
             return (self.states * (decay * vector)).sum(-1) + (self.values * scores[:, :, None]).sum(-1)
 
         return product
 
     def add(self, token: int, values: Tensor) -> None:
-        """Puts values [N, H, V] into the entries of the step's token, which were zeros."""
+        """Adds values [N, H, V] to the entries of the step's token."""
         row = (self.indices.decode_len > token).nonzero().squeeze(1)
-        self.values[row, :, :, self.indices.log_end[row] + token] = values[row]
+        self.values[row, :, :, self._places[row, token]] = values[row]
 
     def fold(self, state: Tensor) -> None:
         """Stores the state after every row's last token where the row has a dst."""
@@ -106,7 +102,7 @@ class LoggedStates:
         row = targets.nonzero().squeeze(1)
         if not len(row):
             return
-        decay, keys = self._decayed(log_ends(self.indices))
+        decay, keys = self._decayed(self.indices.log_end + self.indices.decode_len)
         states = decay[row] * self.states[row] + self.values[row] @ keys[row]
         state[targets[row]] = states.to(state.dtype)
 

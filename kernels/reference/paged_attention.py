@@ -40,7 +40,7 @@ def paged_attention(
         for start in range(first, end, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, end)
             visible = length - (end - stop)
-            mask = torch.arange(visible, device=q.device) <= indices.positions[start:stop, None]
+            mask = _sees(indices, start, stop, length, visible)
             attended = scaled_dot_product_attention(
                 q[start:stop].transpose(0, 1)[None],
                 keys[None, :, :visible],
@@ -51,6 +51,18 @@ def paged_attention(
             )
             out[start:stop] = attended[0].transpose(0, 1)
     return out
+
+
+def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: int) -> Tensor:
+    """bool [queries, visible]: which keys of its row, of `length` tokens, each query meets: those up to its own, of a
+    decode row's tokens its ancestors alone."""
+    key = torch.arange(visible, device=indices.device)
+    width, row = indices.tokens_per_decode, start // indices.tokens_per_decode
+    if row >= indices.num_decodes:
+        return key <= indices.positions[start:stop, None]
+    begin = length - int(indices.decode_len[row])
+    masks = indices.ancestors[row * width + torch.arange(stop - start, device=key.device)]
+    return (key < begin) | ((masks[:, None] >> (key - begin).clamp(min=0)) & 1 == 1)
 
 
 def _row_spans(indices: StateIndices) -> list[tuple[int, int]]:

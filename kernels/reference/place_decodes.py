@@ -26,11 +26,12 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     indices.folds[0] = len(rows)
     indices.folds[1 : 1 + len(fields)] = fields
     token = torch.arange(indices.tokens_per_decode, device=indices.device)
-    real, positions = token < length[:, None], starts[:, None] + token
+    real, positions = token < length[:, None], starts[:, None] + indices.depths.view(len(starts), -1)
     if hasattr(indices, "positions"):
         indices.positions[: real.numel()] = torch.where(real, positions, 0).flatten()
     if block_size is None:
         return
+    positions = starts[:, None] + token
     pages = indices.block_table_start[: len(starts), None] + torch.where(real, positions // block_size, 0)
     slots = indices.block_table[pages] * block_size + positions % block_size
     indices.kv_slot[: real.numel()] = torch.where(real, slots, -1).flatten()

@@ -11,8 +11,8 @@ from ..indices import StateIndices
 from ..logs import inner_dtype
 from .chunks import CHUNK, Chunks
 from .elementwise import silu, softplus
-from .log import entries_after, log_ends, read_log, write_log
-from .states import computed_tokens, decode_targets, once_a_step, read_states, write_states
+from .log import entries_before, read_log, write_log
+from .states import computed_tokens, decode_targets, once_a_step, parents, read_states, write_states
 
 
 def selective_scan(
@@ -76,23 +76,29 @@ def _decode(
     *entries, carried, stands = log
     for each, tokens in zip(entries, (x, dt, B), strict=True):
         write_log(each, tokens, indices)
-    slot, first, end = indices.log_slot, indices.log_end, log_ends(indices)
-    x, dt, B = (read_log(each, indices, entries_after(indices), y.dtype) for each in entries)
-    dt = _steps(dt, dt_bias)
+    slot, end = indices.log_slot, indices.log_end
+    logged = [read_log(each, indices, entries_before(indices), y.dtype) for each in entries]
     known = _carried_on(indices)
     states = torch.where(known[:, None, None], carried[slot], read_states(state, indices.decode_src, y.dtype))
-    start = torch.where(known[:, None], stands[slot], first[:, None])  # of every channel
-    for entry in range(int(start.min()), int(end.max())):
-        advanced = _advance(states, dt[:, entry] * x[:, entry], dt[:, entry], A, B[:, entry])
+    start = torch.where(known[:, None], stands[slot], end[:, None])  # of every channel
+    for entry in range(int(start.min()), int(end.max())):  # drafts that were accepted
+        advanced = _token(states, *(each[:, entry] for each in logged), A, dt_bias)
         inside = (start <= entry) & (entry < end[:, None])
         states = torch.where(inside[..., None], advanced, states)
-        row = ((first <= entry) & (entry < end)).nonzero().squeeze(1)
-        token = entry - first[row]
-        y[row, token] = _read(states[row], C[row, token])
-        sure = row[token == 0]
-        carried[slot[sure]] = states[sure]
-        stands[slot[sure]] = entry + 1
-    write_states(state, decode_targets(indices), states)
+    after, row = [states], torch.arange(len(states), device=states.device)
+    for t in range(shape[1]):
+        before = torch.stack(after)[parents(indices)[:, t] + 1, row] if t else states
+        after.append(_token(before, *(each[:, t].to(y.dtype) for each in (x, dt, B)), A, dt_bias))
+        y[:, t] = _read(after[-1], C[:, t])
+    sure = (indices.decode_len > 0).nonzero().squeeze(1)
+    carried[slot[sure]], stands[slot[sure]] = after[1][sure], (end[sure] + 1)[:, None]
+    write_states(state, decode_targets(indices), torch.stack(after)[indices.decode_len.long(), row])
+
+
+def _token(states: Tensor, x: Tensor, dt: Tensor, B: Tensor, A: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """States [n, dim, N] after one token more, as it came."""
+    dt = _steps(dt, dt_bias)
+    return _advance(states, dt * x, dt, A, B)
 
 
 @once_a_step

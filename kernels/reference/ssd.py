@@ -13,7 +13,7 @@ from ..logs import inner_dtype
 from .chunks import Chunks
 from .decays import chunk_decays
 from .elementwise import silu, softplus
-from .log import LoggedStates, entries_after, read_log, sums_of_decays, write_log
+from .log import LoggedStates, entries_before, read_log, sums_of_decays, write_log
 from .states import computed_tokens
 
 
@@ -67,13 +67,17 @@ def _decode(
 ) -> None:
     shape, group = (indices.num_decodes, indices.tokens_per_decode), x.shape[1] // B.shape[1]
     x, dt, g, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, g, B, C, y))
-    for each, tokens in zip(log, (x, B, dt, sums_of_decays(g, log[-1], indices)), strict=True):
+    g = sums_of_decays(g, log[-1], indices)
+    xs, Bs, sizes, sums = (read_log(each, indices, entries_before(indices), y.dtype) for each in log)
+    for each, tokens in zip(log, (x, B, dt, g), strict=True):
         write_log(each, tokens, indices)
-    x, B, dt, sums = (read_log(each, indices, entries_after(indices), y.dtype) for each in log)
-    B, C = B.repeat_interleave(group, dim=2), C.to(y.dtype).repeat_interleave(group, dim=2)
-    states = LoggedStates(state, indices, dt[..., None] * x, B, sums[..., None])
+    states = LoggedStates(state, indices, sizes[..., None] * xs, Bs.repeat_interleave(group, dim=2), sums[..., None])
+    x, B, C = (each.to(y.dtype) for each in (x, B, C))
+    B, C = (each.repeat_interleave(group, dim=2) for each in (B, C))
     for t in range(shape[1]):
-        y[:, t] = states.after(t)(C[:, t])
+        product = states.enter(t, B[:, t], g[:, t, :, None])
+        states.add(t, dt[:, t, :, None] * x[:, t])
+        y[:, t] = product(C[:, t])
     states.fold(state)
 
 

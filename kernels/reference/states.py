@@ -48,6 +48,15 @@ def computed_decode_tokens(indices: StateIndices) -> Tensor:
 
 
 @once_a_step
+def parents(indices: StateIndices) -> Tensor:
+    """[N, T]: which token of its row each token of the decode rows comes after; -1 for the first."""
+    width = indices.tokens_per_decode
+    others = indices.ancestors.view(-1, width) & ((1 << torch.arange(width, device=indices.device)) - 1)
+    bits = (others[..., None] >> torch.arange(width, device=indices.device)) & 1
+    return (bits * torch.arange(1, width + 1, device=indices.device)).amax(-1) - 1
+
+
+@once_a_step
 def decode_targets(indices: StateIndices) -> Tensor:
     """[N]: the block for the state after each decode row, or 0: a row of padding stores nothing."""
     return torch.where(indices.decode_len > 0, indices.decode_dst, 0)

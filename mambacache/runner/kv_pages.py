@@ -16,7 +16,7 @@ def _tensors(layers: Sequence[KVLayer], block_size: int) -> list[tuple[StateTens
     """For each attention layer the key page and the value page of one block."""
 
     def page(layer: KVLayer, dim: int) -> StateTensor:
-        return StateTensor((block_size, layer.heads, dim), layer.dtype)
+        return StateTensor((block_size, layer.heads, dim), layer.dtype, per_token=True)
 
     return [(page(layer, layer.key_dim), page(layer, layer.value_dim)) for layer in layers]
 

@@ -88,6 +88,7 @@ def _prepare_kernel(
     slots,
     starts,
     ends,
+    depths,
     k_stride,
     norm_stride,
     G_stride,
@@ -106,7 +107,8 @@ def _prepare_kernel(
 ):
     """A program takes one key head of one row. It logs the new tokens' keys and decays, and leaves of every token what
     the state is to meet, its key and its query, in `vectors` [F, H, 2, K], and what they met in the log in `scores`
-    [F, HV, 2, 16]. A token's inputs are asked for before what comes first is used: each wait is a good part of all."""
+    [F, HV, 2, 16]. Its entry stands in the lane of its depth, where siblings before it stood: in preorder those below
+    are its path. A token's inputs are asked for before what comes first is used: each wait is a good part of all."""
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
     row, head = row_and_tile(HEADS)
@@ -143,8 +145,10 @@ def _prepare_kernel(
     Gs = log_G[None, :] + (entry * PARTS)[:, None]
     Gs = tl.load(Gs, mask=inside[:, None] & in_part[None, :], other=0)
     G = tl.load(log_G + (end - 1) * PARTS, mask=tl.where(end > start, in_part, False), other=0)
+    lane = end
     for t in range(tokens_per_decode):
         here = end + t
+        next_lane = end + tl.load(depths + token + 1, mask=t + 1 < length, other=0)
         next_query, next_raw, next_gate, next_beta = _load_token(
             q, k, a, b, token + 1, t + 1 < length, head, value_head, part, channel, in_K, in_part,
             Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, CHANNELS,
@@ -159,7 +163,7 @@ def _prepare_kernel(
         tl.store(log_norm + here * HEADS, norm, mask=t < length)
         tl.store(log_G + here * PARTS, G, mask=mine)
 
-        decays, total = tl.exp2(G[None, :] - Gs), tl.exp2(G)
+        decays, total, below = tl.exp2(G[None, :] - Gs), tl.exp2(G), entry < lane
         score = (token * VALUE_HEADS + value_head) * (2 * WINDOW)
         vector = vectors + (token * HEADS + head) * (2 * K) + channel
         scalar = scalars + (token * VALUE_HEADS + value_head) * SCALARS
@@ -167,22 +171,26 @@ def _prepare_kernel(
         tl.store(scalar, beta_scale / (1 + tl.exp(-beta.to(tl.float32))))
         if CHANNELS:
             met = keys * decays
-            tl.store(scores + score + entry, tl.sum(met * key[None, :], axis=1))
-            tl.store(scores + score + WINDOW + entry, tl.sum(met * met_by[None, :], axis=1))
+            tl.store(scores + score + entry, tl.where(below, tl.sum(met * key[None, :], axis=1), 0.0))
+            tl.store(scores + score + WINDOW + entry, tl.where(below, tl.sum(met * met_by[None, :], axis=1), 0.0))
             tl.store(vector, key * total, mask=in_K)
             tl.store(vector + K, met_by * total, mask=in_K)
             tl.store(scalar + 1, own)
             tl.store(scalar + 2, 1.0)
         else:
             place = scores + score[None, :] + entry[:, None]
+            decays = tl.where(below[:, None], decays, 0.0)
             tl.store(place, tl.sum(keys * key[None, :], axis=1)[:, None] * decays)
             tl.store(place + WINDOW, tl.sum(keys * met_by[None, :], axis=1)[:, None] * decays)
             tl.store(vector, key, mask=in_K)
             tl.store(vector + K, met_by, mask=in_K)
             tl.store(scalar + 1, own + tl.zeros_like(total))
             tl.store(scalar + 2, total)
-        new = (entry == here)[:, None]
+        new = (entry == lane)[:, None]
         keys, Gs = tl.where(new, key[None, :], keys), tl.where(new, G[None, :], Gs)
+        if (t + 1 < length) & (next_lane <= lane):  # a branch: decays go on from its parent's
+            G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
+        lane = next_lane
         token += 1
         query, raw, gate, beta = next_query, next_raw, next_gate, next_beta
 
@@ -201,6 +209,7 @@ def _decode_kernel(
     slots,
     starts,
     ends,
+    depths,
     slot_stride,
     u_stride,
     tokens_per_decode,
@@ -232,7 +241,7 @@ def _decode_kernel(
         wait_for_previous_launch()
         for t in range(tokens_per_decode):
             token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
+            computed, place = t < length, end + tl.load(depths + token)
             vector = vectors + (token * HEADS + key_head) * (2 * K)
             score = scores + (token * VALUE_HEADS + head) * (2 * WINDOW)
             scalar = scalars + (token * VALUE_HEADS + head) * SCALARS
@@ -245,7 +254,7 @@ def _decode_kernel(
             o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * V + value, o)
             tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
-            us = tl.where((entry == end + t)[None, None, :], u[:, :, None], us)
+            us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
 
 
 _launch_prepare = Launcher(_prepare_kernel)

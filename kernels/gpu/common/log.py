@@ -33,7 +33,7 @@ FOLD_PROGRAMS = 1056
 FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
 
 # Index arrays as the kernels take them.
-PREPARE_ARRAYS = "decode_len", "log_slot", "log_start", "log_end"
+PREPARE_ARRAYS = "decode_len", "log_slot", "log_start", "log_end", "depths"
 DECODE_ARRAYS = ("decode_src", *PREPARE_ARRAYS)
 FOLD_ARRAYS = ("folds",)
 

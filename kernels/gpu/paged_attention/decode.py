@@ -23,7 +23,7 @@ PART = 256
 SPLITS = 64
 MAX_ROWS = 64  # queries of one program
 WAVES = 32  # programs per processor in a launch: more than that find nothing to do, mostly
-ARRAYS = "decode_len", "kv_len", "block_table_start", "block_table"
+ARRAYS = "decode_len", "kv_len", "ancestors", "block_table_start", "block_table"
 
 
 @triton.jit(do_not_specialize=["num_rows", "tokens_per_decode", "q_token_stride", "q_head_stride", "scale"])
@@ -35,6 +35,7 @@ def _attention_decode_kernel(
     statistics,
     lengths,
     kv_len,
+    ancestors,
     block_table_start,
     block_table,
     num_rows,
@@ -75,7 +76,7 @@ def _attention_decode_kernel(
     step, head = query // GROUP, (key_head * GROUP + query % GROUP).to(tl.int64)
     token = row.to(tl.int64) * tokens_per_decode + step
     filled = (step < length)[:, None]
-    position = num_keys - length + step
+    seen = tl.load(ancestors + token, mask=step < length, other=0)
     channel, value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     place = tl.multiple_of(token * q_token_stride + head * q_head_stride, ALIGNMENT)
     queries = tl.load(q + place[:, None] + channel, mask=filled & (channel < D), other=0)
@@ -95,8 +96,8 @@ def _attention_decode_kernel(
             next_first = (i // (PART // BLOCK_N) * SPLITS + split) * PART + i % (PART // BLOCK_N) * BLOCK_N
             next_pages = tile_pages(table, next_first, num_keys, PAGE, BLOCK_N)
             acc, highest, total = attend(
-                acc, highest, total, queries, key_pages, value_pages, pages, first, num_keys, position, scale,
-                KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
+                acc, highest, total, queries, key_pages, value_pages, pages, first, num_keys, num_keys - length, seen,
+                scale, KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
             )  # fmt: skip
             first, pages = next_first, next_pages
         result = (tl.cast(split, tl.int64) * num_rows * tokens_per_decode + token) * HEADS + head

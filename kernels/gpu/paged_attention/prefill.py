@@ -115,14 +115,14 @@ def _attention_prefill_kernel(
     for first in tl.range(0, seen_by_all, BLOCK_N):
         following = tile_pages(table, first + BLOCK_N, end, PAGE, BLOCK_N)
         acc, highest, total = attend(
-            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, scale,
+            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, None, scale,
             KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, False,
         )  # fmt: skip
         pages = following
     for first in tl.range(seen_by_all, end, BLOCK_N):
         following = tile_pages(table, first + BLOCK_N, end, PAGE, BLOCK_N)
         acc, highest, total = attend(
-            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, scale,
+            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, None, scale,
             KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
         )  # fmt: skip
         pages = following

@@ -61,7 +61,8 @@ def attend(
     pages,
     first,
     end,
-    position,
+    last,
+    ancestors,
     scale,
     KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr,
@@ -74,8 +75,8 @@ def attend(
     """Softmax attention of queries [M, D] taken on by BLOCK_N keys (Online normalizer calculation for softmax, Milakov
     and Gimelshein 2018): the sum of values weighted by 2^(score - highest), the highest score, the sum of weights.
 
-    `pages` are what `tile_pages` gives, `scale` includes log2(e). If MASKED, a query sees keys up to its `position`
-    alone, and none is read from `end` on.
+    `pages` are what `tile_pages` gives, `scale` includes log2(e). If MASKED, none is read from `end` on, and a query
+    sees keys up to its `last` alone; or, given `ancestors`, all before `last` and then those whose bits its own has.
     """
     BLOCK_D: tl.constexpr = q.shape[1]
     BLOCK_DV: tl.constexpr = acc.shape[1]
@@ -83,7 +84,12 @@ def attend(
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         key = first + tl.arange(0, BLOCK_N)
-        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
+        if ancestors is None:
+            seen = key[None, :] <= last[:, None]
+        else:
+            bit = tl.minimum(tl.maximum(key[None, :] - last, 0), 31)
+            seen = (key[None, :] < last) | ((ancestors[:, None] >> bit) & 1 == 1)
+        scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - higher[:, None])
     decay = tl.exp2(highest - higher)

@@ -27,7 +27,7 @@ from .math import (
 )
 
 LANES = 4  # of a warp share one channel, at a state size of 16
-ARRAYS = "decode_src", "decode_len", "decode_dst", "log_slot", "log_start", "log_end"
+ARRAYS = "decode_src", "decode_len", "decode_dst", "log_slot", "log_start", "log_end", "ancestors"
 
 
 @triton.jit
@@ -106,6 +106,7 @@ def _decode_kernel(
     slots,
     starts,
     ends,
+    ancestors,
     slot_stride,
     x_stride,
     dt_stride,
@@ -124,7 +125,8 @@ def _decode_kernel(
 ):
     """A program, a warp, carries the states of GROUPS times 32 / LANES channels through a row's tokens.
 
-    A lane knows the step and gate of one channel at most, and holds some states of one channel of each group.
+    A lane knows the step and gate of one channel at most, and holds some states of one channel of each group. Where a
+    token does not follow on the one before it, its path is gone through again from the state after the first token.
     """
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
@@ -181,6 +183,20 @@ def _decode_kernel(
         u, step, b, c, gate = _load_token(x, dt, B, C, z, token + 1, channel, in_dim, n, length > 1, STRIDES, N, FOURS)
         for t in range(1, length):
             token += 1
+            path = tl.load(ancestors + token)
+            if (path >> (t - 1)) & 1 == 0:
+                tl.debug_barrier()  # what is read here other threads may have stored
+                S = ()
+                for j in tl.static_range(GROUPS):
+                    S = S + (load_states(carried, elements[j], n, insides[j], N, FOURS),)
+                for e in range(1, t):
+                    if (path >> e) & 1 == 1:
+                        old = token - t + e
+                        past, size, past_b = _load_entry(
+                            x + old * STRIDES[0], dt + old * STRIDES[1], B + old * STRIDES[3],
+                            channel, in_dim, n, e < t, N, FOURS,
+                        )  # fmt: skip
+                        S, _ = _apply(S, rates, past, size, past_b, past_b, skip, bias, lane)
             _store_entry(log_x, log_dt, log_B, end + t, u, step, b, channel, in_dim, n, tile == 0, DIM, N)
             S, y = _apply(S, rates, u, step, b, c, skip, bias, lane)
             if z is not None:

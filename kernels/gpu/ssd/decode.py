@@ -79,6 +79,7 @@ def _prepare_kernel(
     slots,
     starts,
     ends,
+    depths,
     B_stride,
     dt_stride,
     G_stride,
@@ -97,7 +98,8 @@ def _prepare_kernel(
     """A program takes BLOCK_HEADS heads of one group of one row. It logs the new tokens' Bs and steps, and leaves each
     token's C, in fp32, in `vectors` [F, G, N], and what it meets in the log in `scores` [F, H, 16].
 
-    A token's inputs are asked for before what comes first is used: each wait is a good part of all."""
+    Its entry stands in the lane of its depth, where siblings before it stood: in preorder those below are its path. A
+    token's inputs are asked for before what comes first is used: each wait is a good part of all."""
     SHARING: tl.constexpr = HEADS // GROUPS
     TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
     row, program = row_and_tile(GROUPS * TILES)
@@ -127,8 +129,10 @@ def _prepare_kernel(
     sizes = tl.load(log_dt[None, :] + place, mask=held, other=0)
     Gs = tl.load(log_G[None, :] + place, mask=held, other=0)
     G = tl.load(log_G + (end - 1) * HEADS, mask=tl.where(end > start, in_group, False), other=0)
+    lane = end
     for t in range(tokens_per_decode):
         here = end + t
+        next_lane = end + tl.load(depths + token + 1, mask=t + 1 < length, other=0)
         next_step, next_raw, next_reads = _load_token(
             dt, B, C, token + 1, t + 1 < length, head, group, channel, in_group, in_N, DT_STRIDES, B_STRIDES, C_STRIDES
         )
@@ -141,15 +145,19 @@ def _prepare_kernel(
         tl.store(log_G + here * HEADS, G, mask=mine)
 
         score = scores + ((token * HEADS + head) * WINDOW)[None, :] + entry[:, None]
-        met = tl.sum(Bs * asked[None, :], axis=1)[:, None] * tl.exp2(G[None, :] - Gs) * sizes
+        decays = tl.where((entry < lane)[:, None], tl.exp2(G[None, :] - Gs), 0.0)
+        met = tl.sum(Bs * asked[None, :], axis=1)[:, None] * decays * sizes
         tl.store(score, met, mask=(entry >= 0)[:, None] & in_group[None, :])
         tl.store(vectors + (token * GROUPS + group) * N + channel, asked, mask=of_group)
         scalar = scalars + (token * HEADS + head) * SCALARS
         tl.store(scalar, tl.exp2(G), mask=in_group)
         tl.store(scalar + 1, tl.sum(own * asked, axis=0) * size + skip, mask=in_group)
-        new = (entry == here)[:, None]
+        new = (entry == lane)[:, None]
         Bs = tl.where(new, own[None, :], Bs)
         sizes, Gs = tl.where(new, size[None, :], sizes), tl.where(new, G[None, :], Gs)
+        if (t + 1 < length) & (next_lane <= lane):  # a branch: decays go on from its parent's
+            G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
+        lane = next_lane
         token += 1
         step, raw, reads = next_step, next_raw, next_reads
 
@@ -169,6 +177,7 @@ def _decode_kernel(
     slots,
     starts,
     ends,
+    depths,
     slot_stride,
     x_stride,
     tokens_per_decode,
@@ -201,7 +210,7 @@ def _decode_kernel(
         wait_for_previous_launch()
         for t in range(tokens_per_decode):
             token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
+            computed, place = t < length, end + tl.load(depths + token)
             scalar = scalars + (token * HEADS + head) * SCALARS
             raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
             own = raw.to(tl.float32)
@@ -214,7 +223,7 @@ def _decode_kernel(
             y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * P + value, y)
             tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
-            xs = tl.where((entry == end + t)[None, None, :], own[:, :, None], xs)
+            xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
 
 
 _launch_prepare = Launcher(_prepare_kernel)

@@ -1,0 +1,230 @@
+"""Rows whose drafts form a tree: each token gives what it gives where its path alone is run, bit by bit, and once the
+path that is kept was brought together, the next step finds what it finds behind that."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from log_cases import CASES, DEVICE, SOURCES, Case
+from mambacache.kernels import StateIndices, StatePool, StateTensor, api, gpu, keep_paths, paged_attention, reference
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+KERNELS = [gpu] if DEVICE == "cuda" else [reference, gpu]  # these in Triton's interpreter
+SLOTS = 24
+Tree = list[int]  # of each token the one that it comes after; -1 for the first
+
+
+def random_tree(rng: random.Random, tokens: int) -> Tree:
+    tree = [-1]
+    for token in range(1, tokens):
+        tree.append(rng.choice(path_to(tree, token - 1)))
+    return tree
+
+
+def path_to(tree: Tree, token: int) -> list[int]:
+    return [*path_to(tree, tree[token]), token] if token >= 0 else []
+
+
+def masks(tree: Tree) -> list[int]:
+    return [sum(1 << each for each in path_to(tree, token)) for token in range(len(tree))]
+
+
+def flat(rows: Sequence[Sequence[int]]) -> list[int]:
+    return [value for row in rows for value in row]
+
+
+def place_of_path(slot: int, first: int, path: Sequence[int]) -> list[int]:
+    """A row of `keep_paths` for a path whose tree begins at entry `first`."""
+    sources = [first + token for token in path[1:]]
+    return [slot, first + 1, *sources, *[-1] * (7 - len(sources))]
+
+
+class Run:
+    """Steps of one op over a log whose slots are full of NaN, with a state of which nothing is ever written."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case, self.dtype = case, dtype
+        case.fill(dtype, dtype)
+        self.layout = case.log(dtype, dtype)
+        self.logs = StatePool([self.layout], SLOTS, DEVICE)
+        self.logs.buffer.fill_(255)
+
+    def tokens(self, count: int, seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [torch.randn(count, *shape, generator=generator) for shape in self.case.shapes]
+        return [x.to(DEVICE, self.dtype) for x in drawn]
+
+    def step(
+        self, rows: Sequence[tuple[int, int, int, int]], given: Sequence[list[Tensor]], trees: Sequence[Tree]
+    ) -> list[Tensor]:
+        """Outputs of rows of (src, slot, log_start, log_end), each with its tokens and how these follow each other."""
+        width = max(map(len, trees))
+        padding = [[(2 << t) - 1 for t in range(len(tree), width)] for tree in trees]
+        src, slots, starts, ends = zip(*rows, strict=True)
+        arrays = {"decode_src": src, "decode_dst": [0] * len(rows), "log_slot": slots, "log_start": starts}
+        arrays |= {"log_end": ends, "decode_len": [*map(len, trees)], "query_start_loc": [len(rows) * width]}
+        bits = [masks(tree) + rest for tree, rest in zip(trees, padding, strict=True)]
+        arrays["ancestors"] = flat(bits)
+        indices = StateIndices.from_arrays({name: np.array(x, np.int32) for name, x in arrays.items()}, DEVICE)
+        batch = [x.new_full((len(rows), width, *x.shape[1:]), torch.nan) for x in given[0]]
+        for i, tokens in enumerate(given):
+            for into, x in zip(batch, tokens, strict=True):
+                into[i, : len(x)] = x
+        out = torch.full((len(rows) * width, *self.case.width), torch.nan, dtype=self.dtype, device=DEVICE)
+        before = self.case.state.clone()
+        self.case.run([x.flatten(0, 1) for x in batch], self.case.state, list(self.logs.layers[0]), indices, out=out)
+        assert torch.equal(self.case.state.view(torch.uint8), before.view(torch.uint8))
+        outputs = out.unflatten(0, (len(rows), width))
+        assert not any(outputs[i, len(tree) :].any() for i, tree in enumerate(trees))
+        return [outputs[i, : len(tree)] for i, tree in enumerate(trees)]
+
+
+def chain(count: int) -> Tree:
+    return [*range(-1, count - 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16], ids=str)
+@pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
+@pytest.mark.parametrize("name", CASES)
+def test_a_path_of_a_tree_is_as_if_it_were_alone(
+    name: str, library: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "backend", lambda x: library)
+    rng = random.Random(name)
+    run = Run(CASES[name](), dtype)
+    block = rng.choice([SOURCES[0], 0])
+    start, known = rng.choice([(0, 0), (0, 3), (5, 2), (3, 4)])
+    end = start + known
+    if known:
+        run.step([(block, 1, start, start)], [run.tokens(known, 1)], [chain(known)])
+    tree, tokens = random_tree(rng, 7), run.tokens(7, 2)
+    while tree == chain(7):
+        tree = random_tree(rng, 7)
+    leaves = [t for t in range(7) if t not in tree]
+    for slot in range(2, 3 + len(leaves)):
+        run.logs.slabs[slot] = run.logs.slabs[1]
+
+    rows = [(block, slot, start, end) for slot in range(1, 3 + len(leaves))]
+    paths = [path_to(tree, leaf) for leaf in leaves]
+    outputs, other = run.step(rows[:2], [tokens, run.tokens(3, 3)], [tree, chain(3)])
+    alone = run.step(rows[2:], [[x[path] for x in tokens] for path in paths], [chain(len(path)) for path in paths])
+    assert torch.isfinite(outputs).all() and torch.isfinite(other).all()
+    for path, found in zip(paths, alone, strict=True):
+        assert torch.equal(outputs[path], found)
+
+    # What is kept may end before a leaf. A path that is kept leaves what a step of its tokens alone leaves.
+    kept = rng.randrange(len(paths))
+    path = paths[kept][: rng.randint(2, len(paths[kept]))]
+    keep_paths(run.logs, torch.tensor([place_of_path(1, end, path)], dtype=torch.int32, device=DEVICE))
+    after = [(block, slot, start, end + len(path)) for slot in (1, 3 + kept)]
+    given = run.tokens(2, 4)
+    found, wanted = run.step(after, [given, given], [chain(2)] * 2)
+    assert torch.equal(found, wanted)
+    for x, layout in zip(run.logs.layers[0], run.layout, strict=True):
+        held = slice(start, end + len(path) + 2) if layout.per_token else slice(None)
+        assert torch.equal(x[1, held], x[3 + kept, held])
+
+
+def test_only_the_kept_entries_of_named_slots_are_moved() -> None:
+    layout = [StateTensor((16, 3), torch.bfloat16, per_token=True), StateTensor((5,), torch.float32)]
+    layout.append(StateTensor((16, 2, 5), torch.float32, per_token=True))
+    pool = StatePool([layout], 5, DEVICE)
+    pool.buffer.copy_(torch.randint(0, 256, pool.buffer.shape, dtype=torch.uint8))
+    wanted = StatePool([layout], 5)
+    wanted.buffer.copy_(pool.buffer)
+    paths = [place_of_path(4, 2, [0, 2, 3, 6]), place_of_path(2, 8, [0, 1, 7])]
+    for slot, first, *places in paths:
+        for x in (wanted.layers[0][0], wanted.layers[0][2]):
+            old = x.clone()
+            for i, place in enumerate(places):
+                if place >= 0:
+                    x[slot, first + i] = old[slot, place]
+    keep_paths(pool, torch.tensor(paths, dtype=torch.int32, device=DEVICE))
+    assert torch.equal(pool.buffer.cpu(), wanted.buffer)
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [(torch.zeros(1, 8, dtype=torch.int32), r"paths"), (torch.zeros(1, 9), "float32"), ("strided", "contiguous")],
+)
+def test_other_paths_are_refused(paths: Tensor | str, message: str) -> None:
+    pool = StatePool([[StateTensor((16, 4), torch.float32, per_token=True)]], 2)
+    given = torch.zeros(9, 2, dtype=torch.int32).T if isinstance(paths, str) else paths
+    with pytest.raises(ValueError, match=message):
+        keep_paths(pool, given)
+
+
+@pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
+def test_attention_sees_a_path(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against rows that hold the tokens of a path alone, whose other entries of the pages are NaN."""
+    monkeypatch.setattr(api, "backend", lambda x: library)
+    rng, size, before = random.Random(5), 64, 70
+    tree = random_tree(rng, 6)
+    paths = [path_to(tree, token) for token in range(6)]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(6, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+    pages = [torch.full((40, size, 2, 16), torch.nan, device=DEVICE) for _ in "kv"]
+    context = torch.randn(2, 2 * size, 2, 16, device=DEVICE)[:, :before]
+    tables = [[1 + 2 * i, 2 + 2 * i] for i in range(7)]
+    for table in tables:
+        for pool, values in zip(pages, context, strict=True):
+            pool[table[0]], pool[table[1], : before - size] = values[:size], values[size:]
+
+    def attend(table: Sequence[list[int]], trees: Sequence[Tree], chosen: Sequence[Sequence[int]]) -> Tensor:
+        width = max(map(len, trees))
+        arrays: dict[str, list[int]] = {name: [0] * len(trees) for name in ("decode_src", "decode_dst", "log_start")}
+        arrays |= {"log_slot": [1] * len(trees), "log_end": [before % 16] * len(trees)}
+        arrays |= {"decode_len": [*map(len, trees)], "query_start_loc": [len(trees) * width]}
+        bits = [masks(each) + [(2 << t) - 1 for t in range(len(each), width)] for each in trees]
+        depths = [[len(path_to(each, t)) - 1 for t in range(len(each))] + [0] * (width - len(each)) for each in trees]
+        slots = [
+            [pages[1] * size + before - size + t for t in range(len(each))] + [-1] * (width - len(each))
+            for pages, each in zip(table, trees, strict=True)
+        ]
+        arrays |= {"ancestors": flat(bits), "positions": [before + depth for row in depths for depth in row]}
+        arrays |= {"kv_slot": flat(slots), "kv_len": [before + len(each) for each in trees]}
+        arrays |= {"block_table": flat(table), "block_table_start": [2 * i for i in range(len(trees) + 1)]}
+        indices = StateIndices.from_arrays({name: np.array(x, np.int32) for name, x in arrays.items()}, DEVICE)
+        index = [[*each, *[0] * (width - len(each))] for each in chosen]
+        tokens = torch.tensor(index, device=DEVICE).flatten()
+        return paged_attention(q[tokens], k[tokens], v[tokens], *pages, indices).unflatten(0, (len(trees), width))
+
+    (whole,) = attend(tables[:1], [tree], [range(6)])
+    alone = attend(tables[1:], [chain(len(path)) for path in paths], paths)
+    for token, path in enumerate(paths):
+        torch.testing.assert_close(whole[token], alone[token, len(path) - 1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "message"),
+    [
+        ([1, 3, 0b101, 0b1011], "token 3 of a row"),  # no preorder: it comes after a branch that was left
+        ([1, 2, 7, 15], "token 1 of a row"),
+        ([1, 3, 7, 0b10111], "token 3 of a row"),
+        ([0, 3, 7, 15], "token 0 of a row"),
+        ([1, 3, 7], "ancestors has 3 entries"),
+    ],
+)
+def test_what_is_no_tree_is_refused(ancestors: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        indices_of(ancestors, dst=0)
+
+
+def test_a_tree_has_no_dst() -> None:
+    with pytest.raises(ValueError, match="has a dst"):
+        indices_of([1, 3, 5, 9], dst=2)
+    assert indices_of([1, 3, 7, 15], dst=2).depths.tolist() == [0, 1, 2, 3]
+    assert indices_of([1, 3, 5, 0b1101], dst=0).depths.tolist() == [0, 1, 1, 2]
+
+
+def indices_of(ancestors: list[int], dst: int) -> StateIndices:
+    arrays = {"decode_src": [1], "decode_dst": [dst], "decode_len": [4], "log_slot": [1], "log_start": [0]}
+    arrays |= {"log_end": [2], "query_start_loc": [4], "ancestors": ancestors}
+    return StateIndices.from_arrays({name: np.array(x, np.int32) for name, x in arrays.items()}, "cpu")
