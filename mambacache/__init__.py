@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mambacache.kernels import StatePool
     from mambacache.plan import SequenceStep, StepPlan
     from mambacache.report import CacheEvent, CacheStats, Hit, RequestReport
+    from mambacache.scheduler.drafts import DraftTree
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "CacheEvent",
     "CacheStats",
     "Completion",
+    "DraftTree",
     "EngineConfig",
     "Hit",
     "PrefixCache",
@@ -45,6 +47,7 @@ _MODULES = {
     "CacheEvent": "mambacache.report",
     "CacheStats": "mambacache.report",
     "Completion": "mambacache.engine.outputs",
+    "DraftTree": "mambacache.scheduler.drafts",
     "EngineConfig": "mambacache.config",
     "Hit": "mambacache.report",
     "PrefixCache": "mambacache.cache.prefix_cache",

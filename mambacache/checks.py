@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mambacache.config import CacheConfig
-from mambacache.plan import PLACEHOLDER, SequenceStep
+from mambacache.plan import SequenceStep
 
 MAX_TOKEN = (1 << 31) - 1
 
@@ -126,9 +126,12 @@ def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
     most = 1 + len(step.drafts) if step.samples else 0
     if len(tokens) > most:
         raise ValueError(f"request {step.request_id!r} comes with {len(tokens)} tokens: its row gives {most}")
-    if any(token != draft != PLACEHOLDER for token, draft in zip(tokens[:-1], step.drafts, strict=False)):
-        raise ValueError(
-            f"request {step.request_id!r} comes with tokens {list(tokens)} for the drafts {list(step.drafts)}: give "
-            "those that agree and the one after them"
-        )
+    place = 0
+    for token in tokens[:-1]:
+        place = step.draft_after(place, token)
+        if not place:
+            raise ValueError(
+                f"request {step.request_id!r} comes with tokens {list(tokens)} for the drafts {list(step.drafts)}: "
+                "give those that agree and the one after them"
+            )
     return tokens

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mambacache.field_types import hold_to_annotations, require
-from mambacache.plan import CHUNK
+from mambacache.plan import CHUNK, MAX_DRAFT_TOKENS
 
-MAX_DRAFT_TOKENS = 7
 LEAST_STATES = 2  # of one request: what it reads, and what it writes
 DEFAULT_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")

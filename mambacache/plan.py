@@ -21,6 +21,9 @@ CHUNK = 64
 FOLD = 16
 """Tokens of a log: a decode row ends at an absolute multiple of so many at the latest, where it is given a dst."""
 
+MAX_DRAFT_TOKENS = 7
+"""Of a row, which has eight tokens at most."""
+
 NULL_BLOCK = 0
 """As src: a fresh state (zeros, never read). As dst: do not store."""
 
@@ -42,6 +45,11 @@ class SequenceStep(NamedTuple):
     It runs the tokens at positions `start` to `start + num_tokens`, a decode row a known token and then `drafts`. `src`
     holds the state before the row, or, where it goes on from a log, before the entry `log_start` of that; `dst` will
     hold the one after the row, and is null where a decode row adds to its log alone.
+
+    Drafts may form a tree, in preorder: then `parents` says which token of the row, counted from the known one on, each
+    of them comes after. What logs and KV pages hold of them has the places of a row without branches, one token each.
+    Where a tree's row was accepted, what they hold of its path is to be moved before the next row runs (`keep_paths`):
+    from the positions `kept` to the ones right before `start`.
     """
 
     request_id: str
@@ -59,6 +67,27 @@ class SequenceStep(NamedTuple):
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside what stands in dst
     prompt_logits: bool = False  # a prefill row whose every token's logits are wanted
     late: int = 0  # a decode row may begin so many tokens later: as many drafts before it may still be accepted
+    parents: tuple[int, ...] = ()  # empty where each draft comes after the one before it
+    kept: tuple[int, ...] = ()
+
+    def draft_after(self, place: int, token: int) -> int:
+        """The place in the row of the draft that is this token and comes after the one at a place; 0 if none does. A
+        placeholder is any token."""
+        if not self.parents:
+            return place + 1 if place < len(self.drafts) and self.drafts[place] in (token, PLACEHOLDER) else 0
+        for i, (draft, parent) in enumerate(zip(self.drafts, self.parents, strict=True), 1):
+            if parent == place and draft == token:
+                return i
+        return 0
+
+    def depths(self) -> Sequence[int]:
+        """By how many tokens of the row each of a decode row's is preceded."""
+        if not self.parents:
+            return range(self.num_tokens)
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
 
 
 class PageTables(NamedTuple):
@@ -101,12 +130,16 @@ class StepPlan:
     - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (the entry of the first token), `decode_len` (the
       tokens of a row that are not padding) and `late_len` [N]: 0, or of a row that is `late` the tokens that it has if
       it does not end with its log
+    - `ancestors` [N * T], if the drafts of a row form a tree: of each token those of its row that it follows on and
+      itself, as bits
     - `query_start_loc` [P + 1] (offsets in the flat batch, so the first is N * T); `context_len`, `src` [P]
     - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C]; `seq_chunk_start` [P + 1]
     - `tokens`, `positions` [F]; with a KV pool also `kv_slot` [F] (block * block_size + offset, -1: do not write),
       `block_table` (the pages of all rows, one row after the other), `block_table_start` [N + P + 1] (where each row's
       pages begin) and `kv_len` [N + P] (tokens readable, this step's included)
     - `logits_index` [L]: offsets in the flat batch of the tokens whose logits are wanted, row by row
+
+    `log_paths` and `kv_paths` are what `keep_paths` is to do in the token logs and in the KV pages before the pass.
     """
 
     steps: tuple[SequenceStep, ...]
@@ -114,6 +147,8 @@ class StepPlan:
     tokens_per_decode: int
     arrays: dict[str, np.ndarray]
     kv_copies: tuple[tuple[int, int], ...] = ()  # (from, to): KV pages to copy before the pass, once for each fork
+    log_paths: np.ndarray | None = None  # int32 [R, 9], None where nothing is to be moved
+    kv_paths: np.ndarray | None = None
 
 
 def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = None) -> dict[str, np.ndarray]:
@@ -134,7 +169,7 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = N
         )
     if width is None:
         width = max((row.num_tokens for row in decode), default=1)
-    return _decode_arrays(decode) | _prefill_arrays(prefill, decode_rows * width)
+    return _decode_arrays(decode, width) | _prefill_arrays(prefill, decode_rows * width)
 
 
 def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
@@ -147,7 +182,7 @@ def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
     arrays = {name: _padded(old[name], (rows,), 0) for name in DECODE_ARRAYS}
     arrays |= {
         name: _padded(old[name].reshape(real), (rows, width), padding).ravel()
-        for name, padding in tokens.items()
+        for name, padding in (tokens | {"ancestors": 0}).items()
         if name in old
     }
     arrays["logits_index"] = np.arange(rows * width, dtype=np.int32)
@@ -171,7 +206,7 @@ def _int32(values: Sequence[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
-def _decode_arrays(rows: Sequence[SequenceStep]) -> dict[str, np.ndarray]:
+def _decode_arrays(rows: Sequence[SequenceStep], width: int) -> dict[str, np.ndarray]:
     columns = [
         [row.src for row in rows],
         [row.dst for row in rows],
@@ -181,7 +216,27 @@ def _decode_arrays(rows: Sequence[SequenceStep]) -> dict[str, np.ndarray]:
         [min(row.num_tokens, FOLD - row.start % FOLD) for row in rows],
         [row.num_tokens if row.late else 0 for row in rows],
     ]
-    return dict(zip(DECODE_ARRAYS, map(_int32, columns), strict=True))
+    arrays = dict(zip(DECODE_ARRAYS, map(_int32, columns), strict=True))
+    if any(row.parents for row in rows):
+        arrays["ancestors"] = np.concatenate([_ancestors(row, width) for row in rows])
+    return arrays
+
+
+def _ancestors(row: SequenceStep, width: int) -> np.ndarray:
+    masks = [1]
+    for place, parent in enumerate(row.parents or range(width - 1), 1):
+        masks.append(masks[parent] | 1 << place)
+    return _int32(masks + [0] * (width - len(masks)))
+
+
+def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarray | None:
+    """What `keep_paths` is to do for rows in a slot each, whose entry i is that of positions i, i + size, and so on."""
+    paths = []
+    for row, slot in rows:
+        places = [position % size for position in row.kept]
+        first = (row.start - len(places)) % size
+        paths.append([slot, first, *places, *[-1] * (MAX_DRAFT_TOKENS - len(places))])
+    return _int32(paths) if paths else None
 
 
 def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.ndarray]:
@@ -229,7 +284,10 @@ def build_plan(
     most = np.maximum(arrays["decode_len"], arrays["late_len"])
     real = np.arange(width) < most[:, None]  # the tokens of decode rows that are not padding
     starts = _int32([step.start for step in decode])
-    positions = np.where(real, starts[:, None] + np.arange(width), 0)
+    depths = np.arange(width)
+    if "ancestors" in arrays:
+        depths = np.bitwise_count(arrays["ancestors"]).astype(np.int32).reshape(num_decodes, width) - 1
+    positions = np.where(real, starts[:, None] + depths, 0)
     ids = np.zeros((num_decodes, width), np.int32)
     ids[:, 0] = [
         known[step.start] if step.start < len(known) else PLACEHOLDER
@@ -245,12 +303,19 @@ def build_plan(
     arrays |= {"tokens": _join([ids.ravel(), _int32(prompts)]), "positions": _join(spans)}
     copies: list[tuple[int, int]] = []
     if tables is not None:
-        arrays |= _kv_arrays(steps, tables, block_size, np.where(real, positions, -1))
+        places = np.where(real, starts[:, None] + np.arange(width), -1)
+        arrays |= _kv_arrays(steps, tables, block_size, places)
         copies = [(page, own[shared]) for own, shared, page in zip(*tables, strict=True) if page]
+    moved = [i for i, step in enumerate(decode) if step.kept]
+    log_paths = _path_rows([(decode[i], decode[i].log_slot) for i in moved], FOLD)
+    kv_paths = None
+    if tables is not None:
+        pages = [(decode[i], tables.pages[i][(decode[i].start - 1) // block_size]) for i in moved]
+        kv_paths = _path_rows(pages, block_size)
     ends = arrays["query_start_loc"].tolist()[1:]
     wanted = [i for step, end in zip(prefill, ends, strict=True) for i in _wanted(step, end)]
     arrays["logits_index"] = _join([np.flatnonzero(real), _int32(wanted)])
-    return StepPlan(tuple(steps), num_decodes, width, arrays, tuple(copies))
+    return StepPlan(tuple(steps), num_decodes, width, arrays, tuple(copies), log_paths, kv_paths)
 
 
 def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -265,7 +330,7 @@ def _wanted(row: SequenceStep, end: int) -> range:
 def _kv_arrays(
     steps: Sequence[SequenceStep], tables: PageTables, size: int, positions: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """`positions` are those of the decode rows' tokens, -1 for padding."""
+    """`positions` are the places of the decode rows' tokens, -1 for padding."""
     num_decodes = len(positions)
     pages = np.frombuffer(bytearray().join(tables.pages), np.int32)
     starts = np.cumsum([0, *map(len, tables.pages)], dtype=np.int32)

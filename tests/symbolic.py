@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from mambacache.kernels import StateIndices, place_decodes
-from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, StepPlan
+from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep, StepPlan
+from mambacache.scheduler.drafts import agreed
 
 VOCAB = 40
 WINDOW = 3  # rows of a conv window: the last inputs of a convolution of width 4
@@ -122,6 +123,7 @@ class RowOfStep:
     dst: list[int]
     decode: bool
     log: tuple[int, int, int] = (0, 0, 0)  # slot, first entry, and the one after the last
+    paths: list[list[int]] = field(default_factory=list)  # of each token of a tree of drafts the ones up to it
     before: np.uint64 = FRESH
     exact: bool = False
     window: np.ndarray = field(default_factory=lambda: np.zeros(WINDOW, dtype=np.int64))
@@ -195,6 +197,7 @@ class SymbolicRunner:
             for pool in (self.kv_written, self.kv_tokens, self.kv_digests, self.kv_exact):
                 pages = pool.reshape(-1, self._size)
                 pages[target] = pages[source]
+        self._keep_paths(plan)
         if fail:
             self._tear(rows, arrays, [target for _, target in plan.kv_copies])
             raise StepFailed("the step fails")
@@ -223,7 +226,7 @@ class SymbolicRunner:
                 self.kv_exact[own[own >= 0]] = exact[own >= 0]
             outputs.append(self.sample(row, sums, wanted))
             if outputs[-1]:
-                taken = self.accepted(tokens[row.flat], outputs[-1])
+                taken = self.accepted(plan.steps[index], tokens[row.flat], outputs[-1])
                 self._sampled[ids[index]] = taken[-1]
                 self._begins[ids[index]] = row.start + (len(taken) if row.decode else row.num_tokens)
                 outputs[-1] = taken if row.decode and PLACEHOLDER in plan.steps[index].drafts else outputs[-1]
@@ -231,12 +234,27 @@ class SymbolicRunner:
         return outputs
 
     @staticmethod
-    def accepted(fed: Sequence[int] | np.ndarray, sampled: Sequence[int]) -> list[int]:
+    def accepted(step: SequenceStep, fed: Sequence[int] | np.ndarray, sampled: Sequence[int]) -> list[int]:
         """What stays of the tokens that were sampled after each of those that were fed: drafts from the second on."""
+        if step.parents:
+            return [sampled[place] for place in agreed(step, sampled)]
         count = 1
         while count < min(len(fed), len(sampled)) and fed[count] == sampled[count - 1]:
             count += 1
         return list(sampled[:count])
+
+    def _keep_paths(self, plan: StepPlan) -> None:
+        """Moves entries of logs and KV that trees of drafts left, of which nothing stays where they were."""
+        for slot, first, *places in plan.log_paths if plan.log_paths is not None else ():
+            places = [place for place in places if place >= 0]
+            self.logs[slot, first : first + len(places)] = self.logs[slot, places]
+            self.logs[slot, first + len(places) :] = UNWRITTEN
+        for page, first, *places in plan.kv_paths if plan.kv_paths is not None else ():
+            assert page and self._may_write_page(page)
+            from_, to = (page * self._size + np.array([p for p in places if p >= 0]), page * self._size + first)
+            for pool in (self.kv_written, self.kv_tokens, self.kv_digests, self.kv_exact):
+                pool[to : to + len(from_)] = pool[from_]
+            self.kv_written[to + len(from_) : (page + 1) * self._size] = False
 
     # --- the rows ---
 
@@ -267,14 +285,17 @@ class SymbolicRunner:
             slot, first, last = log
             flat = slice(i * width, i * width + used)
             start = int(positions[flat.start])
-            assert positions[flat].tolist() == list(range(start, start + used))
+            bits = arrays["ancestors"][flat].tolist() if "ancestors" in arrays else []
+            paths = [[t for t in range(used) if mask >> t & 1] for mask in bits]
+            depths = [len(path) - 1 for path in paths] or range(used)
+            assert positions[flat].tolist() == [start + depth for depth in depths]
             assert slot and 0 <= first <= last == start % FOLD, "a log that ends elsewhere than before the row"
             assert last + used <= FOLD, "tokens that pass the end of a log"
             assert dst or last + used < FOLD, "a log is full, and there is no dst"
             if "kv_slot" in arrays:
                 assert (arrays["kv_slot"][flat] >= 0).all(), "a decode token without KV slot"
                 assert (arrays["kv_slot"][flat.stop : (i + 1) * width] == -1).all(), "padding writes KV"
-            rows.append(RowOfStep(flat, start, src, [used], [dst], True, (slot, first, last)))
+            rows.append(RowOfStep(flat, start, src, [used], [dst], True, (slot, first, last), paths))
         slots = [row.log[0] for row in rows]
         assert len(set(slots)) == len(slots), "two rows have one log"
         assert int(arrays["query_start_loc"][0]) == count * width
@@ -336,7 +357,10 @@ class SymbolicRunner:
             row.before, row.window = _digests(row.before, inputs)[-1], inputs[-WINDOW:]
         if row.decode:
             self.logs[slot, last : last + row.num_tokens] = tokens[row.flat] + 1
-        row.digests = _digests(row.before, np.concatenate([row.window, tokens[row.flat] + 1]))
+        inputs = tokens[row.flat] + 1
+        row.digests = _digests(row.before, np.concatenate([row.window, inputs]))
+        for token, path in enumerate(row.paths):
+            row.digests[token] = _digests(row.before, np.concatenate([row.window, inputs[path]]))[-1]
 
     def _exact(self, row: RowOfStep, exact_until: int, finishes: bool) -> np.ndarray:
         """For each token of a row, whether the state after it and its KV are as a cold prefill computes them."""
@@ -391,12 +415,16 @@ class SymbolicRunner:
         assert (own[own >= 0] == slots[row.start :][own >= 0]).all(), "KV is written where the row does not read it"
         assert self.kv_written[slots].all(), "KV is read that nobody wrote"
         digests = self.kv_digests[slots]
-        assert (digests == _digests(FRESH, _inputs(self.kv_tokens[slots]))).all(), "KV of another prefix"
+        known = row.start if row.paths else length
+        assert (digests == _digests(FRESH, _inputs(self.kv_tokens[slots])))[:known].all(), "KV of another prefix"
         assert (digests[row.start :] == row.digests).all(), "KV of other tokens than the row's own"
         assert not row.start or digests[row.start - 1] == row.before, "KV and state of different prefixes"
         near = ~self.kv_exact[slots]
         near[row.start :] &= own < 0  # the row's own slots get their flags from this step
-        return np.cumsum(digests)[row.start :], int(near.argmax()) if near.any() else length
+        sums = np.cumsum(digests)[row.start :]
+        for token, path in enumerate(row.paths):
+            sums[token] = np.concatenate([digests[: row.start], row.digests[path]]).sum()
+        return sums, int(near.argmax()) if near.any() else length
 
     # --- tokens ---
 

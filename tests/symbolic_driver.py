@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from cache_model import CacheModel, Prefix, common_prefix
@@ -16,7 +15,7 @@ from mambacache.cache.request import CachedRequest, Life
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.report import CacheEvent, Hit, Wait
-from mambacache.scheduler.drafts import one_by_one
+from mambacache.scheduler.drafts import DraftTree, one_by_one
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 from symbolic import StepFailed, SymbolicRunner, answer, true_page, true_state
@@ -111,10 +110,8 @@ class CheckedCache(PrefixCache):
         self.hits.append((request_id, found))
         return found
 
-    def allocate(
-        self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), decode: bool = False
-    ) -> SequenceStep | None:
-        step = super().allocate(request_id, num_tokens, drafts=drafts, decode=decode)
+    def allocate(self, request_id: str, num_tokens: int, **options: Any) -> SequenceStep | None:
+        step = super().allocate(request_id, num_tokens, **options)
         self.sync()
         return step
 
@@ -137,8 +134,12 @@ class CheckedCache(PrefixCache):
         for row in [row for row in rows if not row.life.ended]:
             life, step = row.life, row.step
             given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
-            fed = zip(step.drafts, given if PLACEHOLDER not in step.drafts else given[:-1], strict=False)
-            agreed = sum(1 for _ in takewhile(lambda pair: pair[0] in (pair[1], PLACEHOLDER), fed))
+            agreed = place = 0
+            for token in given if PLACEHOLDER not in step.drafts else given[:-1]:
+                place = step.draft_after(place, token)
+                if not place:
+                    break
+                agreed += 1
             self._computes(life, step, agreed + 1 if step.drafts else step.num_tokens)
             if life.computed > step.start + agreed + 1:  # the next row begins here, and is out
                 self._computes(life, step._replace(start=life.computed), 0)
@@ -430,12 +431,9 @@ class Driver:
         k = int(step.request_id.split(".")[1]) if not request.output else 0  # one that was not forked begins on its own
         return range(k, k + 1 + len(request.siblings))
 
-    def _draft(self, request: Request, limit: int) -> list[int]:
+    def _draft(self, request: Request, limit: int) -> list[int] | DraftTree:
         done = len(request.output)
-        right = self._expected[request.request_id][done : done + limit]
-        every = self.mix.draft_errors
-        assert every is not None
-        return [token if (done + i) % every else (token + 1) % 40 for i, token in enumerate(right)]
+        return self.mix.drafts(self._expected[request.request_id][done : done + limit], done)
 
 
 def run(jobs: Iterable[Job], **options: Any) -> Driver:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
+
+from mambacache.scheduler.drafts import DraftTree
+
+VOCAB = 40
 
 
 @dataclass
@@ -32,7 +37,25 @@ class Mix:
     long_prefill: int = 0
     ahead: int = 0  # steps that are scheduled and issued before the tokens of the oldest are read
     draft_errors: int | None = None  # None: no drafts; else every so many proposed tokens one is wrong
+    trees: bool = False  # whether drafts have branches
     fails: frozenset[int] = frozenset()  # steps that fail
     bad: int | None = None  # the job whose every step fails
     resets: frozenset[int] = frozenset()
     cache: dict[str, Any] = field(default_factory=dict)  # of CacheConfig
+
+    def drafts(self, right: list[int], done: int) -> list[int] | DraftTree:
+        """Guesses for a request whose next tokens are `right`, as many as it may be given, after so many others."""
+        every = self.draft_errors
+        assert every is not None
+        if not self.trees:
+            return [token if (done + i) % every else (token + 1) % VOCAB for i, token in enumerate(right)]
+        rng, tokens, parents, path = random.Random(str(right)), list[int](), list[int](), [0]
+        while len(tokens) < len(right):
+            if len(path) <= len(right) and rng.randrange(every + 1):
+                parents.append(path[-1])
+                tokens.append(right[len(path) - 1])
+                path.append(len(tokens))
+            else:
+                parents.append(rng.randint(0, len(tokens)))
+                tokens.append(rng.randrange(VOCAB))
+        return DraftTree(tokens, parents)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_driver import Engines, Original, answer, ask, greedy, hits, speak, tokens_of
-from mambacache import SamplingParams
+from mambacache import DraftTree, SamplingParams
 from mambacache.engine.outputs import Logprobs
 from mambacache.scheduler.request import Request
 
@@ -183,7 +183,13 @@ def test_logprobs_after_preemption_and_with_drafts(engine: Engines, original: Or
     prompts = [tokens_of(20 + i, 115 + i) for i in range(4)]
     params = greedy(30, logprobs=1, prompt_logprobs=0)
     truth = {tuple(p): answer(o) for p, o in zip(prompts, ask(engine(), prompts, greedy(30)), strict=True)}
-    for options in ({}, {"draft": repeat, "max_draft_tokens": 3}):
+
+    def branch(request: Request, limit: int) -> DraftTree:
+        """The right ones as a branch, behind others."""
+        right = truth[tuple(request.prompt)][len(request.output) :]
+        return DraftTree([3, 4, *right, 5], [0, 1, 0, *range(3, 3 + len(right))])
+
+    for options in ({}, {"draft": repeat, "max_draft_tokens": 3}, {"draft": branch, "max_draft_tokens": 7}):
         llm = engine(num_kv_blocks=6, **options)
         for prompt, output in zip(prompts, ask(llm, prompts, params), strict=True):
             exact = original("qwen3_next").logits([*prompt, *answer(output)])

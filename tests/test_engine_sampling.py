@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine_driver import TIE, Engines, Original, answer, ask, greedy, speak, tokens_of
-from mambacache import LLM, SamplingParams
+from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.scheduler.request import Request
 
 Originals = Callable[[str], Original]
@@ -43,20 +43,25 @@ def check(original: Original, prompt: list[int], params: SamplingParams, tokens:
     return differences
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 70}, {"num_kv_blocks": 5}, {"drafts": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 70}, {"num_kv_blocks": 5}, {"drafts": "chains"}, {"drafts": "trees"}]
+)
 def test_penalties(engine: Engines, original: Originals, options: dict[str, Any]) -> None:
     """In a batch with others, after preemptions and with drafts, which count before what they are followed by."""
     options = dict(options)
     params = [greedy(LENGTH, **each) for each in PARAMS]
     known: dict[tuple[int, ...], list[int]] = {}
 
-    def draft(request: Request, limit: int) -> list[int]:
-        """Right ones, with a wrong one now and then."""
+    drafts = options.pop("drafts", None)
+
+    def draft(request: Request, limit: int) -> list[int] | DraftTree:
+        """Right ones, with a wrong one now and then, or one beside the first one and one behind that."""
         upcoming = known.get(tuple(request.prompt), [])[len(request.output) :][:limit]
+        if drafts == "trees" and upcoming:
+            return DraftTree([7, 8, *upcoming][:limit], [0, 1, 0, *range(3, 9)][: min(limit, 2 + len(upcoming))])
         return [*upcoming[:-1], 5] if len(request.output) % 3 == 1 else upcoming
 
-    drafts = options.pop("drafts", False)
-    llm = engine(draft=draft, max_draft_tokens=3, **options) if drafts else engine(**options)
+    llm = engine(draft=draft, max_draft_tokens=5, **options) if drafts else engine(**options)
     differences = 0
     for _ in range(2):
         outputs = ask(llm, [*PROMPTS, PROMPTS[2]], [*params, greedy(LENGTH)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine_driver import MODELS, Engines, Original, answer, ask, floor, greedy, hits, report_of, tokens_of
-from mambacache import LLM, SamplingParams
+from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.report import Loss
 from mambacache.scheduler.request import Request
 
@@ -149,6 +150,32 @@ def test_drafts(engine: Engines, original: Originals, model: str) -> None:
     for _ in range(2):
         outputs = ask(llm, FAMILY, greedy(24))
         original(model).check_all(FAMILY, outputs)
+    turns = [[*prompt, *answer(output), *tokens_of(20, 9)] for prompt, output in zip(FAMILY, outputs, strict=True)]
+    outputs = ask(llm, turns, greedy(8))
+    original(model).check_all(turns, outputs)
+    assert hits(outputs) == [floor(len(turn) - 10) for turn in turns]
+
+
+@pytest.mark.parametrize("model", ["qwen3_next", "kimi_linear", "bamba", "falcon_mamba", "lfm2", "zamba2"])
+def test_trees_of_drafts(engine: Engines, original: Originals, model: str) -> None:
+    """Rows whose drafts have branches, the right ones among them now and then; turns resume after them."""
+    alone, rng = truth(engine(model), FAMILY, 24), random.Random(model)
+
+    def draft(request: Request, limit: int) -> DraftTree:
+        true = alone.get(tuple(request.prompt), [])[len(request.output) :]
+        tokens, parents, path = list[int](), list[int](), [0]
+        for _ in range(rng.randint(0, limit)):
+            right = len(path) <= len(true) and rng.random() < 0.6
+            tokens.append(true[len(path) - 1] if right else rng.randrange(2, 100))
+            parents.append(path[-1] if right else rng.randint(0, len(tokens) - 1))
+            path += [len(tokens)] if right else []
+        return DraftTree(tokens, parents)
+
+    llm = engine(model, draft=draft, max_draft_tokens=7, max_num_batched_tokens=100)
+    for _ in range(2):
+        outputs = ask(llm, FAMILY, greedy(24))
+        original(model).check_all(FAMILY, outputs)
+        assert sum(output.outputs[0].num_accepted_tokens for output in outputs) > 20
     turns = [[*prompt, *answer(output), *tokens_of(20, 9)] for prompt, output in zip(FAMILY, outputs, strict=True)]
     outputs = ask(llm, turns, greedy(8))
     original(model).check_all(turns, outputs)

@@ -98,6 +98,7 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     mix.max_num_seqs = draw(st.sampled_from([1, 2, 3, 8, 8]))
     mix.long_prefill = draw(st.sampled_from([0, 0, 0, 5, 64, 90]))
     mix.draft_errors = draw(st.integers(1, 9)) if drafts else None
+    mix.trees = draw(st.booleans())
     mix.ahead = draw(st.sampled_from([0, 0, 1, 1, 3]))
     if faults:
         mix.fails = frozenset(draw(st.lists(st.integers(0, 60), max_size=4)))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mambacache import SamplingParams
-from mambacache.scheduler.drafts import Drafts, on_copies, one_by_one
+from mambacache.scheduler.drafts import Drafts, DraftTree, Guess, on_copies, one_by_one
 from mambacache.scheduler.request import Request
 from symbolic import text
 from symbolic_driver import Driver
@@ -56,8 +56,32 @@ def test_what_is_no_guess_costs_no_other(case: str, caplog: pytest.LogCaptureFix
     source, expected = GIVEN[case]
     drafts = Drafts(source, vocab_size=10)
     for _ in range(2):
-        assert list(map(drafts.propose(LIMITS).get, REQUESTS)) == expected
+        found = map(drafts.propose(LIMITS).get, REQUESTS)
+        assert [guess and guess.tokens for guess in found] == expected
     assert caplog.text.count("said once") == (None in expected)
+
+
+TREES: dict[str, tuple[DraftTree, Guess | None]] = {
+    "in preorder": (DraftTree([1, 2, 3], [0, 1, 0]), Guess((1, 2, 3), (0, 1, 0))),
+    "level by level": (DraftTree([1, 2, 3, 4], [0, 0, 1, 2]), Guess((1, 3, 2, 4), (0, 1, 0, 3))),
+    "more than asked for": (DraftTree([1, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 1]), Guess((1, 3, 5, 2, 4), (0, 1, 2, 0, 4))),
+    "a chain": (DraftTree([1, 2], [0, 1]), Guess((1, 2), (0, 1))),
+    "nothing": (DraftTree([], []), Guess()),
+    "no parents": (DraftTree([1, 2], []), None),
+    "a token that comes before its parent": (DraftTree([1, 2], [2, 0]), None),
+    "a parent that is none": (DraftTree([1], [-1]), None),
+    "no numbers": (DraftTree([1], ["0"]), None),  # type: ignore[list-item]
+    "no tokens": (DraftTree([1, 10], [0, 0]), None),
+    "nothing to be counted": (DraftTree(5, [0]), None),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_trees_are_taken_in_preorder(case: str) -> None:
+    given, expected = TREES[case]
+    limits = {REQUESTS[0]: 5, REQUESTS[1]: 2}
+    found = Drafts(lambda _: [given, [7]], vocab_size=10).propose(limits)
+    assert (found.get(REQUESTS[0]), found[REQUESTS[1]].tokens) == (expected, (7,))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
@@ -77,7 +101,7 @@ def test_functions_may_change_what_they_are_given() -> None:
         return [request.output.pop()] * limit
 
     for _ in range(2):
-        assert Drafts(one_by_one(on_copies(spending)), 10).propose({request: 2}) == {request: (3, 3)}
+        assert Drafts(one_by_one(on_copies(spending)), 10).propose({request: 2}) == {request: Guess((3, 3))}
     assert (request.prompt, request.output) == ([1, 2], [3])
 
 

@@ -176,11 +176,13 @@ class Books:
             self.lookup.wait(child)
         return running
 
-    def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
+    def allocate(
+        self, life: Life, num_tokens: int, drafts: tuple[int, ...], parents: tuple[int, ...], decode: bool
+    ) -> Row | None:
         """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
-        row = self.states.allocate(life, num_tokens, drafts, decode)
+        row = self.states.allocate(life, num_tokens, drafts, parents, decode)
         if row is None and self.tier.loads.let_go():
-            row = self.states.allocate(life, num_tokens, drafts, decode)
+            row = self.states.allocate(life, num_tokens, drafts, parents, decode)
         if row is not None:
             self.rows[row.step.row] = row
         return row

@@ -173,7 +173,13 @@ class PrefixCache:
         return aligned if aligned > 0 else budget
 
     def allocate(
-        self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), decode: bool = False
+        self,
+        request_id: str,
+        num_tokens: int,
+        *,
+        drafts: Sequence[int] = (),
+        parents: Sequence[int] = (),
+        decode: bool = False,
     ) -> SequenceStep | None:
         """The row that runs the next `num_tokens` tokens and then `drafts`, with a block if it stores a state; if there
         is no room it is None, and nothing has changed.
@@ -183,13 +189,15 @@ class PrefixCache:
         Args:
             num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
             drafts: guesses of a decoding request's next tokens, up to a multiple of 16; `PLACEHOLDER`: one unknown.
+            parents: where they form a tree, in preorder: the number of the draft that each one follows, counted from 1,
+                or 0 for the known token. Before the next row runs, what is `kept` of it must be moved.
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
         """
         life = self._running(request_id)
-        guesses = check_next_row(life, num_tokens, drafts, decode, self.config.max_draft_tokens)
+        guesses, tree = check_next_row(life, num_tokens, drafts, parents, decode, self.config.max_draft_tokens)
         books = self._books
         books.torn = True  # as `with books` does, which takes as long as a third of the rest
-        row = books.allocate(life, int(num_tokens), guesses, decode)
+        row = books.allocate(life, int(num_tokens), guesses, tree, decode)
         books.torn = False
         return row.step if row is not None else None
 

@@ -94,6 +94,7 @@ class Life:
     log_start: int = 0  # the log's entry that follows on `state`
     reserve: Lease | None = None  # taken at admission: the first row's dst
     drafted: list[Row] = field(default_factory=list)  # issued with drafts that are not verified yet, and the next
+    kept: tuple[int, ...] = ()  # where log and pages have the last tokens, which a tree's row left out of their places
     pages: array[int] = field(default_factory=lambda: array("i"))
     shared_pages: int = 0  # leading pages that others wrote
     copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then

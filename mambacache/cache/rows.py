@@ -95,21 +95,23 @@ def _name(request: CachedRequest) -> str:
 
 
 def check_next_row(
-    life: Life, num_tokens: int, drafts: Sequence[int], decode: bool, max_drafts: int
-) -> tuple[int, ...]:
-    """The drafts of a row that may come next in a life; raises as `PrefixCache.allocate` does."""
+    life: Life, num_tokens: int, drafts: Sequence[int], parents: Sequence[int], decode: bool, max_drafts: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The drafts of a row that may come next in a life, and their parents; raises as `PrefixCache.allocate` does."""
     request, left = life.request, life.prefill_end - life.computed
     if life.row is not None:
         raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
     if life.drafted and life.drafted[-1].step.late:
         raise RuntimeError(f"{_name(request)} has drafts in flight in two steps: accept the first before the next one")
+    if life.drafted and life.drafted[-1].step.parents:
+        raise RuntimeError(f"{_name(request)} has a tree of drafts in flight: accept it before the next row")
     check_integer("num_tokens", num_tokens, 1, left if left > 1 else 1)
     if decode and num_tokens != 1:
         raise ValueError(f"{_name(request)} runs {num_tokens} tokens: decode takes one at a time, and drafts beside it")
     if left <= 0 and life.computed >= len(request.tokens) + request.in_flight:
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
-    if not len(drafts):
-        return ()
+    if not len(drafts) and not len(parents):
+        return (), ()
     guesses = (PLACEHOLDER,) * len(drafts)
     if not isinstance(drafts, tuple) or drafts != guesses:
         mixed = isinstance(drafts, list | tuple) and PLACEHOLDER in drafts
@@ -122,7 +124,27 @@ def check_next_row(
         )
     if left > 0 or (request.in_flight and any(token != PLACEHOLDER for token in guesses)):
         raise RuntimeError(f"{_name(request)} does not know its last token yet: drafts come after it")
-    return guesses
+    return guesses, _check_tree(request, guesses, parents) if len(parents) else ()
+
+
+def _check_tree(request: CachedRequest, drafts: tuple[int, ...], parents: Sequence[int]) -> tuple[int, ...]:
+    """Which token of the row each draft comes after."""
+    if len(parents) != len(drafts) or PLACEHOLDER in drafts:
+        raise ValueError(
+            f"{_name(request)} has {len(drafts)} drafts and {len(parents)} parents: give each draft of a tree, none of "
+            "them a placeholder, the number of the one that it follows"
+        )
+    path = [0]
+    for i, parent in enumerate(parents, 1):
+        check_integer(f"parent {i} of {_name(request)}", parent, 0, i - 1)
+        while path and path[-1] != parent:
+            path.pop()
+        if not path:
+            raise ValueError(
+                f"the drafts of {_name(request)} are not in preorder: let all that follows a draft come right behind it"
+            )
+        path.append(i)
+    return tuple(map(int, parents))
 
 
 def check_fork(

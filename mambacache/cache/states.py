@@ -64,16 +64,21 @@ class States:
 
     # --- before a step ---
 
-    def allocate(self, life: Life, num_tokens: int, drafts: tuple[int, ...], decode: bool) -> Row | None:
+    def allocate(
+        self, life: Life, num_tokens: int, drafts: tuple[int, ...], parents: tuple[int, ...], decode: bool
+    ) -> Row | None:
         """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
-        room."""
+        room. A tree of drafts ends before its log does: of a fold's tokens each comes after the one before it."""
         start = life.computed
         before = life.drafted[-1] if life.drafted else None
         late = before.step.num_tokens - 1 if before is not None else 0
         in_prompt = start < life.prefill_end
         prefill = in_prompt and not decode
         if not late:
-            drafts = drafts[: FOLD - 1 - start % FOLD]
+            room = max(FOLD - 1 - start % FOLD - bool(parents), 0)
+            drafts, parents = drafts[:room], parents[:room]
+            if parents == (*range(len(parents)),):
+                parents = ()
         num_tokens += len(drafts)
         end = start + late + num_tokens
         # Where a prompt ends too, so that a log is empty there, and forks share its state.
@@ -103,7 +108,8 @@ class States:
             life.log_slot = self.free_logs.pop()
         step = SequenceStep(
             life.request.request_id, life.number, next(self._numbers), start, num_tokens, prefill,
-            end >= life.prefill_end, src, dst, life.log_slot, life.log_start, drafts, late=late,
+            end >= life.prefill_end, src, dst, life.log_slot, life.log_start, drafts, late=late, parents=parents,
+            kept=life.kept,
         )  # fmt: skip
         row = life.row = Row(step, life, fresh, near_before, pages_before, had_reserve)
         if near_before > start and (not prefill or start % CHUNK):
@@ -158,7 +164,7 @@ class States:
         """The row is on the stream: whatever is issued later finds its dst written and its src read."""
         life, step = row.life, row.step
         end = step.start + step.num_tokens
-        life.row = None
+        life.row, life.kept = None, ()
         self._pages.copied(life)
         self._end_unused(row)
         if step.drafts or step.late:
@@ -204,10 +210,13 @@ class States:
         """Keeps the tokens that were accepted, and the row's dst if these are all."""
         life, step = row.life, row.step
         known = life.request.tokens[step.start : step.start + step.num_tokens]
-        given, fed = len(life.request.tokens) - step.start - 1, (PLACEHOLDER, *step.drafts)
-        count = 1  # tokens that are known to be right; where a stop was drafted, it is among them
-        while count < len(known) and (fed[count] == known[count] or (fed[count] == PLACEHOLDER and count < given)):
-            count += 1
+        given, path = len(life.request.tokens) - step.start - 1, [0]  # of tokens that are known to be right
+        for token in known[1:]:
+            place = step.draft_after(path[-1], token)
+            if not place or (step.drafts[place - 1] == PLACEHOLDER and len(path) >= given):
+                break  # where a stop was drafted, it is on the path
+            path.append(place)
+        count = len(path)
         life.drafted.remove(row)
         late = life.drafted[0] if life.drafted else life.row
         if given > 0 and count == step.num_tokens:
@@ -222,6 +231,7 @@ class States:
             row.dst = None
         if given > 0:  # else it has stopped, and where the device has the next row does not matter
             life.computed = step.start + count
+            life.kept = tuple(step.start + place for depth, place in enumerate(path) if place != depth)
             if late is not None:
                 self._place(life, late)
 

@@ -12,6 +12,7 @@ from mambacache.plan import SequenceStep
 from mambacache.runner.adjustments import Adjustment, Tally
 from mambacache.runner.model_runner import RowOutput
 from mambacache.runner.sampler import RowSampling
+from mambacache.scheduler.drafts import agreed
 from mambacache.scheduler.request import FinishReason, Request
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class Answers:
             return []
         if index not in self._tallies:
             self._tallies[index] = Tally(self.params, prompt, self._all_ends)
-        return self._tallies[index].after(answer, step.drafts, answered - len(answer))
+        return self._tallies[index].after(answer, step.drafts, answered - len(answer), step.parents)
 
     @property
     def request_id(self) -> str:
@@ -113,7 +114,9 @@ class Answers:
         else:
             completion = output.outputs[self._index[step.request_id]]
             assert completion.logprobs is not None, "log probabilities were asked for"
-            completion.logprobs += row.logprobs if completion.finish_reason is None else []
+            if completion.finish_reason is None:
+                places = agreed(step, row.tokens) if step.drafts else range(len(row.logprobs))
+                completion.logprobs += [row.logprobs[place] for place in places]
 
     def refresh(self) -> None:
         """Brings the output up to date with the requests."""

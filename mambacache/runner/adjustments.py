@@ -41,18 +41,23 @@ class Tally:
         self._penalty[self._tokens.searchsorted(np.unique(np.array(seen, dtype=np.int64)))] = params.repetition_penalty
         self._ends = np.array(ends, dtype=np.int64)
 
-    def after(self, answer: Sequence[int], drafts: Sequence[int] = (), unread: int = 0) -> list[Adjustment]:
-        """Of the logits after the answer so far, which only grows, and after each of the drafts. Tokens behind it may
-        be `unread` where there are no penalties: then it does not matter which they are."""
+    def after(
+        self, answer: Sequence[int], drafts: Sequence[int] = (), unread: int = 0, parents: Sequence[int] = ()
+    ) -> list[Adjustment]:
+        """Of the logits after the answer so far, which only grows, and after each of the drafts, which may form a tree
+        (`SequenceStep.parents`). Tokens behind it may be `unread` where there are no penalties: then it does not matter
+        which they are."""
         self._note(answer[self._read :])
         self._read = len(answer)
-        found, known = [self._adjustment(len(answer) + unread)], (self._tokens, self._bias, self._penalty, self._count)
-        for number, draft in enumerate(drafts, 1):
-            self._count = self._count.copy()  # what was given before stays as it is, and so does what is known
-            self._penalty = self._penalty.copy()
+        known = [(self._tokens, self._bias, self._penalty, self._count, 0)]  # after each draft, and its depth
+        found = [self._adjustment(len(answer) + unread)]
+        for draft, parent in zip(drafts, parents or range(len(drafts)), strict=True):
+            self._tokens, self._bias, penalty, count, depth = known[parent]
+            self._penalty, self._count = penalty.copy(), count.copy()  # what is known stays as it is
             self._note([draft])
-            found.append(self._adjustment(len(answer) + number))
-        self._tokens, self._bias, self._penalty, self._count = known
+            found.append(self._adjustment(len(answer) + depth + 1))
+            known.append((self._tokens, self._bias, self._penalty, self._count, depth + 1))
+        self._tokens, self._bias, self._penalty, self._count, _ = known[0]
         return found
 
     def _note(self, answer: Sequence[int]) -> None:

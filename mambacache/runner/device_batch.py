@@ -133,4 +133,4 @@ def _draws(step: SequenceStep, row: RowSampling) -> list[tuple[SamplingParams, i
     end = step.start + step.num_tokens
     if step.prefill:
         return [(row.params, seed, end) for seed in row.seeds]
-    return [(row.params, row.seeds[0], position) for position in range(step.start + 1, end + 1)]
+    return [(row.params, row.seeds[0], step.start + depth + 1) for depth in step.depths()]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mambacache.config import SamplingParams
-from mambacache.kernels import StatePool
+from mambacache.kernels import StatePool, keep_paths, pack_arrays
 from mambacache.models.adapt import Model
 from mambacache.plan import NULL_BLOCK, PageTables, SequenceStep, StepPlan, build_plan, pad
 from mambacache.runner.cuda_graphs import DecodeGraphs
@@ -175,6 +175,7 @@ class ModelRunner:
             for source, target in plan.kv_copies:
                 for page in (page for layer in pages for page in layer):
                     page[target] = page[source]
+            self._keep_paths(plan)
             graph = self._graphs.fitting(plan) if self._graphs is not None else None
             if graph is not None:
                 plan = pad(plan, graph.rows, graph.width)
@@ -195,6 +196,13 @@ class ModelRunner:
             if histories is not None:
                 counts = histories.end(batch.indices, begun, tokens)
             return Launched(plan, sampling, batch, tokens, scores, counts)
+
+    def _keep_paths(self, plan: StepPlan) -> None:
+        """Moves what trees of drafts have left."""
+        pools = {"log": (self.logs, plan.log_paths), "kv": (self.pages, plan.kv_paths)}
+        arrays = {name: paths for name, (pool, paths) in pools.items() if pool is not None and paths is not None}
+        for name, paths in pack_arrays(arrays, self.states.buffer.device).items() if arrays else ():
+            keep_paths(pools[name][0], paths)
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:

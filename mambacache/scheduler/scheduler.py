@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD, NOT_FINITE, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
-from mambacache.scheduler.drafts import DeviceDrafts, DraftSource, agreed, drafts_room, guarded
+from mambacache.scheduler.drafts import NO_GUESS, DeviceDrafts, DraftSource, Guess, agreed, drafts_room, guarded
 from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
 
@@ -172,7 +172,7 @@ class Scheduler:
         """Decode rows first, with drafts that are asked for together: a model makes them in one batch."""
         rows = [(request, self.cache.progress(request.request_id)) for request in requests]
         rows.sort(key=lambda row: row[1].computed < row[1].prefill_end)
-        drafts: Mapping[Request, tuple[int, ...]] = {}
+        drafts: Mapping[Request, Guess] = {}
         if self._drafts is not None:
             most = min(self.cache.config.max_draft_tokens, self._budget - len(rows))
             drafts = self._drafts.propose({
@@ -181,7 +181,7 @@ class Scheduler:
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
                 room = max(self._budget - left, 0)  # a token for each row that is left goes before one's drafts
-                self._schedule_row(request, progress, drafts.get(request, ())[:room])
+                self._schedule_row(request, progress, drafts.get(request, NO_GUESS).cut(room))
 
     def _admit(self) -> None:
         line, in_flight = self._line, []
@@ -217,7 +217,7 @@ class Scheduler:
         request.waiting, request.passed_at = False, None
         insort(self._running, request, key=lambda r: r.arrival)
 
-    def _schedule_row(self, request: Request, progress: Progress, drafts: tuple[int, ...] = ()) -> bool:
+    def _schedule_row(self, request: Request, progress: Progress, drafts: Guess = NO_GUESS) -> bool:
         """Adds a row for a running request, if it has something to run and there is room."""
         if progress.computed < progress.prefill_end:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
@@ -225,13 +225,14 @@ class Scheduler:
             num_tokens = int(progress.in_flight + len(request.output) < request.params.max_tokens)
         if not num_tokens:
             return False
-        step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
+        name = request.request_id
+        step = self.cache.allocate(name, num_tokens, drafts=drafts.tokens, parents=drafts.parents)
         while step is None:
-            if drafts:
-                drafts = drafts[:-1]
+            if drafts.tokens:
+                drafts = drafts.cut(len(drafts.tokens) - 1)
             elif not self._preempt_younger(request):
                 return False
-            step = self.cache.allocate(request.request_id, num_tokens, drafts=drafts)
+            step = self.cache.allocate(name, num_tokens, drafts=drafts.tokens, parents=drafts.parents)
         if step.prefill and request.params.prompt_logprobs is not None:
             step = step._replace(prompt_logits=True)
         self._budget -= step.num_tokens
@@ -336,7 +337,7 @@ class Scheduler:
             request = self._rows.get(step.row)
             if request is None or request.finish_reason or not (step.samples and self.cache.counts(step)):
                 continue  # what it gives is not wanted, or a step before it failed
-            given = agreed(step.drafts, tokens) if step.drafts else tokens[:1]
+            given = [tokens[place] for place in agreed(step, tokens)] if step.drafts else tokens[:1]
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
             taken, reason = self._until_stop(request, sound)
             if reason is None and len(sound) < len(given):

@@ -70,8 +70,7 @@ def _may_run_ahead(config: Any) -> bool:
     """Whether a step may be planned before the drafts of the one before it are verified: only model runner V2 knows on
     the device where its rows begin, and a pipeline has more than one such step under way. Of the ways to draft it was
     run with n-grams."""
-    one_stage = config.parallel_config.pipeline_parallel_size == 1
-    return not is_cpu() and one_stage and config.speculative_config.method == "ngram"
+    return not is_cpu() and config.parallel_config.pipeline_parallel_size == 1
 
 
 def _wrong_runner(config: Any) -> dict[str, bool]:

@@ -1,5 +1,5 @@
-"""Has a model on a GPU answer with n-gram drafts, a step ahead of their verification, and looks each token up in what a
-prefill of the whole answer says; a process of its own.
+"""Has a model on a GPU answer with drafts, of n-grams by default, a step ahead of their verification, and looks each
+token up in what a prefill of the whole answer says; a process of its own.
 
     python drafts_run.py MODEL OUT.json [OPTIONS as JSON]
 """

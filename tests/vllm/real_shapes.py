@@ -17,6 +17,7 @@ from tiny_models import randomize
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "checkpoint_configs.json").read_text())
 VOCABULARY = 512
+LARGE = 8.0  # embeddings, beside what layers add to them
 LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -72,6 +73,22 @@ def save(name: str, directory: Path, device: str) -> Path:
     model.save_pretrained(directory, max_shard_size="100GB")
     del model
     return for_vllm(name, directory)
+
+
+def add_predictor(directory: Path) -> None:
+    """Gives a saved Qwen3-Next a layer that predicts one token more (MTP), which is often right: its output layer reads
+    a token's embedding in the model too, to which the layers of either add little."""
+    path, index = directory / "model.safetensors", config_of("qwen3_next").layer_types.index("full_attention")
+    weights = load_file(path)
+    embedding = weights["model.embed_tokens.weight"]
+    embedding *= LARGE
+    mtp = {key.replace(f"model.layers.{index}.", "mtp.layers.0."): each for key, each in weights.items()}
+    weights |= {key: each.clone() for key, each in mtp.items() if key.startswith("mtp.")}
+    as_large = LARGE * torch.eye(embedding.shape[1], dtype=embedding.dtype)
+    weights["mtp.fc.weight"] = torch.cat([as_large, torch.zeros_like(as_large)], dim=1)  # of the state it takes nothing
+    for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        weights[f"mtp.{norm}.weight"] = torch.zeros_like(weights["model.norm.weight"])
+    save_file(weights, path, metadata={"format": "pt"})
 
 
 def olmo_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_shapes import save
+from real_shapes import add_predictor, save
 
 FOLDER = Path(__file__).resolve().parent
 NEAR = 0.1  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's; 0.031 was measured
@@ -18,14 +18,24 @@ SECONDS = 280
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h", "falcon_mamba", "lfm2"])
-def test_every_token_is_the_one_that_a_prefill_expects(name: str, tmp_path: Path) -> None:
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+CASES = [(name, None) for name in ("qwen3_next", "kimi_linear", "nemotron_h", "falcon_mamba", "lfm2")]
+
+
+@pytest.mark.parametrize(("name", "drafts"), [*CASES, ("qwen3_next", MTP)])
+def test_every_token_is_the_one_that_a_prefill_expects(
+    name: str, drafts: dict[str, object] | None, tmp_path: Path
+) -> None:
     served, out = save(name, tmp_path / "model", "cuda"), tmp_path / "out.json"
+    options: dict[str, object] = {}
+    if drafts is not None:
+        add_predictor(served)
+        options["speculative_config"] = drafts
     torch.cuda.empty_cache()
     paths = os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     ours = {"MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-P", FOLDER / "drafts_run.py", served, out],
+        [sys.executable, "-P", FOLDER / "drafts_run.py", served, out, json.dumps(options)],
         env={**os.environ, **ours}, capture_output=True, text=True, timeout=SECONDS,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
