@@ -314,7 +314,7 @@ class EngineConfig:
             both models' weights leave. None for no drafts, or those of LLM's `draft`. But for "ngram", whose drafts are
             made on the device, a GPU waits for each step's tokens before the next one begins.
         max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
-            3, or LLM's `draft`, a function of a request and a limit that gives token ids.
+            3, or LLM's `draft`, a function of a request and a limit that gives token ids, or a `DraftTree` of them.
         enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.
         seed: of the requests that bring none of their own; None for a fresh one.
 

@@ -236,7 +236,7 @@ def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarra
         places = [position % size for position in row.kept]
         first = (row.start - len(places)) % size
         paths.append([slot, first, *places, *[-1] * (MAX_DRAFT_TOKENS - len(places))])
-    return _int32(paths) if paths else None
+    return np.array(paths, dtype=np.int32) if paths else None
 
 
 def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.ndarray]:

@@ -57,7 +57,7 @@ def test_what_is_no_guess_costs_no_other(case: str, caplog: pytest.LogCaptureFix
     drafts = Drafts(source, vocab_size=10)
     for _ in range(2):
         found = map(drafts.propose(LIMITS).get, REQUESTS)
-        assert [guess and guess.tokens for guess in found] == expected
+        assert [guess and guess.drafts for guess in found] == expected
     assert caplog.text.count("said once") == (None in expected)
 
 
@@ -81,7 +81,7 @@ def test_trees_are_taken_in_preorder(case: str) -> None:
     given, expected = TREES[case]
     limits = {REQUESTS[0]: 5, REQUESTS[1]: 2}
     found = Drafts(lambda _: [given, [7]], vocab_size=10).propose(limits)
-    assert (found.get(REQUESTS[0]), found[REQUESTS[1]].tokens) == (expected, (7,))
+    assert (found.get(REQUESTS[0]), found[REQUESTS[1]].drafts) == (expected, (7,))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

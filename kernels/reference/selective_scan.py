@@ -82,21 +82,22 @@ def _decode(
     states = torch.where(known[:, None, None], carried[slot], read_states(state, indices.decode_src, y.dtype))
     start = torch.where(known[:, None], stands[slot], end[:, None])  # of every channel
     for entry in range(int(start.min()), int(end.max())):  # drafts that were accepted
-        advanced = _token(states, *(each[:, entry] for each in logged), A, dt_bias)
+        advanced = _token(states, [each[:, entry] for each in logged], A, dt_bias)
         inside = (start <= entry) & (entry < end[:, None])
         states = torch.where(inside[..., None], advanced, states)
     after, row = [states], torch.arange(len(states), device=states.device)
     for t in range(shape[1]):
         before = torch.stack(after)[parents(indices)[:, t] + 1, row] if t else states
-        after.append(_token(before, *(each[:, t].to(y.dtype) for each in (x, dt, B)), A, dt_bias))
+        after.append(_token(before, [each[:, t].to(y.dtype) for each in (x, dt, B)], A, dt_bias))
         y[:, t] = _read(after[-1], C[:, t])
     sure = (indices.decode_len > 0).nonzero().squeeze(1)
     carried[slot[sure]], stands[slot[sure]] = after[1][sure], (end[sure] + 1)[:, None]
     write_states(state, decode_targets(indices), torch.stack(after)[indices.decode_len.long(), row])
 
 
-def _token(states: Tensor, x: Tensor, dt: Tensor, B: Tensor, A: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """States [n, dim, N] after one token more, as it came."""
+def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """States [n, dim, N] after one token more, its x, dt and B as they came."""
+    x, dt, B = token
     dt = _steps(dt, dt_bias)
     return _advance(states, dt * x, dt, A, B)
 

@@ -42,8 +42,8 @@ class LLM:
 
     Args:
         model: directory of a checkpoint, or a Hub id.
-        draft: proposes tokens that may follow a request's known ones, to be verified in one step; needs
-            `max_draft_tokens`.
+        draft: proposes tokens that may follow a request's known ones, or a `DraftTree` of them, to be verified in one
+            step; needs `max_draft_tokens`.
         options: see `EngineConfig`; and those of vLLM that change nothing here, as `tensor_parallel_size=1`.
 
     Raises:

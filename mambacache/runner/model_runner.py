@@ -199,10 +199,13 @@ class ModelRunner:
 
     def _keep_paths(self, plan: StepPlan) -> None:
         """Moves what trees of drafts have left."""
-        pools = {"log": (self.logs, plan.log_paths), "kv": (self.pages, plan.kv_paths)}
-        arrays = {name: paths for name, (pool, paths) in pools.items() if pool is not None and paths is not None}
-        for name, paths in pack_arrays(arrays, self.states.buffer.device).items() if arrays else ():
-            keep_paths(pools[name][0], paths)
+        arrays = {"log": plan.log_paths, "kv": plan.kv_paths}
+        paths = {name: array for name, array in arrays.items() if array is not None}
+        moved = pack_arrays(paths, self.states.buffer.device) if paths else {}
+        if "log" in moved:
+            keep_paths(self.logs, moved["log"])
+        if self.pages is not None and "kv" in moved:
+            keep_paths(self.pages, moved["kv"])
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:

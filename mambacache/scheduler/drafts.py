@@ -41,12 +41,12 @@ tokens; none for those after the last guess."""
 class Guess(NamedTuple):
     """Drafts of one row as `PrefixCache.allocate` takes them."""
 
-    tokens: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
 
     def cut(self, count: int) -> Guess:
         """The first so many."""
-        return Guess(self.tokens[:count], self.parents[:count])
+        return Guess(self.drafts[:count], self.parents[:count])
 
 
 NO_GUESS = Guess()
@@ -111,10 +111,9 @@ class Drafts:
         return found
 
     def _checked(self, given: Sequence[int] | DraftTree, limit: int) -> Guess:
-        tree = isinstance(given, DraftTree)
-        guess = _in_preorder(given, limit) if tree else Guess(tuple(islice(given, limit)))
-        if not all(isinstance(token, Integral) and 0 <= token < self._vocab_size for token in guess.tokens):
-            raise ValueError(f"{guess.tokens} are no token ids: give integers from 0 to {self._vocab_size - 1}")
+        guess = _in_preorder(given, limit) if isinstance(given, DraftTree) else Guess(tuple(islice(given, limit)))
+        if not all(isinstance(token, Integral) and 0 <= token < self._vocab_size for token in guess.drafts):
+            raise ValueError(f"{guess.drafts} are no token ids: give integers from 0 to {self._vocab_size - 1}")
         return guess
 
     def _failure(self) -> None:

@@ -225,14 +225,11 @@ class Scheduler:
             num_tokens = int(progress.in_flight + len(request.output) < request.params.max_tokens)
         if not num_tokens:
             return False
-        name = request.request_id
-        step = self.cache.allocate(name, num_tokens, drafts=drafts.tokens, parents=drafts.parents)
-        while step is None:
-            if drafts.tokens:
-                drafts = drafts.cut(len(drafts.tokens) - 1)
+        while (step := self.cache.allocate(request.request_id, num_tokens, **drafts._asdict())) is None:
+            if drafts.drafts:
+                drafts = drafts.cut(len(drafts.drafts) - 1)
             elif not self._preempt_younger(request):
                 return False
-            step = self.cache.allocate(name, num_tokens, drafts=drafts.tokens, parents=drafts.parents)
         if step.prefill and request.params.prompt_logprobs is not None:
             step = step._replace(prompt_logits=True)
         self._budget -= step.num_tokens

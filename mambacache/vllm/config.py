@@ -59,7 +59,7 @@ def _wrong_drafts(config: Any) -> dict[str, bool]:
         "drafts whose number the device chooses (enable_adaptive_verification)": getattr(
             drafts, "enable_adaptive_verification", False
         ),
-        "asynchronous scheduling of drafts but by n-grams on a GPU, without a pipeline (--async-scheduling)": bool(
+        "asynchronous scheduling of drafts on a CPU or in a pipeline (--async-scheduling)": bool(
             config.scheduler_config.async_scheduling
         )
         and not _may_run_ahead(config),
@@ -68,8 +68,7 @@ def _wrong_drafts(config: Any) -> dict[str, bool]:
 
 def _may_run_ahead(config: Any) -> bool:
     """Whether a step may be planned before the drafts of the one before it are verified: only model runner V2 knows on
-    the device where its rows begin, and a pipeline has more than one such step under way. Of the ways to draft it was
-    run with n-grams."""
+    the device where its rows begin, and a pipeline has more than one such step under way."""
     return not is_cpu() and config.parallel_config.pipeline_parallel_size == 1
 
 

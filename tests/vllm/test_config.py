@@ -69,7 +69,7 @@ def test_drafts_are_served() -> None:
         ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
         (
             {"speculative_config": drafting(), "scheduler_config__async_scheduling": True},
-            "asynchronous scheduling of drafts but by n-grams on a GPU, without a pipeline (--async-scheduling)",
+            "asynchronous scheduling of drafts on a CPU or in a pipeline (--async-scheduling)",
         ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),

@@ -191,9 +191,9 @@ def _decode_kernel(
                     S = S + (load_states(carried, elements[j], n, insides[j], N, FOURS),)
                 for e in range(1, t):
                     if (path >> e) & 1 == 1:
-                        old = token - t + e
+                        ancestor = token - t + e
                         past, size, past_b = _load_entry(
-                            x + old * STRIDES[0], dt + old * STRIDES[1], B + old * STRIDES[3],
+                            x + ancestor * STRIDES[0], dt + ancestor * STRIDES[1], B + ancestor * STRIDES[3],
                             channel, in_dim, n, e < t, N, FOURS,
                         )  # fmt: skip
                         S, _ = _apply(S, rates, past, size, past_b, past_b, skip, bias, lane)
