@@ -236,7 +236,7 @@ class SymbolicRunner:
     @staticmethod
     def accepted(step: SequenceStep, fed: Sequence[int] | np.ndarray, sampled: Sequence[int]) -> list[int]:
         """What stays of the tokens that were sampled after each of those that were fed: drafts from the second on."""
-        if step.parents:
+        if step.parents and sampled:
             return [sampled[place] for place in agreed(step, sampled)]
         count = 1
         while count < min(len(fed), len(sampled)) and fed[count] == sampled[count - 1]:

@@ -95,7 +95,7 @@ class IllegalHost:
 
     def allocate(self) -> None:
         rng, name = self.rng, self.name(self.can_run)
-        decode, drafts = rng.random() < 0.1, []
+        decode, drafts, parents = rng.random() < 0.1, [], []
         progress = self.cache.progress(name)
         left = progress.prefill_end - progress.computed
         count = rng.choice([left, left, left, left, min(left, 64), rng.randint(-1, 200)])
@@ -106,7 +106,10 @@ class IllegalHost:
                 drafts = self.guesses(right, rng.randint(0, 3))
                 if rng.random() < 0.5:
                     drafts = [PLACEHOLDER] * len(drafts)
-        step = self.cache.allocate(name, count, drafts=drafts, decode=decode)
+                if rng.random() < 0.3:
+                    parents = [rng.randint(max(i - 2, 0), i) for i in range(len(drafts))]  # a tree, or none
+                    drafts = [token if token < 0 or rng.random() < 0.5 else rng.randrange(VOCAB) for token in drafts]
+        step = self.cache.allocate(name, count, drafts=drafts, parents=parents, decode=decode)
         if step is not None:
             self.allocated.append(step)
             self.steps.append(step)
@@ -139,7 +142,7 @@ class IllegalHost:
         for step in plan.steps:
             sampled = self.sampled.get(step.row, [])
             known = PLACEHOLDER not in step.drafts
-            accepted[step.request_id] = SymbolicRunner.accepted([0, *step.drafts], sampled) if known else sampled
+            accepted[step.request_id] = SymbolicRunner.accepted(step, [0, *step.drafts], sampled) if known else sampled
         if self.rng.random() < 0.05:
             accepted[self.name()] = [self.rng.randrange(VOCAB)] * self.rng.randrange(4)
             if all(accepted.get(step.request_id) == self.sampled.get(step.row) for step in plan.steps):
