@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mambacache.config import CacheConfig
-from mambacache.plan import SequenceStep
+from mambacache.plan import PLACEHOLDER, SequenceStep
 
 MAX_TOKEN = (1 << 31) - 1
 
@@ -111,6 +111,30 @@ def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]
     return tuple(int(position) // block_size * block_size for position in positions)
 
 
+def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
+    """Which token of a request's row each draft comes after, as `PrefixCache.allocate` takes it.
+
+    Raises:
+        ValueError: they make no tree in preorder, or a draft of one is a placeholder.
+    """
+    if len(parents) and (len(parents) != len(drafts) or PLACEHOLDER in drafts):
+        raise ValueError(
+            f"{who} has {len(drafts)} drafts and {len(parents)} parents: give each draft of a tree, none of them a "
+            "placeholder, the number of the one that it follows"
+        )
+    path = [0]
+    for i, parent in enumerate(parents, 1):
+        check_integer(f"parent {i} of {who}", parent, 0, i - 1)
+        while path and path[-1] != parent:
+            path.pop()
+        if not path:
+            raise ValueError(
+                f"the drafts of {who} are not in preorder: let all that follows a draft come right behind it"
+            )
+        path.append(i)
+    return tuple(map(int, parents))
+
+
 def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
     """The tokens that a row gave.
 
@@ -126,12 +150,9 @@ def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
     most = 1 + len(step.drafts) if step.samples else 0
     if len(tokens) > most:
         raise ValueError(f"request {step.request_id!r} comes with {len(tokens)} tokens: its row gives {most}")
-    place = 0
-    for token in tokens[:-1]:
-        place = step.draft_after(place, token)
-        if not place:
-            raise ValueError(
-                f"request {step.request_id!r} comes with tokens {list(tokens)} for the drafts {list(step.drafts)}: "
-                "give those that agree and the one after them"
-            )
+    if len(step.followed(tokens[:-1])) < len(tokens):
+        raise ValueError(
+            f"request {step.request_id!r} comes with tokens {list(tokens)} for the drafts {list(step.drafts)}: give "
+            "those that agree and the one after them"
+        )
     return tokens

@@ -80,6 +80,16 @@ class SequenceStep(NamedTuple):
                 return i
         return 0
 
+    def followed(self, tokens: Sequence[int]) -> list[int]:
+        """The places in the row of its first token and of the drafts that these tokens behind it agree with."""
+        path = [0]
+        for token in tokens:
+            place = self.draft_after(path[-1], token)
+            if not place:
+                break
+            path.append(place)
+        return path
+
     def depths(self) -> Sequence[int]:
         """By how many tokens of the row each of a decode row's is preceded."""
         if not self.parents:

@@ -43,7 +43,7 @@ class Line:
 
     def schedule(self) -> Any:
         assert len(self.under_way) <= self.ahead, "the step before was neither taken nor failed"
-        row = {"start": 0, "num_tokens": 1, "prefill": False, "prompt_logits": False, "samples": False}
+        row = {"start": 0, "num_tokens": 1, "prefill": False, "prompt_logits": False, "samples": False, "drafts": ()}
         steps = tuple(SimpleNamespace(request_id=request_id, **row) for request_id in self.requests)
         if not steps or self.stuck:
             return None

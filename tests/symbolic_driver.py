@@ -134,12 +134,7 @@ class CheckedCache(PrefixCache):
         for row in [row for row in rows if not row.life.ended]:
             life, step = row.life, row.step
             given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
-            agreed = place = 0
-            for token in given if PLACEHOLDER not in step.drafts else given[:-1]:
-                place = step.draft_after(place, token)
-                if not place:
-                    break
-                agreed += 1
+            agreed = len(step.followed(given if PLACEHOLDER not in step.drafts else given[:-1])) - 1
             self._computes(life, step, agreed + 1 if step.drafts else step.num_tokens)
             if life.computed > step.start + agreed + 1:  # the next row begins here, and is out
                 self._computes(life, step._replace(start=life.computed), 0)

@@ -45,7 +45,8 @@ def conv1d(
         write_log(log, tokens, indices)
     history[window_start[:, None] + torch.arange(reach, device=x.device)] = windows
 
-    outputs = _convolve(history, place, _previous(indices, place, token), weight, bias)
+    previous = _previous(indices, place, token, len(history))
+    outputs = _convolve(history, place, previous, weight, bias)
     out[token] = (silu(outputs) if activation == "silu" else outputs).to(x.dtype)
     if output_gate is not None:
         out[token] *= output_gate[token]
@@ -82,9 +83,9 @@ def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
     return tuple(map(torch.cat, zip(*parts, strict=True)))
 
 
-def _previous(indices: StateIndices, place: Tensor, token: Tensor) -> Tensor:
+def _previous(indices: StateIndices, place: Tensor, token: Tensor, places: int) -> Tensor:
     """Where in the history each place's token follows on: the place before it, but for branches of decode rows."""
-    previous = torch.arange(-1, int(place.max()), device=place.device)
+    previous = torch.arange(-1, places - 1, device=place.device)
     if indices.tokens_per_decode > 1 and indices.num_decodes:
         width = indices.tokens_per_decode
         parent = parents(indices).flatten()

@@ -12,7 +12,7 @@ from mambacache.cache.files import Files, NoFiles
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
-from mambacache.cache.request import CachedRequest, Life, Row
+from mambacache.cache.request import CachedRequest, Drafts, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
@@ -176,13 +176,11 @@ class Books:
             self.lookup.wait(child)
         return running
 
-    def allocate(
-        self, life: Life, num_tokens: int, drafts: tuple[int, ...], parents: tuple[int, ...], decode: bool
-    ) -> Row | None:
+    def allocate(self, life: Life, num_tokens: int, drafts: Drafts, decode: bool) -> Row | None:
         """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
-        row = self.states.allocate(life, num_tokens, drafts, parents, decode)
+        row = self.states.allocate(life, num_tokens, drafts, decode)
         if row is None and self.tier.loads.let_go():
-            row = self.states.allocate(life, num_tokens, drafts, parents, decode)
+            row = self.states.allocate(life, num_tokens, drafts, decode)
         if row is not None:
             self.rows[row.step.row] = row
         return row

@@ -173,14 +173,9 @@ class PrefixCache:
         return aligned if aligned > 0 else budget
 
     def allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        *,
-        drafts: Sequence[int] = (),
-        parents: Sequence[int] = (),
+        self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), parents: Sequence[int] = (),
         decode: bool = False,
-    ) -> SequenceStep | None:
+    ) -> SequenceStep | None:  # fmt: skip
         """The row that runs the next `num_tokens` tokens and then `drafts`, with a block if it stores a state; if there
         is no room it is None, and nothing has changed.
 
@@ -194,10 +189,10 @@ class PrefixCache:
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
         """
         life = self._running(request_id)
-        guesses, tree = check_next_row(life, num_tokens, drafts, parents, decode, self.config.max_draft_tokens)
+        guesses = check_next_row(life, num_tokens, drafts, parents, decode, self.config.max_draft_tokens)
         books = self._books
         books.torn = True  # as `with books` does, which takes as long as a third of the rest
-        row = books.allocate(life, int(num_tokens), guesses, tree, decode)
+        row = books.allocate(life, int(num_tokens), guesses, decode)
         books.torn = False
         return row.step if row is not None else None
 

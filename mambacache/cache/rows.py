@@ -5,8 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 
-from mambacache.cache.request import CachedRequest, Life, Row
-from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array
+from mambacache.cache.request import NO_DRAFTS, CachedRequest, Drafts, Life, Row
+from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array, tree_parents
 from mambacache.plan import PLACEHOLDER, SequenceStep
 
 
@@ -96,8 +96,8 @@ def _name(request: CachedRequest) -> str:
 
 def check_next_row(
     life: Life, num_tokens: int, drafts: Sequence[int], parents: Sequence[int], decode: bool, max_drafts: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The drafts of a row that may come next in a life, and their parents; raises as `PrefixCache.allocate` does."""
+) -> Drafts:
+    """The drafts of a row that may come next in a life; raises as `PrefixCache.allocate` does."""
     request, left = life.request, life.prefill_end - life.computed
     if life.row is not None:
         raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
@@ -111,7 +111,7 @@ def check_next_row(
     if left <= 0 and life.computed >= len(request.tokens) + request.in_flight:
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts) and not len(parents):
-        return (), ()
+        return NO_DRAFTS
     guesses = (PLACEHOLDER,) * len(drafts)
     if not isinstance(drafts, tuple) or drafts != guesses:
         mixed = isinstance(drafts, list | tuple) and PLACEHOLDER in drafts
@@ -124,27 +124,7 @@ def check_next_row(
         )
     if left > 0 or (request.in_flight and any(token != PLACEHOLDER for token in guesses)):
         raise RuntimeError(f"{_name(request)} does not know its last token yet: drafts come after it")
-    return guesses, _check_tree(request, guesses, parents) if len(parents) else ()
-
-
-def _check_tree(request: CachedRequest, drafts: tuple[int, ...], parents: Sequence[int]) -> tuple[int, ...]:
-    """Which token of the row each draft comes after."""
-    if len(parents) != len(drafts) or PLACEHOLDER in drafts:
-        raise ValueError(
-            f"{_name(request)} has {len(drafts)} drafts and {len(parents)} parents: give each draft of a tree, none of "
-            "them a placeholder, the number of the one that it follows"
-        )
-    path = [0]
-    for i, parent in enumerate(parents, 1):
-        check_integer(f"parent {i} of {_name(request)}", parent, 0, i - 1)
-        while path and path[-1] != parent:
-            path.pop()
-        if not path:
-            raise ValueError(
-                f"the drafts of {_name(request)} are not in preorder: let all that follows a draft come right behind it"
-            )
-        path.append(i)
-    return tuple(map(int, parents))
+    return Drafts(guesses, tree_parents(_name(request), guesses, parents))
 
 
 def check_fork(

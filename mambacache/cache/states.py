@@ -12,7 +12,7 @@ from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool, Lease
-from mambacache.cache.request import Commit, Life, Row
+from mambacache.cache.request import Commit, Drafts, Life, Row
 from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep
 
 
@@ -64,9 +64,7 @@ class States:
 
     # --- before a step ---
 
-    def allocate(
-        self, life: Life, num_tokens: int, drafts: tuple[int, ...], parents: tuple[int, ...], decode: bool
-    ) -> Row | None:
+    def allocate(self, life: Life, num_tokens: int, guesses: Drafts, decode: bool) -> Row | None:
         """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
         room. A tree of drafts ends before its log does: of a fold's tokens each comes after the one before it."""
         start = life.computed
@@ -74,6 +72,7 @@ class States:
         late = before.step.num_tokens - 1 if before is not None else 0
         in_prompt = start < life.prefill_end
         prefill = in_prompt and not decode
+        drafts, parents = guesses
         if not late:
             room = max(FOLD - 1 - start % FOLD - bool(parents), 0)
             drafts, parents = drafts[:room], parents[:room]
@@ -210,13 +209,9 @@ class States:
         """Keeps the tokens that were accepted, and the row's dst if these are all."""
         life, step = row.life, row.step
         known = life.request.tokens[step.start : step.start + step.num_tokens]
-        given, path = len(life.request.tokens) - step.start - 1, [0]  # of tokens that are known to be right
-        for token in known[1:]:
-            place = step.draft_after(path[-1], token)
-            if not place or (step.drafts[place - 1] == PLACEHOLDER and len(path) >= given):
-                break  # where a stop was drafted, it is on the path
-            path.append(place)
-        count = len(path)
+        given = len(life.request.tokens) - step.start - 1
+        path = step.followed(known[1 : given if PLACEHOLDER in step.drafts else None])  # with a stop that was drafted
+        count = len(path)  # tokens that are known to be right
         life.drafted.remove(row)
         late = life.drafted[0] if life.drafted else life.row
         if given > 0 and count == step.num_tokens:

@@ -1,0 +1,225 @@
+"""Causal depthwise convolution over a mixed batch, in one Triton launch."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...indices import StateIndices
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import check_dense, stride_alignment
+from .decode import decode_row
+from .prefill import prefill_chunk
+
+BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
+UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one
+STAGES = 3  # the loads of two more such groups are under way
+ARRAYS = (
+    "decode_src",
+    "decode_len",
+    "decode_dst",
+    "log_slot",
+    "log_start",
+    "log_end",
+    "ancestors",
+    "query_start_loc",
+    "context_len",
+    "src",
+    "chunk_seq",
+    "chunk_start",
+    "chunk_dst",
+    "seq_chunk_start",
+)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_decodes",
+        "tokens_per_decode",
+        "num_prefills",
+        "num_tokens",
+        "x_stride",
+        "input_gate_stride",
+        "output_gate_stride",
+        "state_stride",
+        "log_stride",
+    ]
+)
+def _conv1d_kernel(
+    x,
+    input_gate,
+    output_gate,
+    weight,
+    bias,
+    out,
+    state,
+    log,
+    decode_src,
+    decode_len,
+    decode_dst,
+    log_slot,
+    log_start,
+    log_end,
+    ancestors,
+    query_start_loc,
+    context_len,
+    src,
+    chunk_seq,
+    chunk_start,
+    chunk_dst,
+    seq_chunk_start,
+    num_decodes,
+    tokens_per_decode,
+    num_prefills,
+    num_tokens,
+    x_stride,
+    input_gate_stride,
+    output_gate_stride,
+    state_stride,
+    log_stride,
+    OUT_STRIDE: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAP_STRIDE: tl.constexpr,
+    CHANNEL_STRIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    STATE_ALIGNMENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    PREFILL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes one tile of channels of one decode row or of one chunk, and walks through its tokens."""
+    TILES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    item = tl.program_id(0) // TILES
+    channel = tl.program_id(0) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
+    in_dim = channel < DIM
+    state_stride = tl.cast(state_stride, tl.int64)
+    out_stride = tl.cast(OUT_STRIDE, tl.int64)
+    source = (x, tl.cast(x_stride, tl.int64), input_gate, tl.cast(input_gate_stride, tl.int64))
+    target = (out, out_stride, output_gate, tl.cast(output_gate_stride, tl.int64))
+    tap = tl.arange(0, 4)
+    tap_tile = weight + channel[:, None] * CHANNEL_STRIDE + tap[None, :] * TAP_STRIDE
+    tap_tile = tl.load(tap_tile, mask=in_dim[:, None] & (tap < WIDTH)[None, :], other=0)
+    zeros = tl.zeros([BLOCK_D], tl.float32)
+    bias = tl.load(bias + channel, mask=in_dim, other=0).to(tl.float32) if HAS_BIAS else zeros
+    tail = tl.load(query_start_loc + num_prefills)  # tokens from here on belong to no row
+    if item < num_decodes:
+        if log is not None:
+            decode_row(
+                source,
+                target,
+                tap_tile,
+                bias,
+                state,
+                state_stride,
+                log,
+                tl.cast(log_stride, tl.int64),
+                decode_src,
+                decode_len,
+                decode_dst,
+                log_slot,
+                log_start,
+                log_end,
+                ancestors,
+                item,
+                tokens_per_decode,
+                channel,
+                in_dim,
+                DIM,
+                WIDTH,
+                ALIGNMENT,
+                STATE_ALIGNMENT,
+                SILU,
+                BLOCK_D,
+            )
+    elif PREFILL:
+        chunk = item - num_decodes
+        if chunk < tl.load(seq_chunk_start + num_prefills):
+            prefill_chunk(
+                source,
+                target,
+                tap_tile,
+                bias,
+                state,
+                state_stride,
+                query_start_loc,
+                context_len,
+                src,
+                chunk_seq,
+                chunk_start,
+                chunk_dst,
+                chunk,
+                channel,
+                in_dim,
+                DIM,
+                WIDTH,
+                ALIGNMENT,
+                STATE_ALIGNMENT,
+                SILU,
+                BLOCK_D,
+                UNROLL,
+                STAGES,
+            )
+    for t in range(tail + item, num_tokens, tl.num_programs(0) // TILES):
+        tl.store(out + t * out_stride + channel, zeros.to(out.dtype.element_ty), mask=in_dim)
+
+
+_launch = Launcher(_conv1d_kernel)
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    log: Tensor | None,
+    indices: StateIndices,
+    activation: str | None = "silu",
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `mambacache.kernels.conv1d`. The channels of x and its gates are dense; all other strides are free."""
+    check_dense(x=x, bias=bias, input_gate=input_gate, output_gate=output_gate)
+    num_tokens, dim = x.shape
+    out = x.new_empty(num_tokens, dim) if out is None else out
+    items = indices.num_decodes + indices.chunk_seq.shape[0]
+    channel_stride, tap_stride = weight.stride()
+    per_token = [x if tensor is None else tensor for tensor in (x, input_gate, output_gate)]
+    _launch(
+        -(-dim // BLOCK_D) * max(items, 1),
+        (x, input_gate, output_gate, weight, bias, out, state, log),
+        index_pointers(indices, ARRAYS),
+        (
+            indices.num_decodes,
+            indices.tokens_per_decode,
+            indices.num_prefills,
+            num_tokens,
+            *(tensor.stride(0) for tensor in per_token),
+            state.stride(0),
+            0 if log is None else log.stride(0),
+        ),
+        {
+            "OUT_STRIDE": out.stride(0),
+            "DIM": dim,
+            "WIDTH": weight.shape[1],
+            "TAP_STRIDE": tap_stride,
+            "CHANNEL_STRIDE": channel_stride,
+            "ALIGNMENT": min(map(stride_alignment, per_token)),
+            "STATE_ALIGNMENT": math.gcd(16 // state.element_size(), dim),
+            "HAS_BIAS": bias is not None,
+            "SILU": activation == "silu",
+            "PREFILL": indices.num_prefills > 0,
+            "BLOCK_D": BLOCK_D,
+            "UNROLL": UNROLL,
+            "STAGES": STAGES,
+        },
+        num_warps=4,
+    )
+    return out
