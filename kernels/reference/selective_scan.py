@@ -92,7 +92,9 @@ def _decode(
         y[:, t] = _read(after[-1], C[:, t])
     sure = (indices.decode_len > 0).nonzero().squeeze(1)
     carried[slot[sure]], stands[slot[sure]] = after[1][sure], (end[sure] + 1)[:, None]
-    write_states(state, decode_targets(indices), torch.stack(after)[indices.decode_len.long(), row])
+    targets = decode_targets(indices)
+    if targets.any():
+        write_states(state, targets, torch.stack(after)[indices.decode_len.long(), row])
 
 
 def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor | None) -> Tensor:
