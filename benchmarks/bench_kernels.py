@@ -1,6 +1,6 @@
 """Times of the ops beside those of vLLM's kernels and the least that the hardware needs, in one run on one GPU.
 
-    python benchmarks/bench_kernels.py [--quick] [--only TEXT] [--json OUT.json]
+    python benchmarks/bench_kernels.py [--quick] [--only TEXT ...] [--json OUT.json]
 
 Prefill resumes from a cached state and stores one. `graph` replays a CUDA graph, `eager` includes the launches. `floor`
 is the largest of three: the bytes that must move at the bandwidth of a large copy, measured first, the products at
@@ -182,7 +182,7 @@ def main() -> None:
         action="store_true",
         help="one case an op, fewer repeats, no errors: under a minute once kernels are compiled",
     )
-    parser.add_argument("--only", default="", help="the cases whose op and name hold this text")
+    parser.add_argument("--only", nargs="+", help="the cases whose op and name hold one of these texts")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     repeats = 5 if options.quick else 20
@@ -202,7 +202,8 @@ def main() -> None:
     if not options.only and not options.quick:
         record(measure_host(repeats * 5))
     for name, make in case_list():
-        if options.only in f"{make.func.op} {name}" and (name in QUICK or not options.quick):
+        title = f"{make.func.op} {name}"
+        if any(text in title for text in options.only or [""]) and (name in QUICK or not options.quick):
             record(measure(name, make, bandwidth, repeats, errors=not options.quick))
             gc.collect()
             torch.cuda.empty_cache()
