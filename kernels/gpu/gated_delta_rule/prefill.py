@@ -1,4 +1,4 @@
-"""Gated delta rule over the prefill rows of a batch, in two Triton launches.
+"""Gated delta rule over the prefill rows of a batch, in two launches.
 
 Norms, gates and decays stay in fp32 outside the products. A chunk of 64 tokens, which are the rows of q, k and v, takes
 the state S [V, K] of a value head through
@@ -7,6 +7,9 @@ the state S [V, K] of a value head through
 
 The first launch prepares `inverse`, `scores` and the vectors, for all chunks at once. The second carries the states.
 Its products are transposed, so that all of them take their left operand from the registers where it was computed.
+
+For bf16 activations both are in Gluon (`prepare`, `scan`), and the second begins while the first one runs. The kernels
+here take what these do not: other dtypes, keys of more than 128 channels, and for the first launch betas beyond 1.
 
 The betas and norms of its columns are in `inverse` and rounded with it, unless a beta may exceed 1. Tokens with a beta
 near 2 all but reflect the state, and where they have one direction the rows of the inverse add up to 1 and -1 in turn:
@@ -26,10 +29,13 @@ from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
 from ..common.decays import pairwise_decays
 from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
+from .prepare import prepare
+from .scan import scan
 
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
@@ -136,11 +142,11 @@ def _scan_kernel(
     HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
-    V: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    V: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
     CONCURRENT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -243,56 +249,70 @@ def prefill(
 ) -> None:
     """Fills the prefill and padding tokens of `out` [F, HV, V] and stores states where `chunk_dst` says.
 
-    Scratch: 264 bytes per token and value head for bf16 activations, 520 for others.
+    Scratch: 272 bytes per token and value head for bf16 activations, 528 for others; for the former 4 per chunk, too.
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
-    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K}
+    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": power_of_2(K)}
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     narrow = q.dtype == torch.bfloat16
+    hopper = K <= 128 and served(q, k, v)
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     num_chunks = indices.chunk_seq.shape[0]
-    if num_chunks:
+    tasks = value_heads * num_chunks
+    flags = q.new_empty(tasks, dtype=torch.int32) if hopper and beta_scale <= 1 and tasks else None
+    concurrent = processors(q.get_device())  # programs of 128 rows, one on each
+    # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
+    few = value_heads * cdiv(V, 64) * indices.num_prefills <= concurrent
+    block_V = 64 if V <= 64 or few else 128
+    strides = {"Q_STRIDES": q_strides, "K_STRIDES": k_strides}
+    gate_strides = {"A_STRIDES": a_strides, "B_STRIDES": b_strides}
+    if flags is not None:
+        # Three on a processor; where the second launch has few programs, so many that there is room for these as well.
+        programs = concurrent + concurrent // 2 if few else 3 * concurrent
+        prepare(
+            min(tasks, max(programs, 1)),
+            (q, k, a, b, A_log, dt_bias, tiles, vectors, flags),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, num_tokens, num_chunks),
+            {**strides, **gate_strides, **shape},
+            num_warps=4,
+            maxnreg=168,
+        )
+    elif num_chunks:
         _prepare(
-            value_heads * num_chunks,
+            tasks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
             index_pointers(indices, CHUNK_ARRAYS),
             (indices.num_prefills, num_tokens),
-            {
-                "BETA_SCALE": beta_scale,
-                "Q_STRIDES": q_strides,
-                "K_STRIDES": k_strides,
-                "A_STRIDES": a_strides,
-                "B_STRIDES": b_strides,
-                **shape,
-                "BLOCK_K": power_of_2(K),
-            },
+            {"BETA_SCALE": beta_scale, **strides, **gate_strides, **shape},
             num_warps=4,
             maxnreg=128,
         )
-    concurrent = processors(q.get_device())  # programs of 128 rows, one on each
-    # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
-    block_V = 64 if V <= 64 or value_heads * cdiv(V, 64) * indices.num_prefills <= concurrent else 128
-    stages = 1
-    if narrow:
-        stages = 3 if K <= 128 else 2
-    _scan(
-        value_heads * cdiv(V, block_V) * (indices.num_prefills + 1),
-        (q, k, v, tiles, vectors, state, out),
-        index_pointers(indices, ROW_ARRAYS),
-        (indices.num_prefills, slot_stride(state), num_tokens),
-        {
-            "Q_STRIDES": q_strides,
-            "K_STRIDES": k_strides,
-            "V_STRIDES": v_strides,
-            "OUT_STRIDE": out.stride(0),
-            **shape,
-            "V": V,
-            "BLOCK_K": power_of_2(K),
-            "BLOCK_V": block_V,
-            "STAGES": stages,
-            "CONCURRENT": concurrent,
-        },
-        num_warps=block_V // 16,
-    )
+    constants = {
+        **strides,
+        "V_STRIDES": v_strides,
+        "OUT_STRIDE": out.stride(0),
+        **shape,
+        "V": V,
+        "BLOCK_V": block_V,
+        "CONCURRENT": concurrent,
+    }
+    programs = value_heads * cdiv(V, block_V) * (indices.num_prefills + 1)
+    rows = index_pointers(indices, ROW_ARRAYS)
+    numbers = indices.num_prefills, slot_stride(state), num_tokens
+    tensors = q, k, v, tiles, vectors, state, out
+    if hopper:
+        scan(
+            programs,
+            (*tensors, flags),
+            rows,
+            numbers,
+            constants,
+            num_warps=block_V // 16,
+            launch_pdl=flags is not None,
+        )
+    else:
+        stages = (3 if K <= 128 else 2) if narrow else 1
+        _scan(programs, tensors, rows, numbers, constants | {"STAGES": stages}, num_warps=block_V // 16)

@@ -1,0 +1,109 @@
+"""What kernels in Gluon share: Triton with its layouts and shared memory written out, for Hopper alone.
+
+There products run beside what does not need them yet, and copies fill shared memory ahead. Triton's interpreter knows
+neither, so that these kernels serve bf16 alone, which it does not multiply either.
+
+Two launches that follow each other overlap. The first clears a flag for each of its tasks and only then lets the second
+begin, so that all programs of the first one run by then, and waiting for them ends. It sets a task's flag when what the
+task stores can be seen.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from .layout import stride_alignment
+
+CHUNK = gl.constexpr(64)
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name until 3.8
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+def served(*tensors: Tensor) -> bool:
+    """Whether kernels in Gluon take these activations: bf16 [F, heads, width] in pieces of 16 bytes."""
+    return all(x.dtype == torch.bfloat16 and stride_alignment(x) % 8 == 0 and x.data_ptr() % 16 == 0 for x in tensors)
+
+
+@gluon.jit
+def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.constexpr, WARPS: gl.constexpr):
+    """Begins to copy a chunk's rows to `tile`, zeros for those from `count` and columns from `columns` on.
+
+    Of a triangle, LOWER, what is right of the 8 columns that hold the diagonal is zeros, too.
+    """
+    LANES: gl.constexpr = tile.shape[1] // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))[:, None]
+    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    mask = (row < count) & (column < columns)
+    if LOWER:
+        mask = mask & (column // 8 <= row // 8)
+    copy_async(tile, place + (row * STRIDE + column), mask=mask)  # 64 bits would take twice the registers
+
+
+@gluon.jit
+def wait_for_launch():
+    """Until the launch before is done, and all that it stored can be seen."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def clear_flags(flags, tasks, WARPS: gl.constexpr):
+    """Clears the flags of this program's tasks, which are as many apart as there are programs. Then the next launch may
+    begin, as soon as all programs have come here."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    step = gl.arange(0, 32 * WARPS, layout=layout) * gl.num_programs(0)
+    for first in range(gl.program_id(0), tasks, gl.num_programs(0) * (32 * WARPS)):
+        gl.store(flags + first + step, gl.zeros([32 * WARPS], gl.int32, layout=layout), mask=first + step < tasks)
+    code: gl.constexpr = "fence.acq_rel.gpu; bar.sync 0; griddepcontrol.launch_dependents; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def set_flag(flag):
+    """What this program has stored can be seen by who sees its flag."""
+    barrier()
+    gl.atomic_xchg(flag, 1, sem="release")
+
+
+@gluon.jit
+def wait_for_flags(flags, stride, task, end, ready):
+    """Returns when `task` is done, if it is before `end`: the first task from there on that may not be done.
+
+    Flags are `stride` apart. If `task` is before `ready`, which an earlier call returned, none is read. A lane reads
+    one: a warp learns of up to 32 tasks at once. Each warp for itself, since what it copies, it copies itself.
+    """
+    code: gl.constexpr = """
+    {
+    .reg .pred done, there, set;
+    .reg .b32 lane, flag, votes, left;
+    .reg .b64 place, offset;
+    mov.b32 $0, $4;
+    setp.lt.s32 done, $2, $4;
+    @done bra.uni END;
+    sub.s32 left, $3, $2;
+    mov.u32 lane, %laneid;
+    setp.lt.s32 there, lane, left;
+    mul.wide.s32 offset, lane, $5;
+    add.s64 place, $1, offset;
+    AGAIN:
+    mov.b32 flag, 1;
+    @there ld.acquire.gpu.global.b32 flag, [place];
+    setp.ne.s32 set, flag, 0;
+    vote.sync.ballot.b32 votes, set, 0xffffffff;
+    and.b32 flag, votes, 1;
+    setp.eq.s32 set, flag, 0;
+    @set bra.uni AGAIN;
+    not.b32 votes, votes;
+    brev.b32 votes, votes;
+    clz.b32 votes, votes;
+    add.s32 $0, $2, votes;
+    END:
+    }
+    """
+    place = (flags + task * stride).to(gl.int64, bitcast=True)
+    arguments = [place, task, end, ready, stride * 4]
+    return gl.inline_asm_elementwise(code, "=&r,l,r,r,r,r", arguments, dtype=gl.int32, is_pure=False, pack=1)

@@ -1,0 +1,248 @@
+"""The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
+
+Products that need no result of each other are in flight together, and scaling, copies and stores go on beside them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ..common.chunks import ROW_FIELDS, SRC_FIELD
+from ..common.hopper import CHUNK, copy_async, copy_tile, wait_for_flags, wait_for_launch
+from ..common.launch import Launcher
+from ..common.layout import SLOT_UNIT
+from ..common.prefetch import LINE
+
+STAGES = gl.constexpr(3)  # of shared memory: two chunks are on their way while one is computed
+
+
+@gluon.jit
+def _copy_chunk(
+    copies,
+    stage,
+    sources,
+    t,
+    count,
+    num_tokens,
+    rows_left,
+    Q_STRIDE: gl.constexpr,
+    K_STRIDE: gl.constexpr,
+    V_STRIDE: gl.constexpr,
+    TILE_STRIDE: gl.constexpr,
+    K: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Begins to copy what a chunk of `count` tokens from t on needs to a stage of shared memory."""
+    k_tiles, v_tiles, inverses, q_tiles, scores, fours = copies
+    q, k, v, tiles, vectors = sources
+    copy_tile(k_tiles.index(stage), k + t * K_STRIDE, K_STRIDE, count, K, False, WARPS)
+    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
+    copy_tile(inverses.index(stage), tiles + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    copy_tile(q_tiles.index(stage), q + t * Q_STRIDE, Q_STRIDE, count, K, False, WARPS)
+    copy_tile(scores.index(stage), tiles + (num_tokens + t) * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    each = gl.arange(0, 4 * CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    step = each % CHUNK
+    copy_async(fours.index(stage), vectors + t + (each // CHUNK * num_tokens + step), mask=step < count)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _store_outputs(out, tile, o, t, count, rows, OUT_STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
+    """o^T to a chunk's tokens, through a tile of shared memory [64, BLOCK_V]."""
+    tile.permute((1, 0)).store(o)
+    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    o = tile.load(LAYOUT).to(out.dtype.element_ty)
+    gl.store(out + t.to(gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row), o, mask=(step < count) & (row < rows))
+
+
+@gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
+def _delta_scan_kernel(
+    q,
+    k,
+    v,
+    tiles,
+    vectors,
+    state,
+    out,
+    flags,
+    query_start_loc,
+    rows,
+    chunk_dst,
+    num_prefills,
+    slot_stride,
+    num_tokens,
+    Q_STRIDES: gl.constexpr,
+    K_STRIDES: gl.constexpr,
+    V_STRIDES: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    HEADS: gl.constexpr,
+    VALUE_HEADS: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_V: gl.constexpr,
+    CONCURRENT: gl.constexpr,
+):
+    """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence."""
+    TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    WARPS: gl.constexpr = BLOCK_V // 16
+    BF16: gl.constexpr = gl.bfloat16
+    STATE: gl.constexpr = state.dtype.element_ty
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
+    CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
+    OF_STEP: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    LEFT_CARRIED: gl.constexpr = gl.DotOperandLayout(0, CARRIED, 2)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [WARPS, 1], [1, 0])
+    program = gl.program_id(0)
+    sequence, index = program // (VALUE_HEADS * TILES), program % (VALUE_HEADS * TILES)
+    head = index // TILES
+    first_row = index % TILES * BLOCK_V
+    out += head * V + first_row
+
+    if sequence == num_prefills:
+        step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
+        row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, OUT))[None, :]
+        zeros = gl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty, layout=OUT)
+        for first in range(gl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
+            place = out + gl.cast(first, gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row)
+            gl.store(place, zeros, mask=(first + step < num_tokens) & (first_row + row < V))
+        wait_for_launch()  # or what follows might begin before the first launch is done
+        return
+
+    fields = rows + sequence * ROW_FIELDS
+    start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
+    first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
+    origin = start - context % CHUNK  # where the first chunk would begin
+    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
+    # Of the state of a later program, see `later_tile`: its slot is asked for before this one's own state.
+    later = index + CONCURRENT
+    later_row = gl.minimum(sequence + later // (VALUE_HEADS * TILES), num_prefills - 1)
+    later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
+    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (V * K)
+    state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
+    channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
+    inside = (state_row < V) & (channel < K)
+    element = state_row * K + channel
+    state += head * V * K
+    S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
+    if BLOCK_V == V and BLOCK_K == K:
+        STEP: gl.constexpr = LINE * 8 // STATE.primitive_bitwidth
+        lines = gl.arange(0, V * K // STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0])) * STEP
+        lines = [(later_state + lines).to(gl.int64, bitcast=True)]
+        prefetch: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(prefetch, "=r,l", lines, dtype=gl.int32, is_pure=False, pack=1)
+
+    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
+    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    k_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
+    v_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
+    inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
+    q_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
+    scores = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
+    fours = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], flat)
+    copies = k_tiles, v_tiles, inverses, q_tiles, scores, fours
+    q += head // (VALUE_HEADS // HEADS) * Q_STRIDES[1]
+    k += head // (VALUE_HEADS // HEADS) * K_STRIDES[1]
+    v += head * V_STRIDES[1] + first_row
+    tiles += head * CHUNK
+    vectors += head.to(gl.int64) * (4 * num_tokens)
+    sources = q, k, v, tiles, vectors
+
+    ready = first_chunk
+    for i in gl.static_range(STAGES - 1):
+        if flags is not None:
+            ready = wait_for_flags(flags + head, VALUE_HEADS, first_chunk + i, last_chunk, ready)
+        ahead = gl.maximum(origin + i * CHUNK, start)
+        _copy_chunk(
+            copies,
+            i,
+            sources,
+            ahead.to(gl.int64),
+            gl.minimum(origin + (i + 1) * CHUNK, end) - ahead,
+            num_tokens,
+            V - first_row,
+            Q_STRIDES[0],
+            K_STRIDES[0],
+            V_STRIDES[0],
+            VALUE_HEADS * CHUNK,
+            K,
+            WARPS,
+        )
+    # What is read alone is asked for a chunk ahead.
+    there = first_chunk < last_chunk
+    dst = gl.load(chunk_dst + first_chunk, mask=there, other=0)
+    decay = gl.load(vectors + gl.minimum(origin + CHUNK, end) - 1, mask=there, other=0)
+    zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
+    outputs, last_t, last_count = zeros.to(BF16), start, 0
+    for chunk in range(first_chunk, last_chunk):
+        boundary = origin + (chunk - first_chunk) * CHUNK
+        t = gl.maximum(boundary, start)
+        count = gl.minimum(boundary + CHUNK, end) - t
+        stage = (chunk - first_chunk) % STAGES
+        free = (chunk - first_chunk + STAGES - 1) % STAGES  # what the chunk before took
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        keys, inverse, four = k_tiles.index(stage), inverses.index(stage).permute((1, 0)), fours.index(stage)
+        read = gl.convert_layout(S.to(BF16), LEFT)
+        known = warpgroup_mma(read, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
+
+        # The outputs of the chunk before.
+        _store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, V - first_row, OUT_STRIDE, OUT)
+
+        there = chunk + 1 < last_chunk
+        next_dst = gl.load(chunk_dst + chunk + 1, mask=there, other=0)
+        next_decay = gl.load(vectors + gl.minimum(boundary + 2 * CHUNK, end) - 1, mask=there, other=0)
+        key_decay = four.slice(CHUNK, CHUNK).load(OF_STEP)[None, :]
+        known = warpgroup_mma_wait(1, deps=[known])
+        known = gl.convert_layout((-key_decay * known).to(BF16), LEFT)
+        u = warpgroup_mma(known, inverse, u, is_async=True)
+        o = warpgroup_mma(read, q_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        S = decay * S
+        to_end = four.slice(3 * CHUNK, CHUNK).load(OF_STEP)[None, :]
+        u = warpgroup_mma_wait(1, deps=[u])
+        S = warpgroup_mma(gl.convert_layout((to_end * u).to(BF16), LEFT_CARRIED), keys, S, is_async=True)
+        u = gl.convert_layout(u.to(BF16), LEFT)
+        query_decay = four.slice(2 * CHUNK, CHUNK).load(OF_STEP)[None, :]
+        o = query_decay * warpgroup_mma_wait(1, deps=[o])
+        o = warpgroup_mma(u, scores.index(stage).permute((1, 0)), o, is_async=True)
+
+        if flags is not None:
+            ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + STAGES - 1, last_chunk, ready)
+        boundary += (STAGES - 1) * CHUNK
+        ahead = gl.maximum(boundary, start)
+        _copy_chunk(
+            copies,
+            free,
+            sources,
+            ahead.to(gl.int64),
+            gl.minimum(boundary + CHUNK, end) - ahead,
+            num_tokens,
+            V - first_row,
+            Q_STRIDES[0],
+            K_STRIDES[0],
+            V_STRIDES[0],
+            VALUE_HEADS * CHUNK,
+            K,
+            WARPS,
+        )
+        S, o = warpgroup_mma_wait(0, deps=[S, o])
+        outputs = o.to(BF16)
+        if STATE != gl.float32:
+            S = S.to(STATE).to(gl.float32)
+        if dst != 0:
+            gl.store(state + dst * slot_stride + element, S.to(STATE), mask=inside)
+        dst, decay, last_t, last_count = next_dst, next_decay, t, count
+    async_copy.wait_group(0)
+    last_stage = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
+    _store_outputs(out, last_stage, outputs, last_t, last_count, V - first_row, OUT_STRIDE, OUT)
+
+
+scan = Launcher(_delta_scan_kernel)

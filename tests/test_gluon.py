@@ -1,0 +1,53 @@
+"""Kernels in Gluon, which the interpreter does not run: that the installed Triton compiles them for Hopper."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compile
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
+from mambacache.kernels.gpu.gated_delta_rule.scan import scan
+
+width, rows = map(int, sys.argv[1:])
+strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}
+gates = {"A_STRIDES": (640, 1), "B_STRIDES": (640, 1)}
+shape = {"HEADS": 1, "VALUE_HEADS": 2, "K": width, "BLOCK_K": 1 << (width - 1).bit_length()}
+outputs = {"V_STRIDES": (640, rows, 1), "OUT_STRIDE": 2 * rows, "V": rows, "BLOCK_V": rows, "CONCURRENT": 132}
+BF16, FP32, INT32 = ("q", "k", "v", "a", "b", "tiles", "out"), ("A_log", "dt_bias", "vectors", "state"), "i32"
+for kernel, constants, warps in (
+    (prepare.kernel, strides | gates | shape, 4),
+    (scan.kernel, strides | shape | outputs, rows // 16),
+):
+    signature, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        number = name.startswith("num_") or name == "slot_stride"
+        dtype = "*bf16" if name in BF16 else "*fp32" if name in FP32 else INT32 if number else "*i32"
+        signature[name] = "constexpr" if name in constants else dtype
+        if signature[name].startswith("*"):
+            aligned[i,] = [["tt.divisibility", 16]]
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    print(compiled.name, compiled.metadata.shared, "wgmma" in compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize(("width", "rows"), [(128, 128), (96, 64), (16, 64)])
+def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", "-c", COMPILE, str(width), str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [line.split() for line in done.stdout.splitlines() if line.startswith("_delta")]
+    assert [name for name, *_ in found] == ["_delta_prepare_kernel", "_delta_scan_kernel"]
+    for _, shared, multiplies in found:
+        assert int(shared) <= 227 * 1024 and multiplies == "True"
