@@ -241,7 +241,7 @@ def _decode_kernel(
         wait_for_previous_launch()
         for t in range(tokens_per_decode):
             token = row.to(tl.int64) * tokens_per_decode + t
-            computed, place = t < length, end + tl.load(depths + token)
+            computed = t < length
             vector = vectors + (token * HEADS + key_head) * (2 * K)
             score = scores + (token * VALUE_HEADS + head) * (2 * WINDOW)
             scalar = scalars + (token * VALUE_HEADS + head) * SCALARS
@@ -254,7 +254,9 @@ def _decode_kernel(
             o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * V + value, o)
             tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
-            us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
+            if t + 1 < length:
+                place = end + tl.load(depths + token)
+                us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
 
 
 _launch_prepare = Launcher(_prepare_kernel)
@@ -324,5 +326,6 @@ def decode(
             "TILES": tiles,
         },
         num_warps=1,
+        maxnreg=128 if block_K <= 128 else 255,  # 16 programs a processor: what little it takes more halves them
         launch_pdl=True,
     )

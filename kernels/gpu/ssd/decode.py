@@ -210,7 +210,7 @@ def _decode_kernel(
         wait_for_previous_launch()
         for t in range(tokens_per_decode):
             token = row.to(tl.int64) * tokens_per_decode + t
-            computed, place = t < length, end + tl.load(depths + token)
+            computed = t < length
             scalar = scalars + (token * HEADS + head) * SCALARS
             raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
             own = raw.to(tl.float32)
@@ -223,7 +223,9 @@ def _decode_kernel(
             y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * P + value, y)
             tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
-            xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
+            if t + 1 < length:
+                place = end + tl.load(depths + token)
+                xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
 
 
 _launch_prepare = Launcher(_prepare_kernel)
@@ -290,5 +292,6 @@ def decode(
             "TILES": tiles,
         },
         num_warps=1,
+        maxnreg=128 if block_N <= 128 else 255,  # 16 programs a processor: what little it takes more halves them
         launch_pdl=True,
     )
