@@ -111,6 +111,7 @@ def _prepare_kernel(
     are its path. A token's inputs are asked for before what comes first is used: each wait is a good part of all."""
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
+    wait_for_previous_launch()
     row, head = row_and_tile(HEADS)
     channel, entry = tl.arange(0, BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
@@ -224,6 +225,7 @@ def _decode_kernel(
     TILES: tl.constexpr,
 ):
     """A program takes TILES tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
+    next_launch_may_begin()
     row, head, first_value = tiles_of_program(TILES, VALUE_HEADS, V, BLOCK_V)
     key_head = head // (VALUE_HEADS // HEADS)
     source, length = tl.load(src + row), tl.load(lengths + row)
@@ -307,6 +309,7 @@ def decode(
             "CHANNELS": a.dim() == 3,
         },
         num_warps=1 if block_K <= 128 else 4,  # of which each thread has two channels or more
+        launch_pdl=True,
     )
     tiles = tiles_of_a_program(V)
     _launch(

@@ -9,10 +9,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from . import state_tile
+from .fold_tile import fold_columns, fold_elements, fold_tile, tile_elements
 from .launch import Launcher, index_pointers
 from .layout import cdiv, power_of_2, slot_elements, slot_stride
-from .log import FOLD_ARRAYS, FOLD_PROGRAMS, LEAST_WIDTH, WINDOW, fold_tile, fold_update, slot_of, task_of_fold
+from .log import (
+    FOLD_ARRAYS,
+    FOLD_PROGRAMS,
+    FOLD_SHARE,
+    LEAST_WIDTH,
+    WINDOW,
+    fold_shape,
+    fold_update,
+    next_launch_may_begin,
+    slot_of,
+    task_of_fold,
+    wait_for_previous_launch,
+)
 
 
 @triton.jit(do_not_specialize=["slot_stride", "k_stride", "norm_stride", "u_stride", "G_stride"])
@@ -37,6 +49,7 @@ def _fold_kernel(
     CHANNELS: tl.constexpr,
 ):
     """A program takes, one after the other, tiles of BLOCK_V rows of one value head's state of rows that are folded."""
+    next_launch_may_begin()
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_K = channel < K
@@ -44,10 +57,12 @@ def _fold_kernel(
     for task in range(tl.program_id(0), tl.load(folds) * (VALUE_HEADS * TILES), tl.num_programs(0)):
         head, tile, source, target, slot, start, last = task_of_fold(folds, task, VALUE_HEADS, TILES)
         key_head, value = head // (VALUE_HEADS // HEADS), tile * BLOCK_V + lane
-        element, there = state_tile.tile_elements(tile * BLOCK_V, V, K, BLOCK_V, BLOCK_K)
+        element, there = fold_elements(tile * BLOCK_V, V, K, BLOCK_V, BLOCK_K)
         place = state + head * V * K + element
-        S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_V, BLOCK_K)
+        S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0)
+        S = fold_tile(S, BLOCK_V, BLOCK_K)
 
+        wait_for_previous_launch()
         inside = (entry >= start) & (entry <= last)
         keys = slot_of(log_k, slot, k_stride) + (entry * (HEADS * K) + key_head * K)[:, None] + channel[None, :]
         keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0)
@@ -61,13 +76,14 @@ def _fold_kernel(
             Gs = G[None, :] + (entry * (VALUE_HEADS * K))[:, None]
             Gs = tl.load(Gs, mask=inside[:, None] & in_K[None, :], other=0)
             keys = keys.to(tl.float32) * tl.exp2(total[None, :] - Gs)
-            S *= tl.exp2(total)[None, :]
+            S *= fold_columns(tl.exp2(total)[None, :])
         else:
             total = tl.load(G + last * VALUE_HEADS + head)
             norms *= tl.exp2(total - tl.load(G + entry * VALUE_HEADS + head, mask=inside, other=0))
             S *= tl.exp2(total)
-        S = fold_update(us * norms[None, :], keys, S)
-        state_tile.store_tile(place + target * stride, S, there)
+        S = tile_elements(fold_update(us * norms[None, :], fold_columns(keys), S))
+        tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
+    wait_for_previous_launch()
 
 
 _launch = Launcher(_fold_kernel)
@@ -77,9 +93,9 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
     """Stores states where `decode_dst` says; k and v give their shapes alone."""
     heads, K = k.shape[1:]
     value_heads, V = v.shape[1:]
-    rows, warps = fold_tile(K)
+    rows, warps = fold_shape(K)
     _launch(
-        min(cdiv(V, rows) * value_heads * indices.num_decodes, FOLD_PROGRAMS),
+        min(cdiv(V, rows) * value_heads * cdiv(indices.num_decodes, FOLD_SHARE), FOLD_PROGRAMS),
         (state, *log),
         index_pointers(indices, FOLD_ARRAYS),
         (slot_stride(state), *map(slot_stride, log)),
@@ -93,4 +109,6 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "CHANNELS": log[-1].dim() == 4,
         },
         num_warps=warps,
+        num_stages=1,  # with more a log would be read before the wait
+        launch_pdl=True,
     )

@@ -30,6 +30,7 @@ LEAST_WIDTH = 64
 otherwise in each of both: then steps of other lengths would give other bits."""
 ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of the second launch takes at once, and how often at most
 FOLD_PROGRAMS = 1056
+FOLD_SHARE = 4  # of the rows one of so many has programs of its own to be folded: of 16 about one is in each step
 FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
 
 # Index arrays as the kernels take them.
@@ -43,7 +44,7 @@ def tiles_of_a_program(rows: int) -> int:
     return max(tiles for tiles in range(1, PROGRAM_TILES + 1) if rows // ROWS % tiles == 0)
 
 
-def fold_tile(columns: int) -> tuple[int, int]:
+def fold_shape(columns: int) -> tuple[int, int]:
     """Rows of a state that a program of the third launch takes at once, and its warps: registers hold that much."""
     return (64, 4) if columns <= 128 else (32, 8)
 
@@ -83,7 +84,11 @@ def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def wait_for_previous_launch():
-    """A launch that may begin before the previous one is done reads nothing of it until then."""
+    """A launch that may begin before the previous one is done reads nothing of it until then, and is not done itself.
+
+    So all its programs wait, those without work too. The first launch waits for everything before it lets the second
+    begin: what neither of them writes the other two may read at once.
+    """
     if not INTERPRETED:
         gdc_wait()
 

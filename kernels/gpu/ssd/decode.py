@@ -102,6 +102,7 @@ def _prepare_kernel(
     token's inputs are asked for before what comes first is used: each wait is a good part of all."""
     SHARING: tl.constexpr = HEADS // GROUPS
     TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
+    wait_for_previous_launch()
     row, program = row_and_tile(GROUPS * TILES)
     group, tile = program // TILES, program % TILES
     channel, entry = tl.arange(0, BLOCK_N), tl.arange(0, WINDOW)
@@ -193,6 +194,7 @@ def _decode_kernel(
     TILES: tl.constexpr,
 ):
     """A program takes TILES tiles of BLOCK_P rows of one head's state past the tokens of one row."""
+    next_launch_may_begin()
     row, head, first_value = tiles_of_program(TILES, HEADS, P, BLOCK_P)
     group = head // (HEADS // GROUPS)
     source, length = tl.load(src + row), tl.load(lengths + row)
@@ -272,6 +274,7 @@ def decode(
             "BLOCK_HEADS": block_heads,
         },
         num_warps=1,
+        launch_pdl=True,
     )
     tiles = tiles_of_a_program(P)
     _launch(

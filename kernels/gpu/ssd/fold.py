@@ -9,10 +9,22 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from ..common import state_tile
+from ..common.fold_tile import fold_columns, fold_elements, fold_tile, tile_elements
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, power_of_2, slot_elements, slot_stride
-from ..common.log import FOLD_ARRAYS, FOLD_PROGRAMS, LEAST_WIDTH, WINDOW, fold_tile, fold_update, slot_of, task_of_fold
+from ..common.log import (
+    FOLD_ARRAYS,
+    FOLD_PROGRAMS,
+    FOLD_SHARE,
+    LEAST_WIDTH,
+    WINDOW,
+    fold_shape,
+    fold_update,
+    next_launch_may_begin,
+    slot_of,
+    task_of_fold,
+    wait_for_previous_launch,
+)
 
 
 @triton.jit(do_not_specialize=["slot_stride", "x_stride", "B_stride", "dt_stride", "G_stride"])
@@ -36,16 +48,19 @@ def _fold_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """A program takes, one after the other, tiles of BLOCK_P rows of one head's state of rows that are folded."""
+    next_launch_may_begin()
     TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
         head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
         group, value = head // (HEADS // GROUPS), tile * BLOCK_P + lane
-        element, there = state_tile.tile_elements(tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
+        element, there = fold_elements(tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
         place = state + head * P * N + element
-        S = state_tile.load_tile(place + source * stride, tl.where(source != 0, there, False), BLOCK_P, BLOCK_N)
+        S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0)
+        S = fold_tile(S, BLOCK_P, BLOCK_N)
 
+        wait_for_previous_launch()
         inside = (entry >= start) & (entry <= last)
         Bs = slot_of(log_B, slot, B_stride) + (entry * (GROUPS * N) + group * N)[:, None] + channel[None, :]
         Bs = tl.load(Bs, mask=inside[:, None] & (channel < N)[None, :], other=0)
@@ -55,8 +70,9 @@ def _fold_kernel(
         total = tl.load(G + last * HEADS)
         scale = tl.exp2(total - tl.load(G + entry * HEADS, mask=inside, other=0))
         scale *= tl.load(slot_of(log_dt, slot, dt_stride) + entry * HEADS + head, mask=inside, other=0)
-        S = fold_update(xs * scale[None, :], Bs, S * tl.exp2(total))
-        state_tile.store_tile(place + target * stride, S, there)
+        S = tile_elements(fold_update(xs * scale[None, :], fold_columns(Bs), S * tl.exp2(total)))
+        tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
+    wait_for_previous_launch()
 
 
 _launch = Launcher(_fold_kernel)
@@ -66,9 +82,9 @@ def fold(x: Tensor, B: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
     """Stores states where `decode_dst` says; x and B give their shapes alone."""
     heads, P = x.shape[1:]
     groups, N = B.shape[1:]
-    rows, warps = fold_tile(N)
+    rows, warps = fold_shape(N)
     _launch(
-        min(cdiv(P, rows) * heads * indices.num_decodes, FOLD_PROGRAMS),
+        min(cdiv(P, rows) * heads * cdiv(indices.num_decodes, FOLD_SHARE), FOLD_PROGRAMS),
         (state, *log),
         index_pointers(indices, FOLD_ARRAYS),
         (slot_stride(state), *map(slot_stride, log)),
@@ -81,4 +97,6 @@ def fold(x: Tensor, B: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "BLOCK_P": rows,
         },
         num_warps=warps,
+        num_stages=1,  # with more a log would be read before the wait
+        launch_pdl=True,
     )
