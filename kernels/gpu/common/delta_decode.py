@@ -26,6 +26,7 @@ from .log import (
     entry_scores,
     entry_values,
     for_rows,
+    load_state,
     next_launch_may_begin,
     row_log,
     scratch,
@@ -206,6 +207,7 @@ def _decode_kernel(
     vectors,
     scalars,
     src,
+    dst,
     lengths,
     slots,
     starts,
@@ -228,7 +230,7 @@ def _decode_kernel(
     next_launch_may_begin()
     row, head, first_value = tiles_of_program(TILES, VALUE_HEADS, V, BLOCK_V)
     key_head = head // (VALUE_HEADS // HEADS)
-    source, length = tl.load(src + row), tl.load(lengths + row)
+    source, length, folded = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row) != 0
     slot, start, end = row_log(slots, starts, ends, row)
     lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
@@ -238,7 +240,7 @@ def _decode_kernel(
     log_u = slot_of(log_u, slot, u_stride) + head * V
     for tile in range(TILES):
         value = first_value + tile * BLOCK_V + lane
-        S = tl.load(state + tile * (BLOCK_V * K) + element, mask=read, other=0).to(tl.float32)
+        S = load_state(state + tile * (BLOCK_V * K) + element, read, folded)
         us = entry_values(log_u, start, end, value, VALUE_HEADS * V)
         wait_for_previous_launch()
         for t in range(tokens_per_decode):

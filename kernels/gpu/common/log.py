@@ -35,7 +35,7 @@ FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
 
 # Index arrays as the kernels take them.
 PREPARE_ARRAYS = "decode_len", "log_slot", "log_start", "log_end", "depths"
-DECODE_ARRAYS = ("decode_src", *PREPARE_ARRAYS)
+DECODE_ARRAYS = ("decode_src", "decode_dst", *PREPARE_ARRAYS)
 FOLD_ARRAYS = ("folds",)
 
 
@@ -114,6 +114,17 @@ def tile_columns(BLOCK_COLUMNS: tl.constexpr):
     """
     column = tl.arange(0, BLOCK_COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     return column[None, None]
+
+
+@triton.jit
+def load_state(place, mask, again):
+    """Elements of a state in fp32, on their way out of the L2 cache unless the third launch reads them again: what the
+    launches leave each other stays."""
+    if again:
+        S = tl.load(place, mask=mask, other=0)
+    else:
+        S = tl.load(place, mask=mask, other=0, eviction_policy="evict_first")
+    return S.to(tl.float32)
 
 
 @triton.jit

@@ -23,6 +23,7 @@ from ..common.log import (
     entry_scores,
     entry_values,
     for_rows,
+    load_state,
     next_launch_may_begin,
     row_log,
     scratch,
@@ -174,6 +175,7 @@ def _decode_kernel(
     vectors,
     scalars,
     src,
+    dst,
     lengths,
     slots,
     starts,
@@ -197,7 +199,7 @@ def _decode_kernel(
     next_launch_may_begin()
     row, head, first_value = tiles_of_program(TILES, HEADS, P, BLOCK_P)
     group = head // (HEADS // GROUPS)
-    source, length = tl.load(src + row), tl.load(lengths + row)
+    source, length, folded = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row) != 0
     slot, start, end = row_log(slots, starts, ends, row)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
@@ -207,7 +209,7 @@ def _decode_kernel(
     log_x = slot_of(log_x, slot, x_stride) + head * P
     for tile in range(TILES):
         value = first_value + tile * BLOCK_P + lane
-        S = tl.load(state + tile * (BLOCK_P * N) + element, mask=read, other=0).to(tl.float32)
+        S = load_state(state + tile * (BLOCK_P * N) + element, read, folded)
         xs = entry_values(log_x, start, end, value, HEADS * P)
         wait_for_previous_launch()
         for t in range(tokens_per_decode):
