@@ -188,10 +188,11 @@ def _prepare_kernel(
             tl.store(vector + K, met_by, mask=in_K)
             tl.store(scalar + 1, own + tl.zeros_like(total))
             tl.store(scalar + 2, total)
-        new = (entry == lane)[:, None]
-        keys, Gs = tl.where(new, key[None, :], keys), tl.where(new, G[None, :], Gs)
-        if (t + 1 < length) & (next_lane <= lane):  # a branch: decays go on from its parent's
-            G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
+        if t + 1 < length:
+            new = (entry == lane)[:, None]
+            keys, Gs = tl.where(new, key[None, :], keys), tl.where(new, G[None, :], Gs)
+            if next_lane <= lane:  # a branch: decays go on from its parent's
+                G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
         lane = next_lane
         token += 1
         query, raw, gate, beta = next_query, next_raw, next_gate, next_beta
