@@ -10,22 +10,24 @@ task stores can be seen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .layout import stride_alignment
+from .chunks import CHUNK
 
-CHUNK = gl.constexpr(64)
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # its name until 3.8
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as Triton 3.6 calls it
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-def served(*tensors: Tensor) -> bool:
-    """Whether kernels in Gluon take these activations: bf16 [F, heads, width] in pieces of 16 bytes."""
-    return all(x.dtype == torch.bfloat16 and stride_alignment(x) % 8 == 0 and x.data_ptr() % 16 == 0 for x in tensors)
+def served(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> bool:
+    """Whether kernels in Gluon take these activations of a layer: bf16 in pieces of 16 bytes, which copies need."""
+    aligned = all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in tensors)
+    return aligned and not any(stride % 8 for each in strides for stride in each[:-1])
 
 
 @gluon.jit

@@ -256,7 +256,7 @@ def prefill(
     shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": power_of_2(K)}
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     narrow = q.dtype == torch.bfloat16
-    hopper = K <= 128 and served(q, k, v)
+    hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     num_chunks = indices.chunk_seq.shape[0]

@@ -16,9 +16,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common import delta_rule
+from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY
 from ..common.delta_rule import BLOCK, NORM_EPS
-from ..common.hopper import CHUNK, barrier, clear_flags, copy_tile, set_flag
+from ..common.hopper import barrier, clear_flags, copy_tile, set_flag
 from ..common.launch import Launcher
 
 WARPS = gl.constexpr(4)

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.chunks import ROW_FIELDS, SRC_FIELD
-from ..common.hopper import CHUNK, copy_async, copy_tile, wait_for_flags, wait_for_launch
+from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
+from ..common.hopper import copy_async, copy_tile, wait_for_flags, wait_for_launch
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from ..common.prefetch import LINE
