@@ -18,11 +18,11 @@ FOLD = 16
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
 _FOLD_FIELDS = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
 _DECODE = (*_FOLD_FIELDS, "decode_len", "late_len")
-_DECODE_TOKEN = ("ancestors", "depths")
+_DERIVED = ("depths",)  # of a decode row, as those
 _PREFILL = ("context_len", "src")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
-_NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_DECODE_TOKEN, *_PREFILL, *_CHUNK)}
+_NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_DERIVED, "ancestors", *_PREFILL, *_CHUNK)}
 _NO_ROWS |= {"folds": np.zeros(1, np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
 
 _Shapes = Mapping[str, tuple[int, ...]]
@@ -98,7 +98,8 @@ class StateIndices:
       them, or is the token itself, where bit j is set. Left out if each follows on all before it. Where a row's drafts
       form a tree, its tokens stand in preorder, so that those of the path to a token are the last ones of their depths
       before it. Such a row has no dst; `keep_paths` must then bring the entries of the tokens that are kept together
-    - `depths` [N * T]: how many tokens of its row each one follows on. Derived here
+    - `depths` [N]: on how many tokens of its row each one follows, in four bits a token from the lowest on. Derived
+      here, so that a kernel has those of a whole row at once
     - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
       which it is folded, this step's included. Derived here, for kernels that work on these alone
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
@@ -236,9 +237,8 @@ class DecodeBuffers:
 
     def __init__(self, max_rows: int, tokens_per_decode: int, device: torch.device) -> None:
         self.max_rows, self.tokens_per_decode = max_rows, tokens_per_decode
-        self._shapes = dict.fromkeys(_DECODE, (max_rows,))
-        self._shapes |= dict.fromkeys(_DECODE_TOKEN, (max_rows * tokens_per_decode,))
-        self._shapes |= {"folds": (1 + len(_FOLD_FIELDS) * max_rows,)}
+        self._shapes = dict.fromkeys((*_DECODE, *_DERIVED), (max_rows,))
+        self._shapes |= {"ancestors": (max_rows * tokens_per_decode,), "folds": (1 + len(_FOLD_FIELDS) * max_rows,)}
         self._shapes |= dict.fromkeys(("query_start_loc", "seq_chunk_start"), (1,))
         self._buffer = torch.zeros(sum(map(_room, self._shapes.values())), dtype=torch.int32, device=device)
         self._indices: dict[int, StateIndices] = {}
@@ -286,8 +286,8 @@ class DecodeBuffers:
         if rows not in self._indices:
             tensors = _views(self._buffer, self._shapes)
             width = self.tokens_per_decode
-            tensors |= {name: tensors[name][:rows] for name in _DECODE}
-            tensors |= {name: tensors[name][: rows * width] for name in _DECODE_TOKEN}
+            tensors |= {name: tensors[name][:rows] for name in (*_DECODE, *_DERIVED)}
+            tensors["ancestors"] = tensors["ancestors"][: rows * width]
             tensors |= dict.fromkeys((*_PREFILL, *_CHUNK), self._buffer[:0])
             self._indices[rows] = StateIndices(tensors, rows, width, 0, rows * width)
         return self._indices[rows]
@@ -358,11 +358,16 @@ def _check_decodes(arrays: Mapping[str, np.ndarray], width: int) -> None:
 def _chains(rows: int, width: int) -> dict[str, np.ndarray]:
     """`ancestors` and `depths` of rows whose tokens each follow on all before them."""
     token = np.arange(width, dtype=np.int32)
-    return {"ancestors": np.tile((2 << token) - 1, rows), "depths": np.tile(token, rows)}
+    return {"ancestors": np.tile((2 << token) - 1, rows), "depths": _packed_depths(np.tile(token, (rows, 1)))}
+
+
+def _packed_depths(depths: np.ndarray) -> np.ndarray:
+    """See `StateIndices.depths`, from those of [N, T] tokens."""
+    return (depths << 4 * np.arange(depths.shape[1], dtype=np.int32)).sum(axis=1, dtype=np.int32)
 
 
 def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str, np.ndarray]:
-    """The arrays of `_DECODE_TOKEN` for so many rows."""
+    """`ancestors` and `depths` of so many rows; checks those that were given."""
     if not arrays["ancestors"].size:
         return _chains(rows, width)
     _check_lengths(arrays, {"ancestors": rows * width})
@@ -383,7 +388,7 @@ def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str,
     branches = (real & (depths != token)).any(axis=1)
     if (branches & ((arrays["decode_dst"] != 0) | (arrays["late_len"] != 0))).any():
         raise ValueError("A row whose drafts form a tree has a dst or a late_len: end it before its log does.")
-    return {"depths": depths.ravel()}
+    return {"depths": _packed_depths(np.where(real, depths, 0))}
 
 
 def _folds(arrays: Mapping[str, np.ndarray], rows: int) -> np.ndarray:

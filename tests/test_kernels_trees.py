@@ -220,8 +220,8 @@ def test_what_is_no_tree_is_refused(ancestors: list[int], message: str) -> None:
 def test_a_tree_has_no_dst() -> None:
     with pytest.raises(ValueError, match="has a dst"):
         indices_of([1, 3, 5, 9], dst=2)
-    assert indices_of([1, 3, 7, 15], dst=2).depths.tolist() == [0, 1, 2, 3]
-    assert indices_of([1, 3, 5, 0b1101], dst=0).depths.tolist() == [0, 1, 1, 2]
+    assert indices_of([1, 3, 7, 15], dst=2).depths.tolist() == [0x3210]
+    assert indices_of([1, 3, 5, 0b1101], dst=0).depths.tolist() == [0x2110]
 
 
 def indices_of(ancestors: list[int], dst: int) -> StateIndices:

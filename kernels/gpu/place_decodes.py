@@ -56,6 +56,7 @@ def _place_decodes_kernel(
         tl.store(log_start + row, begin, mask=mask)
         tl.store(log_end + row, end, mask=mask)
         tl.store(lengths + row, length, mask=mask)
+        depth = tl.load(depths + row, mask=mask, other=0)
 
         folded = (target != 0) & (length > 0)
         fields = folds + 1 + (num_folds + tl.cumsum(folded.to(tl.int32), 0) - 1) * FOLD_FIELDS
@@ -68,8 +69,7 @@ def _place_decodes_kernel(
         for t in range(tokens_per_decode):
             token, position, real = row * tokens_per_decode + t, start + t, t < length
             if positions is not None:
-                depth = tl.load(depths + token, mask=mask, other=0)
-                tl.store(positions + token, tl.where(real, start + depth, 0), mask=mask)
+                tl.store(positions + token, tl.where(real, start + (depth >> 4 * t & 15), 0), mask=mask)
             if PAGE:
                 table = block_table + tl.load(block_table_start + row, mask=mask, other=0)
                 page = tl.load(table + position // PAGE, mask=real, other=0)

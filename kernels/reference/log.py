@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..indices import FOLD, StateIndices
 from .elementwise import exp2
-from .states import computed_decode_tokens, decode_targets, once_a_step, parents, read_states
+from .states import computed_decode_tokens, decode_targets, depths, once_a_step, parents, read_states
 
 LOG2_E = log2(torch.e)
 LEAST_DECAY = -34.6  # see `kernels.logs`
@@ -73,7 +73,7 @@ class LoggedStates:
         self.states = read_states(state, indices.decode_src, values.dtype)
         self.values = values.permute(0, 2, 3, 1).contiguous()
         self.keys, self.sums = keys.transpose(1, 2).contiguous(), sums.transpose(1, 2).contiguous()
-        self._places = indices.log_end[:, None] + indices.depths.view(len(values), -1)
+        self._places = indices.log_end[:, None] + depths(indices)
 
     def enter(self, token: int, keys: Tensor, sums: Tensor) -> Callable[[Tensor], Tensor]:
         """Enters the step's token with its keys [N, H, K] and sums, and gives what multiplies vectors [N, H, K] with

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..indices import FOLD, StateIndices
+from .states import depths
 
 
 def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None) -> None:
@@ -26,7 +27,7 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     indices.folds[0] = len(rows)
     indices.folds[1 : 1 + len(fields)] = fields
     token = torch.arange(indices.tokens_per_decode, device=indices.device)
-    real, positions = token < length[:, None], starts[:, None] + indices.depths.view(len(starts), -1)
+    real, positions = token < length[:, None], starts[:, None] + depths(indices)
     if hasattr(indices, "positions"):
         indices.positions[: real.numel()] = torch.where(real, positions, 0).flatten()
     if block_size is None:

@@ -57,6 +57,12 @@ def parents(indices: StateIndices) -> Tensor:
 
 
 @once_a_step
+def depths(indices: StateIndices) -> Tensor:
+    """[N, T]: on how many tokens of its row each token of the decode rows follows."""
+    return (indices.depths[:, None] >> 4 * torch.arange(indices.tokens_per_decode, device=indices.device)) & 15
+
+
+@once_a_step
 def decode_targets(indices: StateIndices) -> Tensor:
     """[N]: the block for the state after each decode row, or 0: a row of padding stores nothing."""
     return torch.where(indices.decode_len > 0, indices.decode_dst, 0)

@@ -118,6 +118,7 @@ def _prepare_kernel(
     in_K = channel < K
     length = tl.load(lengths + row)
     slot, start, end = row_log(slots, starts, ends, row)
+    depth = tl.load(depths + row)
     log_k = slot_of(log_k, slot, k_stride) + head * K
     log_norm = slot_of(log_norm, slot, norm_stride) + head
     # A part is what has a decay of its own: a channel, or a value head of this key head. The last one is repeated up to
@@ -150,7 +151,6 @@ def _prepare_kernel(
     lane = end
     for t in range(tokens_per_decode):
         here = end + t
-        next_lane = end + tl.load(depths + token + 1, mask=t + 1 < length, other=0)
         next_query, next_raw, next_gate, next_beta = _load_token(
             q, k, a, b, token + 1, t + 1 < length, head, value_head, part, channel, in_K, in_part,
             Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, CHANNELS,
@@ -191,9 +191,10 @@ def _prepare_kernel(
         if t + 1 < length:
             new = (entry == lane)[:, None]
             keys, Gs = tl.where(new, key[None, :], keys), tl.where(new, G[None, :], Gs)
+            next_lane = end + (depth >> 4 * (t + 1) & 15)
             if next_lane <= lane:  # a branch: decays go on from its parent's
                 G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
-        lane = next_lane
+            lane = next_lane
         token += 1
         query, raw, gate, beta = next_query, next_raw, next_gate, next_beta
 
@@ -233,6 +234,7 @@ def _decode_kernel(
     key_head = head // (VALUE_HEADS // HEADS)
     source, length, folded = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row) != 0
     slot, start, end = row_log(slots, starts, ends, row)
+    depth = tl.load(depths + row)
     lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
     element = lane[:, :, None, None] * K + channel
@@ -260,7 +262,7 @@ def _decode_kernel(
             tl.store(out + token * OUT_STRIDE + head * V + value, o)
             tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
             if t + 1 < length:
-                place = end + tl.load(depths + token)
+                place = end + (depth >> 4 * t & 15)
                 us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
 
 

@@ -113,6 +113,7 @@ def _prepare_kernel(
     of_group = tl.where(tile == 0, in_N, False)  # one of a group's programs stores what is the whole group's
     length = tl.load(lengths + row)
     slot, start, end = row_log(slots, starts, ends, row)
+    depth = tl.load(depths + row)
     log_B = slot_of(log_B, slot, B_stride) + group * N
     log_dt, log_G = slot_of(log_dt, slot, dt_stride) + head, slot_of(log_G, slot, G_stride) + head
     rate = tl.load(A + head, mask=in_group, other=0).to(tl.float32) * LOG2_E
@@ -134,7 +135,6 @@ def _prepare_kernel(
     lane = end
     for t in range(tokens_per_decode):
         here = end + t
-        next_lane = end + tl.load(depths + token + 1, mask=t + 1 < length, other=0)
         next_step, next_raw, next_reads = _load_token(
             dt, B, C, token + 1, t + 1 < length, head, group, channel, in_group, in_N, DT_STRIDES, B_STRIDES, C_STRIDES
         )
@@ -154,12 +154,14 @@ def _prepare_kernel(
         scalar = scalars + (token * HEADS + head) * SCALARS
         tl.store(scalar, tl.exp2(G), mask=in_group)
         tl.store(scalar + 1, tl.sum(own * asked, axis=0) * size + skip, mask=in_group)
-        new = (entry == lane)[:, None]
-        Bs = tl.where(new, own[None, :], Bs)
-        sizes, Gs = tl.where(new, size[None, :], sizes), tl.where(new, G[None, :], Gs)
-        if (t + 1 < length) & (next_lane <= lane):  # a branch: decays go on from its parent's
-            G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
-        lane = next_lane
+        if t + 1 < length:
+            new = (entry == lane)[:, None]
+            Bs = tl.where(new, own[None, :], Bs)
+            sizes, Gs = tl.where(new, size[None, :], sizes), tl.where(new, G[None, :], Gs)
+            next_lane = end + (depth >> 4 * (t + 1) & 15)
+            if next_lane <= lane:  # a branch: decays go on from its parent's
+                G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
+            lane = next_lane
         token += 1
         step, raw, reads = next_step, next_raw, next_reads
 
@@ -201,6 +203,7 @@ def _decode_kernel(
     group = head // (HEADS // GROUPS)
     source, length, folded = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row) != 0
     slot, start, end = row_log(slots, starts, ends, row)
+    depth = tl.load(depths + row)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
     element = lane[:, :, None, None] * N + channel
@@ -228,7 +231,7 @@ def _decode_kernel(
             tl.store(out + token * OUT_STRIDE + head * P + value, y)
             tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
             if t + 1 < length:
-                place = end + tl.load(depths + token)
+                place = end + (depth >> 4 * t & 15)
                 xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
 
 
