@@ -94,7 +94,7 @@ test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 # On a machine with a CUDA device, in the environment that has its torch: eight minutes are aimed at; and the whole grid.
 pytest-gpu: MARK := gpu
 pytest-gpu-full: MARK := gpu_full
-pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 12
+pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 14
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
 pytest-gpu pytest-gpu-full:
 	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup -m $(MARK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -95,21 +94,25 @@ def test_a_large_batch_repeats_itself(op: str, divisor: int) -> None:
         assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
 
 
-TILE_ROWS = [(op, *constant, values) for op, constants in TILES.items() for constant, values in constants.items()]
+CHOICES = [
+    pytest.param(op, shape, *constant, value, id=f"{op}-{shape}-{constant[1]}-{getattr(value, '__name__', value)}")
+    for op, constants in TILES.items()
+    for constant, values in constants.items()
+    for value in values
+    for shape in range(1 + len(MORE_SHAPES.get(op, ())))
+]  # one at a time: each compiles kernels of its own
 
 
-@pytest.mark.parametrize(("op", "module", "name", "values"), TILE_ROWS)
+@pytest.mark.parametrize(("op", "shape", "module", "name", "value"), CHOICES)
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, FP32)], ids=str)
 def test_every_choice_of_tiles_gives_the_same(
-    op: str, module: str, name: str, values: Iterable[object], dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
+    op: str, shape: int, module: str, name: str, value: object, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for make in (first_shape(op, 4)[0], *MORE_SHAPES.get(op, ())):
-        batch = Batch(make(), MIXED, dtypes if op != "conv1d" else (dtypes[0], dtypes[0]))
-        first = outcome(batch)
-        for value in values:
-            with monkeypatch.context() as patch:
-                patch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
-                assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True)), value
+    make = (first_shape(op, 4)[0], *MORE_SHAPES.get(op, ()))[shape]
+    batch = Batch(make(), MIXED, dtypes if op != "conv1d" else (dtypes[0], dtypes[0]))
+    first = outcome(batch)
+    monkeypatch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
+    assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
 
 
 @pytest.mark.parametrize("op", MODELS)
