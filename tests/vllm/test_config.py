@@ -58,7 +58,11 @@ def drafting(**changes: object) -> SimpleNamespace:
 
 
 def test_drafts_are_served() -> None:
-    config.refuse(stand_in(speculative_config=drafting()))
+    for method in config.DRAFTS:
+        config.refuse(stand_in(speculative_config=drafting(method=method)))
+        ahead = stand_in(speculative_config=drafting(method=method), scheduler_config__async_scheduling=True)
+        if not config.is_cpu():
+            config.refuse(ahead)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,11 @@ def test_drafts_are_served() -> None:
         ({"speculative_config": drafting(num_speculative_tokens=8)}, "more than 7 drafts (num_speculative_tokens)"),
         ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
         (
-            {"speculative_config": drafting(), "scheduler_config__async_scheduling": True},
+            {
+                "speculative_config": drafting(),
+                "scheduler_config__async_scheduling": True,
+                "parallel_config__pipeline_parallel_size": 2,
+            },
             "asynchronous scheduling of drafts on a CPU or in a pipeline (--async-scheduling)",
         ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
