@@ -113,4 +113,5 @@ def symbolic_llm(
         return launch(plan, *args)
 
     llm.runner.launch = launching  # type: ignore[method-assign]
+    llm.runner._keep_paths = lambda plan: None  # type: ignore[method-assign]  # the symbolic model does it
     return llm

@@ -22,12 +22,13 @@ import pytest
 
 import mambacache
 import mambacache.runner.model_runner
-from mambacache import LLM, SamplingParams
+from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import Completion, RequestOutput
 from mambacache.scheduler.request import Request
 from symbolic import VOCAB, answer, text
 from symbolic_engine import SymbolicModel, symbolic_llm
+from symbolic_jobs import Mix
 from test_properties import MORE
 
 PACKAGE = Path(mambacache.__file__).parent
@@ -224,10 +225,12 @@ class User:
 
         llm.runner.launch, scheduler.update = launching, updating  # type: ignore[method-assign]
 
-    def draft(self, request: Request, limit: int) -> list[int]:
+    def draft(self, request: Request, limit: int) -> list[int] | DraftTree:
         self.faults.at("draft")
         index = int(request.request_id.partition("/")[2] or 0)
         right = self.alone[request.params.seed][index].token_ids[len(request.output) :][:limit]
+        if self.rng.random() < 0.4:
+            return Mix([], draft_errors=2, trees=True).drafts(list(right), 0)
         return [token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB) for token in right]
 
     # --- calls ---

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine_driver import Engines, greedy
-from mambacache import LLM, SamplingParams
+from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.demo import MODEL
 from mambacache.demo.task import ANSWER_TOKENS, answer_text, demo_document, encode, question_text
 from mambacache.scheduler.request import Request
@@ -103,10 +103,12 @@ class Soak:
                 self.right += 1
                 del self.asked[output.request_id]
 
-    def draft(self, request: Request, limit: int) -> list[int]:
-        """The right tokens, others, or none."""
-        right = self.asked.get(request.request_id.partition("/")[0], [])
-        guess = right[len(request.output) :] if self.rng.random() < 0.7 else [limit, limit]
+    def draft(self, request: Request, limit: int) -> list[int] | DraftTree:
+        """The right tokens, others, the right ones beside another, or none."""
+        right = self.asked.get(request.request_id.partition("/")[0], [])[len(request.output) :]
+        if right and self.rng.random() < 0.3:
+            return DraftTree([limit, *right], [0, 0, *range(2, 1 + len(right))])
+        guess = right if self.rng.random() < 0.7 else [limit, limit]
         return guess if self.rng.random() < 0.8 else []
 
 
@@ -120,7 +122,7 @@ def soak(engine: Engines, requests: int, drafts: bool, seed: int = 0) -> None:
     llm = engine(
         MODEL,
         draft=(lambda request, limit: soaks[0].draft(request, limit)) if drafts else None,
-        max_draft_tokens=2 if drafts else 0,
+        max_draft_tokens=3 if drafts else 0,
         max_num_seqs=8,
         max_num_batched_tokens=384,
         num_checkpoints=12,
