@@ -49,7 +49,7 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
 @gluon.jit
 def wait_for_launch():
     """Until the launch before is done, and all that it stored can be seen."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -61,7 +61,7 @@ def clear_flags(flags, tasks, WARPS: gl.constexpr):
     for first in range(gl.program_id(0), tasks, gl.num_programs(0) * (32 * WARPS)):
         gl.store(flags + first + step, gl.zeros([32 * WARPS], gl.int32, layout=layout), mask=first + step < tasks)
     code: gl.constexpr = "fence.acq_rel.gpu; bar.sync 0; griddepcontrol.launch_dependents; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -108,4 +108,4 @@ def wait_for_flags(flags, stride, task, end, ready):
     """
     place = (flags + task * stride).to(gl.int64, bitcast=True)
     arguments = [place, task, end, ready, stride * 4]
-    return gl.inline_asm_elementwise(code, "=&r,l,r,r,r,r", arguments, dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(code, "=&r,l,r,r,r,r,~{memory}", arguments, dtype=gl.int32, is_pure=False, pack=1)
