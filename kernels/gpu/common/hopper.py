@@ -49,7 +49,8 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
 @gluon.jit
 def wait_for_launch():
     """Until the launch before is done, and all that it stored can be seen."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+    code: gl.constexpr = "griddepcontrol.wait; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
