@@ -39,6 +39,20 @@ DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
 
+class Guess(NamedTuple):
+    """Drafts of one row; `parents` as of `SequenceStep`."""
+
+    drafts: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+
+    def cut(self, count: int) -> Guess:
+        """The first so many."""
+        return Guess(self.drafts[:count], self.parents[:count])
+
+
+NO_GUESS = Guess()
+
+
 class SequenceStep(NamedTuple):
     """One sequence's part of a step.
 

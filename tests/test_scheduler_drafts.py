@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from mambacache import SamplingParams
-from mambacache.scheduler.drafts import Drafts, DraftTree, Guess, on_copies, one_by_one
+from mambacache.plan import Guess
+from mambacache.scheduler.drafts import Drafts, DraftTree, on_copies, one_by_one
 from mambacache.scheduler.request import Request
 from symbolic import text
 from symbolic_driver import Driver

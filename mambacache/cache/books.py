@@ -12,13 +12,13 @@ from mambacache.cache.files import Files, NoFiles
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
-from mambacache.cache.request import CachedRequest, Drafts, Life, Row
+from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.cache.rows import Rows
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
 from mambacache.cache.tier import Tier
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
-from mambacache.plan import Transfer
+from mambacache.plan import Guess, Transfer
 from mambacache.report import Hit, RequestReport, Wait
 
 
@@ -176,11 +176,11 @@ class Books:
             self.lookup.wait(child)
         return running
 
-    def allocate(self, life: Life, num_tokens: int, drafts: Drafts, decode: bool) -> Row | None:
+    def allocate(self, life: Life, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
         """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
-        row = self.states.allocate(life, num_tokens, drafts, decode)
+        row = self.states.allocate(life, num_tokens, guess, decode)
         if row is None and self.tier.loads.let_go():
-            row = self.states.allocate(life, num_tokens, drafts, decode)
+            row = self.states.allocate(life, num_tokens, guess, decode)
         if row is not None:
             self.rows[row.step.row] = row
         return row

@@ -19,16 +19,6 @@ from mambacache.report import RequestReport
 ALWAYS_EXACT = 1 << 62
 
 
-class Drafts(NamedTuple):
-    """Guesses of a request's next tokens; `parents` as of `SequenceStep`."""
-
-    tokens: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
-
-NO_DRAFTS = Drafts()
-
-
 @dataclass(slots=True, eq=False)
 class CachedRequest:
     """One request: its tokens and their hash chain."""

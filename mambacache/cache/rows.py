@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 
-from mambacache.cache.request import NO_DRAFTS, CachedRequest, Drafts, Life, Row
+from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array, tree_parents
-from mambacache.plan import PLACEHOLDER, SequenceStep
+from mambacache.plan import NO_GUESS, PLACEHOLDER, Guess, SequenceStep
 
 
 class Rows(dict[int, Row]):
@@ -96,7 +96,7 @@ def _name(request: CachedRequest) -> str:
 
 def check_next_row(
     life: Life, num_tokens: int, drafts: Sequence[int], parents: Sequence[int], decode: bool, max_drafts: int
-) -> Drafts:
+) -> Guess:
     """The drafts of a row that may come next in a life; raises as `PrefixCache.allocate` does."""
     request, left = life.request, life.prefill_end - life.computed
     if life.row is not None:
@@ -111,7 +111,7 @@ def check_next_row(
     if left <= 0 and life.computed >= len(request.tokens) + request.in_flight:
         raise RuntimeError(f"{_name(request)} has no next token: accept what its last row gave first")
     if not len(drafts) and not len(parents):
-        return NO_DRAFTS
+        return NO_GUESS
     guesses = (PLACEHOLDER,) * len(drafts)
     if not isinstance(drafts, tuple) or drafts != guesses:
         mixed = isinstance(drafts, list | tuple) and PLACEHOLDER in drafts
@@ -124,7 +124,7 @@ def check_next_row(
         )
     if left > 0 or (request.in_flight and any(token != PLACEHOLDER for token in guesses)):
         raise RuntimeError(f"{_name(request)} does not know its last token yet: drafts come after it")
-    return Drafts(guesses, tree_parents(_name(request), guesses, parents))
+    return Guess(guesses, tree_parents(_name(request), guesses, parents))
 
 
 def check_fork(

@@ -12,8 +12,8 @@ from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.policy import Policy
 from mambacache.cache.pool import BlockPool, Lease
-from mambacache.cache.request import Commit, Drafts, Life, Row
-from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep
+from mambacache.cache.request import Commit, Life, Row
+from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, Guess, SequenceStep
 
 
 class States:
@@ -64,7 +64,7 @@ class States:
 
     # --- before a step ---
 
-    def allocate(self, life: Life, num_tokens: int, guesses: Drafts, decode: bool) -> Row | None:
+    def allocate(self, life: Life, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
         """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
         room. A tree of drafts ends before its log does: of a fold's tokens each comes after the one before it."""
         start = life.computed
@@ -72,12 +72,11 @@ class States:
         late = before.step.num_tokens - 1 if before is not None else 0
         in_prompt = start < life.prefill_end
         prefill = in_prompt and not decode
-        drafts, parents = guesses
         if not late:
-            room = max(FOLD - 1 - start % FOLD - bool(parents), 0)
-            drafts, parents = drafts[:room], parents[:room]
-            if parents == (*range(len(parents)),):
-                parents = ()
+            guess = guess.cut(max(FOLD - 1 - start % FOLD - bool(guess.parents), 0))
+        drafts, parents = guess
+        if parents == (*range(len(parents)),):
+            parents = ()
         num_tokens += len(drafts)
         end = start + late + num_tokens
         # Where a prompt ends too, so that a log is empty there, and forks share its state.

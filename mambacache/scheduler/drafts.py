@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from numbers import Integral
-from typing import NamedTuple
 
-from mambacache.plan import FOLD, PLACEHOLDER, SequenceStep
+from mambacache.plan import FOLD, PLACEHOLDER, Guess, SequenceStep
 from mambacache.report import Progress
 from mambacache.scheduler.request import Request
 
@@ -36,20 +35,6 @@ DraftFunction = Callable[[Request, int], Sequence[int] | DraftTree]
 DraftSource = Callable[[Mapping[Request, int]], Iterable[Sequence[int] | DraftTree]]
 """The same for all rows of a step: a guess for each request, in their order. None for one whose guess raises, or is no
 tokens; none for those after the last guess."""
-
-
-class Guess(NamedTuple):
-    """Drafts of one row as `PrefixCache.allocate` takes them."""
-
-    drafts: tuple[int, ...] = ()
-    parents: tuple[int, ...] = ()
-
-    def cut(self, count: int) -> Guess:
-        """The first so many."""
-        return Guess(self.drafts[:count], self.parents[:count])
-
-
-NO_GUESS = Guess()
 
 
 def _in_preorder(tree: DraftTree, count: int) -> Guess:

@@ -7,9 +7,9 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.plan import FOLD, NOT_FINITE, SequenceStep, StepPlan, Transfer
+from mambacache.plan import FOLD, NO_GUESS, NOT_FINITE, Guess, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
-from mambacache.scheduler.drafts import NO_GUESS, DeviceDrafts, DraftSource, Guess, agreed, drafts_room, guarded
+from mambacache.scheduler.drafts import DeviceDrafts, DraftSource, agreed, drafts_room, guarded
 from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
 

@@ -57,12 +57,28 @@ def drafting(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**options | changes)
 
 
-def test_drafts_are_served() -> None:
-    for method in config.DRAFTS:
-        config.refuse(stand_in(speculative_config=drafting(method=method)))
-        ahead = stand_in(speculative_config=drafting(method=method), scheduler_config__async_scheduling=True)
-        if not config.is_cpu():
+@pytest.mark.parametrize("method", config.DRAFTS)
+def test_drafts_are_served(method: str) -> None:
+    config.refuse(stand_in(speculative_config=drafting(method=method)))
+
+
+@pytest.mark.parametrize("method", config.DRAFTS)
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_drafts_run_ahead_on_a_gpu_without_a_pipeline(
+    method: str, cpu: bool, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "is_cpu", lambda: cpu)
+    ahead = stand_in(
+        speculative_config=drafting(method=method),
+        scheduler_config__async_scheduling=True,
+        parallel_config__pipeline_parallel_size=stages,
+    )
+    if cpu or stages > 1:
+        with pytest.raises(ValueError, match="asynchronous scheduling of drafts on a CPU or in a pipeline"):
             config.refuse(ahead)
+    else:
+        config.refuse(ahead)
 
 
 @pytest.mark.parametrize(
@@ -71,14 +87,6 @@ def test_drafts_are_served() -> None:
         ({"speculative_config": drafting(method="draft_model")}, "'draft_model' (method in --speculative-config"),
         ({"speculative_config": drafting(num_speculative_tokens=8)}, "more than 7 drafts (num_speculative_tokens)"),
         ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
-        (
-            {
-                "speculative_config": drafting(),
-                "scheduler_config__async_scheduling": True,
-                "parallel_config__pipeline_parallel_size": 2,
-            },
-            "asynchronous scheduling of drafts on a CPU or in a pipeline (--async-scheduling)",
-        ),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
