@@ -40,7 +40,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     "gated_delta_rule": {
         ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
         ("common.log", "PROGRAM_TILES"): (1, 2),
-        ("common.delta_fold", "FOLD_PROGRAMS"): (1, 1 << 30),
+        ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
         ("ssd.prefill", "processors"): (no_processors, many_processors),
@@ -51,6 +51,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     "kda": {
         ("kda.prefill", "processors"): (no_processors, many_processors),
         ("common.log", "PROGRAM_TILES"): (1, 2),
+        ("kda.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "selective_scan": {
         ("selective_scan.prefill", "SHORT_CHAIN_WARPS"): (0, 1 << 30),
@@ -104,7 +105,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("op", "shape", "module", "name", "value"), CHOICES)
-@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP32, FP32)], ids=str)
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), pytest.param((FP32, FP32), marks=pytest.mark.gpu_full)], ids=str)
 def test_every_choice_of_tiles_gives_the_same(
     op: str, shape: int, module: str, name: str, value: object, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...indices import StateIndices
 from ..common.delta_decode import decode
-from ..common.delta_fold import fold
 from ..common.layout import check_dense, clear_from
+from .fold import fold
 from .prefill import prefill
 
 

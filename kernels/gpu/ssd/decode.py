@@ -95,12 +95,14 @@ def _prepare_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
 ):
     """A program takes BLOCK_HEADS heads of one group of one row. It logs the new tokens' Bs and steps, and leaves each
     token's C, in fp32, in `vectors` [F, G, N], and what it meets in the log in `scores` [F, H, 16].
 
     Its entry stands in the lane of its depth, where siblings before it stood: in preorder those below are its path. A
-    token's inputs are asked for before what comes first is used: each wait is a good part of all."""
+    token's inputs are asked for before what comes first is used: each wait is a good part of all. With ONE_TOKEN
+    nothing is kept for a next one, which takes half the registers."""
     SHARING: tl.constexpr = HEADS // GROUPS
     TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
     wait_for_previous_launch()
@@ -133,7 +135,7 @@ def _prepare_kernel(
     Gs = tl.load(log_G[None, :] + place, mask=held, other=0)
     G = tl.load(log_G + (end - 1) * HEADS, mask=tl.where(end > start, in_group, False), other=0)
     lane = end
-    for t in range(tokens_per_decode):
+    for t in range(1 if ONE_TOKEN else tokens_per_decode):
         here = end + t
         next_step, next_raw, next_reads = _load_token(
             dt, B, C, token + 1, t + 1 < length, head, group, channel, in_group, in_N, DT_STRIDES, B_STRIDES, C_STRIDES
@@ -277,6 +279,7 @@ def decode(
             "N": N,
             "BLOCK_N": block_N,
             "BLOCK_HEADS": block_heads,
+            "ONE_TOKEN": width == 1,
         },
         num_warps=1,
         launch_pdl=True,

@@ -1,4 +1,4 @@
-"""The states behind the token logs of the gated delta rule and of Kimi Delta Attention, in one Triton launch."""
+"""The states behind the token logs of the gated delta rule, in one Triton launch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from .fold_tile import fold_columns, fold_elements, fold_tile, tile_elements
-from .launch import Launcher, index_pointers
-from .layout import cdiv, power_of_2, slot_elements, slot_stride
-from .log import (
+from ..common.fold_tile import fold_columns, fold_elements, fold_tile, tile_elements
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, power_of_2, slot_elements, slot_stride
+from ..common.log import (
     FOLD_ARRAYS,
     FOLD_PROGRAMS,
     FOLD_SHARE,
@@ -46,7 +46,6 @@ def _fold_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CHANNELS: tl.constexpr,
 ):
     """A program takes, one after the other, tiles of BLOCK_V rows of one value head's state of rows that are folded."""
     next_launch_may_begin()
@@ -69,19 +68,10 @@ def _fold_kernel(
         us = slot_of(log_u, slot, u_stride) + (entry * (VALUE_HEADS * V) + head * V)[None, :] + value[:, None]
         us = tl.load(us, mask=inside[None, :] & (value < V)[:, None], other=0)
         norms = tl.load(slot_of(log_norm, slot, norm_stride) + entry * HEADS + key_head, mask=inside, other=0)
-        G = slot_of(log_G, slot, G_stride)
-        if CHANNELS:
-            G += head * K + channel
-            total = tl.load(G + last * (VALUE_HEADS * K), mask=in_K, other=0)
-            Gs = G[None, :] + (entry * (VALUE_HEADS * K))[:, None]
-            Gs = tl.load(Gs, mask=inside[:, None] & in_K[None, :], other=0)
-            keys = keys.to(tl.float32) * tl.exp2(total[None, :] - Gs)
-            S *= fold_columns(tl.exp2(total)[None, :])
-        else:
-            total = tl.load(G + last * VALUE_HEADS + head)
-            norms *= tl.exp2(total - tl.load(G + entry * VALUE_HEADS + head, mask=inside, other=0))
-            S *= tl.exp2(total)
-        S = tile_elements(fold_update(us * norms[None, :], fold_columns(keys), S))
+        G = slot_of(log_G, slot, G_stride) + head
+        total = tl.load(G + last * VALUE_HEADS)
+        scale = norms * tl.exp2(total - tl.load(G + entry * VALUE_HEADS, mask=inside, other=0))
+        S = tile_elements(fold_update(us * scale[None, :], fold_columns(keys), S * tl.exp2(total)))
         tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
     wait_for_previous_launch()
 
@@ -106,7 +96,6 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "V": V,
             "BLOCK_K": max(power_of_2(K), LEAST_WIDTH),
             "BLOCK_V": rows,
-            "CHANNELS": log[-1].dim() == 4,
         },
         num_warps=warps,
         num_stages=1,  # with more a log would be read before the wait

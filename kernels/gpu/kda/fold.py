@@ -1,0 +1,112 @@
+"""The states behind the token logs of Kimi Delta Attention, in one Triton launch.
+
+Entries are added one by one. A product would have to scale their keys channel by channel first, once more in every tile
+of rows, and this op's keys are no longer 16 bits wide then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...indices import StateIndices
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, power_of_2, slot_elements, slot_stride
+from ..common.log import (
+    FOLD_ARRAYS,
+    FOLD_SHARE,
+    LEAST_WIDTH,
+    ROWS,
+    next_launch_may_begin,
+    slot_of,
+    task_of_fold,
+    wait_for_previous_launch,
+)
+
+PROGRAMS = 4224
+
+
+@triton.jit(do_not_specialize=["slot_stride", "k_stride", "norm_stride", "u_stride", "G_stride", "tokens_per_decode"])
+def _fold_kernel(
+    state,
+    log_k,
+    log_norm,
+    log_u,
+    log_G,
+    folds,
+    slot_stride,
+    k_stride,
+    norm_stride,
+    u_stride,
+    G_stride,
+    tokens_per_decode,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A program takes, one after the other, tiles of BLOCK_V rows of one head's state of rows that are folded.
+
+    First come the entries before the last. In a step of one token earlier steps logged them all, and only the last one
+    has to wait for this step's other launches.
+    """
+    next_launch_may_begin()
+    TILES: tl.constexpr = V // BLOCK_V
+    channel, lane = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    in_K = channel < K
+    stride = slot_elements(slot_stride, state)
+    for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
+        head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
+        first_row = head * V + tile * BLOCK_V
+        place = state + first_row * K + (lane * K)[:, None] + channel[None, :]
+        there = tl.broadcast_to(in_K[None, :], [BLOCK_V, BLOCK_K])
+        S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0).to(tl.float32)
+        if tokens_per_decode > 1:
+            wait_for_previous_launch()
+        keys = slot_of(log_k, slot, k_stride) + head * K + channel
+        norms = slot_of(log_norm, slot, norm_stride) + head
+        us = slot_of(log_u, slot, u_stride) + first_row + lane
+        Gs = slot_of(log_G, slot, G_stride) + head * K + channel
+        before = tl.load(Gs + (last - 1) * (HEADS * K), mask=tl.where(last > start, in_K, False), other=0)
+        S *= tl.exp2(before)[None, :]
+        for entry in range(start, last):
+            decay = tl.exp2(before - tl.load(Gs + entry * (HEADS * K), mask=in_K, other=0))
+            key = tl.load(keys + entry * (HEADS * K), mask=in_K, other=0).to(tl.float32)
+            key *= decay * tl.load(norms + entry * HEADS)
+            S += tl.load(us + entry * (HEADS * V))[:, None] * key[None, :]
+        wait_for_previous_launch()
+        key = tl.load(keys + last * (HEADS * K), mask=in_K, other=0).to(tl.float32) * tl.load(norms + last * HEADS)
+        S *= tl.exp2(tl.load(Gs + last * (HEADS * K), mask=in_K, other=0) - before)[None, :]
+        S += tl.load(us + last * (HEADS * V))[:, None] * key[None, :]
+        tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
+    wait_for_previous_launch()
+
+
+_launch = Launcher(_fold_kernel)
+
+
+def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
+    """Stores states where `decode_dst` says; k and v give their shapes alone."""
+    heads, K = k.shape[1:]
+    V = v.shape[2]
+    block_K = max(power_of_2(K), LEAST_WIDTH)
+    _launch(
+        min(V // ROWS * heads * cdiv(indices.num_decodes, FOLD_SHARE), PROGRAMS),
+        (state, *log),
+        index_pointers(indices, FOLD_ARRAYS),
+        (slot_stride(state), *map(slot_stride, log), indices.tokens_per_decode),
+        {
+            "HEADS": heads,
+            "K": K,
+            "V": V,
+            "BLOCK_K": block_K,
+            "BLOCK_V": ROWS,
+        },
+        num_warps=1 if block_K <= 128 else 4,
+        num_stages=1,  # with more a log would be read before the wait
+        launch_pdl=True,
+    )
