@@ -92,12 +92,12 @@ test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 		tests/vllm/test_models.py
 
 # On a machine with a CUDA device, in the environment that has its torch: eight minutes are aimed at; and the whole grid.
-pytest-gpu: MARK := gpu
+pytest-gpu: MARK := gpu and not gpu_full
 pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 14
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
 pytest-gpu pytest-gpu-full:
-	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup -m $(MARK)
+	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup -m '$(MARK)'
 
 # With vLLM 0.33 in that environment too: models with real layer shapes, beside vLLM alone.
 test-vllm-gpu: export OMP_NUM_THREADS ?= 1

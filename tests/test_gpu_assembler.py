@@ -92,7 +92,13 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("spoilt")
-@pytest.mark.parametrize(("make", "dtypes"), [(make, (FP32, FP32)) for make in SHAPES.values()], ids=SHAPES)
+@pytest.mark.parametrize(
+    ("make", "dtypes"),
+    [
+        pytest.param(make, (FP32, FP32), id=name, marks=() if name.endswith("-128") else pytest.mark.gpu_full)
+        for name, make in SHAPES.items()
+    ],
+)
 def test_fp32_repeats_itself_whatever_memory_held(
     make: Make, dtypes: Dtypes, variants: list[dict[tuple[object, ...], Any]]
 ) -> None:

@@ -36,10 +36,20 @@ SHARED: dict[str, Callable[..., None]] = {
     "company": lambda make, dtype, state_dtype: bitwise.check_in_company(make(), dtype, state_dtype, COMPANIES),
     "drafts": bitwise.test_steps_and_drafts_change_no_bit,
 }
-ROWS = [
-    pytest.param(make, *dtypes, id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))
+# What asks where things lie, and compiles a kernel for each such place: it asks it of the first and the last dtypes.
+OF_PLACES = ("out", "unaligned out", "dense slots", "slots at 16 bytes", "no tokens")
+SMALL = [
+    pytest.param(
+        test,
+        make,
+        *dtypes,
+        id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes), what]),
+        marks=pytest.mark.gpu_full if what in OF_PLACES and dtypes not in (of_op[0], of_op[-1]) else (),
+    )
     for name, make in OPS.items()
-    for dtypes in DTYPES.get(make().name, ())[: None if name in DTYPES else 1]  # of an op's variants one is enough
+    for of_op in [DTYPES.get(make().name, ())[: None if name in DTYPES else 1]]  # of an op's variants one is enough
+    for dtypes in of_op
+    for what, test in SHARED.items()
 ]
 REAL_ROWS = [
     pytest.param(models[name](1), *DTYPES[op][0], id=f"{op}-{name}") for op, models in MODELS.items() for name in models
@@ -52,8 +62,7 @@ def pools_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Pool", partial(Pool, device="cuda"))
 
 
-@pytest.mark.parametrize("test", SHARED.values(), ids=SHARED.keys())
-@pytest.mark.parametrize(("make", "dtype", "state_dtype"), ROWS)
+@pytest.mark.parametrize(("test", "make", "dtype", "state_dtype"), SMALL)
 def test_small_shapes(
     test: Callable[..., None],
     make: Make,
