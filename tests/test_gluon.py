@@ -21,11 +21,12 @@ width, rows = map(int, sys.argv[1:])
 strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}
 gates = {"A_STRIDES": (640, 1), "B_STRIDES": (640, 1)}
 shape = {"HEADS": 1, "VALUE_HEADS": 2, "K": width, "BLOCK_K": 1 << (width - 1).bit_length()}
-outputs = {"V_STRIDES": (640, rows, 1), "OUT_STRIDE": 2 * rows, "V": rows, "BLOCK_V": rows, "CONCURRENT": 132}
+outputs = {"V_STRIDES": (640, rows, 1), "OUT_STRIDE": 2 * rows, "V": rows, "BLOCK_V": rows}
+scans = [outputs | {"PAIRED": paired, "CONCURRENT": 132} for paired in (False, True)]
 BF16, FP32, INT32 = ("q", "k", "v", "a", "b", "tiles", "out"), ("A_log", "dt_bias", "vectors", "state"), "i32"
 for kernel, constants, warps in (
     (prepare.kernel, strides | gates | shape, 4),
-    (scan.kernel, strides | shape | outputs, rows // 16),
+    *((scan.kernel, strides | shape | outputs, rows // 16) for outputs in scans),
 ):
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -48,6 +49,6 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("_delta")]
-    assert [name for name, *_ in found] == ["_delta_prepare_kernel", "_delta_scan_kernel"]
+    assert [name for name, *_ in found] == ["_delta_prepare_kernel", *["_delta_scan_kernel"] * 2]
     for _, shared, multiplies in found:
         assert int(shared) <= 227 * 1024 and multiplies == "True"

@@ -37,6 +37,8 @@ from ..common.state_tile import load_tile, store_tile, tile_elements
 from .prepare import prepare
 from .scan import scan
 
+PAIRED_CHUNKS = 4  # of a sequence on average: from 8 on programs of 128 rows are faster
+
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
 def _prepare_kernel(
@@ -265,7 +267,9 @@ def prefill(
     concurrent = processors(q.get_device())  # programs of 128 rows, one on each
     # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
     few = value_heads * cdiv(V, 64) * indices.num_prefills <= concurrent
-    block_V = 64 if V <= 64 or few else 128
+    # Also where sequences are of a few chunks: two such programs share a processor.
+    paired = hopper and not few and num_chunks <= PAIRED_CHUNKS * indices.num_prefills
+    block_V = 64 if V <= 64 or few or paired else 128
     strides = {"Q_STRIDES": q_strides, "K_STRIDES": k_strides}
     gate_strides = {"A_STRIDES": a_strides, "B_STRIDES": b_strides}
     if flags is not None:
@@ -297,7 +301,6 @@ def prefill(
         **shape,
         "V": V,
         "BLOCK_V": block_V,
-        "CONCURRENT": concurrent,
     }
     programs = value_heads * cdiv(V, block_V) * (indices.num_prefills + 1)
     rows = index_pointers(indices, ROW_ARRAYS)
@@ -309,10 +312,17 @@ def prefill(
             (*tensors, flags),
             rows,
             numbers,
-            constants,
+            constants | {"PAIRED": paired, "CONCURRENT": concurrent * (1 + paired)},
             num_warps=block_V // 16,
             launch_pdl=flags is not None,
         )
     else:
         stages = (3 if K <= 128 else 2) if narrow else 1
-        _scan(programs, tensors, rows, numbers, constants | {"STAGES": stages}, num_warps=block_V // 16)
+        _scan(
+            programs,
+            tensors,
+            rows,
+            numbers,
+            constants | {"CONCURRENT": concurrent, "STAGES": stages},
+            num_warps=block_V // 16,
+        )

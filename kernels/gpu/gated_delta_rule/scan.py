@@ -1,6 +1,9 @@
 """The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
 
 Products that need no result of each other are in flight together, and scaling, copies and stores go on beside them.
+Where sequences are long, shared memory holds three chunks, of which two are on their way. Short ones are over before
+that helps: then PAIRED programs, with half the memory, share a processor, and one works while the other waits for its
+state. What a chunk's later products take has one place in theirs, and is copied when the chunk before is done with it.
 """
 
 from __future__ import annotations
@@ -11,41 +14,58 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
-from ..common.hopper import copy_async, copy_tile, wait_for_flags, wait_for_launch
+from ..common.hopper import barrier, copy_async, copy_tile, wait_for_flags, wait_for_launch
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from ..common.prefetch import LINE
 
-STAGES = gl.constexpr(3)  # of shared memory: two chunks are on their way while one is computed
-
 
 @gluon.jit
-def _copy_chunk(
+def _copy_first(
     copies,
     stage,
     sources,
     t,
     count,
-    num_tokens,
     rows_left,
-    Q_STRIDE: gl.constexpr,
     K_STRIDE: gl.constexpr,
     V_STRIDE: gl.constexpr,
     TILE_STRIDE: gl.constexpr,
     K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Begins to copy what a chunk of `count` tokens from t on needs to a stage of shared memory."""
-    k_tiles, v_tiles, inverses, q_tiles, scores, fours = copies
-    q, k, v, tiles, vectors = sources
+    """Begins to copy what a chunk's first products take to a stage of shared memory: `count` tokens from t on."""
+    k_tiles, v_tiles, inverses = copies
+    k, v, inverse = sources
+    t = t.to(gl.int64)
     copy_tile(k_tiles.index(stage), k + t * K_STRIDE, K_STRIDE, count, K, False, WARPS)
     copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
-    copy_tile(inverses.index(stage), tiles + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
-    copy_tile(q_tiles.index(stage), q + t * Q_STRIDE, Q_STRIDE, count, K, False, WARPS)
-    copy_tile(scores.index(stage), tiles + (num_tokens + t) * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    copy_tile(inverses.index(stage), inverse + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _copy_last(
+    copies,
+    stage,
+    sources,
+    t,
+    count,
+    num_tokens,
+    Q_STRIDE: gl.constexpr,
+    TILE_STRIDE: gl.constexpr,
+    K: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """The same for what its other products take, and for its vectors."""
+    q_tiles, score_tiles, fours = copies
+    q, scores, vectors = sources
+    t = t.to(gl.int64)
     each = gl.arange(0, 4 * CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     step = each % CHUNK
     copy_async(fours.index(stage), vectors + t + (each // CHUNK * num_tokens + step), mask=step < count)
+    copy_tile(q_tiles.index(stage), q + t * Q_STRIDE, Q_STRIDE, count, K, False, WARPS)
+    copy_tile(score_tiles.index(stage), scores + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
     async_copy.commit_group()
 
 
@@ -85,10 +105,13 @@ def _delta_scan_kernel(
     BLOCK_K: gl.constexpr,
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
+    PAIRED: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
     """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    STAGES: gl.constexpr = 2 if PAIRED else 3
+    LAST_STAGES: gl.constexpr = 1 if PAIRED else 3
     WARPS: gl.constexpr = BLOCK_V // 16
     BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
@@ -123,16 +146,16 @@ def _delta_scan_kernel(
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (VALUE_HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
-    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (V * K)
+    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (BLOCK_V * K)
     state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
     inside = (state_row < V) & (channel < K)
     element = state_row * K + channel
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
-    if BLOCK_V == V and BLOCK_K == K:
+    if (PAIRED or TILES == 1) and TILES * BLOCK_V == V and BLOCK_K == K:
         STEP: gl.constexpr = LINE * 8 // STATE.primitive_bitwidth
-        lines = gl.arange(0, V * K // STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0])) * STEP
+        lines = gl.arange(0, BLOCK_V * K // STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0])) * STEP
         lines = [(later_state + lines).to(gl.int64, bitcast=True)]
         prefetch: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(prefetch, "=r,l", lines, dtype=gl.int32, is_pure=False, pack=1)
@@ -144,37 +167,30 @@ def _delta_scan_kernel(
     k_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
     v_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
     inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
-    q_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
-    scores = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
-    fours = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], flat)
-    copies = k_tiles, v_tiles, inverses, q_tiles, scores, fours
+    q_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
+    score_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square)
+    fours = gl.allocate_shared_memory(gl.float32, [LAST_STAGES, 4 * CHUNK], flat)
     q += head // (VALUE_HEADS // HEADS) * Q_STRIDES[1]
     k += head // (VALUE_HEADS // HEADS) * K_STRIDES[1]
     v += head * V_STRIDES[1] + first_row
     tiles += head * CHUNK
     vectors += head.to(gl.int64) * (4 * num_tokens)
-    sources = q, k, v, tiles, vectors
+    TILE_STRIDE: gl.constexpr = VALUE_HEADS * CHUNK
+    first_copies, first_sources = (k_tiles, v_tiles, inverses), (k, v, tiles)
+    last_copies = q_tiles, score_tiles, fours
+    last_sources = q, tiles + gl.cast(num_tokens, gl.int64) * TILE_STRIDE, vectors
+    rows_left = V - first_row
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
         if flags is not None:
             ready = wait_for_flags(flags + head, VALUE_HEADS, first_chunk + i, last_chunk, ready)
-        ahead = gl.maximum(origin + i * CHUNK, start)
-        _copy_chunk(
-            copies,
-            i,
-            sources,
-            ahead.to(gl.int64),
-            gl.minimum(origin + (i + 1) * CHUNK, end) - ahead,
-            num_tokens,
-            V - first_row,
-            Q_STRIDES[0],
-            K_STRIDES[0],
-            V_STRIDES[0],
-            VALUE_HEADS * CHUNK,
-            K,
-            WARPS,
+        t = gl.maximum(origin + i * CHUNK, start)
+        count = gl.minimum(origin + (i + 1) * CHUNK, end) - t
+        _copy_first(
+            first_copies, i, first_sources, t, count, rows_left, K_STRIDES[0], V_STRIDES[0], TILE_STRIDE, K, WARPS
         )
+        _copy_last(last_copies, i, last_sources, t, count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS)
     # What is read alone is asked for a chunk ahead.
     there = first_chunk < last_chunk
     dst = gl.load(chunk_dst + first_chunk, mask=there, other=0)
@@ -185,26 +201,48 @@ def _delta_scan_kernel(
         boundary = origin + (chunk - first_chunk) * CHUNK
         t = gl.maximum(boundary, start)
         count = gl.minimum(boundary + CHUNK, end) - t
-        stage = (chunk - first_chunk) % STAGES
+        stage, last_stage = (chunk - first_chunk) % STAGES, (chunk - first_chunk) % LAST_STAGES
         free = (chunk - first_chunk + STAGES - 1) % STAGES  # what the chunk before took
-        async_copy.wait_group(STAGES - 2)
+        ahead = gl.maximum(boundary + (STAGES - 1) * CHUNK, start)
+        ahead_count = gl.minimum(boundary + STAGES * CHUNK, end) - ahead
+        async_copy.wait_group(1 if PAIRED else 2)
         fence_async_shared()
-        keys, inverse, four = k_tiles.index(stage), inverses.index(stage).permute((1, 0)), fours.index(stage)
+        keys, inverse = k_tiles.index(stage), inverses.index(stage).permute((1, 0))
         read = gl.convert_layout(S.to(BF16), LEFT)
         known = warpgroup_mma(read, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
 
         # The outputs of the chunk before.
-        _store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, V - first_row, OUT_STRIDE, OUT)
+        _store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
 
+        if PAIRED:
+            if flags is not None:
+                ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + 1, last_chunk, ready)
+            _copy_first(
+                first_copies,
+                free,
+                first_sources,
+                ahead,
+                ahead_count,
+                rows_left,
+                K_STRIDES[0],
+                V_STRIDES[0],
+                TILE_STRIDE,
+                K,
+                WARPS,
+            )
         there = chunk + 1 < last_chunk
         next_dst = gl.load(chunk_dst + chunk + 1, mask=there, other=0)
         next_decay = gl.load(vectors + gl.minimum(boundary + 2 * CHUNK, end) - 1, mask=there, other=0)
+        if PAIRED:
+            async_copy.wait_group(1)
+            fence_async_shared()
+        four = fours.index(last_stage)
         key_decay = four.slice(CHUNK, CHUNK).load(OF_STEP)[None, :]
         known = warpgroup_mma_wait(1, deps=[known])
         known = gl.convert_layout((-key_decay * known).to(BF16), LEFT)
         u = warpgroup_mma(known, inverse, u, is_async=True)
-        o = warpgroup_mma(read, q_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        o = warpgroup_mma(read, q_tiles.index(last_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = decay * S
         to_end = four.slice(3 * CHUNK, CHUNK).load(OF_STEP)[None, :]
         u = warpgroup_mma_wait(1, deps=[u])
@@ -212,28 +250,33 @@ def _delta_scan_kernel(
         u = gl.convert_layout(u.to(BF16), LEFT)
         query_decay = four.slice(2 * CHUNK, CHUNK).load(OF_STEP)[None, :]
         o = query_decay * warpgroup_mma_wait(1, deps=[o])
-        o = warpgroup_mma(u, scores.index(stage).permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma(u, score_tiles.index(last_stage).permute((1, 0)), o, is_async=True)
 
-        if flags is not None:
-            ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + STAGES - 1, last_chunk, ready)
-        boundary += (STAGES - 1) * CHUNK
-        ahead = gl.maximum(boundary, start)
-        _copy_chunk(
-            copies,
-            free,
-            sources,
-            ahead.to(gl.int64),
-            gl.minimum(boundary + CHUNK, end) - ahead,
-            num_tokens,
-            V - first_row,
-            Q_STRIDES[0],
-            K_STRIDES[0],
-            V_STRIDES[0],
-            VALUE_HEADS * CHUNK,
-            K,
-            WARPS,
-        )
+        if not PAIRED:
+            if flags is not None:
+                ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + STAGES - 1, last_chunk, ready)
+            _copy_first(
+                first_copies,
+                free,
+                first_sources,
+                ahead,
+                ahead_count,
+                rows_left,
+                K_STRIDES[0],
+                V_STRIDES[0],
+                TILE_STRIDE,
+                K,
+                WARPS,
+            )
+            _copy_last(
+                last_copies, free, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS
+            )
         S, o = warpgroup_mma_wait(0, deps=[S, o])
+        if PAIRED:
+            barrier()
+            _copy_last(
+                last_copies, 0, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS
+            )
         outputs = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
@@ -241,8 +284,8 @@ def _delta_scan_kernel(
             gl.store(state + dst * slot_stride + element, S.to(STATE), mask=inside)
         dst, decay, last_t, last_count = next_dst, next_decay, t, count
     async_copy.wait_group(0)
-    last_stage = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    _store_outputs(out, last_stage, outputs, last_t, last_count, V - first_row, OUT_STRIDE, OUT)
+    last_values = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
+    _store_outputs(out, last_values, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
 
 
 scan = Launcher(_delta_scan_kernel)
