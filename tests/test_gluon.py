@@ -16,6 +16,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
 from mambacache.kernels.gpu.gated_delta_rule.scan import scan
+from mambacache.kernels.gpu.kda.scan import scan as kda_scan
 
 width, rows = map(int, sys.argv[1:])
 strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}
@@ -23,10 +24,13 @@ gates = {"A_STRIDES": (640, 1), "B_STRIDES": (640, 1)}
 shape = {"HEADS": 1, "VALUE_HEADS": 2, "K": width, "BLOCK_K": 1 << (width - 1).bit_length()}
 outputs = {"V_STRIDES": (640, rows, 1), "OUT_STRIDE": 2 * rows, "V": rows, "BLOCK_V": rows}
 scans = [outputs | {"PAIRED": paired, "CONCURRENT": 132} for paired in (False, True)]
-BF16, FP32, INT32 = ("q", "k", "v", "a", "b", "tiles", "out"), ("A_log", "dt_bias", "vectors", "state"), "i32"
+kda_shape = {"HEADS": 2, "K": width, "BLOCK_K": shape["BLOCK_K"]}
+BF16 = "q", "k", "v", "a", "b", "tiles", "operands", "out"
+FP32, INT32 = ("A_log", "dt_bias", "vectors", "totals", "state"), "i32"
 for kernel, constants, warps in (
     (prepare.kernel, strides | gates | shape, 4),
     *((scan.kernel, strides | shape | outputs, rows // 16) for outputs in scans),
+    *((kda_scan.kernel, kda_shape | outputs, rows // 16) for outputs in scans),
 ):
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -48,7 +52,8 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     command = [sys.executable, "-P", "-c", COMPILE, str(width), str(rows)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = [line.split() for line in done.stdout.splitlines() if line.startswith("_delta")]
-    assert [name for name, *_ in found] == ["_delta_prepare_kernel", *["_delta_scan_kernel"] * 2]
+    found = [line.split() for line in done.stdout.splitlines() if line.startswith("_")]
+    kernels = ["_delta_prepare_kernel", *["_delta_scan_kernel"] * 2, *["_kda_scan_kernel"] * 2]
+    assert [name for name, *_ in found] == kernels
     for _, shared, multiplies in found:
         assert int(shared) <= 227 * 1024 and multiplies == "True"

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .chunks import CHUNK
+from .prefetch import LINE
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as Triton 3.6 calls it
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -44,6 +45,38 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
     if LOWER:
         mask = mask & (column // 8 <= row // 8)
     copy_async(tile, place + (row * STRIDE + column), mask=mask)  # 64 bits would take twice the registers
+
+
+@gluon.jit
+def store_outputs(out, tile, o, t, count, rows, OUT_STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
+    """o^T to a chunk's tokens, through a tile of shared memory [64, BLOCK_V]."""
+    tile.permute((1, 0)).store(o)
+    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    o = tile.load(LAYOUT).to(out.dtype.element_ty)
+    gl.store(out + t.to(gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row), o, mask=(step < count) & (row < rows))
+
+
+@gluon.jit
+def clear_padding(out, end, num_tokens, rows, OUT_STRIDE: gl.constexpr, BLOCK_ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Zeros to the tokens from `end` on. It waits for the launch before, or what follows might begin too early."""
+    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    zeros = gl.zeros([CHUNK, BLOCK_ROWS], out.dtype.element_ty, layout=LAYOUT)
+    for first in range(end, num_tokens, CHUNK):
+        place = out + gl.cast(first, gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row)
+        gl.store(place, zeros, mask=(first + step < num_tokens) & (row < rows))
+    wait_for_launch()
+
+
+@gluon.jit
+def prefetch_states(state, COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Asks for COUNT neighbours: they are on their way into the L2 cache."""
+    STEP: gl.constexpr = LINE * 8 // state.dtype.element_ty.primitive_bitwidth
+    lines = gl.arange(0, COUNT // STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0])) * STEP
+    lines = [(state + lines).to(gl.int64, bitcast=True)]
+    code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r,l", lines, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

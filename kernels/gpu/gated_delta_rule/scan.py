@@ -14,10 +14,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
-from ..common.hopper import barrier, copy_async, copy_tile, wait_for_flags, wait_for_launch
+from ..common.hopper import (
+    barrier,
+    clear_padding,
+    copy_async,
+    copy_tile,
+    prefetch_states,
+    store_outputs,
+    wait_for_flags,
+)
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
-from ..common.prefetch import LINE
 
 
 @gluon.jit
@@ -69,16 +76,6 @@ def _copy_last(
     async_copy.commit_group()
 
 
-@gluon.jit
-def _store_outputs(out, tile, o, t, count, rows, OUT_STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
-    """o^T to a chunk's tokens, through a tile of shared memory [64, BLOCK_V]."""
-    tile.permute((1, 0)).store(o)
-    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    row = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    o = tile.load(LAYOUT).to(out.dtype.element_ty)
-    gl.store(out + t.to(gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row), o, mask=(step < count) & (row < rows))
-
-
 @gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _delta_scan_kernel(
     q,
@@ -128,13 +125,8 @@ def _delta_scan_kernel(
     out += head * V + first_row
 
     if sequence == num_prefills:
-        step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
-        row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, OUT))[None, :]
-        zeros = gl.zeros([CHUNK, BLOCK_V], out.dtype.element_ty, layout=OUT)
-        for first in range(gl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
-            place = out + gl.cast(first, gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row)
-            gl.store(place, zeros, mask=(first + step < num_tokens) & (first_row + row < V))
-        wait_for_launch()  # or what follows might begin before the first launch is done
+        end = gl.load(query_start_loc + num_prefills)
+        clear_padding(out, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
         return
 
     fields = rows + sequence * ROW_FIELDS
@@ -154,11 +146,7 @@ def _delta_scan_kernel(
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if (PAIRED or TILES == 1) and TILES * BLOCK_V == V and BLOCK_K == K:
-        STEP: gl.constexpr = LINE * 8 // STATE.primitive_bitwidth
-        lines = gl.arange(0, BLOCK_V * K // STEP, layout=gl.BlockedLayout([1], [32], [WARPS], [0])) * STEP
-        lines = [(later_state + lines).to(gl.int64, bitcast=True)]
-        prefetch: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        gl.inline_asm_elementwise(prefetch, "=r,l", lines, dtype=gl.int32, is_pure=False, pack=1)
+        prefetch_states(later_state, BLOCK_V * K, WARPS)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
@@ -213,7 +201,7 @@ def _delta_scan_kernel(
         u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
 
         # The outputs of the chunk before.
-        _store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+        store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
 
         if PAIRED:
             if flags is not None:
@@ -285,7 +273,7 @@ def _delta_scan_kernel(
         dst, decay, last_t, last_count = next_dst, next_decay, t, count
     async_copy.wait_group(0)
     last_values = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    _store_outputs(out, last_values, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+    store_outputs(out, last_values, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
 
 
 scan = Launcher(_delta_scan_kernel)

@@ -12,7 +12,6 @@ was computed.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,11 +20,15 @@ from ...device import processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, prefill_row, row_and_tile
 from ..common.delta_rule import dot
+from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
 from .prepare import padded_width, prepare
+from .scan import scan
+
+PAIRED_CHUNKS = 4  # of a sequence on average
 
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -49,7 +52,6 @@ def _scan_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
     """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
@@ -94,7 +96,7 @@ def _scan_kernel(
     tile = wide_step * CHUNK + step[None, :]
     place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
         boundary = origin + (chunk - first_chunk) * CHUNK
         chunk_start = tl.maximum(boundary, start)
         count = tl.minimum(boundary + CHUNK, end) - chunk_start
@@ -147,26 +149,29 @@ def prefill(
     V = v.shape[2]
     tiles, operands, totals = prepare(q, k, g, b, A_log, dt_bias, indices)
     concurrent = processors(q.get_device())  # programs of 128 rows, one on each
+    (v_strides,) = layer_strides(v)
+    hopper = K <= 128 and served((v,), (v_strides,))
     # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
-    block_V = 64 if V <= 64 or heads * cdiv(V, 64) * indices.num_prefills <= concurrent else 128
-    stages = 1
-    if tiles.dtype == torch.bfloat16 and K <= 128:
-        stages = 3 if block_V == 64 else 2  # as many as shared memory holds
-    _scan(
-        heads * cdiv(V, block_V) * (indices.num_prefills + 1),
-        (v, tiles, operands, totals, state, out),
-        index_pointers(indices, ROW_ARRAYS),
-        (indices.num_prefills, slot_stride(state), num_tokens),
-        {
-            "V_STRIDES": layer_strides(v)[0],
-            "OUT_STRIDE": out.stride(0),
-            "HEADS": heads,
-            "K": K,
-            "V": V,
-            "BLOCK_K": padded_width(K, tiles.dtype),
-            "BLOCK_V": block_V,
-            "STAGES": stages,
-            "CONCURRENT": concurrent,
-        },
-        num_warps=block_V // 16,
-    )
+    few = heads * cdiv(V, 64) * indices.num_prefills <= concurrent
+    # Also where sequences are of a few chunks: two such programs share a processor.
+    paired = hopper and not few and len(indices.chunk_seq) <= PAIRED_CHUNKS * indices.num_prefills
+    block_V = 64 if V <= 64 or few or paired else 128
+    programs = heads * cdiv(V, block_V) * (indices.num_prefills + 1)
+    tensors = v, tiles, operands, totals, state, out
+    rows = index_pointers(indices, ROW_ARRAYS)
+    numbers = indices.num_prefills, slot_stride(state), num_tokens
+    constants = {
+        "V_STRIDES": v_strides,
+        "OUT_STRIDE": out.stride(0),
+        "HEADS": heads,
+        "K": K,
+        "V": V,
+        "BLOCK_K": padded_width(K, tiles.dtype),
+        "BLOCK_V": block_V,
+    }
+    if hopper:
+        constants |= {"PAIRED": paired, "CONCURRENT": concurrent * (1 + paired)}
+        scan(programs, (*tensors, None), rows, numbers, constants, num_warps=block_V // 16)
+    else:
+        constants["CONCURRENT"] = concurrent
+        _scan(programs, tensors, rows, numbers, constants, num_warps=block_V // 16)
