@@ -38,6 +38,7 @@ from .log import (
     wait_for_previous_launch,
 )
 
+MANY_PROGRAMS = 8192
 SCALARS = tl.constexpr(3)  # of a token and value head: beta, its query times its own key, and the state's decay
 
 
@@ -321,8 +322,12 @@ def decode(
         launch_pdl=True,
     )
     tiles = tiles_of_a_program(V)
+    programs = rows * value_heads * (V // ROWS // tiles)
+    # 16 programs a processor: what little it takes more halves them. Of several tokens 12 that wait less are faster,
+    # where there are so many that all processors are busy to the end.
+    registers = 168 if width > 1 and programs >= MANY_PROGRAMS else 128
     _launch(
-        rows * value_heads * (V // ROWS // tiles),
+        programs,
         (v, state, out, log_u, *between),
         index_pointers(indices, DECODE_ARRAYS),
         (slot_stride(state), slot_stride(log_u), width),
@@ -339,6 +344,6 @@ def decode(
             "ONE_TOKEN": width == 1,
         },
         num_warps=1,
-        maxnreg=128 if block_K <= 128 else 255,  # 16 programs a processor: what little it takes more halves them
+        maxnreg=registers if block_K <= 128 else 255,
         launch_pdl=True,
     )

@@ -312,7 +312,7 @@ def prefill(
             (*tensors, flags),
             rows,
             numbers,
-            constants | {"PAIRED": paired, "CONCURRENT": concurrent * (1 + paired)},
+            constants | {"PAIRED": paired, "CONCURRENT": concurrent},
             num_warps=block_V // 16,
             launch_pdl=flags is not None,
         )

@@ -138,15 +138,15 @@ def _delta_scan_kernel(
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (VALUE_HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
-    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (BLOCK_V * K)
+    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (V * K)
     state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
     inside = (state_row < V) & (channel < K)
     element = state_row * K + channel
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
-    if (PAIRED or TILES == 1) and TILES * BLOCK_V == V and BLOCK_K == K:
-        prefetch_states(later_state, BLOCK_V * K, WARPS)
+    if BLOCK_V == V and BLOCK_K == K:
+        prefetch_states(later_state, V * K, WARPS)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)

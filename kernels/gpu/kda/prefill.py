@@ -28,8 +28,6 @@ from ..common.state_tile import load_tile, store_tile, tile_elements
 from .prepare import padded_width, prepare
 from .scan import scan
 
-PAIRED_CHUNKS = 4  # of a sequence on average
-
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _scan_kernel(
@@ -153,9 +151,7 @@ def prefill(
     hopper = K <= 128 and served((v,), (v_strides,))
     # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
     few = heads * cdiv(V, 64) * indices.num_prefills <= concurrent
-    # Also where sequences are of a few chunks: two such programs share a processor.
-    paired = hopper and not few and len(indices.chunk_seq) <= PAIRED_CHUNKS * indices.num_prefills
-    block_V = 64 if V <= 64 or few or paired else 128
+    block_V = 64 if V <= 64 or few else 128
     programs = heads * cdiv(V, block_V) * (indices.num_prefills + 1)
     tensors = v, tiles, operands, totals, state, out
     rows = index_pointers(indices, ROW_ARRAYS)
@@ -168,10 +164,9 @@ def prefill(
         "V": V,
         "BLOCK_K": padded_width(K, tiles.dtype),
         "BLOCK_V": block_V,
+        "CONCURRENT": concurrent,
     }
     if hopper:
-        constants |= {"PAIRED": paired, "CONCURRENT": concurrent * (1 + paired)}
         scan(programs, (*tensors, None), rows, numbers, constants, num_warps=block_V // 16)
     else:
-        constants["CONCURRENT"] = concurrent
         _scan(programs, tensors, rows, numbers, constants, num_warps=block_V // 16)

@@ -1,7 +1,8 @@
 """The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
 
 It goes about it as that of the gated delta rule does. Shared memory holds three chunks of what the first products of a
-chunk take, of which two are on their way, and two of the rest; with PAIRED programs two and one.
+chunk take, of which two are on their way, and two of the rest. (Two programs of half of that on a processor were
+slower for short sequences, too: they read operands twice as often.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.hopper import (
-    barrier,
     clear_padding,
     copy_async,
     copy_tile,
@@ -23,6 +23,8 @@ from ..common.hopper import (
 )
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
+
+STAGES, LAST_STAGES = gl.constexpr(3), gl.constexpr(2)
 
 
 @gluon.jit
@@ -82,13 +84,10 @@ def _kda_scan_kernel(
     V: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_V: gl.constexpr,
-    PAIRED: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
     """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    STAGES: gl.constexpr = 2 if PAIRED else 3
-    LAST_STAGES: gl.constexpr = 1 if PAIRED else 2
     WARPS: gl.constexpr = BLOCK_V // 16
     BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
@@ -117,15 +116,15 @@ def _kda_scan_kernel(
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
-    later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (BLOCK_V * K)
+    later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (V * K)
     state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
     inside = (state_row < V) & (channel < K)
     element = state_row * K + channel
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
-    if (PAIRED or TILES == 1) and TILES * BLOCK_V == V and BLOCK_K == K:
-        prefetch_states(later_state, BLOCK_V * K, WARPS)
+    if BLOCK_V == V and BLOCK_K == K:
+        prefetch_states(later_state, V * K, WARPS)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
@@ -182,16 +181,10 @@ def _kda_scan_kernel(
         after = boundary + CHUNK
         after_count = gl.minimum(after + CHUNK, end) - after
         after = after.to(gl.int64)
-        if not PAIRED:  # what is copied one chunk ahead has to be on its way early
-            _copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
+        # What is copied one chunk ahead has to be on its way early.
+        _copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
         # The outputs of the chunk before.
         store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
-        if PAIRED:
-            if flags is not None:
-                ready = wait_for_flags(flags + head, HEADS, chunk + 1, last_chunk, ready)
-            _copy_first(first_copies, free, first_sources, after, after_count, rows_left, V_STRIDES[0], K, WARPS)
-            async_copy.wait_group(1)
-            fence_async_shared()
 
         known = warpgroup_mma_wait(1, deps=[known])
         known = gl.convert_layout((-known).to(BF16), LEFT)
@@ -204,17 +197,13 @@ def _kda_scan_kernel(
         scores = scores_tiles.index(last_stage).permute((1, 0))
         o = warpgroup_mma(gl.convert_layout(u, LEFT), scores, o, is_async=True)
 
-        if not PAIRED:
-            if flags is not None:
-                ready = wait_for_flags(flags + head, HEADS, chunk + 2, last_chunk, ready)
-            ahead = boundary + 2 * CHUNK
-            left = gl.minimum(ahead + CHUNK, end) - ahead
-            ahead = ahead.to(gl.int64)
-            _copy_first(first_copies, free, first_sources, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
+        if flags is not None:
+            ready = wait_for_flags(flags + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
+        ahead = boundary + (STAGES - 1) * CHUNK
+        left = gl.minimum(ahead + CHUNK, end) - ahead
+        ahead = ahead.to(gl.int64)
+        _copy_first(first_copies, free, first_sources, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        if PAIRED:
-            barrier()
-            _copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
         outputs = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
