@@ -17,6 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
 from mambacache.kernels.gpu.gated_delta_rule.scan import scan
 from mambacache.kernels.gpu.kda.scan import scan as kda_scan
+from mambacache.kernels.gpu.ssd.scan import scan as ssd_scan
 
 width, rows = map(int, sys.argv[1:])
 strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}
@@ -25,17 +26,21 @@ shape = {"HEADS": 1, "VALUE_HEADS": 2, "K": width, "BLOCK_K": 1 << (width - 1).b
 outputs = {"V_STRIDES": (640, rows, 1), "OUT_STRIDE": 2 * rows, "V": rows, "BLOCK_V": rows}
 scans = [outputs | {"PAIRED": paired, "CONCURRENT": 132} for paired in (False, True)]
 kda_shape = {"HEADS": 2, "K": width, "BLOCK_K": shape["BLOCK_K"]}
-BF16 = "q", "k", "v", "a", "b", "tiles", "operands", "out"
-FP32, INT32 = ("A_log", "dt_bias", "vectors", "totals", "state"), "i32"
+of_tokens = {name + "_STRIDES": (640, width, 1) for name in "XBCZ"}
+ssd_shape = {"HEADS": 2, "GROUPS": 1, "P": rows, "N": width, "BLOCK_N": shape["BLOCK_K"], "STAGES": 2}
+BF16 = "q", "k", "v", "a", "b", "tiles", "operands", "out", "x", "dt", "B", "C", "z"
+FP32 = "A_log", "dt_bias", "vectors", "totals", "state", "A", "D"
+NUMBERS = {"slot_stride": "i32", "dt_stride": "i32", "dt_head_stride": "i32", "dt_min": "fp32", "dt_max": "fp32"}
 for kernel, constants, warps in (
     (prepare.kernel, strides | gates | shape, 4),
     *((scan.kernel, strides | shape | outputs, rows // 16) for outputs in scans),
     (kda_scan.kernel, kda_shape | outputs | {"CONCURRENT": 132}, rows // 16),
+    (ssd_scan.kernel, of_tokens | {"OUT_STRIDE": 2 * rows} | ssd_shape | {"CONCURRENT": 132}, 4),
 ):
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        number = name.startswith("num_") or name == "slot_stride"
-        dtype = "*bf16" if name in BF16 else "*fp32" if name in FP32 else INT32 if number else "*i32"
+        number = "i32" if name.startswith("num_") else NUMBERS.get(name, "*i32")
+        dtype = "*bf16" if name in BF16 else "*fp32" if name in FP32 else number
         signature[name] = "constexpr" if name in constants else dtype
         if signature[name].startswith("*"):
             aligned[i,] = [["tt.divisibility", 16]]
@@ -54,6 +59,6 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("_")]
     kernels = ["_delta_prepare_kernel", "_delta_scan_kernel", "_delta_scan_kernel", "_kda_scan_kernel"]
-    assert [name for name, *_ in found] == kernels
+    assert [name for name, *_ in found] == [*kernels, "_ssd_scan_kernel"]
     for _, shared, multiplies in found:
         assert int(shared) <= 227 * 1024 and multiplies == "True"

@@ -1,4 +1,4 @@
-"""State-space duality over the prefill rows of a batch, in two Triton launches.
+"""State-space duality over the prefill rows of a batch: in two Triton launches, or for bf16 activations in one, `scan`.
 
 A chunk of 64 tokens, which are the rows of x, B and C, takes the state S [P, N] of a head through
 
@@ -21,10 +21,12 @@ from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from ..common.delta_rule import dot
+from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
+from .scan import scan
 
 HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # of a state in one program of the second
@@ -247,11 +249,29 @@ def prefill(
 ) -> None:
     """Fills the prefill and padding tokens of `out` [F, H, P] and stores states where `chunk_dst` says.
 
-    Scratch: 16 bytes per token and head for bf16 activations, 20 for others.
+    Scratch: none where Gluon serves, else 16 bytes per token and head for bf16 activations, 20 for others.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
     x_strides, B_strides, C_strides, z_strides = layer_strides(x, B, C, x if z is None else z)
+    strides = {"X_STRIDES": x_strides, "B_STRIDES": B_strides, "C_STRIDES": C_strides, "Z_STRIDES": z_strides}
+    shape = {"OUT_STRIDE": out.stride(0), "HEADS": heads, "GROUPS": groups, "P": P, "N": N, "BLOCK_N": power_of_2(N)}
+    numbers = indices.num_prefills, slot_stride(state), num_tokens
+    programs = heads * cdiv(P, ROWS.value)
+    rows = index_pointers(indices, ROW_ARRAYS)
+    concurrent = processors(x.get_device())
+    if N <= 128 and served((x, B, C), (x_strides, B_strides, C_strides)):
+        # Two programs share a processor, unless so few of them carry the scan that each has one.
+        stages, shared = (4, 1) if programs * indices.num_prefills <= concurrent else (2, 2)
+        scan(
+            programs * (indices.num_prefills + 1),
+            (x, dt, A, B, C, D, z, dt_bias, state, out),
+            rows,
+            (*numbers, *dt.stride(), *map(float, dt_limit)),
+            {**strides, **shape, "STAGES": stages, "CONCURRENT": shared * concurrent},
+            num_warps=4,
+        )
+        return
     narrow = x.dtype == torch.bfloat16
     num_vectors = 4 if narrow else 5
     vectors = x.new_empty(num_vectors * num_tokens * heads, dtype=torch.float32)
@@ -266,24 +286,16 @@ def prefill(
             num_warps=1,
         )
     _launch_scan(
-        heads * cdiv(P, ROWS.value) * (indices.num_prefills + 1),
+        programs * (indices.num_prefills + 1),
         (x, B, C, D, z, vectors, state, out),
-        index_pointers(indices, ROW_ARRAYS),
-        (indices.num_prefills, slot_stride(state), num_tokens),
+        rows,
+        numbers,
         {
-            "X_STRIDES": x_strides,
-            "B_STRIDES": B_strides,
-            "C_STRIDES": C_strides,
-            "Z_STRIDES": z_strides,
-            "OUT_STRIDE": out.stride(0),
-            "HEADS": heads,
-            "GROUPS": groups,
-            "P": P,
-            "N": N,
-            "BLOCK_N": power_of_2(N),
+            **strides,
+            **shape,
             "VECTORS": num_vectors,
             "STAGES": 3 if narrow else 1,
-            "CONCURRENT": 2 * processors(x.get_device()),  # each runs two programs at a time
+            "CONCURRENT": 2 * concurrent,  # each runs two programs at a time
         },
         num_warps=4,
     )

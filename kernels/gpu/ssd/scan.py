@@ -1,0 +1,232 @@
+"""Prefill for bf16 activations in one launch, in Gluon: what the two launches of `prefill` compute, but for rounding.
+
+While one chunk's products are in flight, the decays and the scores of the next one are prepared.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
+from ..common.decays import LOG2_E
+from ..common.hopper import barrier, clear_padding, prefetch_states
+from ..common.launch import Launcher
+from ..common.layout import SLOT_UNIT
+from .steps import AT_ONCE, chunk_at, copy_rows, load_steps, store_decays, vector_of, wait_for_copies
+
+ROWS = gl.constexpr(64)  # of a state in one program
+WARPS = gl.constexpr(4)
+# Asking ahead for a later program's state costs a longer sequence more than it hides.
+PREFETCH_CHUNKS = gl.constexpr(8)
+
+
+@gluon.jit
+def _copy_chunk(
+    copies,
+    stage,
+    sources,
+    chunk,
+    rows_left,
+    X_STRIDE: gl.constexpr,
+    B_STRIDE: gl.constexpr,
+    C_STRIDE: gl.constexpr,
+    N: gl.constexpr,
+):
+    """Begins to copy what a chunk needs to a stage of shared memory."""
+    x_tiles, B_tiles, C_tiles = copies
+    x, B, C = sources
+    t, count = chunk
+    t = t.to(gl.int64)
+    copy_rows(B_tiles.index(stage), B + t * B_STRIDE, B_STRIDE, count, N, WARPS)
+    copy_rows(C_tiles.index(stage), C + t * C_STRIDE, C_STRIDE, count, N, WARPS)
+    copy_rows(x_tiles.index(stage), x + t * X_STRIDE, X_STRIDE, count, rows_left, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit(
+    do_not_specialize=["num_prefills", "slot_stride", "num_tokens", "dt_stride", "dt_head_stride", "dt_min", "dt_max"]
+)
+def _ssd_scan_kernel(
+    x,
+    dt,
+    A,
+    B,
+    C,
+    D,
+    z,
+    dt_bias,
+    state,
+    out,
+    query_start_loc,
+    rows,
+    chunk_dst,
+    num_prefills,
+    slot_stride,
+    num_tokens,
+    dt_stride,
+    dt_head_stride,
+    dt_min,
+    dt_max,
+    X_STRIDES: gl.constexpr,
+    B_STRIDES: gl.constexpr,
+    C_STRIDES: gl.constexpr,
+    Z_STRIDES: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    P: gl.constexpr,
+    N: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONCURRENT: gl.constexpr,
+):
+    """A program carries 64 rows of one head's state through all chunks of one sequence."""
+    TILES: gl.constexpr = (P + ROWS - 1) // ROWS
+    BF16: gl.constexpr = gl.bfloat16
+    STATE: gl.constexpr = state.dtype.element_ty
+    OUTPUT: gl.constexpr = BF16 if z is None else gl.float32  # of outputs on their way
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
+    CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    OF_STEP: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    LEFT_CARRIED: gl.constexpr = gl.DotOperandLayout(0, CARRIED, 2)
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [WARPS, 1], [1, 0])
+    BY_CHUNK: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])  # a warp has all 64
+    program = gl.program_id(0)
+    sequence, index = program // (HEADS * TILES), program % (HEADS * TILES)
+    head = index // TILES
+    first_row = index % TILES * ROWS
+    rows_left = P - first_row
+    out += head * P + first_row
+    out_step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
+    out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))[None, :]
+
+    if sequence == num_prefills:
+        end = gl.load(query_start_loc + num_prefills)
+        clear_padding(out, end, num_tokens, rows_left, OUT_STRIDE, ROWS, OUT)
+        return
+
+    fields = rows + sequence * ROW_FIELDS
+    start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
+    first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
+    # Of the state of a later program, see `later_tile`: its slot is asked for before this one's own state.
+    later = index + CONCURRENT
+    later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
+    later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
+    rate = gl.load(A + head).to(gl.float32) * LOG2_E
+    bias, skip = 0.0, 0.0
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + head).to(gl.float32)
+    if D is not None:
+        skip = gl.load(D + head).to(gl.float32)
+    origin = start - context % CHUNK  # where the first chunk would begin
+
+    by_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_N], BF16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
+    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, ROWS], BF16)
+    of_outputs: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, ROWS], OUTPUT)
+    by_chunk: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    B_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_N], by_state)
+    C_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_N], by_state)
+    x_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, ROWS], by_value)
+    scores_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
+    out_s = gl.allocate_shared_memory(OUTPUT, [CHUNK, ROWS], of_outputs)
+    # One allocation each, or there would be a barrier between their stores.
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
+    sums_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
+    offsets_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
+    to_end_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
+    vectors = decays_s, sums_s, offsets_s, to_end_s
+    copies = x_tiles, B_tiles, C_tiles
+    x += head * X_STRIDES[1] + first_row
+    B += head // (HEADS // GROUPS) * B_STRIDES[1]
+    C += head // (HEADS // GROUPS) * C_STRIDES[1]
+    dt += head * dt_head_stride
+    sources = x, B, C
+    for n in gl.static_range(STAGES):
+        chunk_n = chunk_at(n, origin, start, end)
+        _copy_chunk(copies, n, sources, chunk_n, rows_left, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], N)
+    steps = load_steps(dt, dt_stride, 0, origin, start, end, BY_CHUNK)
+
+    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
+    state_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CARRIED))[:, None]
+    channel = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, CARRIED))[None, :]
+    inside = (state_row < P) & (channel < N)
+    element = state_row * N + channel
+    later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (ROWS * N)
+    state += head * P * N
+    S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0, eviction_policy="evict_first")
+    S = S.to(gl.float32)
+    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
+        prefetch_states(later_state, ROWS * N, WARPS)
+
+    dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
+    store_decays(vectors, 0, steps, rate, bias, dt_min, dt_max)
+    steps = load_steps(dt, dt_stride, AT_ONCE, origin, start, end, BY_CHUNK)
+    zeros = gl.zeros([ROWS, CHUNK], gl.float32, layout=PRODUCT)
+    wait_for_copies(STAGES - 1)
+    scores = warpgroup_mma(B_tiles.index(0), C_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    earlier = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, PRODUCT))[:, None]
+    earlier = earlier <= gl.arange(0, CHUNK, layout=OF_STEP)[None, :]
+    for n in range(0, last_chunk - first_chunk):
+        stage, next_stage = n % STAGES, (n + 1) % STAGES
+        half = n // AT_ONCE % 2
+        own = n % AT_ONCE
+        t, count = chunk_at(n, origin, start, end)
+        next_dst = gl.load(chunk_dst + first_chunk + n + 1, mask=first_chunk + n + 1 < last_chunk, other=0)
+
+        read = gl.convert_layout(S.to(BF16), LEFT)
+        y = warpgroup_mma(read, C_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        values = x_tiles.index(stage).permute((1, 0)).load(LEFT)
+        wide = gl.convert_layout(values, PRODUCT).to(gl.float32)
+        to_end = vector_of(to_end_s, half, own).load(OF_STEP)[None, :]
+        S *= vector_of(decays_s, half, own).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, CARRIED))[None, :]
+        added = gl.convert_layout((to_end * wide).to(BF16), LEFT_CARRIED)
+        S = warpgroup_mma(added, B_tiles.index(stage), S, is_async=True)
+
+        weight = vector_of(sums_s, half, own).load(OF_STEP)[None, :]
+        weight -= vector_of(offsets_s, half, own).load(gl.SliceLayout(1, PRODUCT))[:, None]
+        weight = gl.exp2(gl.where(earlier, weight, float("-inf")))
+        scores_s.store((scores * weight).to(BF16))
+        decay = vector_of(decays_s, half, own).load(OF_STEP)[None, :]
+        y = decay * warpgroup_mma_wait(1, deps=[y])
+        values = x_tiles.index(stage).permute((1, 0)).load(LEFT)
+        if D is not None:
+            y = gl.fma(gl.full_like(y, 0.0) + skip, gl.convert_layout(values, PRODUCT).to(gl.float32), y)
+        wait_for_copies(STAGES - 2)
+        y = warpgroup_mma(values, scores_s, y, is_async=True)
+        next_C = C_tiles.index(next_stage).permute((1, 0))
+        scores = warpgroup_mma(B_tiles.index(next_stage), next_C, zeros, use_acc=False, is_async=True)
+
+        if n % AT_ONCE == AT_ONCE - 1:
+            store_decays(vectors, 1 - half, steps, rate, bias, dt_min, dt_max)
+            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, origin, start, end, BY_CHUNK)
+        S = warpgroup_mma_wait(2, deps=[S])
+        if STATE != gl.float32:
+            S = S.to(STATE).to(gl.float32)
+        if dst != 0:
+            place = state + dst * slot_stride + element
+            gl.store(place, S.to(STATE), mask=inside, eviction_policy="evict_first")
+        y = warpgroup_mma_wait(1, deps=[y])
+        out_s.permute((1, 0)).store(y.to(OUTPUT))
+        barrier()  # all warps are done with the stage, too
+        ahead = chunk_at(n + STAGES, origin, start, end)
+        _copy_chunk(copies, stage, sources, ahead, rows_left, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], N)
+        stored = (out_step < count) & (out_row < rows_left)
+        y = out_s.load(OUT)
+        if z is not None:
+            gate = z + t.to(gl.int64) * Z_STRIDES[0] + head * Z_STRIDES[1] + first_row
+            gate = gl.load(gate + (out_step * Z_STRIDES[0] + out_row), mask=stored, other=0).to(gl.float32)
+            y *= gate / (1 + gl.exp(-gate))
+        place = out + t.to(gl.int64) * OUT_STRIDE + (out_step * OUT_STRIDE + out_row)
+        gl.store(place, y.to(out.dtype.element_ty), mask=stored)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        dst = next_dst
+    async_copy.wait_group(0)
+
+
+scan = Launcher(_ssd_scan_kernel)

@@ -1,0 +1,122 @@
+"""What SSD's scan in Gluon does beside its products: decays of several chunks, a warp each, and copies of rows."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..common.chunks import CHUNK
+from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
+from ..common.hopper import barrier, copy_async
+
+AT_ONCE = gl.constexpr(4)  # chunks whose decays are computed at once
+
+
+@gluon.jit
+def _add_both(x0, x1, y0, y1):
+    return x0 + y0, x1 + y1
+
+
+@gluon.jit
+def load_steps(
+    dt,
+    dt_stride,
+    first,
+    origin,
+    start,
+    end,
+    LAYOUT: gl.constexpr,
+):
+    """Of AT_ONCE chunks from chunk `first` on, a warp each: dt, and how many steps there are."""
+    row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
+    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    boundary = origin + (first + row) * CHUNK
+    t = gl.maximum(boundary, start)
+    count = (gl.minimum(boundary + CHUNK, end) - t)[:, None]
+    place = dt + (t.to(gl.int64) * dt_stride)[:, None] + step * dt_stride
+    return gl.load(place, mask=step < count, other=0), count
+
+
+@gluon.jit
+def store_decays(vectors, half, steps, rate, dt_bias, dt_min, dt_max):
+    """Of chunks' tokens, from dt: the decay from before the chunk, its log2 to compare tokens by, this less the log2 of
+    the step size, and the step size times the decay to the end."""
+    size, count = steps
+    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, size.type.layout))[None, :]
+    size = size.to(gl.float32) + dt_bias
+    size = gl.where(step < count, gl.minimum(gl.maximum(softplus(size), dt_min), dt_max), 0.0)
+    log_decay = size * rate
+    clamped = gl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
+    log_decay, sums = gl.associative_scan((log_decay, clamped), 1, _add_both)
+    # The last one, which is the second of lane 31.
+    last: gl.constexpr = "shfl.sync.idx.b32 $0, $3, 31, 31, -1; mov.b32 $1, $0;"
+    total = gl.inline_asm_elementwise(last, "=&r,=r,r,r", [sums], dtype=gl.float32, is_pure=True, pack=2)
+    log2 = gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=r,r", [size], dtype=gl.float32, is_pure=True, pack=1
+    )
+    decays_s, sums_s, offsets_s, to_end_s = vectors
+    decays_s.index(half).store(gl.exp2(log_decay))
+    sums_s.index(half).store(sums)
+    offsets_s.index(half).store(sums - log2)
+    to_end_s.index(half).store(gl.exp2(total - sums) * size)
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+else:  # as Triton 3.6 calls it
+
+    @gluon.jit
+    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def vector_of(vector, half, index):
+    """A chunk's vector, [64]."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    return reinterpret(vector, [2 * AT_ONCE, CHUNK], flat).index(half * AT_ONCE + index)
+
+
+@gluon.jit
+def copy_rows(tile, place, STRIDE: gl.constexpr, count, columns, WARPS: gl.constexpr):
+    """As `copy_tile`, but with one address for all rows of a thread, which are a constant apart."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    LANES: gl.constexpr = WIDTH // 8
+    AT_ONCE: gl.constexpr = 32 // LANES * WARPS if 32 // LANES * WARPS < CHUNK else CHUNK
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
+    OF_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    first = gl.arange(0, CHUNK // AT_ONCE, layout=OF_ROWS)[:, None, None] * AT_ONCE
+    place += row * STRIDE + column
+    mask = (row < count - first) & (column < columns)
+    copy_async(tile.reshape([CHUNK // AT_ONCE, AT_ONCE, WIDTH]), place + first * STRIDE, mask=mask)
+
+
+@gluon.constexpr_function
+def _wait_code(left):
+    return f"cp.async.wait_group {left}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def wait_for_copies(LEFT: gl.constexpr):
+    """Until all but the LEFT last groups of copies have come, and products see them and whatever else all warps
+    have stored in shared memory.
+
+    (After `async_copy.wait_group` Triton puts a barrier, before which the fence has to be.)"""
+    code: gl.constexpr = _wait_code(LEFT)
+    gl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def chunk_at(n, origin, start, end):
+    """The first token of a row's chunk n, and how many it has: none or less behind the last one."""
+    boundary = origin + n * CHUNK
+    t = gl.maximum(boundary, start)
+    return t, gl.minimum(boundary + CHUNK, end) - t
