@@ -244,8 +244,8 @@ _decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "l
 
 
 def decode_arrays(numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """`DECODE_ARRAYS` of rows, of each of which int32 [N, 7] are start, num_tokens, src, dst, log_slot, log_start, late;
-    without trees."""
+    """`DECODE_ARRAYS` of rows without trees: int32 [N, 7] are start, num_tokens, src, dst, log_slot, log_start and late
+    of each."""
     start, num_tokens, src, dst, log_slot, log_start, late = numbers.T.copy()
     log_end = start % FOLD
     columns = src, dst, log_slot, log_start, log_end, np.minimum(num_tokens, FOLD - log_end), num_tokens * (late > 0)

@@ -34,20 +34,22 @@ class Sender:
 
     def columns(self, steps: Sequence[SequenceStep], finished: Iterable[str]) -> Columns:
         """What workers lack of the rows of a step, in which those of `finished` requests end."""
+        sent = self._sent
         for name in finished:
-            self._sent.pop(name, None)
-        self._number += 1
+            sent.pop(name, None)
+        number = self._number = self._number + 1
         changed: list[SequenceStep] = []
         for step in steps:
+            name = step.request_id
             known = (
-                step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late, step.start - self._number
+                step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late, step.start - number
             )  # fmt: skip
             if step.prefill:
-                self._sent.pop(step.request_id, None)
-            elif self._sent.get(step.request_id) == known:
+                sent.pop(name, None)
+            elif sent.get(name) == known:
                 continue
             else:
-                self._sent[step.request_id] = known
+                sent[name] = known
             changed.append(step)
         numbers = [
             (step.prefill, step.start, step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late)
@@ -55,7 +57,7 @@ class Sender:
         ]
         checkpoints = [(i, *item) for i, step in enumerate(changed) for item in step.checkpoints.items()]
         return Columns(
-            self._number,
+            number,
             [step.request_id for step in changed],
             np.array(numbers, np.int32).reshape(-1, 8),
             np.array(checkpoints, np.int32).reshape(-1, 3),
@@ -82,9 +84,8 @@ class Receiver:
 
     def row(self, name: str) -> SequenceStep:
         """A request's row of the last step."""
-        (prefill, start, num_tokens, *blocks, late), number = self.rows[name]
-        checkpoints = self._checkpoints.get(name, NO_CHECKPOINTS)
+        (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
         return SequenceStep(
-            name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, *blocks,
-            checkpoints=checkpoints, late=late,
+            name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, src, dst, log_slot, log_start,
+            checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), late=late,
         )  # fmt: skip
