@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ _NO_ROWS = {name: np.zeros(0, np.int32) for name in (*_DECODE, *_DERIVED, "ances
 _NO_ROWS |= {"folds": np.zeros(1, np.int32), "seq_chunk_start": np.zeros(1, np.int32)}
 
 _Shapes = Mapping[str, tuple[int, ...]]
-_Flat = TypeVar("_Flat", np.ndarray, Tensor)
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
@@ -51,17 +50,19 @@ def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.dev
     Its memory is new in every call: torch hands pinned memory out again only when copies from it have ended.
     """
     host = torch.zeros(sum(map(_room, shapes.values())), dtype=torch.int32, pin_memory=device.type == "cuda")
-    for name, view in _views(host.numpy(), shapes).items():
+    flat, start = host.numpy(), 0
+    for name, shape in shapes.items():
         array = arrays[name]
         if array.dtype != np.int32:
             raise ValueError(
                 f"{name} is {array.dtype}, but index arrays must be int32: convert it with astype(np.int32)."
             )
-        view[: len(array)] = array
+        flat[start : start + array.size] = array.ravel()
+        start += _room(shape)
     return host
 
 
-def _views(flat: _Flat, shapes: _Shapes) -> dict[str, _Flat]:
+def _views(flat: Tensor, shapes: _Shapes) -> dict[str, Tensor]:
     """Parts of a vector as arrays of these shapes, one behind the other."""
     views, start = {}, 0
     for name, shape in shapes.items():
@@ -71,6 +72,7 @@ def _views(flat: _Flat, shapes: _Shapes) -> dict[str, _Flat]:
     return views
 
 
+@lru_cache(maxsize=512)
 def _room(shape: tuple[int, ...]) -> int:
     return -(-prod(shape) // _ALIGNMENT) * _ALIGNMENT
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -231,19 +233,23 @@ def _int32(values: Sequence[int]) -> np.ndarray:
 
 
 def _decode_arrays(rows: Sequence[SequenceStep], width: int) -> dict[str, np.ndarray]:
-    columns = [
-        [row.src for row in rows],
-        [row.dst for row in rows],
-        [row.log_slot for row in rows],
-        [row.log_start for row in rows],
-        [row.start % FOLD for row in rows],
-        [min(row.num_tokens, FOLD - row.start % FOLD) for row in rows],
-        [row.num_tokens if row.late else 0 for row in rows],
-    ]
-    arrays = dict(zip(DECODE_ARRAYS, map(_int32, columns), strict=True))
-    if any(row.parents for row in rows):
+    numbers = np.fromiter(chain.from_iterable(map(_decode_numbers, rows)), np.int32, 7 * len(rows))
+    arrays = decode_arrays(numbers.reshape(-1, 7))
+    if any([row.parents for row in rows]):
         arrays["ancestors"] = np.concatenate([_ancestors(row, width) for row in rows])
     return arrays
+
+
+_decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "log_start", "late")
+
+
+def decode_arrays(numbers: np.ndarray) -> dict[str, np.ndarray]:
+    """`DECODE_ARRAYS` of rows without trees: int32 [N, 7] are start, num_tokens, src, dst, log_slot, log_start and late
+    of each."""
+    start, num_tokens, src, dst, log_slot, log_start, late = numbers.T.copy()
+    log_end = start % FOLD
+    columns = src, dst, log_slot, log_start, log_end, np.minimum(num_tokens, FOLD - log_end), num_tokens * (late > 0)
+    return dict(zip(DECODE_ARRAYS, columns, strict=True))
 
 
 def _ancestors(row: SequenceStep, width: int) -> np.ndarray:

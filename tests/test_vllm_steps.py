@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mambacache.kernels import StateIndices
+from mambacache.kernels import DecodeBuffers, StateIndices, place_decodes
 from mambacache.kernels.state_pool import StatePool, StateTensor
-from mambacache.plan import SequenceStep, layout
+from mambacache.plan import DECODE_ARRAYS, SequenceStep, layout
 from mambacache.vllm.rows import Receiver, Sender
 from mambacache.vllm.step_context import StepContext
 
@@ -122,6 +123,37 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
     assert captured.folds.tolist()[:6] == [1, 4, 5, 2, 6, 16]
     run([decode("a", 3, 0, 77), decode("b", 5, 0, 80, 0)], ["b", "a"], 4)
     assert decode_rows(captured)[:2] == [(5, 0, 2, 0, 0, 1), (3, 0, 1, 6, 13, 1)] and captured.folds[0] == 0
+
+
+def test_decode_buffers_are_filled_where_rows_may_have_changed(context: StepContext, monkeypatch: Any) -> None:
+    """Steps between which every row moved on by a token copy nothing; what follows a fold, a step of other widths or
+    one with late rows does."""
+    sender, fills = Sender(), list[int]()
+    fill = DecodeBuffers.fill
+    monkeypatch.setattr(DecodeBuffers, "fill", lambda *args: fills.append(1) or fill(*args))
+    positions = torch.tensor([72, 0, 0, 0], dtype=torch.int64)
+
+    def run(step: SequenceStep, width: int = 1) -> int:
+        fills.clear()
+        context.receive(sender.columns([step], []), [])
+        context.begin(["a"], np.array([width]), (4, 4 * width), positions.repeat_interleave(width))
+        indices = context.indices(4 * width)
+        wanted = StateIndices.from_arrays(layout([step], 1, width), "cpu")
+        if step.late:
+            place_decodes(wanted, positions[:1])
+        for name in DECODE_ARRAYS:
+            assert getattr(indices, name).tolist()[:1] == getattr(wanted, name).tolist(), name
+        assert indices.folds[: len(wanted.folds)].tolist() == wanted.folds.tolist()
+        context.end()
+        return len(fills)
+
+    assert [run(decode("a", 3, 0, position)) for position in (70, 71, 72)] == [1, 0, 0]
+    assert run(decode("a", 3, 0, 73)._replace(num_tokens=3, drafts=(1, 2)), width=3) == 1
+    assert run(decode("a", 3, 0, 70)._replace(late=2)) == 1
+    assert [run(decode("a", 3, 0, position)) for position in (73, 74)] == [1, 0]
+    sender.columns([], [])  # a step of others
+    assert [run(decode("a", 3, 0, 75)), run(decode("a", 3, 0, 76))] == [1, 0]
+    assert [run(decode("a", 3, 5, 79)), run(decode("a", 5, 0, 80, 0)), run(decode("a", 5, 0, 81, 0))] == [1, 1, 0]
 
 
 def test_runs_without_a_plan_store_nothing(context: StepContext) -> None:

@@ -268,6 +268,7 @@ class Books:
         request.in_flight += row.step.samples
 
     def accept(self, taken: Sequence[tuple[Row, array[int]]]) -> None:
+        size = self._config.block_size
         self.accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
         for row, known, tokens in self.accepting:
             life, request = row.life, row.life.request
@@ -275,8 +276,8 @@ class Books:
             request.issued.remove(row)
             request.tokens[known:] = tokens
             request.in_flight -= row.step.samples
-            if len(request.tokens) >= len(request.chain) * self._config.block_size:
-                extend_chain(request.chain, request.tokens, self._config.block_size, request.keys)
+            if len(request.tokens) >= len(request.chain) * size:
+                extend_chain(request.chain, request.tokens, size, request.keys)
                 if life.ended:
                     self.lookup.wait_no_more(request)
                     self.lookup.wait(request)

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mambacache.plan import SequenceStep
+from mambacache.plan import NO_CHECKPOINTS, SequenceStep
 
 
 class Columns(NamedTuple):
-    """The changed rows of step `number`: `names[i]` has `numbers[i]` = start, num_tokens, prefill, src, dst, log_slot,
+    """The changed rows of step `number`: `names[i]` has `numbers[i]` = prefill, start, num_tokens, src, dst, log_slot,
     log_start, late; `checkpoints` [n, 3] are index of the row, position, block."""
 
     number: int
@@ -34,27 +34,30 @@ class Sender:
 
     def columns(self, steps: Sequence[SequenceStep], finished: Iterable[str]) -> Columns:
         """What workers lack of the rows of a step, in which those of `finished` requests end."""
+        sent = self._sent
         for name in finished:
-            self._sent.pop(name, None)
-        self._number += 1
+            sent.pop(name, None)
+        number = self._number = self._number + 1
         changed: list[SequenceStep] = []
         for step in steps:
-            blocks = step.src, step.dst, step.log_slot, step.log_start, step.late
-            known = step.num_tokens, *blocks, step.start - self._number
+            name = step.request_id
+            known = (
+                step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late, step.start - number
+            )  # fmt: skip
             if step.prefill:
-                self._sent.pop(step.request_id, None)
-            elif self._sent.get(step.request_id) == known:
+                sent.pop(name, None)
+            elif sent.get(name) == known:
                 continue
             else:
-                self._sent[step.request_id] = known
+                sent[name] = known
             changed.append(step)
         numbers = [
-            (step.start, step.num_tokens, step.prefill, step.src, step.dst, step.log_slot, step.log_start, step.late)
+            (step.prefill, step.start, step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late)
             for step in changed
         ]
         checkpoints = [(i, *item) for i, step in enumerate(changed) for item in step.checkpoints.items()]
         return Columns(
-            self._number,
+            number,
             [step.request_id for step in changed],
             np.array(numbers, np.int32).reshape(-1, 8),
             np.array(checkpoints, np.int32).reshape(-1, 3),
@@ -66,24 +69,23 @@ class Receiver:
 
     def __init__(self) -> None:
         self.number = 0  # of the last step
-        self.rows: dict[str, tuple[SequenceStep, int]] = {}  # of every request the last one that came, and its step
+        self.rows: dict[str, tuple[list[int], int]] = {}  # of every request the numbers that came last, and their step
+        self._checkpoints: dict[str, dict[int, int]] = {}  # of rows that came for this step
 
     def take(self, columns: Columns, finished: Iterable[str]) -> None:
         for name in finished:
             self.rows.pop(name, None)
         self.number = columns.number
-        checkpoints: dict[int, dict[int, int]] = {}
+        self._checkpoints = {}
         for i, position, block in columns.checkpoints.tolist():
-            checkpoints.setdefault(i, {})[position] = block
-        for i, (name, row) in enumerate(zip(columns.names, columns.numbers.tolist(), strict=True)):
-            start, num_tokens, prefill, *blocks, late = row
-            step = SequenceStep(
-                name, 0, 0, start, num_tokens, bool(prefill), True, *blocks,
-                checkpoints=checkpoints.get(i, {}), late=late,
-            )  # fmt: skip
-            self.rows[name] = step, self.number
+            self._checkpoints.setdefault(columns.names[i], {})[position] = block
+        for name, numbers in zip(columns.names, columns.numbers.tolist(), strict=True):
+            self.rows[name] = numbers, columns.number
 
     def row(self, name: str) -> SequenceStep:
         """A request's row of the last step."""
-        step, number = self.rows[name]
-        return step if number == self.number else step._replace(start=step.start + self.number - number)
+        (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
+        return SequenceStep(
+            name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, src, dst, log_slot, log_start,
+            checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), late=late,
+        )  # fmt: skip

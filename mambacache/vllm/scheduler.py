@@ -168,12 +168,13 @@ class Mixin:
         """State first, then KV; None has vLLM preempt its youngest request and ask again."""
         name = request.request_id
         if name not in self._rows:  # else it asks again, for as many tokens
-            at = self.states.progress(name)
-            if at.computed >= at.prefill_end:
+            if num_new_tokens == 1:  # most rows: nothing is drafted, and where the request is matters to V1 alone
+                begun = self._runner_v2 or self.states.progress(name).computed > 0
+                row = self.states.allocate(name, 1, decode=begun)  # V1 puts a prompt of one token behind decode rows
+            elif (at := self.states.progress(name)).computed >= at.prefill_end:
                 row = self.states.allocate(name, 1, drafts=request.spec_token_ids[: num_new_tokens - 1])
             else:
-                begun = self._runner_v2 or at.computed > 0  # V1 puts a prompt of one token behind the decode rows
-                row = self.states.allocate(name, num_new_tokens, decode=begun and num_new_tokens == 1)
+                row = self.states.allocate(name, num_new_tokens)
             if row is None:
                 return None
             self._rows[name] = row

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from mambacache.kernels import DecodeBuffers, StateIndices, StatePool, pack_arrays, place_decodes
-from mambacache.plan import DECODE_ARRAYS, SequenceStep, layout
+from mambacache.plan import SequenceStep, decode_arrays, layout
 from mambacache.vllm.rows import Columns, Receiver
 
 
@@ -40,14 +40,17 @@ class StepContext:
     def __init__(self, layers: Sequence[Any], pool: StatePool, logs: StatePool, max_rows: int) -> None:
         self._device = pool.buffer.device
         self._receiver = Receiver()
-        self._stepping = False
+        self._columns: Columns | None = None  # what came for this step; None: it has no rows
         self._indices: StateIndices | None = None
         self.order: Order | None = None  # None: the batch is in that of the indices
         self._null: dict[int, StateIndices] = {}
-        self._names: list[str] = []  # whose decode rows `_arrays` are, as of step `_number`
+        self._filled: StateIndices | None = None  # buffers that hold rows of one token each, as of step `_number`
+        self._names: list[str] = []  # theirs
+        self._places: dict[str, int] = {}  # of each name
         self._arrays: dict[str, np.ndarray] = {}
         self._number = 0
-        self._changed: set[str] = set()  # whose rows came for this step
+        self._late = False  # whether some of the rows in buffers are
+        self._steady = False  # none is, nor folds: what is on the device is what `_arrays` say
         self.pool, self.logs = pool, logs
         for layer, states, log in zip(layers, pool.layers, logs.layers, strict=True):
             layer.bind_states(self, states, log)
@@ -56,10 +59,9 @@ class StepContext:
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
         """The scheduler's rows of the step that comes; None: it has none."""
-        self._stepping = columns is not None
+        self._columns = columns
         if columns is not None:
             self._receiver.take(columns, finished)
-            self._changed = set(columns.names)
 
     def begin(
         self,
@@ -76,18 +78,15 @@ class StepContext:
             padded: for a full graph, of how many decode rows and tokens.
             positions: on the device, of all tokens of the batch; where rows may be late.
         """
-        names = list(names) if self._stepping else []
+        names = list(names) if self._columns is not None else []
         self._indices = self.order = None
         if padded is not None:
             rows, width = padded[0], padded[1] // padded[0]
-            if width not in self._buffers:
-                self._buffers[width] = StateIndices.decode_buffers(self._max_rows, width, self._device)
-            arrays, late = self._decode_arrays(names, width)
-            self._indices = self._buffers[width].fill(arrays, rows)
-            if late and positions is not None:
+            self._indices = self._fill(names, rows, width)
+            if self._late and positions is not None:
                 place_decodes(self._indices, positions[: padded[1] : width])
             return
-        self._names = []
+        self._filled = None
         if not names:
             return
         steps = [self._receiver.row(name) for name in names]
@@ -115,23 +114,34 @@ class StepContext:
         back[taken[real]] = np.flatnonzero(real)
         return Order(**pack_arrays({"taken": taken.astype(np.int32), "back": back}, self._device))
 
-    def _decode_arrays(self, names: list[str], width: int) -> tuple[dict[str, np.ndarray], bool]:
-        """Of decode rows, and whether some are late. Without drafts most are one token further than in the step before,
-        and else the same."""
-        number = self._receiver.number
-        if width == 1 and names and names == self._names:
-            self._arrays["log_end"] += number - self._number
-            places = [i for i, name in enumerate(names) if name in self._changed]
-            steps = [self._receiver.row(names[i]) for i in places]
-            if steps:
-                arrays = layout(steps, len(steps))
-                for array in DECODE_ARRAYS:
-                    self._arrays[array][places] = arrays[array]
+    def _fill(self, names: list[str], rows: int, width: int) -> StateIndices:
+        """The buffers with these decode rows, and padding behind them. Without drafts most rows are one token further
+        than in the step before, and else the same: where all are, the device moves them on, and nothing is copied."""
+        filled, further = self._filled, self._receiver.number - self._number
+        self._filled, self._number = None, self._receiver.number
+        if filled is not None and width == 1 and filled.num_decodes == rows and names == self._names:
+            columns = self._columns
+            self._arrays["log_end"] += further
+            if self._steady and (columns is None or not columns.names):
+                filled.log_end[: len(names)] += further
+                filled.derived.clear()
+                self._filled = filled
+                return filled
+            if columns is not None:
+                places = [self._places[name] for name in columns.names]
+                for name, values in decode_arrays(columns.numbers[:, 1:]).items():
+                    self._arrays[name][places] = values
         else:
             steps = [self._receiver.row(name) for name in names]
             self._names, self._arrays = names, layout(steps, len(steps), width)
-        self._number = number
-        return self._arrays, any(step.late for step in steps)
+            self._places = {name: place for place, name in enumerate(names)}
+        if width not in self._buffers:
+            self._buffers[width] = StateIndices.decode_buffers(self._max_rows, width, self._device)
+        indices = self._buffers[width].fill(self._arrays, rows)
+        self._late = bool(self._arrays["late_len"].any())
+        self._steady = not self._late and not self._arrays["decode_dst"].any()
+        self._filled = indices if width == 1 else None
+        return indices
 
     def indices(self, num_tokens: int) -> StateIndices:
         """Of the step that runs, for layers that are given so many tokens, padding included."""
@@ -144,5 +154,4 @@ class StepContext:
 
     def end(self) -> None:
         """The forward pass is on the stream."""
-        self._indices = self.order = None
-        self._stepping = False
+        self._indices = self.order = self._columns = None
