@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kernel_cases import Inputs, Log, Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
 from kernel_ops import RULERS
@@ -233,11 +234,17 @@ class Batch:
         return Row(length, self._source() if context else 0, self.pool.take(), context, checkpoints=checkpoints)
 
     def _views(self, samples: Inputs) -> Inputs:
-        """Every token's inputs, taken from the samples in order, again and again; NaN in tokens of padding."""
+        """Every token's inputs, taken from the samples in order, again and again; NaN in tokens of padding.
+
+        In bf16 each begins at 16 bytes, as kernels in Gluon ask for, which take no other dtype.
+        """
         drawn = torch.arange(self.tokens, device=DEVICE) % SAMPLES
         filled = (self.is_decode | self.is_prefill)[:, None]
         parts = [torch.where(filled, sample.flatten(1).to(DEVICE)[drawn], torch.nan) for sample in samples.values()]
+        gaps = [-part.shape[1] % 8 if part.dtype == BF16 else 0 for part in parts]
+        parts = [pad(part, (0, gap), value=torch.nan) for part, gap in zip(parts, gaps, strict=True)]
         views = torch.cat(parts, dim=1).split([part.shape[1] for part in parts], dim=1)
+        views = [view[:, : view.shape[1] - gap] for view, gap in zip(views, gaps, strict=True)]
         return {name: view.unflatten(1, x.shape[1:]) for (name, x), view in zip(samples.items(), views, strict=True)}
 
     def run(self, state: Tensor | None = None, log: Sequence[Tensor] | None = None) -> Tensor:
