@@ -12,6 +12,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # sums would cancel.
 MIN_PAIRWISE_LOG_DECAY = tl.constexpr(-24.0)
 
+# log2(1 + x) / x for x from 0 to 1, within 1e-5 of its value
+LOG2_1P_RATIO = tl.constexpr(
+    (
+        1.442681074142456,
+        -0.7203412652015686,
+        0.468526154756546,
+        -0.30128005146980286,
+        0.14407308399677277,
+        -0.033666159957647324,
+    )
+)
+
 
 @triton.jit
 def softplus(x):
@@ -19,6 +31,16 @@ def softplus(x):
     one_more = 1 + small
     log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # the second term is what the sum has rounded off
     return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def log2_softplus(x):
+    """log2(1 + 2^x) within 1e-5 of its value, without a logarithm."""
+    small = tl.exp2(-tl.abs(x))
+    ratio = LOG2_1P_RATIO[5] * small + LOG2_1P_RATIO[4]
+    for i in tl.static_range(3, -1, -1):
+        ratio = ratio * small + LOG2_1P_RATIO[i]
+    return ratio * small + tl.maximum(x, 0.0)
 
 
 @triton.jit

@@ -32,6 +32,27 @@ def served(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> boo
 
 
 @gluon.jit
+def wide(x):
+    """bf16 to fp32, two in two instructions, where the compiler takes three."""
+    code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    return gl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def tokens_of_task(task, num_tasks, indices, num_prefills, num_chunks, HEADS: gl.constexpr):
+    """A task's first token, how many its chunk has, and its head; none from the last task on. See `chunk_tokens`."""
+    query_start_loc, chunk_start, seq_chunk_start = indices
+    chunk = gl.minimum(task // HEADS, num_chunks - 1)
+    filled_chunks = gl.load(seq_chunk_start + num_prefills)
+    last_end = gl.load(query_start_loc + num_prefills)
+    start = gl.load(chunk_start + chunk)
+    following = gl.load(chunk_start + gl.minimum(chunk + 1, num_chunks - 1))
+    end = gl.where(chunk + 1 < filled_chunks, following, last_end)
+    count = gl.where((chunk < filled_chunks) & (task < num_tasks), end - start, 0)
+    return start.to(gl.int64), count, task % HEADS
+
+
+@gluon.jit
 def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.constexpr, WARPS: gl.constexpr):
     """Begins to copy a chunk's rows to `tile`, zeros for those from `count` and columns from `columns` on.
 

@@ -1,28 +1,23 @@
 """The first launch of prefill for bf16 activations, in Gluon: `inverse`, `scores` and the vectors of all chunks.
 
-Each of four warps has 16 tokens of a chunk, the rows of what it computes. The inverse of 1 + L is that of its blocks of
-16 on the diagonal, D, and what is left of them: with C = L D, column by column of blocks from the right,
-
-    X_j = D_j - sum_{k > j} X_k C_kj
-
-where a warp needs of others nothing but D and C. As in `unit_lower_inverse` no operand exceeds 2.
+Each of four warps has 16 tokens of a chunk, the rows of what it computes.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common import delta_rule
 from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY
 from ..common.delta_rule import BLOCK, NORM_EPS
-from ..common.hopper import barrier, clear_flags, copy_tile, set_flag
+from ..common.hopper import barrier, clear_flags, copy_tile, set_flag, tokens_of_task
+from ..common.inverse import WARPS, columns, diagonal, unit_lower_inverse
 from ..common.launch import Launcher
 
-WARPS = gl.constexpr(4)
 log2_decay = gluon.jit(delta_rule.log2_decay.fn)
 
 
@@ -32,95 +27,9 @@ def _add(x, y):
 
 
 @gluon.jit
-def _halves(x):
-    """The left and the right half of a matrix."""
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def _columns(x, LAYOUT: gl.constexpr):
-    """The four blocks of 16 columns of [64, 64]."""
-    left, right = _halves(x)
-    x0, x1 = _halves(left)
-    x2, x3 = _halves(right)
-    blocks = x0, x1, x2, x3
-    return (
-        gl.convert_layout(blocks[0], LAYOUT),
-        gl.convert_layout(blocks[1], LAYOUT),
-        gl.convert_layout(blocks[2], LAYOUT),
-        gl.convert_layout(blocks[3], LAYOUT),
-    )
-
-
-@gluon.jit
-def _diagonal(columns, block):
-    """The blocks on the diagonal, below each other [64, 16]; `block` counts blocks of rows."""
-    x = gl.where(block == 2, columns[2], columns[3])
-    return gl.where(block == 0, columns[0], gl.where(block == 1, columns[1], x))
-
-
-@gluon.jit
 def _inverse_norms(blocks, same):
     """1 / sqrt(|x|^2 + eps) of every row x, from the blocks on the diagonal of x x^T."""
     return gl.rsqrt(gl.sum(gl.where(same, blocks, 0.0), axis=1) + NORM_EPS)
-
-
-@gluon.jit
-def _block_products(x, y):
-    """x y of each of four blocks [64, 16], in fp32 from fp16 operands."""
-    BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
-    x = gl.convert_layout(gl.reshape(x.to(gl.float16), [4, BLOCK, BLOCK]), gl.DotOperandLayout(0, BATCH, 2))
-    y_blocks = gl.reshape(y.to(gl.float16), [4, BLOCK, BLOCK])
-    y_blocks = gl.convert_layout(y_blocks, gl.DotOperandLayout(1, BATCH, 2))
-    product = mma_v2(x, y_blocks, gl.zeros([4, BLOCK, BLOCK], gl.float32, layout=BATCH))
-    return gl.convert_layout(gl.reshape(product, [CHUNK, BLOCK]), y.type.layout)
-
-
-@gluon.jit
-def _unit_lower_inverse(columns, blocks_s, block, i, j):
-    """The columns of (1 + L)^-1 from those of L, whose diagonal counts as 0; (i, j) are places within blocks."""
-    LAYOUT: gl.constexpr = columns[0].type.layout
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
-    inner = _diagonal(columns, block)
-    D = gl.where(i == j, 1.0, gl.where(i ^ j == 1, -inner, 0.0))
-    for level in gl.static_range(1, 4):
-        pairs = gl.where((i ^ j) >> level == 1, inner, 0.0)
-        D -= _block_products(D, _block_products(pairs, D))
-
-    blocks_s.index(3).store(D.to(gl.float16))
-    barrier()
-    zeros = gl.zeros([CHUNK, BLOCK], gl.float32, layout=LAYOUT)
-    for k in gl.static_range(3):
-        left = gl.convert_layout(columns[k].to(gl.float16), LEFT)
-        C = mma_v2(left, blocks_s.index(3).slice(k * BLOCK, BLOCK).load(RIGHT), zeros)
-        blocks_s.index(k).store((-C).to(gl.float16))
-    barrier()
-    X3 = gl.where(block == 3, D, 0.0)
-    left3 = gl.convert_layout(X3.to(gl.float16), LEFT)
-    X2 = mma_v2(left3, blocks_s.index(2).slice(3 * BLOCK, BLOCK).load(RIGHT), gl.where(block == 2, D, 0.0))
-    left2 = gl.convert_layout(X2.to(gl.float16), LEFT)
-    X1 = mma_v2(left3, blocks_s.index(1).slice(3 * BLOCK, BLOCK).load(RIGHT), gl.where(block == 1, D, 0.0))
-    X1 = mma_v2(left2, blocks_s.index(1).slice(2 * BLOCK, BLOCK).load(RIGHT), X1)
-    left1 = gl.convert_layout(X1.to(gl.float16), LEFT)
-    X0 = mma_v2(left3, blocks_s.index(0).slice(3 * BLOCK, BLOCK).load(RIGHT), gl.where(block == 0, D, 0.0))
-    X0 = mma_v2(left2, blocks_s.index(0).slice(2 * BLOCK, BLOCK).load(RIGHT), X0)
-    X0 = mma_v2(left1, blocks_s.index(0).slice(BLOCK, BLOCK).load(RIGHT), X0)
-    return X0, X1, X2, X3
-
-
-@gluon.jit
-def _tokens_of(task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS: gl.constexpr):
-    """A task's first token, how many its chunk has, and its head; none from the last task on. See `chunk_tokens`."""
-    query_start_loc, chunk_start, seq_chunk_start = indices
-    chunk = gl.minimum(task // VALUE_HEADS, num_chunks - 1)
-    filled_chunks = gl.load(seq_chunk_start + num_prefills)
-    last_end = gl.load(query_start_loc + num_prefills)
-    start = gl.load(chunk_start + chunk)
-    following = gl.load(chunk_start + gl.minimum(chunk + 1, num_chunks - 1))
-    end = gl.where(chunk + 1 < filled_chunks, following, last_end)
-    count = gl.where((chunk < filled_chunks) & (task < num_tasks), end - start, 0)
-    return start.to(gl.int64), count, task % VALUE_HEADS
 
 
 @gluon.jit
@@ -189,7 +98,7 @@ def _delta_prepare_kernel(
     num_tasks = num_chunks * VALUE_HEADS
     clear_flags(flags, num_tasks, WARPS)
     task = gl.program_id(0)
-    t, count, head = _tokens_of(task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS)
+    t, count, head = tokens_of_task(task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS)
     q_place, k_place = _places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
     copy_tile(q_s, q_place, Q_STRIDES[0], count, K, False, WARPS)
     copy_tile(k_s, k_place, K_STRIDES[0], count, K, False, WARPS)
@@ -197,7 +106,9 @@ def _delta_prepare_kernel(
     gate, beta, rate, bias = _gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
     while task < num_tasks:
         next_task = task + gl.num_programs(0)
-        next_t, next_count, next_head = _tokens_of(next_task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS)
+        next_t, next_count, next_head = tokens_of_task(
+            next_task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS
+        )
         step = gl.arange(0, CHUNK, layout=FLAT)
         filled = step < count
         token = t + step
@@ -222,14 +133,14 @@ def _delta_prepare_kernel(
         block, i = row // BLOCK, row % BLOCK
         j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
         squares = warpgroup_mma_wait(1, deps=[squares])
-        q_norm = _inverse_norms(_diagonal(_columns(squares, NARROW), block), i == j) * K**-0.5
+        q_norm = _inverse_norms(diagonal(columns(squares, NARROW), block), i == j) * K**-0.5
         q_norms_s.store(q_norm)
         products = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         scores *= pairwise * gl.convert_layout(q_norm, OF_ROW)[:, None]
         tile_s.store(scores.to(BF16))
         products = warpgroup_mma_wait(0, deps=[products])
-        k_norm = _inverse_norms(_diagonal(_columns(products, NARROW), block), i == j)
+        k_norm = _inverse_norms(diagonal(columns(products, NARROW), block), i == j)
         k_norms_s.store(k_norm)
         barrier()
         # No product reads q and k any more: those of the next task are on their way from here on.
@@ -249,7 +160,9 @@ def _delta_prepare_kernel(
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (VALUE_HEADS * CHUNK)
         gl.store(score_tile + place, tile_s.load(OUT), mask=stored)
 
-        inverse = _unit_lower_inverse(_columns(products, NARROW), blocks_s, block, i, j)
+        tiles_s = blocks_s.index(0), blocks_s.index(1), blocks_s.index(2), blocks_s.index(3)
+        blocks = columns(products, NARROW)
+        inverse = unit_lower_inverse(blocks, diagonal(blocks, block), tiles_s, block, i, j, False)
         scale = (k_norm * betas_s.load(gl.SliceLayout(1, NARROW)))[:, None]
         for n in gl.static_range(CHUNK // BLOCK):
             tile_s.slice(n * BLOCK, BLOCK, dim=1).store((inverse[n] * scale).to(BF16))

@@ -1,13 +1,16 @@
-"""Kimi Delta Attention over the prefill rows of a batch, in two Triton launches.
+"""Kimi Delta Attention over the prefill rows of a batch, in two launches.
 
 A chunk of 64 tokens, which are the rows of q, k and v, takes the state S [V, K] of a head through
 
     u = (v - k_in S^T) inverse^T;  o = q_in S^T + u scores^T;  S = S diag(decay) + u^T k_out
 
 where k_in and q_in are normalised k and q with every channel decayed from the chunk's start, and k_out is normalised k
-decayed to its end. The first launch (`kda_prepare`) computes all of these but v, for all chunks at once. The second
+decayed to its end. The first launch (`prepare`) computes all of these but v, for all chunks at once. The second
 carries the states. Its products are transposed, so that all of them take their left operand from the registers where it
 was computed.
+
+For bf16 activations both are in Gluon (`hopper_prepare`, `scan`), and the second begins while the first one runs. The
+kernels in Triton, here and in `prepare`, take other dtypes and keys of more than 128 channels.
 """
 
 from __future__ import annotations
@@ -145,13 +148,16 @@ def prefill(
     """Fills the prefill and padding tokens of `out` [F, H, V] and stores states where `chunk_dst` says."""
     num_tokens, heads, K = q.shape
     V = v.shape[2]
-    tiles, operands, totals = prepare(q, k, g, b, A_log, dt_bias, indices)
     concurrent = processors(q.get_device())  # programs of 128 rows, one on each
-    (v_strides,) = layer_strides(v)
-    hopper = K <= 128 and served((v,), (v_strides,))
     # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
     few = heads * cdiv(V, 64) * indices.num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
+    # Three on a processor; where the second launch has few programs, so many that there is room for these as well.
+    tiles, operands, totals, flags = prepare(
+        q, k, g, b, A_log, dt_bias, indices, concurrent + concurrent // 2 if few else 3 * concurrent
+    )
+    (v_strides,) = layer_strides(v)
+    hopper = K <= 128 and served((v,), (v_strides,))
     programs = heads * cdiv(V, block_V) * (indices.num_prefills + 1)
     tensors = v, tiles, operands, totals, state, out
     rows = index_pointers(indices, ROW_ARRAYS)
@@ -167,6 +173,14 @@ def prefill(
         "CONCURRENT": concurrent,
     }
     if hopper:
-        scan(programs, (*tensors, None), rows, numbers, constants, num_warps=block_V // 16)
+        scan(
+            programs,
+            (*tensors, flags),
+            rows,
+            numbers,
+            constants | {"STAGES": 2 if few and flags is not None else 3},
+            num_warps=block_V // 16,
+            launch_pdl=flags is not None,
+        )
     else:
         _scan(programs, tensors, rows, numbers, constants, num_warps=block_V // 16)

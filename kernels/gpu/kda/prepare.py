@@ -13,27 +13,17 @@ from torch import Tensor
 
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, chunk_tokens, row_and_tile
-from ..common.decays import LOG2_E
+from ..common.decays import LOG2_E, log2_softplus
 from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import layer_strides, power_of_2
+from .hopper_pairs import MAX_FACTORED_DECAY
+from .hopper_prepare import prepare as hopper_prepare
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # of a token: 2^-256 is 0 in fp32, and a finite value adds up
-# The largest log decay of half a span of tokens whose pairs may all meet in its middle, after it or before it: keys of
-# norm 1 are multiplied by its exponential and its inverse. For fp32 it is small, since exponents are rounded too.
-MAX_FACTORED_DECAY = tl.constexpr(75.0)
+# For fp32 it is small, since exponents are rounded too.
 MAX_PRECISE_FACTORED_DECAY = tl.constexpr(4.0)
-# log2(1 + x) / x for x from 0 to 1, within 1e-5 of its value
-LOG2_1P_RATIO = tl.constexpr(
-    (
-        1.442681074142456,
-        -0.7203412652015686,
-        0.468526154756546,
-        -0.30128005146980286,
-        0.14407308399677277,
-        -0.033666159957647324,
-    )
-)
 
 
 @triton.jit
@@ -42,12 +32,8 @@ def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
     if PRECISE:
         return tl.maximum(log2_decay(g, A_log, dt_bias), MIN_LOG2_DECAY)
     else:
-        x = g * LOG2_E + dt_bias * LOG2_E
-        small = tl.exp2(-tl.abs(x))
-        ratio = tl.full(g.shape, LOG2_1P_RATIO[5], tl.float32)
-        for i in tl.static_range(4, -1, -1):
-            ratio = ratio * small + LOG2_1P_RATIO[i]
-        return tl.maximum(-tl.exp(A_log) * (ratio * small + tl.maximum(x, 0.0)), MIN_LOG2_DECAY)
+        softplus = log2_softplus(g * LOG2_E + dt_bias * LOG2_E)
+        return tl.maximum(-tl.exp(A_log) * softplus, MIN_LOG2_DECAY)
 
 
 @triton.jit
@@ -221,10 +207,12 @@ def prepare(
     A_log: Tensor,
     dt_bias: Tensor,
     indices: StateIndices,
-) -> tuple[Tensor, Tensor, Tensor]:
+    programs: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What `kda_prefill` reads beside v: `inverse` and `scores`; k_in, q_in and k_out; `decay`.
 
-    Bytes per token and head: 256 + 6 K for bf16 activations, 512 + 12 K for others; per chunk and head 4 K.
+    If it may read before all is there, also flags of chunks and heads that are. Then chunks are shared by `programs`.
+    Bytes per token and head: 256 + 6 K for bf16 activations, 512 + 12 K for others; per chunk and head 4 K, or 4 more.
     """
     num_tokens, heads, K = q.shape
     num_chunks = indices.chunk_seq.shape[0]
@@ -233,9 +221,28 @@ def prepare(
     operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)
     totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)
     q_strides, k_strides, g_strides, b_strides = layer_strides(q, k, g, b)
-    if num_chunks:
+    tasks = heads * num_chunks
+    if tasks and K <= 128 and served((q, k, g), (q_strides, k_strides, g_strides)):
+        flags = q.new_empty(tasks, dtype=torch.int32)
+        hopper_prepare(
+            min(tasks, max(programs, 1)),
+            (q, k, g, b, A_log, dt_bias, tiles, operands, totals, flags),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, num_tokens, num_chunks),
+            {
+                "STRIDES": (q_strides, k_strides, g_strides),
+                "B_STRIDES": b_strides,
+                "HEADS": heads,
+                "K": K,
+                "BLOCK_K": padded_width(K, operand),
+            },
+            num_warps=4,
+            maxnreg=168,
+        )
+        return tiles, operands, totals, flags
+    if tasks:
         _prepare(
-            heads * num_chunks,
+            tasks,
             (q, k, g, b, A_log, dt_bias, tiles, operands, totals),
             index_pointers(indices, CHUNK_ARRAYS),
             (indices.num_prefills, num_tokens),
@@ -250,7 +257,7 @@ def prepare(
             },
             num_warps=4,
         )
-    return tiles, operands, totals
+    return tiles, operands, totals, None
 
 
 def padded_width(K: int, operand: torch.dtype) -> int:

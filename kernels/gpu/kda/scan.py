@@ -1,8 +1,9 @@
 """The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
 
-It goes about it as that of the gated delta rule does. Shared memory holds three chunks of what the first products of a
-chunk take, of which two are on their way, and two of the rest. (Two programs of half of that on a processor were
-slower for short sequences, too: they read operands twice as often.)
+It goes about it as that of the gated delta rule does. Shared memory holds STAGES chunks of what the first products of a
+chunk take, and two of the rest. With three stages two of the former are on their way, with two there is room beside it
+for a program of the first launch. (Two programs of half of that on a processor were slower for short sequences, too:
+they read operands twice as often.)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.hopper import (
+    barrier,
     clear_padding,
     copy_async,
     copy_tile,
@@ -24,7 +26,7 @@ from ..common.hopper import (
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 
-STAGES, LAST_STAGES = gl.constexpr(3), gl.constexpr(2)
+LAST_STAGES = gl.constexpr(2)
 
 
 @gluon.jit
@@ -85,6 +87,7 @@ def _kda_scan_kernel(
     BLOCK_K: gl.constexpr,
     BLOCK_V: gl.constexpr,
     CONCURRENT: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -170,7 +173,7 @@ def _kda_scan_kernel(
         last_stage = (chunk - first_chunk) % LAST_STAGES
         free = (chunk - first_chunk + STAGES - 1) % STAGES  # what the chunk before took
         last_free = (chunk - first_chunk + 1) % LAST_STAGES
-        async_copy.wait_group(1)
+        async_copy.wait_group(STAGES - 2)
         fence_async_shared()
         inverse = inverses.index(stage).permute((1, 0))
         read = gl.convert_layout(S.to(BF16), LEFT)
@@ -182,9 +185,14 @@ def _kda_scan_kernel(
         after_count = gl.minimum(after + CHUNK, end) - after
         after = after.to(gl.int64)
         # What is copied one chunk ahead has to be on its way early.
+        if STAGES == 2 and flags is not None:
+            ready = wait_for_flags(flags + head, HEADS, chunk + 1, last_chunk, ready)
         _copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
         # The outputs of the chunk before.
         store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+        if STAGES == 2:
+            barrier()
+            _copy_first(first_copies, free, first_sources, after, after_count, rows_left, V_STRIDES[0], K, WARPS)
 
         known = warpgroup_mma_wait(1, deps=[known])
         known = gl.convert_layout((-known).to(BF16), LEFT)
@@ -197,12 +205,13 @@ def _kda_scan_kernel(
         scores = scores_tiles.index(last_stage).permute((1, 0))
         o = warpgroup_mma(gl.convert_layout(u, LEFT), scores, o, is_async=True)
 
-        if flags is not None:
-            ready = wait_for_flags(flags + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
-        ahead = boundary + (STAGES - 1) * CHUNK
-        left = gl.minimum(ahead + CHUNK, end) - ahead
-        ahead = ahead.to(gl.int64)
-        _copy_first(first_copies, free, first_sources, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
+        if STAGES > 2:
+            if flags is not None:
+                ready = wait_for_flags(flags + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
+            ahead = boundary + (STAGES - 1) * CHUNK
+            left = gl.minimum(ahead + CHUNK, end) - ahead
+            ahead = ahead.to(gl.int64)
+            _copy_first(first_copies, free, first_sources, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
         outputs = o.to(BF16)
         if STATE != gl.float32:

@@ -1,0 +1,147 @@
+"""Decays of a chunk's tokens and channels in Gluon, and what the second launch of prefill reads of them.
+
+A thread has 4 channels of 8 tokens that follow each other. So it adds up most of a running sum of log decays alone.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..common import decays
+from ..common.chunks import CHUNK
+from ..common.decays import LOG2_E
+from ..common.hopper import barrier, wide
+from ..common.inverse import WARPS
+
+# Of a token: its exponential is 0 (denormals are), and what 64 of them add up to still leaves 10 bits for fractions.
+MIN_LOG2_DECAY = gl.constexpr(-128.0)
+log2_softplus = gluon.jit(decays.log2_softplus.fn)
+
+
+@gluon.constexpr_function
+def _by_run(VEC):
+    """The layout of [runs, tokens of a thread, C] whose values are where those of [64, C] are."""
+    run, width = VEC.size_per_thread
+    tokens, channels = VEC.threads_per_warp
+    return gl.BlockedLayout([1, run, width], [tokens, 1, channels], [4, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def _add(x, y):
+    return x + y
+
+
+@gluon.jit
+def _inverse(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _store(place, x, count, channels, K: gl.constexpr):
+    """The rows of a chunk and some of their channels, in scratch whose rows have K."""
+    RUN: gl.constexpr = x.type.layout.size_per_thread[0]
+    BY_RUN: gl.constexpr = _by_run(x.type.layout)
+    C: gl.constexpr = x.shape[1]
+    run = gl.arange(0, CHUNK // RUN, layout=gl.SliceLayout(1, gl.SliceLayout(2, BY_RUN)))[:, None, None]
+    step = gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(2, BY_RUN)))[None, :, None]
+    channel = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(1, BY_RUN)))[None, None, :]
+    place += run * (RUN * K) + channel
+    x = gl.convert_layout(gl.reshape(x.to(gl.bfloat16), [CHUNK // RUN, RUN, C]), BY_RUN)
+    gl.store(place + step * K, x, mask=(run * RUN + step < count) & (channel < channels))
+
+
+@gluon.jit
+def log_decays(g_s, bias, rate, count, VEC: gl.constexpr):
+    """log2 decays [64, C], 0 for tokens from `count` on."""
+    rates = gl.where(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, VEC)) < count, rate, 0.0)
+    gates = wide(g_s.load(VEC)) * LOG2_E + bias[None, :]
+    return gl.maximum(rates[:, None] * log2_softplus(gates), MIN_LOG2_DECAY)
+
+
+@gluon.jit
+def running_sums(decays, runs_s, starts_s, halves_s, quarters_s):
+    """From the chunk's middle to each token [64, C]; in `halves_s` the sums [C] of its halves.
+
+    In `quarters_s`, if it is given, what the running sums are in the middles of the halves.
+    """
+    VEC: gl.constexpr = decays.type.layout
+    C: gl.constexpr = decays.shape[1]
+    RUN: gl.constexpr = VEC.size_per_thread[0]  # tokens of a thread
+    RUNS: gl.constexpr = CHUNK // RUN
+    BY_RUN: gl.constexpr = _by_run(VEC)
+    BY_CHANNEL: gl.constexpr = gl.BlockedLayout([RUNS, 1], [1, 32], [1, WARPS], [1, 0])
+    # Within the run of each thread, then by channel from run to run.
+    sums = gl.convert_layout(gl.reshape(decays, [RUNS, RUN, C]), BY_RUN)
+    sums = gl.associative_scan(sums, 1, _add)
+    last = gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(2, BY_RUN)))[None, :, None] == RUN - 1
+    runs_s.store(gl.sum(gl.where(last, sums, -0.0), axis=1))
+    barrier()
+    runs = runs_s.load(BY_CHANNEL)
+    run = gl.arange(0, RUNS, layout=gl.SliceLayout(1, BY_CHANNEL))[:, None]
+    first_half = gl.sum(gl.where(run < RUNS // 2, runs, -0.0), axis=0)
+    starts = gl.associative_scan(runs, 0, _add) - runs - first_half[None, :]
+    starts_s.store(starts)
+    halves_s[0].store(first_half)
+    halves_s[1].store(gl.sum(gl.where(run < RUNS // 2, -0.0, runs), axis=0))
+    if quarters_s is not None:
+        quarters_s[0].store(gl.sum(gl.where(run == RUNS // 4, starts, -0.0), axis=0))
+        quarters_s[1].store(gl.sum(gl.where(run == 3 * RUNS // 4, starts, -0.0), axis=0))
+    barrier()
+    sums += starts_s.load(gl.SliceLayout(1, BY_RUN))[:, None, :]
+    return gl.convert_layout(gl.reshape(sums, [CHUNK, C]), VEC)
+
+
+@gluon.jit
+def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
+    """How many of 5: after so many, no half of a span of 32 tokens decays by more than LIMIT in any channel.
+
+    The chunk's own decays decide, so that the result does not depend on the batch.
+    """
+    VEC: gl.constexpr = decays.type.layout
+    C: gl.constexpr = decays.shape[1]
+    RUN: gl.constexpr = VEC.size_per_thread[0]
+    RUNS: gl.constexpr = CHUNK // RUN
+    CHANNELS: gl.constexpr = gl.SliceLayout(0, VEC)
+    OF_RUN: gl.constexpr = gl.SliceLayout(1, _by_run(VEC))
+    second, third = -quarters_s[0].load(CHANNELS), quarters_s[1].load(CHANNELS)
+    first, fourth = halves_s[0].load(CHANNELS) - second, halves_s[1].load(CHANNELS) - third
+    least = gl.min(gl.minimum(gl.minimum(first, second), gl.minimum(third, fourth)), axis=0)
+    # Of 1, 2, 4, and 8 tokens that a thread has; for more than it has, a bound.
+    sums = gl.reshape(decays, [RUNS, RUN, C])
+    far = gl.zeros([RUNS, C], gl.int32, layout=OF_RUN)
+    for _level in gl.static_range(4):
+        far += (gl.convert_layout(gl.min(sums, axis=1), OF_RUN) < -LIMIT).to(gl.int32)
+        if sums.shape[1] > 1:
+            sums = gl.sum(gl.reshape(sums, [RUNS, sums.shape[1] // 2, 2, C]), axis=2)
+        else:
+            sums *= 2
+    return gl.where(least < -LIMIT, 1 + gl.max(gl.reshape(far, [RUNS * C]), axis=0), 0)
+
+
+@gluon.jit
+def store_operands(outputs, operands_s, queries, keys, sums, halves, count, channels, K: gl.constexpr):
+    """Stores k_in, q_in and k_out, and the operands of pairs that meet in the chunk's middle."""
+    k_in, q_in, k_out = outputs
+    q_s, k_s, right_s = operands_s
+    to_start, to_end = gl.exp2(halves[0])[None, :], gl.exp2(halves[1])[None, :]
+    from_middle = gl.exp2(sums)
+    queries *= from_middle
+    q_s.store(queries.to(gl.bfloat16))
+    _store(q_in, queries * to_start, count, channels, K)
+    left = keys * from_middle
+    k_s.store(left.to(gl.bfloat16))
+    _store(k_in, left * to_start, count, channels, K)
+    right = keys * _inverse(from_middle)
+    right_s.store(right.to(gl.bfloat16))
+    _store(k_out, right * to_end, count, channels, K)
+
+
+@gluon.jit
+def store_far(outputs, queries, keys, sums, halves, count, channels, K: gl.constexpr):
+    """The first three where the factors of the chunk's middle are out of range."""
+    k_in, q_in, k_out = outputs
+    from_start = gl.exp2(sums + halves[0][None, :])
+    _store(k_in, keys * from_start, count, channels, K)
+    _store(q_in, queries * from_start, count, channels, K)
+    _store(k_out, keys * gl.exp2(halves[1][None, :] - sums), count, channels, K)

@@ -1,0 +1,276 @@
+"""The first launch of prefill for bf16 activations, in Gluon: see `prepare`.
+
+Half of a chunk's channels are taken at once. What pairs are multiplied with takes the place of the inputs in shared
+memory; when it has been, the inputs of the next task are on their way there.
+
+Log decays are sums from the chunk's middle on, negative before it: pairs meet there, and one factor for each channel
+takes what they meet with to the chunk's start or end. Some channel may decay too much for that: see `add_far`.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..common.chunks import CHUNK
+from ..common.decays import LOG2_E
+from ..common.delta_rule import BLOCK, NORM_EPS
+from ..common.hopper import barrier, clear_flags, copy_tile, set_flag, tokens_of_task, wide
+from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
+from ..common.launch import Launcher
+from .hopper_decays import halvings, log_decays, running_sums, store_far, store_operands
+from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, narrow, rest
+
+
+@gluon.jit
+def _copy_inputs(inputs_s, sources, t, count, head, STRIDES: gl.constexpr, K: gl.constexpr):
+    """Begins to copy a task's q, k and g to shared memory [parts, 64, part of the channels]."""
+    PARTS: gl.constexpr = inputs_s[0].shape[0]
+    PART: gl.constexpr = inputs_s[0].shape[2]
+    for part in gl.static_range(PARTS):
+        for i in gl.static_range(3):
+            place = sources[i] + t * STRIDES[i][0] + head * STRIDES[i][1] + part * PART
+            copy_tile(inputs_s[i].index(part), place, STRIDES[i][0], count, K - part * PART, False, WARPS)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _gates(b, A_log, dt_bias, t, count, head, STRIDES: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
+    """What the decays and betas of a task are computed from, beside g. Channels from K on are not to decay."""
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    step = gl.arange(0, CHUNK, layout=FLAT)
+    beta = gl.load(b + head * STRIDES[1] + (t + step) * STRIDES[0], mask=step < count, other=0)
+    channel = gl.arange(0, PART, layout=FLAT)
+    dt_bias += head * K + channel
+    first = gl.load(dt_bias, mask=channel < K, other=float("-inf"))
+    second = gl.load(dt_bias + PART, mask=channel + PART < K, other=float("-inf"))
+    return beta, first, second, gl.load(A_log + head)
+
+
+@gluon.jit
+def _inverse_norms(tiles):
+    """1 / sqrt(|x|^2 + eps) of every row x [4, 16], from the diagonals of x x^T."""
+    BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
+    squares = gl.zeros([4, BLOCK, BLOCK], gl.float32, layout=BATCH)
+    PARTS: gl.constexpr = tiles.shape[0]
+    for part in gl.static_range(PARTS):
+        x = tiles.index(part).reshape([4, BLOCK, tiles.shape[2]])
+        left = x.load(gl.DotOperandLayout(0, BATCH, 2))
+        squares = mma_v2(left, x.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2)), squares)
+    i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
+    j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
+    return gl.rsqrt(gl.sum(gl.where(i == j, squares, 0.0), axis=2) + NORM_EPS)
+
+
+@gluon.jit
+def _store_total(total, halves, channels):
+    channel = gl.arange(0, halves[0].shape[0], layout=halves[0].type.layout)
+    gl.store(total + channel, gl.exp2(halves[0] + halves[1]), mask=channel < channels)
+
+
+@gluon.jit
+def _normalised(x_s, norms_s, LAYOUT: gl.constexpr):
+    return wide(x_s.load(LAYOUT)) * norms_s.load(gl.SliceLayout(1, LAYOUT))[:, None]
+
+
+@gluon.jit
+def _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K: gl.constexpr):
+    """What the second launch reads of a part, and what its pairs are multiplied with in place of the inputs."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    queries = _normalised(parts_s[0], norms_s[0], LAYOUT)
+    keys = _normalised(parts_s[1], norms_s[1], LAYOUT)
+    channels = K - part * sums.shape[1]
+    operand += part * sums.shape[1]
+    outputs = operand, operand + size, operand + 2 * size
+    store_operands(outputs, parts_s, queries, keys, sums, halves, count, channels, K)
+    _store_total(total + part * sums.shape[1], halves, channels)
+
+
+@gluon.jit
+def _store_far(operand, size, total, parts_s, norms_s, sums, halves, part, count, K: gl.constexpr):
+    """The former alone."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    queries = _normalised(parts_s[0], norms_s[0], LAYOUT)
+    keys = _normalised(parts_s[1], norms_s[1], LAYOUT)
+    channels = K - part * sums.shape[1]
+    operand += part * sums.shape[1]
+    outputs = operand, operand + size, operand + 2 * size
+    store_far(outputs, queries, keys, sums, halves, count, channels, K)
+    _store_total(total + part * sums.shape[1], halves, channels)
+
+
+@gluon.jit(do_not_specialize=["num_prefills", "num_tokens", "num_chunks"])
+def _kda_prepare_kernel(
+    q,
+    k,
+    g,
+    b,
+    A_log,
+    dt_bias,
+    tiles,
+    operands,
+    totals,
+    flags,
+    query_start_loc,
+    chunk_start,
+    seq_chunk_start,
+    num_prefills,
+    num_tokens,
+    num_chunks,
+    STRIDES: gl.constexpr,
+    B_STRIDES: gl.constexpr,
+    HEADS: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """A program takes chunks of heads, one after the other."""
+    BF16: gl.constexpr = gl.bfloat16
+    PART: gl.constexpr = min(BLOCK_K, 64)  # channels at once
+    PARTS: gl.constexpr = BLOCK_K // PART
+    WIDTH: gl.constexpr = max(PART // 16, 2)  # channels of a thread
+    LANES: gl.constexpr = PART // WIDTH
+    RUN: gl.constexpr = CHUNK * LANES // (32 * WARPS)
+    RUNS: gl.constexpr = CHUNK // RUN
+    VEC: gl.constexpr = gl.BlockedLayout([RUN, WIDTH], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    CHANNELS: gl.constexpr = gl.SliceLayout(0, VEC)
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
+    NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
+    OF_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
+    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, WIDE)
+    LIMIT: gl.constexpr = MAX_FACTORED_DECAY * LOG2_E
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, PART], BF16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
+    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], gl.float16)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
+    q_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
+    k_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
+    g_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
+    tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
+    left_s = tile_s if PART == CHUNK else gl.allocate_shared_memory(BF16, [CHUNK, PART], by_key)
+    # Apart, so that the compiler sees that what is stored is not what is loaded.
+    C0_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
+    C1_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
+    C2_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
+    D_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
+    runs_s = gl.allocate_shared_memory(gl.float32, [RUNS, PART], plain)
+    starts_s = gl.allocate_shared_memory(gl.float32, [RUNS, PART], plain)
+    first_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
+    second_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
+    middle_of_first_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
+    middle_of_second_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
+    biases_s = gl.allocate_shared_memory(gl.float32, [PARTS, PART], flat)
+    q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
+    k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
+    betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
+    inputs_s, halves_s = (q_s, k_s, g_s), (first_s, second_s)
+    quarters_s, norms_s = (middle_of_first_s, middle_of_second_s), (q_norms_s, k_norms_s)
+    sources = q, k, g
+    indices = query_start_loc, chunk_start, seq_chunk_start
+    size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
+    num_tasks = num_chunks * HEADS
+    clear_flags(flags, num_tasks, WARPS)
+    task = gl.program_id(0)
+    t, count, head = tokens_of_task(task, num_tasks, indices, num_prefills, num_chunks, HEADS)
+    _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
+    beta, first_bias, second_bias, rate = _gates(b, A_log, dt_bias, t, count, head, B_STRIDES, K, PART)
+    far_parts = 0
+    while task < num_tasks:
+        # Where the task before decayed far, this one is likely to. If it is taken for what it is, nothing is computed
+        # twice; its results are the same if it is not.
+        far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
+        next_task = task + gl.num_programs(0)
+        next_t, next_count, next_head = tokens_of_task(next_task, num_tasks, indices, num_prefills, num_chunks, HEADS)
+        rate = -gl.exp(rate.to(gl.float32))
+        biases_s.index(0).store(first_bias.to(gl.float32) * LOG2_E)
+        if PARTS == 2:
+            biases_s.index(1).store(second_bias.to(gl.float32) * LOG2_E)
+        betas_s.store(1 / (1 + gl.exp(-beta.to(gl.float32))))
+        async_copy.wait_group(0)
+        barrier()
+        q_norms_s.store(gl.reshape(_inverse_norms(q_s), [CHUNK]) * K**-0.5)
+        k_norms_s.store(gl.reshape(_inverse_norms(k_s), [CHUNK]))
+        place = head.to(gl.int64) * num_tokens + t
+        operand = operands + place * K
+        total = totals + task.to(gl.int64) * K
+        if far_parts == 0:
+            for part in range(PARTS):
+                decays = log_decays(g_s.index(part), biases_s.index(part).load(CHANNELS), rate, count, VEC)
+                sums = running_sums(decays, runs_s, starts_s, halves_s, None)
+                halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
+                if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
+                    far_parts += 1 << part
+                else:
+                    parts_s = q_s.index(part), k_s.index(part), g_s.index(part)
+                    _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
+        scores = gl.zeros([CHUNK, CHUNK], gl.float32, layout=WIDE)
+        products = scores
+        if far_parts != 0:
+            zeros = gl.zeros([CHUNK, BLOCK], gl.float32, layout=NARROW)
+            none = gl.zeros([4, BLOCK, BLOCK], gl.float32, layout=BATCH)
+            score_blocks = zeros, zeros, zeros, none
+            product_blocks = zeros, zeros, zeros, none
+            left_parts = far_parts
+            for part in range(PARTS):
+                if left_parts >> part & 1 != 0:
+                    parts_s = q_s.index(part), k_s.index(part), g_s.index(part)
+                    decays = log_decays(parts_s[2], biases_s.index(part).load(CHANNELS), rate, count, VEC)
+                    sums = running_sums(decays, runs_s, starts_s, halves_s, quarters_s)
+                    halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
+                    if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
+                        further = halvings(decays, halves_s, quarters_s, LIMIT)
+                        _store_far(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
+                        score_blocks, product_blocks = add_far(
+                            score_blocks, product_blocks, sums, further, parts_s, norms_s, quarters_s, left_s
+                        )
+                        # Nothing is added below.
+                        barrier()
+                        parts_s[2].store(gl.zeros([CHUNK, PART], BF16, layout=VEC))
+                    else:
+                        far_parts -= 1 << part
+                        _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
+            of_column = rest(k_norms_s.load(OF_COLUMN))[None, :]
+            scores = joined_blocks(score_blocks, WIDE) * rest(q_norms_s.load(OF_ROW))[:, None] * of_column
+            products = joined_blocks(product_blocks, WIDE) * rest(k_norms_s.load(OF_ROW))[:, None] * of_column
+        fence_async_shared()
+        barrier()
+        scores, products = add_near(scores, products, q_s, k_s, g_s)
+        row = gl.arange(0, CHUNK, layout=OF_ROW)[:, None]
+        column = gl.arange(0, CHUNK, layout=OF_COLUMN)[None, :]
+        tile_s.store(narrow(gl.where(column <= row, scores, 0.0)))
+        barrier()
+        # No product reads operands any more: the inputs of the next task are on their way from here on.
+        _copy_inputs(inputs_s, sources, next_t, next_count, next_head, STRIDES, K)
+        beta, first_bias, second_bias, rate = _gates(
+            b, A_log, dt_bias, next_t, next_count, next_head, B_STRIDES, K, PART
+        )
+        products *= betas_s.load(OF_COLUMN)[None, :]
+
+        tile = tiles + place * CHUNK
+        row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
+        column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
+        stored = (row < count) & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
+        score_tile = tile + gl.cast(num_tokens, gl.int64) * (HEADS * CHUNK)
+        gl.store(score_tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
+
+        row_of_block = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
+        block, i = row_of_block // BLOCK, row_of_block % BLOCK
+        j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
+        blocks = columns(products, NARROW)
+        inner = gl.where(j < i, diagonal(blocks, block), 0.0)
+        inverse = unit_lower_inverse(blocks, inner, (C0_s, C1_s, C2_s, D_s), block, i, j, True)
+        inverse = rejoined(inverse)
+        inverse = gl.convert_layout(inverse, WIDE) * betas_s.load(OF_ROW)[:, None]
+        tile_s.store(inverse.to(BF16))
+        barrier()
+        gl.store(tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
+        set_flag(flags + task)
+        task, t, count, head = next_task, next_t, next_count, next_head
+    async_copy.wait_group(0)
+
+
+prepare = Launcher(_kda_prepare_kernel)
