@@ -325,8 +325,8 @@ def norm_errors(
     return relative_error(actual, exact), relative_error(ruler, exact)
 
 
-COMPILED_MIXES = (Mix((2, 1), (70, 3)), Mix((1, 1)), Mix((), (1,) * 300))
-"""What compiles every variant of a kernel: with and without rows of either kind, with few and with many programs."""
+COMPILED_MIXES = (Mix((2, 1), (70, 3)), Mix((1, 1)), Mix((), (1,) * 300), Mix((), (300,) * 20))
+"""What compiles every variant of a kernel: with and without rows of either kind, few and many, short and long ones."""
 
 
 def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:

@@ -12,7 +12,7 @@ import triton
 from torch.profiler import ProfilerActivity, profile
 
 import test_kernels_rms_norm as norm
-from gpu_cases import BF16, DTYPES, MODELS, Batch, Mix
+from gpu_cases import BF16, COMPILED_MIXES, DTYPES, MODELS, Batch, Mix
 from kernel_cases import Log, Pool, Row, assert_bitwise, plan_arrays, random, run_rows
 from mambacache.kernels import StateIndices, rms_norm
 from op_conv1d import Conv1dOp
@@ -55,7 +55,7 @@ def random_mix(rng: np.random.Generator) -> Mix:
 @pytest.mark.parametrize("op", MODELS)
 def test_no_step_compiles_after_warm_up(op: str, compilations: list[str]) -> None:
     make, dtypes = first_shape(op, 8)
-    for mix in (Mix((1, 1)), Mix((2, 1)), Mix((), (70, 3)), Mix((1, 1), (70, 3)), Mix((), (1,) * 300)):
+    for mix in (*COMPILED_MIXES, Mix((2, 1)), Mix((), (70, 3)), Mix((1, 1), (70, 3))):
         Batch(make(), mix, dtypes).run()
     compilations.clear()
     rng = np.random.default_rng(0)

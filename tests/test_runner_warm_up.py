@@ -38,7 +38,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> list[Launcher]:
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
 def test_prompts_take_no_other_kernels(name: str, tiny_model: Callable[[str], Path], launchers: list[Launcher]) -> None:
     driver = Driver(load_model(tiny_model(name), "float32", "cpu"))
-    driver.runner.warm_up(70, 4, driver.block_size)
+    driver.runner.warm_up([[70], [1] * 4, [70] * 2], driver.block_size)
     warm = [set(launcher.variants) for launcher in launchers]
     assert any(warm)
     for lengths in ((5,), (66, 3), (2, 9, 3, 4, 7)):

@@ -45,8 +45,10 @@ from mambacache.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 4096
-"""Enough for the kernels that one long prompt takes, with two experts a token or more. What several long ones together,
-or decode without graphs, take beside them is compiled when they first run."""
+"""Enough for the kernels that one long prompt takes, with two experts a token or more. What decode without graphs takes
+beside them is compiled when it first runs."""
+LONG_PROMPT = 320
+"""Many prompts of so many tokens take others than many short ones, where the budget of a step has room for them."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,9 @@ def _core(
     if torch.device(device).type == "cuda":
         room = config.max_num_batched_tokens
         with tqdm(total=1, desc="kernels", disable=None) as bar:
-            tokens, rows = min(WARM_UP_TOKENS, room, sizes.max_model_len), min(sizes.max_num_seqs, room)
-            runner.warm_up(tokens, rows, config.block_size)
+            rows, length = min(sizes.max_num_seqs, room), min(LONG_PROMPT, sizes.max_model_len)
+            one, many = [min(WARM_UP_TOKENS, room, sizes.max_model_len)], [1] * rows
+            runner.warm_up([one, many, [length] * min(rows, room // length)], config.block_size)
             bar.update()
         if not config.enforce_eager:
             longest = sizes.max_model_len + config.max_draft_tokens

@@ -139,10 +139,10 @@ class ModelRunner:
                 self.model, self.states, self.logs, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
 
-    def warm_up(self, longest: int, most: int, block_size: int) -> None:
-        """Runs a prompt of `longest` tokens, then `most` prompts of one, that read and write nothing of the pools: a
-        batch may take kernels of one kind or the other, and no request shall wait for what compiles."""
-        for lengths in ([longest], [1] * most):
+    def warm_up(self, batches: Sequence[Sequence[int]], block_size: int) -> None:
+        """Runs batches of prompts of so many tokens that read and write nothing of the pools: which kernels a batch
+        takes goes by how many and how long its rows are, and no request shall wait for what compiles."""
+        for lengths in batches:
             steps = [
                 SequenceStep(str(i), 0, 0, 0, length, True, True, NULL_BLOCK, NULL_BLOCK)
                 for i, length in enumerate(lengths)
