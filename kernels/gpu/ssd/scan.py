@@ -158,8 +158,7 @@ def _ssd_scan_kernel(
     element = state_row * N + channel
     later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (ROWS * N)
     state += head * P * N
-    S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0, eviction_policy="evict_first")
-    S = S.to(gl.float32)
+    S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
         prefetch_states(later_state, ROWS * N, WARPS)
 
@@ -209,8 +208,7 @@ def _ssd_scan_kernel(
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
-            place = state + dst * slot_stride + element
-            gl.store(place, S.to(STATE), mask=inside, eviction_policy="evict_first")
+            gl.store(state + dst * slot_stride + element, S.to(STATE), mask=inside)
         y = warpgroup_mma_wait(1, deps=[y])
         out_s.permute((1, 0)).store(y.to(OUTPUT))
         barrier()  # all warps are done with the stage, too
