@@ -73,7 +73,7 @@ def _fold_kernel(
         Gs = slot_of(log_G, slot, G_stride) + head * K + channel
         before = tl.load(Gs + (last - 1) * (HEADS * K), mask=tl.where(last > start, in_K, False), other=0)
         S *= tl.exp2(before)[None, :]
-        for entry in range(start, last):
+        for entry in tl.range(start, last, loop_unroll_factor=2):
             decay = tl.exp2(before - tl.load(Gs + entry * (HEADS * K), mask=in_K, other=0))
             key = tl.load(keys + entry * (HEADS * K), mask=in_K, other=0).to(tl.float32)
             key *= decay * tl.load(norms + entry * HEADS)
