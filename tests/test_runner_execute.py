@@ -226,6 +226,6 @@ def test_warming_up_writes_nothing(name: str, tiny_model: Callable[[str], Path])
     mixers, calls = list(runner.model.mixers), []
     for mixer in mixers:
         mixer.register_forward_hook(lambda *_: calls.append(len(calls)))  # type: ignore[attr-defined]
-    runner.warm_up(130, 3, 64)
+    runner.warm_up([[130], [1] * 3], 64)
     assert len(calls) == 2 * len(mixers)
     assert all(torch.equal(pool.buffer, old) for pool, old in zip(pools, before, strict=True))

@@ -150,9 +150,10 @@ def _core(
     if torch.device(device).type == "cuda":
         room = config.max_num_batched_tokens
         with tqdm(total=1, desc="kernels", disable=None) as bar:
-            rows, length = min(sizes.max_num_seqs, room), min(LONG_PROMPT, sizes.max_model_len)
-            one, many = [min(WARM_UP_TOKENS, room, sizes.max_model_len)], [1] * rows
-            runner.warm_up([one, many, [length] * min(rows, room // length)], config.block_size)
+            most, rows = min(room, sizes.max_model_len), min(sizes.max_num_seqs, room)
+            length = min(LONG_PROMPT, most)
+            batches = [min(WARM_UP_TOKENS, most)], [1] * rows, [length] * min(rows, room // length)
+            runner.warm_up(batches, config.block_size)
             bar.update()
         if not config.enforce_eager:
             longest = sizes.max_model_len + config.max_draft_tokens
