@@ -10,7 +10,8 @@ carries the states. Its products are transposed, so that all of them take their 
 was computed.
 
 For bf16 activations both are in Gluon (`hopper_prepare`, `scan`), and the second begins while the first one runs. The
-kernels in Triton, here and in `prepare`, take other dtypes and keys of more than 128 channels.
+kernels in Triton, here and in `prepare`, take other dtypes, keys of more than 128 channels, and what does not lie at
+16 bytes.
 """
 
 from __future__ import annotations
