@@ -28,7 +28,9 @@ from .log import (
     for_rows,
     load_state,
     next_launch_may_begin,
+    prefetch_entries,
     row_log,
+    row_sums,
     scratch,
     slot_of,
     tile_columns,
@@ -38,7 +40,6 @@ from .log import (
     wait_for_previous_launch,
 )
 
-MANY_PROGRAMS = 8192
 SCALARS = tl.constexpr(3)  # of a token and value head: beta, its query times its own key, and the state's decay
 
 
@@ -238,13 +239,14 @@ def _decode_kernel(
     key_head = head // (VALUE_HEADS // HEADS)
     source, length, folded = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row) != 0
     slot, start, end = row_log(slots, starts, ends, row)
+    log_u = slot_of(log_u, slot, u_stride) + head * V
+    prefetch_entries(log_u + first_value, start, end, VALUE_HEADS * V, TILES * BLOCK_V)
     depth = tl.load(depths + row)
     lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
     element = lane[:, :, None, None] * K + channel
     state += source * slot_elements(slot_stride, state) + (head * V + first_value) * K
     read = tl.broadcast_to(tl.where(source != 0, in_K, False), element.shape)
-    log_u = slot_of(log_u, slot, u_stride) + head * V
     for tile in range(TILES):
         value = first_value + tile * BLOCK_V + lane
         S = load_state(state + tile * (BLOCK_V * K) + element, read, folded)
@@ -260,8 +262,8 @@ def _decode_kernel(
             x = tl.load(v + token * V_STRIDES[0] + head * V_STRIDES[1] + value, mask=value < V).to(tl.float32)
             by_key = tl.sum(S * for_rows(vector, channel, in_K), axis=2) * total
             by_query = tl.sum(S * for_rows(vector + K, channel, in_K), axis=2) * total
-            u = tl.load(scalar) * (x - tl.sum(by_key + us * entry_scores(score), axis=2))
-            o = tl.sum(by_query + us * entry_scores(score + WINDOW), axis=2) + tl.load(scalar + 1) * u
+            u = tl.load(scalar) * (x - row_sums(by_key, us * entry_scores(score)))
+            o = row_sums(by_query, us * entry_scores(score + WINDOW)) + tl.load(scalar + 1) * u
             o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * V + value, o)
             tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
@@ -322,12 +324,8 @@ def decode(
         launch_pdl=True,
     )
     tiles = tiles_of_a_program(V)
-    programs = rows * value_heads * (V // ROWS // tiles)
-    # 16 programs a processor: what little it takes more halves them. Of several tokens 12 that wait less are faster,
-    # where there are so many that all processors are busy to the end.
-    registers = 168 if width > 1 and programs >= MANY_PROGRAMS else 128
     _launch(
-        programs,
+        rows * value_heads * (V // ROWS // tiles),
         (v, state, out, log_u, *between),
         index_pointers(indices, DECODE_ARRAYS),
         (slot_stride(state), slot_stride(log_u), width),
@@ -344,6 +342,6 @@ def decode(
             "ONE_TOKEN": width == 1,
         },
         num_warps=1,
-        maxnreg=registers if block_K <= 128 else 255,
+        maxnreg=128 if block_K <= 128 else 255,  # 16 programs a processor: what little it takes more halves them
         launch_pdl=True,
     )

@@ -21,7 +21,7 @@ from ...indices import FOLD
 from .chunks import row_and_tile
 from .delta_rule import dot
 from .layout import slot_elements
-from .prefetch import INTERPRETED
+from .prefetch import INTERPRETED, prefetch
 
 WINDOW = tl.constexpr(FOLD)
 LEAST_DECAY = tl.constexpr(-34.6)  # of one token, in log2: beyond it differences of sums would lose their last bits
@@ -101,18 +101,19 @@ def next_launch_may_begin():
 
 @triton.jit
 def tile_rows(BLOCK_ROWS: tl.constexpr):
-    """The rows of a tile, [8, BLOCK_ROWS / 8]: a warp has 8 at once, and a thread every eighth."""
-    return tl.arange(0, 8)[:, None] + tl.arange(0, BLOCK_ROWS // 8)[None, :] * 8
+    """The rows of a tile, [4, BLOCK_ROWS / 4]: a warp has 4 at once, and a thread neighbours, as entries store them."""
+    SHARE: tl.constexpr = BLOCK_ROWS // 4
+    return tl.arange(0, 4)[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
 
 
 @triton.jit
 def tile_columns(BLOCK_COLUMNS: tl.constexpr):
-    """The columns of a tile, [1, 1, BLOCK_COLUMNS / 16, 16].
+    """The columns of a tile, [1, 1, BLOCK_COLUMNS / 32, 32].
 
-    A thread has 4 neighbours of every 16: of the sum over a row two steps of five are left to be exchanged, and what a
-    row is multiplied with serves all of a thread's rows.
+    8 threads read a line of memory, of which each has 4 neighbours: of the sum over a row three steps of five are left
+    to be exchanged, and what a row is multiplied with serves all of a thread's rows.
     """
-    column = tl.arange(0, BLOCK_COLUMNS // 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    column = tl.arange(0, BLOCK_COLUMNS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     return column[None, None]
 
 
@@ -129,24 +130,40 @@ def load_state(place, mask, again):
 
 @triton.jit
 def for_rows(place, columns, mask):
-    """What each of the rows is multiplied with, [8, 1, BLOCK_COLUMNS / 16, 16]."""
-    SHAPE: tl.constexpr = [8, 1, columns.shape[2], 16]
+    """What each of the rows is multiplied with, [4, 1, BLOCK_COLUMNS / 32, 32]."""
+    SHAPE: tl.constexpr = [4, 1, columns.shape[2], 32]
     return tl.load(tl.broadcast_to(place + columns, SHAPE), mask=mask, other=0)
 
 
 @triton.jit
 def entry_scores(place):
-    """[8, 1, 16]"""
-    return tl.load(tl.broadcast_to(place + tl.arange(0, WINDOW)[None, None, :], [8, 1, WINDOW]))
+    """[4, 1, 16]"""
+    return tl.load(tl.broadcast_to(place + tl.arange(0, WINDOW)[None, None, :], [4, 1, WINDOW]))
+
+
+@triton.jit
+def prefetch_entries(log, start, end, STRIDE: tl.constexpr, SIZE: tl.constexpr):
+    """Asks for SIZE elements of each entry of a row: loads of them would wait behind those of the state."""
+    entry = tl.maximum(tl.minimum(tl.arange(0, WINDOW), end - 1), start)
+    prefetch(log + (entry * STRIDE)[:, None], SIZE)
 
 
 @triton.jit
 def entry_values(log, start, end, value, STRIDE: tl.constexpr):
-    """[8, rows / 8, 16] in fp32 from a log's entries, STRIDE elements apart; zeros for those that are not the row's."""
+    """[4, rows / 4, 16] in fp32 from a log's entries, STRIDE elements apart; zeros for those that are not the row's."""
     entry = tl.arange(0, WINDOW)
     place = log + (entry * STRIDE)[None, None, :] + value[:, :, None]
     inside = (entry >= start) & (entry < end)
     return tl.load(place, mask=inside[None, None, :] & (value >= 0)[:, :, None], other=0).to(tl.float32)
+
+
+@triton.jit
+def row_sums(met, logged):
+    """[4, rows / 4], from what the state gives of a row, [4, rows / 4, 32], and what its log's entries do: each thread
+    first adds what it has of both."""
+    SHARE: tl.constexpr = met.shape[1]
+    met = tl.sum(tl.reshape(met, [4, SHARE, 8, 4]), axis=3)
+    return tl.sum(met + tl.sum(tl.reshape(logged, [4, SHARE, 8, WINDOW // 8]), axis=3), axis=2)
 
 
 @triton.jit

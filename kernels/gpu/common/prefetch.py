@@ -1,4 +1,4 @@
-"""States on their way into the L2 cache before the program that reads them starts."""
+"""Memory on its way into the L2 cache before it is read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpret
 
 
 @triton.jit
-def prefetch(place, SIZE: tl.constexpr):
-    """Asks for SIZE elements, a power of 2, from a pointer on."""
-    STEP: tl.constexpr = LINE * 8 // place.dtype.element_ty.primitive_bitwidth
+def prefetch(places, SIZE: tl.constexpr):
+    """Asks for SIZE elements from each of some pointers on, [N, 1] or one alone: a power of 2 of lines."""
+    STEP: tl.constexpr = LINE * 8 // places.dtype.element_ty.primitive_bitwidth
     if not INTERPRETED:
-        lines = (place + tl.arange(0, SIZE // STEP) * STEP).to(tl.int64, bitcast=True)
+        lines = (places + (tl.arange(0, (SIZE + STEP - 1) // STEP) * STEP)[None, :]).to(tl.int64, bitcast=True)
         code: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
         tl.inline_asm_elementwise(code, "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1)
 

@@ -312,7 +312,7 @@ def prefill(
             (*tensors, flags),
             rows,
             numbers,
-            constants | {"PAIRED": paired, "CONCURRENT": concurrent},
+            constants | {"PAIRED": paired, "CONCURRENT": 0 if few else 2 * concurrent if paired else concurrent},
             num_warps=block_V // 16,
             launch_pdl=flags is not None,
         )

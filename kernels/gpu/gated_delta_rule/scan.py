@@ -105,7 +105,8 @@ def _delta_scan_kernel(
     PAIRED: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
-    """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence."""
+    """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence. CONCURRENT of them
+    run at a time, or with 0 all."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     STAGES: gl.constexpr = 2 if PAIRED else 3
     LAST_STAGES: gl.constexpr = 1 if PAIRED else 3
@@ -138,15 +139,15 @@ def _delta_scan_kernel(
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (VALUE_HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
-    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (V * K)
+    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (BLOCK_V * K)
     state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
     inside = (state_row < V) & (channel < K)
     element = state_row * K + channel
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
-    if BLOCK_V == V and BLOCK_K == K:
-        prefetch_states(later_state, V * K, WARPS)
+    if CONCURRENT > 0 and V % BLOCK_V == 0:
+        prefetch_states(later_state, BLOCK_V * K)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)

@@ -25,7 +25,9 @@ from ..common.log import (
     for_rows,
     load_state,
     next_launch_may_begin,
+    prefetch_entries,
     row_log,
+    row_sums,
     scratch,
     slot_of,
     tile_columns,
@@ -205,13 +207,14 @@ def _decode_kernel(
     group = head // (HEADS // GROUPS)
     source, length, folded = tl.load(src + row), tl.load(lengths + row), tl.load(dst + row) != 0
     slot, start, end = row_log(slots, starts, ends, row)
+    log_x = slot_of(log_x, slot, x_stride) + head * P
+    prefetch_entries(log_x + first_value, start, end, HEADS * P, TILES * BLOCK_P)
     depth = tl.load(depths + row)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
     element = lane[:, :, None, None] * N + channel
     state += source * slot_elements(slot_stride, state) + (head * P + first_value) * N
     read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
-    log_x = slot_of(log_x, slot, x_stride) + head * P
     for tile in range(TILES):
         value = first_value + tile * BLOCK_P + lane
         S = load_state(state + tile * (BLOCK_P * N) + element, read, folded)
@@ -224,7 +227,7 @@ def _decode_kernel(
             raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
             own = raw.to(tl.float32)
             met = tl.sum(S * for_rows(vectors + (token * GROUPS + group) * N, channel, in_N), axis=2) * tl.load(scalar)
-            met = tl.sum(met + xs * entry_scores(scores + (token * HEADS + head) * WINDOW), axis=2)
+            met = row_sums(met, xs * entry_scores(scores + (token * HEADS + head) * WINDOW))
             y = met + tl.load(scalar + 1) * own
             if z is not None:
                 gate = tl.load(z + token * Z_STRIDES[0] + head * Z_STRIDES[1] + value, mask=value < P).to(tl.float32)

@@ -160,7 +160,7 @@ def _ssd_scan_kernel(
     state += head * P * N
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
-        prefetch_states(later_state, ROWS * N, WARPS)
+        prefetch_states(later_state, ROWS * N)
 
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     store_decays(vectors, 0, steps, rate, bias, dt_min, dt_max)
