@@ -41,7 +41,6 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
         ("gated_delta_rule.prefill", "PAIRED_CHUNKS"): (0, 1 << 20),
         ("common.log", "PROGRAM_TILES"): (1, 2),
-        ("common.delta_decode", "MANY_PROGRAMS"): (0,),
         ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
