@@ -86,6 +86,8 @@ MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
 
 DIVISORS = (1, 2, 4, 8)
 INDIVISIBLE = {("olmo-hybrid", 4), ("olmo-hybrid", 8)}  # 30 heads
+SHARED_BY = {model: DIVISORS[max(3 - i, 1)] for models in MODELS.values() for i, model in enumerate(models)}
+"""The number of GPUs that tests share a model by if they don't take all: kernels are compiled for each."""
 
 DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
@@ -192,13 +194,12 @@ class Batch:
         move_parameters(op)
         blocks = 16 + len(mix.decodes) + sum(2 + n // 256 for n in mix.prefills)
         self.pool = Pool(op.state_shape, dtypes[1], blocks=blocks, seed=seed, device=DEVICE)
-        self.values = [random(*op.state_shape, seed=90 + i) for i in range(3)]
+        self.values = [random(*op.state_shape, seed=90 + i).to(DEVICE) for i in range(3)]
         self.shared = [0, *(self.pool.take(value) for value in self.values)]
         self.log = Log(op, self.pool, dtypes[0], 1 + len(mix.decodes))
         logged = {name: x.to(DEVICE) for name, x in op.inputs(FOLD, dtypes[0], seed).items()}
-        before = self.values[0].to(DEVICE)
-        self.entries = op.entries(logged, before)
-        self.states = op.walk(logged, before)[1] if op.carries_state else []
+        self.entries = op.entries(logged, self.values[0])
+        self.states = op.walk(logged, self.values[0])[1] if op.carries_state else []
         self.decodes = [self._decode(length) for length in mix.decodes]
         self.prefills = [self._prefill(length) for length in mix.prefills]
         arrays = plan_arrays(self.decodes, self.prefills)

@@ -16,6 +16,7 @@ from gpu_cases import (
     INDIVISIBLE,
     MIXES,
     MODELS,
+    SHARED_BY,
     Batch,
     Case,
     Dtypes,
@@ -40,7 +41,13 @@ LONG = ("1 x 8192", "1 x 33000")
 CHOSEN = [
     case
     for op in MODELS
-    for case in pairwise_cases([c for c in every_case(op) if c.mix not in LONG or c.dtypes == DTYPES[op][0]])
+    for case in pairwise_cases(
+        [
+            c
+            for c in every_case(op)
+            if c.divisor in (1, SHARED_BY[c.model]) and (c.mix not in LONG or c.dtypes == DTYPES[op][0])
+        ]
+    )
 ]
 HARD_CASES = {f"{op}-{name}": make for op in MODELS if op in FAMILIES for name, make in FAMILIES[op].HARD.items()}
 WATCHED = {name: make for name, make in EVERY_HARD_CASE.items() if name.split("-")[0] in RULERS} | {
@@ -110,7 +117,9 @@ def test_no_token_is_much_worse_than_in_the_recurrence(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("compiled")
-@pytest.mark.parametrize("case", [case for case in GRID if case.mix == "varlen" and case.divisor == 8], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in GRID if case.mix == "varlen" and case.divisor == SHARED_BY[case.model]], ids=str
+)
 def test_large_inputs(case: Case) -> None:
     """Values whose squares stay below 1e30, or 6e4 where a dtype is fp16."""
     batch = Batch(case.make(), HARD_MIX, case.dtypes)

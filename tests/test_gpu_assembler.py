@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_cases import DTYPES, FP32, MODELS, Batch, Case, Dtypes, Make, Mix, run_once
+from gpu_cases import DTYPES, FP32, MODELS, SHARED_BY, Batch, Case, Dtypes, Make, Mix, run_once
 from mambacache.kernels.gpu.common.launch import Launcher
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
@@ -39,8 +39,8 @@ SHAPES: dict[str, Make] = {
     }.items()
 }
 CASES = [
-    *(Case(op, model, 2, "varlen", DTYPES[op][0]) for op, models in MODELS.items() for model in models),
-    *(Case(op, next(iter(MODELS[op])), 8, "varlen", dtypes) for op in MODELS for dtypes in DTYPES[op]),
+    *(Case(op, model, SHARED_BY[model], "varlen", DTYPES[op][0]) for op, models in MODELS.items() for model in models),
+    *(Case(op, next(iter(MODELS[op])), 8, "varlen", dtypes) for op in MODELS for dtypes in DTYPES[op][1:]),
 ]
 REPEATS = 20
 MIXES = Mix((2, 1), (70, 1, 130, 64, 3)), Mix((), (1,) * 300)  # with few and with many programs

@@ -150,3 +150,24 @@ def test_what_triton_takes_and_gives() -> None:
     assert str(inspect.signature(JITFunction.run)) == "(self, *args, grid, warmup, **kwargs)"
     assert JITFunction(kernel).arg_names == ["x", "none", "number", "width"]
     assert inspect.getsource(JITFunction.run).rstrip().endswith("return kernel")
+
+
+KEYS = """
+import sys
+import mambacache.kernels.gpu
+from mambacache.kernels.gpu.common.launch import Launcher
+modules = [module for name, module in sys.modules.items() if name.startswith("mambacache.kernels.gpu.")]
+kernels = [x.kernel for module in modules for x in vars(module).values() if isinstance(x, Launcher)]
+by_name = {f"{kernel.fn.__module__}.{kernel.fn.__name__}": kernel for kernel in kernels}
+keys = {name: by_name[name].cache_key for name in sorted(by_name, reverse=sys.argv[1] == "backwards")}
+print(*sorted(keys.items()))
+"""
+
+
+@pytest.mark.gpu  # of the releases that serve, the oldest alone makes keys that depend on the order
+def test_what_a_process_compiles_another_finds_whatever_it_calls_first() -> None:
+    forwards, backwards = (
+        subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
+        for order in ("forwards", "backwards")
+    )
+    assert forwards == backwards and forwards.count("_kernel'") > 30

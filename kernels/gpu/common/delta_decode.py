@@ -40,6 +40,7 @@ from .log import (
     wait_for_previous_launch,
 )
 
+BLOCK_ENTRIES = tl.constexpr(8)  # of a log that the first launch takes at once where each has decays and one token
 SCALARS = tl.constexpr(3)  # of a token and value head: beta, its query times its own key, and the state's decay
 
 
@@ -71,6 +72,45 @@ def _load_token(
     gate = tl.load(gate, mask=mine, other=0)
     beta = b + token * B_STRIDES[0] + value_head * B_STRIDES[1]
     return query, key, gate, tl.load(beta, mask=tl.where(computed, value_head >= 0, False), other=0)
+
+
+@triton.jit
+def _load_entries(
+    log_k,
+    log_norm,
+    log_G,
+    entry,
+    start,
+    end,
+    channel,
+    in_K,
+    in_part,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    K: tl.constexpr,
+):
+    """Normalised keys and decay sums of a log's entries; zeros for those that are not the row's."""
+    inside = (entry >= start) & (entry < end)
+    norms = tl.load(log_norm + entry * HEADS, mask=inside, other=0)
+    keys = log_k + (entry * (HEADS * K))[:, None] + channel[None, :]
+    keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0).to(tl.float32) * norms[:, None]
+    Gs = log_G[None, :] + (entry * PARTS)[:, None]
+    return keys, tl.load(Gs, mask=inside[:, None] & in_part[None, :], other=0)
+
+
+@triton.jit
+def _store_scores(scores, entry, below, keys, Gs, key, met_by, G, CHANNELS: tl.constexpr):
+    """What a token's key and query meet in those entries that are `below` it; zeros for the others."""
+    decays = tl.exp2(G[None, :] - Gs)
+    if CHANNELS:
+        met = keys * decays
+        tl.store(scores + entry, tl.where(below, tl.sum(met * key[None, :], axis=1), 0.0))
+        tl.store(scores + WINDOW + entry, tl.where(below, tl.sum(met * met_by[None, :], axis=1), 0.0))
+    else:
+        place = scores[None, :] + entry[:, None]
+        decays = tl.where(below[:, None], decays, 0.0)
+        tl.store(place, tl.sum(keys * key[None, :], axis=1)[:, None] * decays)
+        tl.store(place + WINDOW, tl.sum(keys * met_by[None, :], axis=1)[:, None] * decays)
 
 
 @triton.jit(do_not_specialize=["k_stride", "norm_stride", "G_stride", "tokens_per_decode", "beta_scale"])
@@ -116,6 +156,7 @@ def _prepare_kernel(
     ONE_TOKEN nothing is kept for a next one, which takes a third fewer registers."""
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
+    SPLIT: tl.constexpr = CHANNELS and ONE_TOKEN
     wait_for_previous_launch()
     row, head = row_and_tile(HEADS)
     channel, entry = tl.arange(0, BLOCK_K), tl.arange(0, WINDOW)
@@ -137,7 +178,11 @@ def _prepare_kernel(
         part, in_part = value_head, value_head < VALUE_HEADS
     rate = tl.load(A_log + value_head).to(tl.float32)
     bias = tl.load(dt_bias + part, mask=in_part, other=0).to(tl.float32)
-    log_G = slot_of(log_G, slot, G_stride) + part
+    log_G = slot_of(log_G, slot, G_stride)
+    if SPLIT:
+        prefetch_entries(log_k, start, end, HEADS * K, BLOCK_K)
+        prefetch_entries(log_G + head * K, start, end, PARTS, BLOCK_K)
+    log_G += part
 
     next_launch_may_begin()
     token = row.to(tl.int64) * tokens_per_decode
@@ -145,12 +190,8 @@ def _prepare_kernel(
         q, k, a, b, token, length > 0, head, value_head, part, channel, in_K, in_part,
         Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, CHANNELS,
     )  # fmt: skip
-    inside = (entry >= start) & (entry < end)
-    norms = tl.load(log_norm + entry * HEADS, mask=inside, other=0)
-    keys = log_k + (entry * (HEADS * K))[:, None] + channel[None, :]
-    keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0).to(tl.float32) * norms[:, None]
-    Gs = log_G[None, :] + (entry * PARTS)[:, None]
-    Gs = tl.load(Gs, mask=inside[:, None] & in_part[None, :], other=0)
+    if not SPLIT:
+        keys, Gs = _load_entries(log_k, log_norm, log_G, entry, start, end, channel, in_K, in_part, HEADS, PARTS, K)
     G = tl.load(log_G + (end - 1) * PARTS, mask=tl.where(end > start, in_part, False), other=0)
     lane = end
     for t in range(1 if ONE_TOKEN else tokens_per_decode):
@@ -169,36 +210,42 @@ def _prepare_kernel(
         tl.store(log_norm + here * HEADS, norm, mask=t < length)
         tl.store(log_G + here * PARTS, G, mask=mine)
 
-        decays, total, below = tl.exp2(G[None, :] - Gs), tl.exp2(G), entry < lane
-        score = (token * VALUE_HEADS + value_head) * (2 * WINDOW)
+        total = tl.exp2(G)
+        score = scores + (token * VALUE_HEADS + value_head) * (2 * WINDOW)
         vector = vectors + (token * HEADS + head) * (2 * K) + channel
         scalar = scalars + (token * VALUE_HEADS + value_head) * SCALARS
         own = tl.sum(key * met_by, axis=0)
         tl.store(scalar, beta_scale / (1 + tl.exp(-beta.to(tl.float32))))
         if CHANNELS:
-            met = keys * decays
-            tl.store(scores + score + entry, tl.where(below, tl.sum(met * key[None, :], axis=1), 0.0))
-            tl.store(scores + score + WINDOW + entry, tl.where(below, tl.sum(met * met_by[None, :], axis=1), 0.0))
             tl.store(vector, key * total, mask=in_K)
             tl.store(vector + K, met_by * total, mask=in_K)
             tl.store(scalar + 1, own)
             tl.store(scalar + 2, 1.0)
         else:
-            place = scores + score[None, :] + entry[:, None]
-            decays = tl.where(below[:, None], decays, 0.0)
-            tl.store(place, tl.sum(keys * key[None, :], axis=1)[:, None] * decays)
-            tl.store(place + WINDOW, tl.sum(keys * met_by[None, :], axis=1)[:, None] * decays)
             tl.store(vector, key, mask=in_K)
             tl.store(vector + K, met_by, mask=in_K)
             tl.store(scalar + 1, own + tl.zeros_like(total))
             tl.store(scalar + 2, total)
-        if t + 1 < length:
-            new = (entry == lane)[:, None]
-            keys, Gs = tl.where(new, key[None, :], keys), tl.where(new, G[None, :], Gs)
-            next_lane = end + (depth >> 4 * (t + 1) & 15)
-            if next_lane <= lane:  # a branch: decays go on from its parent's
-                G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
-            lane = next_lane
+        if SPLIT:
+            first = start // BLOCK_ENTRIES * BLOCK_ENTRIES
+            skipped = (entry < first) | (entry >= end)
+            tl.store(score + entry, tl.zeros([WINDOW], tl.float32), mask=skipped)
+            tl.store(score + WINDOW + entry, tl.zeros([WINDOW], tl.float32), mask=skipped)
+            for block in range(first, end, BLOCK_ENTRIES):
+                some = block + tl.arange(0, BLOCK_ENTRIES)
+                some_keys, some_Gs = _load_entries(
+                    log_k, log_norm, log_G, some, start, end, channel, in_K, in_part, HEADS, PARTS, K
+                )
+                _store_scores(score, some, some < end, some_keys, some_Gs, key, met_by, G, CHANNELS)
+        else:
+            _store_scores(score, entry, entry < lane, keys, Gs, key, met_by, G, CHANNELS)
+            if t + 1 < length:
+                new = (entry == lane)[:, None]
+                keys, Gs = tl.where(new, key[None, :], keys), tl.where(new, G[None, :], Gs)
+                next_lane = end + (depth >> 4 * (t + 1) & 15)
+                if next_lane <= lane:  # a branch: decays go on from its parent's
+                    G = tl.sum(tl.where((entry == next_lane - 1)[:, None], Gs, 0.0), axis=0)
+                lane = next_lane
         token += 1
         query, raw, gate, beta = next_query, next_raw, next_gate, next_beta
 

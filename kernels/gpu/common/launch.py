@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import triton
 from torch import Tensor
 
 from ...indices import StateIndices
@@ -38,6 +39,10 @@ class Launcher:
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        if not triton.knobs.runtime.interpret:
+            # Triton 3.6 leaves out of a kernel's key on disk the constants of functions without one yet. Made in the
+            # order of imports, keys are the same in every process, which then finds what another one has compiled.
+            hash(kernel)
         self.variants: dict[tuple[object, ...], Any] = {}
 
     def __call__(

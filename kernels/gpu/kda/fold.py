@@ -21,6 +21,7 @@ from ..common.log import (
     LEAST_WIDTH,
     ROWS,
     next_launch_may_begin,
+    prefetch_entries,
     slot_of,
     task_of_fold,
     wait_for_previous_launch,
@@ -62,6 +63,9 @@ def _fold_kernel(
     for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
         head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
         first_row = head * V + tile * BLOCK_V
+        prefetch_entries(slot_of(log_k, slot, k_stride) + head * K, start, last, HEADS * K, BLOCK_K)
+        prefetch_entries(slot_of(log_G, slot, G_stride) + head * K, start, last, HEADS * K, BLOCK_K)
+        prefetch_entries(slot_of(log_u, slot, u_stride) + first_row, start, last, HEADS * V, BLOCK_V)
         place = state + first_row * K + (lane * K)[:, None] + channel[None, :]
         there = tl.broadcast_to(in_K[None, :], [BLOCK_V, BLOCK_K])
         S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0).to(tl.float32)
