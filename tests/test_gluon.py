@@ -35,7 +35,7 @@ BF16 = "q", "k", "v", "g", "a", "b", "tiles", "operands", "out", "x", "dt", "B",
 FP32 = "A_log", "dt_bias", "vectors", "totals", "state", "A", "D"
 NUMBERS = {"slot_stride": "i32", "dt_stride": "i32", "dt_head_stride": "i32", "dt_min": "fp32", "dt_max": "fp32"}
 for kernel, constants, warps in (
-    (prepare.kernel, strides | gates | shape, 4),
+    *((prepare.kernel, strides | gates | shape | {"BACKWARDS": backwards}, 4) for backwards in (False, True)),
     *((scan.kernel, strides | shape | outputs, rows // 16) for outputs in scans),
     (kda_prepare.kernel, kda_inputs | kda_shape, 4),
     *((kda_scan.kernel, kda_shape | outputs | kda_stages, rows // 16) for kda_stages in stages),
@@ -62,7 +62,7 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("_")]
-    kernels = ["_delta_prepare_kernel", "_delta_scan_kernel", "_delta_scan_kernel"]
+    kernels = 2 * ["_delta_prepare_kernel"] + 2 * ["_delta_scan_kernel"]
     kernels += ["_kda_prepare_kernel", "_kda_scan_kernel", "_kda_scan_kernel", "_ssd_scan_kernel"]
     assert [name for name, *_ in found] == kernels
     for _, shared, multiplies in found:

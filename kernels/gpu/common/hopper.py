@@ -38,17 +38,22 @@ def wide(x):
 
 
 @gluon.jit
-def tokens_of_task(task, num_tasks, indices, num_prefills, num_chunks, HEADS: gl.constexpr):
-    """A task's first token, how many its chunk has, and its head; none from the last task on. See `chunk_tokens`."""
+def tokens_of_task(task, indices, num_prefills, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
+    """A task's first token, how many its chunk has, its head, and the place of both among all; no tokens from the last
+    task on. See `chunk_tokens`. BACKWARDS the last chunk comes first."""
     query_start_loc, chunk_start, seq_chunk_start = indices
+    there = task < num_chunks * HEADS
     chunk = gl.minimum(task // HEADS, num_chunks - 1)
+    if BACKWARDS:
+        chunk = num_chunks - 1 - chunk
     filled_chunks = gl.load(seq_chunk_start + num_prefills)
     last_end = gl.load(query_start_loc + num_prefills)
     start = gl.load(chunk_start + chunk)
     following = gl.load(chunk_start + gl.minimum(chunk + 1, num_chunks - 1))
     end = gl.where(chunk + 1 < filled_chunks, following, last_end)
-    count = gl.where((chunk < filled_chunks) & (task < num_tasks), end - start, 0)
-    return start.to(gl.int64), count, task % HEADS
+    count = gl.where((chunk < filled_chunks) & there, end - start, 0)
+    head = task % HEADS
+    return start.to(gl.int64), count, head, chunk * HEADS + head
 
 
 @gluon.jit

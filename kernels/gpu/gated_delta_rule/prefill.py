@@ -280,7 +280,8 @@ def prefill(
             (q, k, a, b, A_log, dt_bias, tiles, vectors, flags),
             index_pointers(indices, CHUNK_ARRAYS),
             (indices.num_prefills, num_tokens, num_chunks),
-            {**strides, **gate_strides, **shape},
+            # Where the second launch waits for all of it, it finds in the L2 cache what was prepared last.
+            {**strides, **gate_strides, **shape, "BACKWARDS": not few and not paired},
             num_warps=4,
             maxnreg=168,
         )

@@ -73,6 +73,7 @@ def _delta_prepare_kernel(
     VALUE_HEADS: gl.constexpr,
     K: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    BACKWARDS: gl.constexpr,
 ):
     """A program takes chunks of value heads, one after the other."""
     BF16: gl.constexpr = gl.bfloat16
@@ -98,7 +99,7 @@ def _delta_prepare_kernel(
     num_tasks = num_chunks * VALUE_HEADS
     clear_flags(flags, num_tasks, WARPS)
     task = gl.program_id(0)
-    t, count, head = tokens_of_task(task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS)
+    t, count, head, place = tokens_of_task(task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS)
     q_place, k_place = _places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
     copy_tile(q_s, q_place, Q_STRIDES[0], count, K, False, WARPS)
     copy_tile(k_s, k_place, K_STRIDES[0], count, K, False, WARPS)
@@ -106,8 +107,8 @@ def _delta_prepare_kernel(
     gate, beta, rate, bias = _gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
     while task < num_tasks:
         next_task = task + gl.num_programs(0)
-        next_t, next_count, next_head = tokens_of_task(
-            next_task, num_tasks, indices, num_prefills, num_chunks, VALUE_HEADS
+        next_t, next_count, next_head, next_place = tokens_of_task(
+            next_task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS
         )
         step = gl.arange(0, CHUNK, layout=FLAT)
         filled = step < count
@@ -155,10 +156,10 @@ def _delta_prepare_kernel(
         tile = tiles + (t * VALUE_HEADS + head) * CHUNK
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
-        place = row.to(gl.int64) * (VALUE_HEADS * CHUNK) + column
+        entry = row.to(gl.int64) * (VALUE_HEADS * CHUNK) + column
         stored = (row < count) & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (VALUE_HEADS * CHUNK)
-        gl.store(score_tile + place, tile_s.load(OUT), mask=stored)
+        gl.store(score_tile + entry, tile_s.load(OUT), mask=stored)
 
         tiles_s = blocks_s.index(0), blocks_s.index(1), blocks_s.index(2), blocks_s.index(3)
         blocks = columns(products, NARROW)
@@ -167,15 +168,15 @@ def _delta_prepare_kernel(
         for n in gl.static_range(CHUNK // BLOCK):
             tile_s.slice(n * BLOCK, BLOCK, dim=1).store((inverse[n] * scale).to(BF16))
         barrier()
-        gl.store(tile + place, tile_s.load(OUT), mask=stored)
+        gl.store(tile + entry, tile_s.load(OUT), mask=stored)
 
         vector = vectors + head.to(gl.int64) * (4 * num_tokens) + token
         gl.store(vector, decay, mask=filled)
         gl.store(vector + num_tokens, decay * k_norms_s.load(FLAT), mask=filled)
         gl.store(vector + 2 * num_tokens, decay * q_norms_s.load(FLAT), mask=filled)
         gl.store(vector + 3 * num_tokens, to_end, mask=filled)
-        set_flag(flags + task)
-        task, t, count, head = next_task, next_t, next_count, next_head
+        set_flag(flags + place)
+        task, t, count, head, place = next_task, next_t, next_count, next_head, next_place
     async_copy.wait_group(0)
 
 

@@ -175,7 +175,7 @@ def _kda_prepare_kernel(
     num_tasks = num_chunks * HEADS
     clear_flags(flags, num_tasks, WARPS)
     task = gl.program_id(0)
-    t, count, head = tokens_of_task(task, num_tasks, indices, num_prefills, num_chunks, HEADS)
+    t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
     _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
     beta, first_bias, second_bias, rate = _gates(b, A_log, dt_bias, t, count, head, B_STRIDES, K, PART)
     far_parts = 0
@@ -184,7 +184,7 @@ def _kda_prepare_kernel(
         # twice; its results are the same if it is not.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
-        next_t, next_count, next_head = tokens_of_task(next_task, num_tasks, indices, num_prefills, num_chunks, HEADS)
+        next_t, next_count, next_head, _ = tokens_of_task(next_task, indices, num_prefills, num_chunks, HEADS, False)
         rate = -gl.exp(rate.to(gl.float32))
         biases_s.index(0).store(first_bias.to(gl.float32) * LOG2_E)
         if PARTS == 2:
