@@ -11,7 +11,7 @@ import torch
 import test_kernels_bitwise as bitwise
 import test_kernels_contract as contract
 import test_kernels_out as out
-from gpu_cases import DTYPES, FP16, MODELS, Make
+from gpu_cases import DTYPES, MODELS, Make
 from kernel_cases import Pool
 from kernel_ops import OPS
 
@@ -36,7 +36,7 @@ SHARED: dict[str, Callable[..., None]] = {
     "company": lambda make, dtype, state_dtype: bitwise.check_in_company(make(), dtype, state_dtype, COMPANIES),
     "drafts": bitwise.test_steps_and_drafts_change_no_bit,
 }
-# What asks where things lie, and compiles a kernel for each such place: it asks it of the usual dtypes.
+# What asks where things lie, and compiles a kernel for each such place: it asks it of the first and the last dtypes.
 OF_PLACES = ("out", "unaligned out", "dense slots", "slots at 16 bytes", "no tokens")
 SMALL = [
     pytest.param(
@@ -44,8 +44,7 @@ SMALL = [
         make,
         *dtypes,
         id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes), what]),
-        # Kernels of fp16 are those of bf16 but for their types; their accuracy on every mix of rows is asked elsewhere.
-        marks=pytest.mark.gpu_full if (what in OF_PLACES and dtypes != of_op[0]) or FP16 in dtypes else (),
+        marks=pytest.mark.gpu_full if what in OF_PLACES and dtypes not in (of_op[0], of_op[-1]) else (),
     )
     for name, make in OPS.items()
     for of_op in [DTYPES.get(make().name, ())[: None if name in DTYPES else 1]]  # of an op's variants one is enough
