@@ -359,6 +359,13 @@ class Simulation:
         if len(self._out) >= self._depth or not self.scheduler.has_requests():
             self.read()
         self.scheduler.states.check()
+        self._check_sure()
+
+    def _check_sure(self) -> None:
+        """The rows that get no room of their own are those of decoding requests up to their next fold."""
+        for name, left in self.scheduler._sure.items():
+            at = self.scheduler.states.progress(name)
+            assert at.computed >= at.prefill_end and left == FOLD - 1 - at.computed % FOLD, (name, left, at)
 
     def _check_pages(self) -> None:
         """Every page that vLLM could hit from now on is written, and its hash always means the same."""
