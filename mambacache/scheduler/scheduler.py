@@ -180,8 +180,10 @@ class Scheduler:
             })  # fmt: skip
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
-                room = max(self._budget - left, 0)  # a token for each row that is left goes before one's drafts
-                self._schedule_row(request, progress, drafts.get(request, NO_GUESS).cut(room))
+                guess = drafts.get(request, NO_GUESS)
+                if guess is not NO_GUESS:  # a token for each row that is left goes before one's drafts
+                    guess = guess.cut(max(self._budget - left, 0))
+                self._schedule_row(request, progress, guess)
 
     def _admit(self) -> None:
         line, in_flight = self._line, []
@@ -225,9 +227,10 @@ class Scheduler:
             num_tokens = int(progress.in_flight + len(request.output) < request.params.max_tokens)
         if not num_tokens:
             return False
-        while (step := self.cache.allocate(request.request_id, num_tokens, **drafts._asdict())) is None:
-            if drafts.drafts:
-                drafts = drafts.cut(len(drafts.drafts) - 1)
+        guessed, parents = drafts
+        while (step := self.cache.allocate(request.request_id, num_tokens, drafts=guessed, parents=parents)) is None:
+            if guessed:
+                guessed, parents = drafts.cut(len(guessed) - 1)
             elif not self._preempt_younger(request):
                 return False
         if step.prefill and request.params.prompt_logprobs is not None:
