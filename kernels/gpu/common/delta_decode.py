@@ -40,7 +40,7 @@ from .log import (
     wait_for_previous_launch,
 )
 
-BLOCK_ENTRIES = tl.constexpr(8)  # of a log that the first launch takes at once where each has decays and one token
+BLOCK_ENTRIES = tl.constexpr(8)  # that the first launch takes at once where it leaves out what is empty of a log
 SCALARS = tl.constexpr(3)  # of a token and value head: beta, its query times its own key, and the state's decay
 
 
@@ -153,7 +153,8 @@ def _prepare_kernel(
     the state is to meet, its key and its query, in `vectors` [F, H, 2, K], and what they met in the log in `scores`
     [F, HV, 2, 16]. Its entry stands in the lane of its depth, where siblings before it stood: in preorder those below
     are its path. A token's inputs are asked for before what comes first is used: each wait is a good part of all. With
-    ONE_TOKEN nothing is kept for a next one, which takes a third fewer registers."""
+    ONE_TOKEN nothing is kept for a next one, which takes a third fewer registers; where channels have decays of their
+    own, parts of a log without an entry are left out then, on average a third of all."""
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
     SPLIT: tl.constexpr = CHANNELS and ONE_TOKEN
