@@ -49,7 +49,7 @@ class Guess(NamedTuple):
 
     def cut(self, count: int) -> Guess:
         """The first so many."""
-        return Guess(self.drafts[:count], self.parents[:count])
+        return Guess(self.drafts[:count], self.parents[:count]) if self.drafts else self
 
 
 NO_GUESS = Guess()
