@@ -158,6 +158,7 @@ def _prepare_kernel(
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
     SPLIT: tl.constexpr = CHANNELS and ONE_TOKEN
+    ASKED: tl.constexpr = K if K == BLOCK_K else BLOCK_K // 2  # a power of 2, and no line beyond the log
     wait_for_previous_launch()
     row, head = row_and_tile(HEADS)
     channel, entry = tl.arange(0, BLOCK_K), tl.arange(0, WINDOW)
@@ -181,8 +182,8 @@ def _prepare_kernel(
     bias = tl.load(dt_bias + part, mask=in_part, other=0).to(tl.float32)
     log_G = slot_of(log_G, slot, G_stride)
     if SPLIT:
-        prefetch_entries(log_k, start, end, HEADS * K, BLOCK_K)
-        prefetch_entries(log_G + head * K, start, end, PARTS, BLOCK_K)
+        prefetch_entries(log_k, start, end, HEADS * K, ASKED)
+        prefetch_entries(log_G + head * K, start, end, PARTS, ASKED)
     log_G += part
 
     next_launch_may_begin()

@@ -57,14 +57,15 @@ def _fold_kernel(
     """
     next_launch_may_begin()
     TILES: tl.constexpr = V // BLOCK_V
+    ASKED: tl.constexpr = K if K == BLOCK_K else BLOCK_K // 2  # a power of 2, and no line beyond the log
     channel, lane = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_K = channel < K
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
         head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
         first_row = head * V + tile * BLOCK_V
-        prefetch_entries(slot_of(log_k, slot, k_stride) + head * K, start, last, HEADS * K, BLOCK_K)
-        prefetch_entries(slot_of(log_G, slot, G_stride) + head * K, start, last, HEADS * K, BLOCK_K)
+        prefetch_entries(slot_of(log_k, slot, k_stride) + head * K, start, last, HEADS * K, ASKED)
+        prefetch_entries(slot_of(log_G, slot, G_stride) + head * K, start, last, HEADS * K, ASKED)
         prefetch_entries(slot_of(log_u, slot, u_stride) + first_row, start, last, HEADS * V, BLOCK_V)
         place = state + first_row * K + (lane * K)[:, None] + channel[None, :]
         there = tl.broadcast_to(in_K[None, :], [BLOCK_V, BLOCK_K])
