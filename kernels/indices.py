@@ -15,6 +15,7 @@ MAX_TOKENS_PER_DECODE = 8
 FOLD = 16
 """Entries of a token log: states are folded at absolute multiples of so many tokens."""
 
+ARRIVALS_WIDTH = 32  # int32 in a line of memory
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
 _FOLD_FIELDS = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
 _DECODE = (*_FOLD_FIELDS, "decode_len", "late_len")
@@ -102,6 +103,8 @@ class StateIndices:
       before it. Such a row has no dst; `keep_paths` must then bring the entries of the tokens that are kept together
     - `depths` [N]: on how many tokens of its row each one follows, in four bits a token from the lowest on. Derived
       here, so that a kernel has those of a whole row at once
+    - `arrivals` [N, 32]: zeros, a line of memory for each decode row. A launch counts there what of a row is prepared
+      and what has waited for it, and leaves zeros. Made here
     - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
       which it is folded, this step's included. Derived here, for kernels that work on these alone
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
@@ -132,6 +135,7 @@ class StateIndices:
     log_end: Tensor
     ancestors: Tensor
     depths: Tensor
+    arrivals: Tensor
     folds: Tensor
     query_start_loc: Tensor
     context_len: Tensor
@@ -222,6 +226,7 @@ class StateIndices:
             arrays = {**arrays, "prefill_rows": np.stack(columns, axis=1)[order]}
         indices = cls.__new__(cls)
         indices.flat, tensors = _packed(arrays, torch.device(device))
+        tensors["arrivals"] = _no_arrivals(num_decodes, indices.flat.device)
         indices._set(tensors, num_decodes, tokens_per_decode, num_prefills, num_tokens)
         return indices
 
@@ -243,6 +248,7 @@ class DecodeBuffers:
         self._shapes |= {"ancestors": (max_rows * tokens_per_decode,), "folds": (1 + len(_FOLD_FIELDS) * max_rows,)}
         self._shapes |= dict.fromkeys(("query_start_loc", "seq_chunk_start"), (1,))
         self._buffer = torch.zeros(sum(map(_room, self._shapes.values())), dtype=torch.int32, device=device)
+        self._arrivals = _no_arrivals(max_rows, device)
         self._indices: dict[int, StateIndices] = {}
         _check_width(tokens_per_decode)
 
@@ -289,10 +295,15 @@ class DecodeBuffers:
             tensors = _views(self._buffer, self._shapes)
             width = self.tokens_per_decode
             tensors |= {name: tensors[name][:rows] for name in (*_DECODE, *_DERIVED)}
-            tensors["ancestors"] = tensors["ancestors"][: rows * width]
+            tensors |= {"ancestors": tensors["ancestors"][: rows * width], "arrivals": self._arrivals[:rows]}
             tensors |= dict.fromkeys((*_PREFILL, *_CHUNK), self._buffer[:0])
             self._indices[rows] = StateIndices(tensors, rows, width, 0, rows * width)
         return self._indices[rows]
+
+
+def _no_arrivals(rows: int, device: torch.device) -> Tensor:
+    """See `StateIndices.arrivals`. Side by side they would slow each other down, where many programs wait for them."""
+    return torch.zeros(rows, ARRIVALS_WIDTH, dtype=torch.int32, device=device)
 
 
 def _with_defaults(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -115,6 +116,25 @@ def test_every_choice_of_tiles_gives_the_same(
     first = outcome(batch)
     monkeypatch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
     assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda", "ssd"])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_no_program_reads_what_is_not_prepared_yet(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What programs of a launch leave each other is NaN before it."""
+    make, dtypes = first_shape(op, 1)
+    batch = Batch(make(), Mix((tokens,) * 64), dtypes, padding=0)
+    first = outcome(batch)
+    decode = sys.modules["mambacache.kernels.gpu." + ("ssd.decode" if op == "ssd" else "common.delta_decode")]
+    scratch = decode.scratch
+
+    def poisoned(like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        return tuple(x.fill_(torch.nan) for x in scratch(like, sizes))
+
+    monkeypatch.setattr(decode, "scratch", poisoned)
+    for _ in range(100):
+        assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
+        assert not batch.indices.arrivals.any()
 
 
 @pytest.mark.parametrize("op", MODELS)

@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
 # At most so many launches for decode rows, for prefill rows, and for both.
 LAUNCHES = {
-    "gated_delta_rule": (3, 2, 5),
-    "kda": (3, 2, 5),
+    "gated_delta_rule": (2, 2, 4),
+    "kda": (2, 2, 4),
     "conv1d": (1, 1, 1),
     "selective_scan": (1, 1, 2),
-    "ssd": (3, 2, 5),
+    "ssd": (2, 2, 4),
 }
 
 

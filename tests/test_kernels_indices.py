@@ -42,6 +42,7 @@ def test_names_and_host_integers_of_a_plan() -> None:
     assert indices.seq_chunk_start.tolist() == [0, 3, 3, 4]
     assert indices.prefill_rows.tolist() == [[16, 116, 30, 0, 3, 1], [116, 117, 0, 3, 4, 0], [116, 116, 0, 3, 3, 0]]
     assert indices.folds.tolist() == [2, *(3, 4, 1, 0, 1), *(5, 6, 2, 3, 16), *[0] * 10]
+    assert indices.arrivals.tolist() == [[0] * 32] * 4
     assert StateIndices.from_arrays(plan_arrays(decodes, prefills), "cpu").num_tokens == 117
     assert not hasattr(indices, "kv_slot")
 

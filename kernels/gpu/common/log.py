@@ -1,10 +1,10 @@
 """What decode over a token log shares.
 
 With G_i, the sum of the log2 decays from the log's first entry up to entry i, the state behind n entries is
-exp2(G_n) S + sum_i exp2(G_n - G_i) u_i k_i^T. A first launch takes what is of keys alone: it logs the new tokens', and
-leaves what the state is to meet and what the entries weigh. The second goes through the state once and stores none.
-The third folds the rows that have a dst. What a token gives depends on its entry and on what stands before it alone,
-however tokens are cut into steps.
+exp2(G_n) S + sum_i exp2(G_n - G_i) u_i k_i^T. Two launches: in the first one some programs take what is of keys alone,
+log the new tokens', and leave what the states are to meet and what the entries weigh; the others go through the states
+once and store none. The second launch folds the rows that have a dst. What a token gives depends on its entry and on
+what stands before it alone, however tokens are cut into steps.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ...indices import FOLD
-from .chunks import row_and_tile
+from ...indices import ARRIVALS_WIDTH, FOLD
 from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED, prefetch
 
 WINDOW = tl.constexpr(FOLD)
+ARRIVALS_STRIDE = tl.constexpr(ARRIVALS_WIDTH)
 LEAST_DECAY = tl.constexpr(-34.6)  # of one token, in log2: beyond it differences of sums would lose their last bits
 LEAST_WIDTH = 64
 """Of keys. With one channel a thread its own product is fused into the first sum with another thread's, which rounds
 otherwise in each of both: then steps of other lengths would give other bits."""
-ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of the second launch takes at once, and how often at most
+ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often at most
 FOLD_PROGRAMS = 1056
 FOLD_SHARE = 4  # of the rows one of so many has programs of its own to be folded: of 16 about one is in each step
 FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
 
 # Index arrays as the kernels take them.
-PREPARE_ARRAYS = "decode_len", "log_slot", "log_start", "log_end", "depths"
-DECODE_ARRAYS = ("decode_src", "decode_dst", *PREPARE_ARRAYS)
+DECODE_ARRAYS = "decode_src", "decode_dst", "decode_len", "log_slot", "log_start", "log_end", "depths", "arrivals"
 FOLD_ARRAYS = ("folds",)
 
 
@@ -45,7 +44,7 @@ def tiles_of_a_program(rows: int) -> int:
 
 
 def fold_shape(columns: int) -> tuple[int, int]:
-    """Rows of a state that a program of the third launch takes at once, and its warps: registers hold that much."""
+    """Rows of a state that a program of the fold takes at once, and its warps: registers hold that much."""
     return (64, 4) if columns <= 128 else (32, 8)
 
 
@@ -67,11 +66,18 @@ def row_log(slots, starts, ends, row):
 
 
 @triton.jit
-def tiles_of_program(TILES: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """A program's decode row, its head, and the first of the ROWS rows of its state of which it takes TILES tiles."""
-    PROGRAMS: tl.constexpr = ROWS // BLOCK_ROWS // TILES
-    row, program = row_and_tile(PROGRAMS * HEADS)
-    return row, program // PROGRAMS, program % PROGRAMS * (TILES * BLOCK_ROWS)
+def depth_of(depths, token):
+    """On how many tokens of its row a token follows."""
+    return depths >> 4 * token & 15
+
+
+@triton.jit
+def parent_place(depths, token, end):
+    """Where in a log the token stands that another one follows on: the last before it whose depth is less by one."""
+    place = end - 1
+    for earlier in range(token):
+        place = tl.where(depth_of(depths, earlier) == depth_of(depths, token) - 1, end + earlier, place)
+    return place
 
 
 @triton.jit
@@ -86,8 +92,8 @@ def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
 def wait_for_previous_launch():
     """A launch that may begin before the previous one is done reads nothing of it until then, and is not done itself.
 
-    So all its programs wait, those without work too. The first launch waits for everything before it lets the second
-    begin: what neither of them writes the other two may read at once.
+    So all its programs wait, those without work too. Decode waits for everything before it lets the fold begin, so that
+    the fold may read at once what decode does not write.
     """
     if not INTERPRETED:
         gdc_wait()
@@ -97,6 +103,49 @@ def wait_for_previous_launch():
 def next_launch_may_begin():
     if not INTERPRETED:
         gdc_launch_dependents()
+
+
+@triton.jit
+def _count(arrivals, LAST: tl.constexpr):
+    """Counts this program; after the LAST one comes 0 again, as the next launch needs it."""
+    code: tl.constexpr = """
+    {
+    .reg .pred first;
+    mov.u32 $0, %tid.x;
+    setp.eq.u32 first, $0, 0;
+    @first red.relaxed.gpu.global.inc.u32 [$1], $2;
+    }
+    """
+    place = [arrivals.to(tl.int64, bitcast=True), LAST]
+    tl.inline_asm_elementwise(code, "=r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def arrive(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
+    """Of a row, one of the PREPARING programs: what it stored can be seen by the WAITING ones once all have come."""
+    if not INTERPRETED:
+        tl.debug_barrier()
+        code: tl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, 0;"
+        tl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
+        _count(arrivals, PREPARING + WAITING - 1)
+
+
+@triton.jit
+def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
+    """Programs start in their order: those that prepare a row run, or are done, when one of the later ones waits."""
+    if not INTERPRETED:
+        code: tl.constexpr = """
+        {
+        .reg .pred missing;
+        AGAIN:
+        ld.acquire.gpu.global.u32 $0, [$1];
+        setp.lt.u32 missing, $0, $2;
+        @missing bra AGAIN;
+        }
+        """
+        place = [arrivals.to(tl.int64, bitcast=True), PREPARING]
+        tl.inline_asm_elementwise(code, "=r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
+        _count(arrivals, PREPARING + WAITING - 1)
 
 
 @triton.jit
@@ -119,8 +168,8 @@ def tile_columns(BLOCK_COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_state(place, mask, again):
-    """Elements of a state in fp32, on their way out of the L2 cache unless the third launch reads them again: what the
-    launches leave each other stays."""
+    """Elements of a state in fp32, on their way out of the L2 cache unless the fold reads them again: what was
+    prepared stays."""
     if again:
         S = tl.load(place, mask=mask, other=0)
     else:

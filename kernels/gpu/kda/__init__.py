@@ -1,4 +1,4 @@
-"""Kimi Delta Attention over a mixed batch: three Triton launches for decode rows, two for prefill rows."""
+"""Kimi Delta Attention over a mixed batch: two Triton launches for decode rows, two for prefill rows."""
 
 from __future__ import annotations
 

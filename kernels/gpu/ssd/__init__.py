@@ -1,4 +1,4 @@
-"""State-space duality of Mamba2 over a mixed batch: three launches for decode rows, one or two for prefill rows."""
+"""State-space duality of Mamba2 over a mixed batch: two launches for decode rows, one or two for prefill rows."""
 
 from __future__ import annotations
 
