@@ -43,7 +43,8 @@ class IllegalHost:
     def run(self, moves: int) -> None:
         kinds = [self.add, self.admit, self.admit, self.allocate, self.allocate, self.plan, self.issue, self.accept]
         kinds += [self.cancel, self.drop, self.preempt, self.free, self.fork, self.withdraw, self.old, self.reset]
-        weights = [3, 6, 6, 10, 10, 9, 14, 14, 1, 1, 1, 1, 4, 1, 3, 0.2]
+        kinds += [self.decoded]
+        weights = [3, 6, 6, 10, 10, 9, 14, 14, 1, 1, 1, 1, 4, 1, 3, 0.2, 1]
         for move in [self.add] * 3 + self.rng.choices(kinds, weights, k=moves):
             self.attempt(move)
         self.finish()
@@ -177,6 +178,10 @@ class IllegalHost:
 
     def reset(self) -> None:
         self.cache.reset()
+
+    def decoded(self) -> None:
+        """More tokens than a log has room for."""
+        self.cache.decoded(self.name(), [0] * self.rng.randint(16, 20))
 
     def old(self) -> None:
         """A row that ended, or is in any other state, given to any call."""

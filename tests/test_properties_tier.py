@@ -194,7 +194,7 @@ def test_any_illegal_host_with_a_tier(host: tuple[int, CacheConfig]) -> None:
 def test_an_illegal_host_copies_both_ways() -> None:
     hosts = [
         IllegalTieredHost(seed, CacheConfig(num_state_blocks=6, num_kv_blocks=9, num_host_states=9, num_host_pages=40))
-        for seed in range(60)
+        for seed in range(70)
     ]
     for host in hosts:
         host.run(600)

@@ -268,7 +268,6 @@ class Books:
         request.in_flight += row.step.samples
 
     def accept(self, taken: Sequence[tuple[Row, array[int]]]) -> None:
-        size = self._config.block_size
         self.accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
         for row, known, tokens in self.accepting:
             life, request = row.life, row.life.request
@@ -276,16 +275,17 @@ class Books:
             request.issued.remove(row)
             request.tokens[known:] = tokens
             request.in_flight -= row.step.samples
-            if len(request.tokens) >= len(request.chain) * size:
-                extend_chain(request.chain, request.tokens, size, request.keys)
-                if life.ended:
-                    self.lookup.wait_no_more(request)
-                    self.lookup.wait(request)
-                elif request.store and not request.stale:
-                    self.lookup.writes(life, request.chain)
+            self.lookup.lengthen(life)
             if not life.ended:
                 self.states.accept(row)
         self.accepting = []
+
+    def decoded(self, life: Life, tokens: array[int]) -> None:
+        life.request.tokens.extend(tokens)
+        self.lookup.lengthen(life)
+        life.computed += len(tokens)
+        self.states.num_issued += len(tokens)
+        self.ledger.computed(life.trace, life.computed)
 
     def cancel(self, rows: Sequence[Row]) -> None:
         since = min((row.issue for row in rows if row.issue), default=0)

@@ -199,6 +199,18 @@ class Lookup:
         life.written = max(depth, life.written)
         life.announced = max(life.announced, life.written)
 
+    def lengthen(self, life: Life) -> None:
+        """Its request's chain, by the blocks that are full of tokens now."""
+        request, size = life.request, self._pages.block_size
+        if len(request.tokens) < len(request.chain) * size:
+            return
+        extend_chain(request.chain, request.tokens, size, request.keys)
+        if life.ended:
+            self.wait_no_more(request)
+            self.wait(request)
+        elif request.store and not request.stale:
+            self.writes(life, request.chain)
+
     # --- who waits ---
 
     def wait(self, request: CachedRequest) -> None:

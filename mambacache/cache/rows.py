@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array, tree_parents
-from mambacache.plan import NO_GUESS, PLACEHOLDER, Guess, SequenceStep
+from mambacache.plan import FOLD, NO_GUESS, PLACEHOLDER, Guess, SequenceStep
 
 
 class Rows(dict[int, Row]):
@@ -126,6 +126,16 @@ def check_next_row(
     if left > 0 or (request.in_flight and any(token != PLACEHOLDER for token in guesses)):
         raise RuntimeError(f"{_name(request)} does not know its last token yet: drafts come after it")
     return Guess(guesses, tree_parents(_name(request), guesses, parents))
+
+
+def check_decoded(life: Life, token_ids: Sequence[int], num_pages: int) -> array[int]:
+    """Tokens of steps that only added to a log; raises as `PrefixCache.decoded` does."""
+    request, tokens = life.request, token_array(f"tokens of {_name(life.request)}", token_ids)
+    if request.issued or life.row is not None or not life.log_slot or life.computed != len(request.tokens) - 1:
+        raise RuntimeError(f"{_name(request)} has a row under way, or decodes not yet: only what follows is `decoded`")
+    if num_pages or life.computed % FOLD + len(tokens) >= FOLD:
+        raise ValueError(f"{_name(request)} needs a block or a page for these tokens: allocate their rows")
+    return tokens
 
 
 def check_fork(

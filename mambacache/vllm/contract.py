@@ -36,7 +36,6 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
             "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens",
         ),
         "Scheduler.schedule": ("self throttle_prefills",),
-        "Scheduler._update_request_with_output": ("self request new_token_ids is_stale",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
     },
     "v1/core/kv_cache_manager.py": {

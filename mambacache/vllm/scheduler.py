@@ -59,15 +59,15 @@ class Mixin:
         )
         self.need_mamba_block_aligned_split = True  # makes schedule() ask _mamba_block_aligned_split for every chunk
         self._runner_v2 = not is_cpu()
-        self._rows: dict[str, SequenceStep | None] = {}  # of this schedule(); None: one that is sure of its room
-        self._sure: dict[str, int] = {}  # how many rows of a request only add a token to its log from here on
+        self._rows: dict[str, SequenceStep] = {}  # of this schedule()
+        self._later: dict[str, int] = {}  # since which step a request only adds to its log: the cache does not know yet
+        self._step = 0  # how often schedule() was called
         self._hits: dict[str, tuple[object, int]] = {}  # admitted in this schedule()
         self._held = False  # one that found no room holds back those behind it
-        self._sampled: dict[str, list[int]] = {}
-        self._gone: list[tuple[str, bool]] | None = None  # who ended inside update_from_output
+        self._gone: list[Any] | None = None  # who ended inside update_from_output
         self._refused_streams: set[str] = set()
         self._sender = Sender()
-        self._steps_out: dict[int, tuple[SequenceStep, ...]] = {}  # by the identity of vLLM's output
+        self._steps_out: dict[int, list[SequenceStep]] = {}  # by the identity of vLLM's output, the oldest first
         self._reported = time.monotonic()
         self._counters = Counters(self.vllm_config) if self.log_stats else None
         self._allocate_kv = self.kv_cache_manager.allocate_slots
@@ -127,28 +127,27 @@ class Mixin:
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         name = request.request_id
-        if name in self._rows:
-            del self._rows[name]
+        self._tell(request)
+        self._rows.pop(name, None)
+        runs = self.states.runs(name)
+        if runs:
             self._forget_pages(name)
-        self._sure.pop(name, None)
         super()._preempt_request(request, *args, **kwargs)
-        if self.states.runs(name):
+        if runs:
             self.states.preempt(name)
 
     def _forget_pages(self, name: str) -> None:
-        """Of a row that will not run: vLLM named its full KV pages when it allocated them, and would hit them."""
+        """Of a row that will not run, if there is one: vLLM named its full KV pages already, and would hit them."""
         pages, start = self.kv_cache_manager.get_block_ids(name), self.states.progress(name).computed
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
         unwritten = {page for own, size in zip(pages, sizes, strict=True) for page in own[start // size :]}
         self.kv_cache_manager.evict_blocks(unwritten)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        name, finished = request.request_id, request.status in FINISHED
-        self._sure.pop(name, None)
         if self._gone is not None:  # its last tokens are not accepted yet
-            self._gone.append((name, finished))
-        elif self.states.knows(name):
-            self.states.free(name, finished=finished)
+            self._gone.append(request)
+        else:
+            self._free(request)
         return super()._free_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -170,19 +169,16 @@ class Mixin:
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """State first, then KV; None has vLLM preempt its youngest request and ask again.
 
-        Most rows are sure of their room: between two folds a request without drafts needs no block. They are allocated
-        in one go when all are known, which the host does faster."""
+        A request without drafts only adds to its log between two folds: it needs no block, and the cache learns of
+        these steps later, of all at once, which takes the host a fraction of the time.
+        """
         name = request.request_id
-        if name not in self._rows:  # else it asks again, for as many tokens
-            row, sure = None, self._sure.get(name, 0) if num_new_tokens == 1 else 0
-            if sure:
-                self._sure[name] = sure - 1
-            else:
-                row = self._allocate_row(request, num_new_tokens)
-                if row is None:
-                    return None
-                if row.samples and not row.prefill and not self.num_spec_tokens:
-                    self._sure[name] = FOLD - 1 - (row.start + 1) % FOLD
+        adds = name in self._later and num_new_tokens == 1 and request.num_computed_tokens % FOLD < FOLD - 1
+        if not adds and name not in self._rows:  # else it asks again, for as many tokens
+            self._tell(request)
+            row = self._allocate_row(request, num_new_tokens)
+            if row is None:
+                return None
             self._rows[name] = row
         return self._allocate_kv(request, num_new_tokens, *args, **kwargs)
 
@@ -196,33 +192,49 @@ class Mixin:
             return self.states.allocate(name, 1, drafts=request.spec_token_ids[: num_tokens - 1])
         return self.states.allocate(name, num_tokens)
 
-    def _sure_row(self, name: str) -> SequenceStep:
-        row = self.states.allocate(name, 1, decode=True)
-        assert row is not None, "a row that only adds a token to its log needs no room"
-        return row
+    def _tell(self, request: Any) -> None:
+        """The cache learns of the steps in which a request only added to its log, if there are any: of those that were
+        read at once; the others get the rows that they would have had."""
+        name = request.request_id
+        first = self._later.pop(name, None)
+        if first is None:
+            return
+        tokens = self._new_tokens(request)
+        if tokens:
+            self.states.decoded(name, tokens)
+        unread = self._step - first - len(tokens)
+        for rows in list(self._steps_out.values())[-unread:] if unread else ():
+            row = self.states.allocate(name, 1, decode=True)
+            assert row is not None, "a row that only adds a token to its log needs no room"
+            rows += self.states.plan_rows([row])
+            self.states.issued(rows[-1:])
+
+    def _new_tokens(self, request: Any) -> list[int]:
+        """Those that the cache does not know of yet."""
+        return request.all_token_ids[len(self.states.tokens(request.request_id)) :]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._hits.clear()
         self._held = False
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
-        steps = [self._rows.pop(name) or self._sure_row(name) for name in scheduled]
+        steps = [self._rows.pop(name) for name in scheduled if name in self._rows]
         self._rows.clear()  # what is left got a state and no KV: it was admitted in vain
         for name in self._hits:
             if name not in scheduled and self.states.runs(name):
                 self.states.withdraw(name)
+        for name in self._later.keys() - scheduled.keys():  # else workers would take it to be one token further
+            self._tell(self.requests[name])
         rows = self.states.plan_rows(steps)
-        if rows:
-            self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
-            self._steps_out[id(output)] = rows
-        if rows or output.finished_req_ids:  # a step without rows still tells workers who has gone
+        self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
+        self._step += 1
+        if scheduled:
+            self._steps_out[id(output)] = list(rows)
+        if scheduled or output.finished_req_ids:  # a step without rows still tells workers who has gone
             output.mambacache = self._sender.columns(rows, output.finished_req_ids)
+        if not self.num_spec_tokens:
+            self._later |= {row.request_id: self._step for row in rows if not row.dst}
         return output
-
-    def _update_request_with_output(self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        result = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        self._sampled[request.request_id] = list(result[0])
-        return result
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._gone = []
@@ -230,12 +242,18 @@ class Mixin:
             return super().update_from_output(scheduler_output, model_runner_output)
         finally:
             gone, self._gone = self._gone, None
-            sampled, self._sampled = self._sampled, {}
-            self.states.accept(self._steps_out.pop(id(scheduler_output), ()), sampled)
-            for name, finished in gone:
-                if self.states.knows(name):
-                    self.states.free(name, finished=finished)
+            rows = self._steps_out.pop(id(scheduler_output), [])
+            known = self.requests | {request.request_id: request for request in gone}
+            names = [row.request_id for row in rows if row.request_id in known and self.states.knows(row.request_id)]
+            self.states.accept(rows, {name: self._new_tokens(known[name]) for name in names})
+            for request in gone:
+                self._free(request)
             self._report()
+
+    def _free(self, request: Any) -> None:
+        if self.states.knows(request.request_id):
+            self._tell(request)
+            self.states.free(request.request_id, finished=request.status in FINISHED)
 
     def _report(self) -> None:
         if self._counters is not None:

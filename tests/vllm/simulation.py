@@ -135,6 +135,10 @@ class Worker:
         if (columns := getattr(output, "mambacache", None)) is not None:
             self.receiver.take(columns, output.finished_req_ids)
         scheduled = output.num_scheduled_tokens
+        told = {row.request_id for row in rows}
+        added = [self.receiver.row(name) for name in scheduled if name not in told]  # each a token to its log
+        assert not any(row.prefill or row.dst or row.checkpoints or row.num_tokens > 1 for row in added)
+        rows = (*rows, *added)
         order = self._rng.sample(list(scheduled), len(scheduled))  # requests keep their places while others come and go
         order = self._batch_order(order, output, starts)
         drafted = output.scheduled_spec_decode_tokens
@@ -166,14 +170,15 @@ class Worker:
         indices = StateIndices.from_arrays(layout(decode, len(decode)), "cpu")
         starts = [len(self.sequences[row.request_id].tokens) - 1 if row.late else row.start for row in decode]
         place_decodes(indices, torch.tensor(starts, dtype=torch.int32))
-        names = "decode_src", "decode_dst", "log_start", "decode_len"
-        columns = zip(*(getattr(indices, name).tolist() for name in names), strict=True)
-        placed = {row.row: place for row, place in zip(decode, zip(starts, columns, strict=True), strict=True)}
+        arrays = "decode_src", "decode_dst", "log_start", "decode_len"
+        columns = zip(*(getattr(indices, name).tolist() for name in arrays), strict=True)
+        names = [row.request_id for row in decode]
+        placed = dict(zip(names, zip(starts, columns, strict=True), strict=True))
         self.late += sum(row.late > 0 for row in decode)
         found = []
         for row in rows:
             if not row.prefill:
-                start, (src, dst, log_start, length) = placed[row.row]
+                start, (src, dst, log_start, length) = placed[row.request_id]
                 assert row.start <= start <= row.start + row.late
                 row = row._replace(start=start, src=src, dst=dst, log_start=log_start, num_tokens=length)
             found.append(row)
@@ -359,13 +364,14 @@ class Simulation:
         if len(self._out) >= self._depth or not self.scheduler.has_requests():
             self.read()
         self.scheduler.states.check()
-        self._check_sure()
+        self._check_later()
 
-    def _check_sure(self) -> None:
-        """The rows that get no room of their own are those of decoding requests up to their next fold."""
-        for name, left in self.scheduler._sure.items():
-            at = self.scheduler.states.progress(name)
-            assert at.computed >= at.prefill_end and left == FOLD - 1 - at.computed % FOLD, (name, left, at)
+    def _check_later(self) -> None:
+        """What the cache does not know of yet are steps of decoding requests up to their next fold at most."""
+        for name, first in self.scheduler._later.items():
+            at, more = self.scheduler.states.progress(name), self.scheduler._step - first
+            assert at.computed >= at.prefill_end and at.computed % FOLD + more < FOLD, (name, more, at)
+            assert at.computed + more == self.requests[name].num_computed_tokens, (name, more, at)
 
     def _check_pages(self) -> None:
         """Every page that vLLM could hit from now on is written, and its hash always means the same."""

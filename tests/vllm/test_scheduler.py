@@ -27,7 +27,7 @@ def test_random_requests(seed: int) -> None:
     scheduler = make_scheduler(
         rng.choice([3, 4, 5, 8, 16, 40]),
         rng.randint(96, 400),
-        page=rng.choice([16, 16, 32, 64]),
+        page=rng.choice([8, 16, 32, 64]),
         budget=rng.choice([70, 200, 500]),
         ahead=ahead,
         policy=rng.choice(["fcfs", "priority"]),
@@ -75,6 +75,34 @@ def disturb(simulation: Simulation, rng: random.Random) -> None:
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(VOCABULARY) for _ in range(count)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_request_that_misses_steps_amid_its_log(ahead: bool) -> None:
+    """Its row is then not the one that its worker expects."""
+    simulation = Simulation(make_scheduler(ahead=ahead, v2=True), ahead=ahead)
+    for name in "ab":
+        simulation.add(name, random_tokens(70, ord(name)), 60)
+    running = simulation.scheduler.running
+    for step in range(40):
+        missing = running.pop() if step in (6, 14, 15, 30) else None
+        simulation.step()
+        if missing is not None:
+            running.append(missing)
+    simulation.drain()
+    simulation.check_end()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_cache_knows_of_all_that_a_request_computed(ahead: bool) -> None:
+    """Its last tokens too, after which no state is kept."""
+    simulation = Simulation(make_scheduler(ahead=ahead, v2=True), ahead=ahead)
+    simulation.add("a", random_tokens(70), 45)
+    simulation.drain()
+    simulation.add("b", [*random_tokens(70), *simulation.answers["a"], 1], 2)
+    simulation.drain()
+    assert simulation.scheduler.states.stats.ceiling_tokens == 70 + 44
+    simulation.check_end()
 
 
 def test_last_tokens_of_two_prompts_in_one_step() -> None:

@@ -1,0 +1,95 @@
+"""Steps that only added to logs, of which the cache learns at once, leave what their rows would have left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cache_calls import run_step, started
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.plan import FOLD
+from symbolic import text
+from watched_cache import all_free, refused, under_way, view, watched
+
+
+def host(**options: Any) -> PrefixCache:
+    """Of one that keeps KV itself, if it has any."""
+    return watched(num_kv_blocks=0, has_attention=False, **options)
+
+
+def decode(cache: PrefixCache, name: str, answer: list[int], at_once: Callable[[int], int]) -> None:
+    """The rows that give these tokens; up to its next fold `at_once` says how many count as one."""
+    while answer:
+        room = FOLD - 1 - cache.progress(name).computed % FOLD
+        count = min(at_once(room), room, len(answer))
+        if count:
+            cache.decoded(name, answer[:count])
+            del answer[:count]
+        else:
+            run_step(cache, name, 1, answer.pop(0))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_differs_from_rows_one_by_one(seed: int) -> None:
+    rng, views, events = random.Random(seed), [], []
+    lengths = {name: (rng.choice([1, 50, 64, 200]), rng.randrange(1, 150)) for name in "abc"}
+    finished = {name: rng.random() < 0.5 for name in lengths}
+    for at_once in (lambda room: 0, lambda room: room, lambda room: rng.randrange(room + 1)):
+        cache, seen = host(num_state_blocks=8, checkpoint_interval=128), []
+        for number, (name, (prompt, answer)) in enumerate(lengths.items()):
+            started(cache, name, text(prompt, number % 2))
+            run_step(cache, name, prompt - cache.progress(name).computed, 5)
+            run_step(cache, name, 1, 6)
+            decode(cache, name, text(answer, 3 + number), at_once)
+            seen.append(view(cache))
+            cache.free(name, finished=finished[name])
+        for number, (prompt, answer) in enumerate(lengths.values()):
+            cache.add("next", [*text(prompt, number % 2), 5, 6, *text(answer, 3 + number), 1])
+            seen.append(cache.match("next"))
+            cache.free("next", finished=False)
+        events.append(cache.take_events())
+        views.append(seen)
+        all_free(cache)
+    assert views[1] == views[0] == views[2] and events[1] == events[0] == events[2]
+
+
+def decoding() -> PrefixCache:
+    cache = host()
+    started(cache, "a", text(64))
+    run_step(cache, "a", 64, 1)
+    return cache
+
+
+def test_what_may_not_be_told_at_once() -> None:
+    cache = decoding()
+    with refused(cache, RuntimeError, "request 'a' has a row under way, or decodes not yet: only what follows is"):
+        cache.decoded("a", [2])
+    run_step(cache, "a", 1, 2)
+    for tokens in ([3] * FOLD, [3] * (FOLD - 1)):
+        with refused(cache, ValueError, "request 'a' needs a block or a page for these tokens: allocate their rows"):
+            cache.decoded("a", tokens)
+    with refused(cache, ValueError, "tokens of request 'a'"):
+        cache.decoded("a", [3, -1])
+    with refused(cache, ValueError, "request 'b' is not known: add it first"):
+        cache.decoded("b", [3])
+    for moment in ("allocated", "planned", "issued"):
+        steps = under_way(cache, moment, 1)
+        with refused(cache, RuntimeError, "request 'a' has a row under way"):
+            cache.decoded("a", [3])
+        cache.cancel(steps) if moment == "issued" else cache.drop(steps[0])
+    with refused(cache, RuntimeError, "request 'a' does not run: admit it first"):
+        cache.decoded("a", [3])
+    all_free(cache)
+
+
+def test_pages_of_the_cache_need_rows() -> None:
+    cache = watched()
+    started(cache, "a", text(64))
+    run_step(cache, "a", 64, 1)
+    run_step(cache, "a", 1, 2)
+    with refused(cache, ValueError, "request 'a' needs a block or a page for these tokens"):
+        cache.decoded("a", [3])
+    all_free(cache)
