@@ -337,6 +337,8 @@ def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:
         if dense:
             batch.inputs = {name: x.clone(memory_format=torch.contiguous_format) for name, x in batch.inputs.items()}
         batch.run()
+        del batch
+        torch.cuda.empty_cache()  # all processes and the tests beside them share one GPU, perhaps one of 80 GB
 
 
 def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
