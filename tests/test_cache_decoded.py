@@ -85,6 +85,36 @@ def test_what_may_not_be_told_at_once() -> None:
     all_free(cache)
 
 
+def test_what_a_tree_left_out_of_its_place_needs_a_row() -> None:
+    cache = host(max_draft_tokens=4)
+    started(cache, "a", text(64))
+    run_step(cache, "a", 64, 1)
+    run_step(cache, "a", 1, 2)
+    step = cache.allocate("a", 1, drafts=(5, 6, 7), parents=(0, 0, 2))
+    assert step is not None
+    steps = cache.plan([step]).steps
+    cache.issued(steps)
+    cache.accept(steps, {"a": [6, 7, 8]})
+    with refused(cache, RuntimeError, "request 'a' has a row under way, or decodes not yet"):
+        cache.decoded("a", [9])
+    assert run_step(cache, "a", 1, 9).log_paths.any()
+    cache.decoded("a", [10])
+    all_free(cache)
+
+
+def test_the_last_token_of_a_prompt_needs_a_row() -> None:
+    """It folds, wherever it is; its log may be there, of a row that was dropped."""
+    cache = host()
+    started(cache, "a", text(65))
+    run_step(cache, "a", 64)
+    step = cache.allocate("a", 1, decode=True)
+    assert step is not None and step.log_slot
+    cache.drop(step)
+    with refused(cache, RuntimeError, "request 'a' has a row under way, or decodes not yet"):
+        cache.decoded("a", [3])
+    all_free(cache)
+
+
 def test_pages_of_the_cache_need_rows() -> None:
     cache = watched()
     started(cache, "a", text(64))

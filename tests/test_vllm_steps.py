@@ -61,15 +61,18 @@ def test_only_rows_that_changed_travel() -> None:
     for position in range(74, 79):
         assert sent(sender, receiver, [decode("b", 4, 0, position, 7)]) == []
     assert sent(sender, receiver, [decode("b", 4, 7, 79, 7)]) == ["b"]  # folds into a fresh block
-    assert sent(sender, receiver, [decode("b", 7, 0, 80, 0)]) == ["b"]
+    assert sent(sender, receiver, [decode("b", 7, 0, 80, 0)]) == []  # goes on from there
     for position in range(81, 95):
         assert sent(sender, receiver, [decode("b", 7, 0, position, 0)]) == []
     assert sent(sender, receiver, [decode("b", 7, 7, 95, 0)]) == ["b"]  # and in place
-    assert sent(sender, receiver, [decode("b", 7, 0, 96, 0)]) == ["b"]
+    assert sent(sender, receiver, [decode("b", 7, 0, 96, 0)]) == []
     both = [decode("a", 3, 0, 134, 2), decode("b", 7, 0, 97, 0)]
     assert sent(sender, receiver, both, finished=["a"]) == ["a"]  # a new one
     assert sent(sender, receiver, [prefill("b", 0, 9, 0, 7)]) == ["b"]  # preempted, and admitted again
     assert sent(sender, receiver, [decode("b", 7, 0, 9, 9)]) == ["b"]
+    late = decode("b", 7, 8, 10, 9)._replace(late=1)
+    assert sent(sender, receiver, [late]) == ["b"]
+    assert sent(sender, receiver, [late._replace(start=11)]) == []  # folds into the same block, if it does
     sender.columns([], ["a", "b"])
     receiver.take(sender.columns([], ["a", "b"]), ["a", "b"])
     assert not receiver.rows and not sender._sent
@@ -123,6 +126,10 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
     assert captured.folds.tolist()[:6] == [1, 4, 5, 2, 6, 16]
     run([decode("a", 3, 0, 77), decode("b", 5, 0, 80, 0)], ["b", "a"], 4)
     assert decode_rows(captured)[:2] == [(5, 0, 2, 0, 0, 1), (3, 0, 1, 6, 13, 1)] and captured.folds[0] == 0
+    late = decode("b", 5, 6, 81, 0)._replace(late=1)
+    for step in range(2):
+        run([decode("a", 3, 0, 78 + step), late._replace(start=81 + step)], ["b", "a"], 4)
+        assert decode_rows(captured)[:2] == [(5, 6, 2, 0, 1 + step, 1), (3, 0, 1, 6, 14 + step, 1)]
 
 
 def test_decode_buffers_are_filled_where_rows_may_have_changed(context: StepContext, monkeypatch: Any) -> None:

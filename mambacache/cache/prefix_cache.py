@@ -234,8 +234,8 @@ class PrefixCache:
             books.accept(taken)
 
     def decoded(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Steps that were read, in which a request only added these tokens to its log, without a fold: as if their rows
-        had been allocated, planned, issued and accepted, in a fraction of the time. For hosts that keep the KV."""
+        """Steps that were read, and only added these tokens to a request's log: as if rows had been allocated, planned,
+        issued and accepted. Told before its next `allocate`, `preempt` or `free`; for hosts that have the KV."""
         life = self._running(request_id)
         tokens = check_decoded(life, token_ids, self.config.num_kv_blocks)
         with self._books as books:

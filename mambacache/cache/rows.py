@@ -131,7 +131,8 @@ def check_next_row(
 def check_decoded(life: Life, token_ids: Sequence[int], num_pages: int) -> array[int]:
     """Tokens of steps that only added to a log; raises as `PrefixCache.decoded` does."""
     request, tokens = life.request, token_array(f"tokens of {_name(life.request)}", token_ids)
-    if request.issued or life.row is not None or not life.log_slot or life.computed != len(request.tokens) - 1:
+    begun = life.log_slot and life.prefill_end <= life.computed == len(request.tokens) - 1
+    if request.issued or life.row is not None or life.kept or not begun:
         raise RuntimeError(f"{_name(request)} has a row under way, or decodes not yet: only what follows is `decoded`")
     if num_pages or life.computed % FOLD + len(tokens) >= FOLD:
         raise ValueError(f"{_name(request)} needs a block or a page for these tokens: allocate their rows")

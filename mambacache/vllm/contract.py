@@ -38,6 +38,7 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "Scheduler.schedule": ("self throttle_prefills",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
     },
+    "v1/request.py": {"Request.all_token_ids": ("",), "Request.num_computed_tokens": ("",)},
     "v1/core/kv_cache_manager.py": {
         "KVCacheManager.allocate_slots": (
             "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens"
@@ -122,7 +123,8 @@ def difference(folder: Path | None = None) -> str | None:
 
 
 def _signatures(path: Path) -> dict[str, str]:
-    """The parameters of the methods of all classes of a file; of what else has a type, that it is there."""
+    """The parameters of the methods of all classes of a file; of what else has a type, or is set when an object is made,
+    that it is there."""
     found = {}
     top = ast.parse(path.read_text()).body
     for prefix, body in [("", top), *((f"{each.name}.", each.body) for each in top if isinstance(each, ast.ClassDef))]:
@@ -131,7 +133,14 @@ def _signatures(path: Path) -> dict[str, str]:
                 found[f"{prefix}{ast.unparse(node.target)}"] = ""
             elif isinstance(node, ast.FunctionDef) and prefix:
                 found[f"{prefix}{node.name}"] = _parameters(node.args)
+                if node.name == "__init__":
+                    found |= dict.fromkeys((prefix + name for name in _fields(node)), "")
     return found
+
+
+def _fields(init: ast.FunctionDef) -> list[str]:
+    assigned = [each for node in ast.walk(init) if isinstance(node, ast.Assign) for each in node.targets]
+    return [each.attr for each in assigned if isinstance(each, ast.Attribute)]
 
 
 def _parameters(args: ast.arguments) -> str:

@@ -1,8 +1,9 @@
 """Rows on their way from scheduler to workers: as columns, and only those that changed.
 
 Workers order the batch themselves, so that rows travel and not arrays. A decode row that adds to its log needs nothing
-but its name, which vLLM sends anyway, if it is one token further than in the step before, and as long. A row that is
-late travels as it was planned: its worker moves it to where the sequence is.
+but its name, which vLLM sends anyway, if it is one token further than in the step before, and as long; so does the row
+that follows a fold, since it reads what that stored. A row that is late travels as it was planned: its worker moves it
+to where the sequence is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mambacache.plan import NO_CHECKPOINTS, SequenceStep
+from mambacache.plan import FOLD, NO_CHECKPOINTS, SequenceStep
 
 
 class Columns(NamedTuple):
@@ -48,6 +49,8 @@ class Sender:
                 sent.pop(name, None)
             elif sent.get(name) == known:
                 continue
+            elif step.dst and step.num_tokens == 1 and not step.late:
+                sent[name] = 1, step.dst, 0, step.log_slot, (step.start + 1) % FOLD, 0, step.start - number
             else:
                 sent[name] = known
             changed.append(step)
@@ -85,6 +88,8 @@ class Receiver:
     def row(self, name: str) -> SequenceStep:
         """A request's row of the last step."""
         (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
+        if number < self.number and dst and num_tokens == 1 and not late:
+            src, dst, log_start = dst, 0, (start + 1) % FOLD
         return SequenceStep(
             name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, src, dst, log_slot, log_start,
             checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), late=late,

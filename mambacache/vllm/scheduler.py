@@ -60,7 +60,7 @@ class Mixin:
         self.need_mamba_block_aligned_split = True  # makes schedule() ask _mamba_block_aligned_split for every chunk
         self._runner_v2 = not is_cpu()
         self._rows: dict[str, SequenceStep] = {}  # of this schedule()
-        self._later: dict[str, int] = {}  # since which step a request only adds to its log: the cache does not know yet
+        self._later: dict[str, int] = {}  # who only adds to its log, and how many steps there were up to the last known
         self._step = 0  # how often schedule() was called
         self._hits: dict[str, tuple[object, int]] = {}  # admitted in this schedule()
         self._held = False  # one that found no room holds back those behind it
@@ -196,14 +196,15 @@ class Mixin:
         """The cache learns of the steps in which a request only added to its log, if there are any: of those that were
         read at once; the others get the rows that they would have had."""
         name = request.request_id
-        first = self._later.pop(name, None)
-        if first is None:
+        known = self._later.pop(name, None)
+        if known is None:
             return
         tokens = self._new_tokens(request)
         if tokens:
             self.states.decoded(name, tokens)
-        unread = self._step - first - len(tokens)
-        for rows in list(self._steps_out.values())[-unread:] if unread else ():
+        unread, out = self._step - known - len(tokens), [*self._steps_out.values()]
+        assert 0 <= unread <= len(out), "it was part of every step since"
+        for rows in out[len(out) - unread :]:
             row = self.states.allocate(name, 1, decode=True)
             assert row is not None, "a row that only adds a token to its log needs no room"
             rows += self.states.plan_rows([row])
@@ -233,7 +234,7 @@ class Mixin:
         if scheduled or output.finished_req_ids:  # a step without rows still tells workers who has gone
             output.mambacache = self._sender.columns(rows, output.finished_req_ids)
         if not self.num_spec_tokens:
-            self._later |= {row.request_id: self._step for row in rows if not row.dst}
+            self._later |= {row.request_id: self._step for row in rows if row.samples and not row.prefill}
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -243,9 +244,12 @@ class Mixin:
         finally:
             gone, self._gone = self._gone, None
             rows = self._steps_out.pop(id(scheduler_output), [])
-            known = self.requests | {request.request_id: request for request in gone}
-            names = [row.request_id for row in rows if row.request_id in known and self.states.knows(row.request_id)]
-            self.states.accept(rows, {name: self._new_tokens(known[name]) for name in names})
+            sampled, ended = {}, {request.request_id: request for request in gone}
+            for name in (row.request_id for row in rows):
+                request = ended.get(name) or self.requests.get(name)
+                if request is not None and self.states.knows(name):
+                    sampled[name] = self._new_tokens(request)
+            self.states.accept(rows, sampled)
             for request in gone:
                 self._free(request)
             self._report()

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from mambacache.kernels import DecodeBuffers, StateIndices, StatePool, pack_arrays, place_decodes
-from mambacache.plan import SequenceStep, decode_arrays, layout
+from mambacache.plan import FOLD, SequenceStep, decode_arrays, layout
 from mambacache.vllm.rows import Columns, Receiver
 
 
@@ -120,17 +120,21 @@ class StepContext:
         filled, further = self._filled, self._receiver.number - self._number
         self._filled, self._number = None, self._receiver.number
         if filled is not None and width == 1 and filled.num_decodes == rows and names == self._names:
-            columns = self._columns
-            self._arrays["log_end"] += further
+            columns, arrays = self._columns, self._arrays
+            arrays["log_end"] += further
             if self._steady and (columns is None or not columns.names):
                 filled.log_end[: len(names)] += further
                 filled.derived.clear()
                 self._filled = filled
                 return filled
+            folded = np.flatnonzero((arrays["decode_dst"] != 0) & (arrays["late_len"] == 0))
+            arrays["decode_src"][folded], arrays["decode_dst"][folded] = arrays["decode_dst"][folded], 0
+            arrays["log_end"][folded] %= FOLD
+            arrays["log_start"][folded] = arrays["log_end"][folded]
             if columns is not None:
                 places = [self._places[name] for name in columns.names]
                 for name, values in decode_arrays(columns.numbers[:, 1:]).items():
-                    self._arrays[name][places] = values
+                    arrays[name][places] = values
         else:
             steps = [self._receiver.row(name) for name in names]
             self._names, self._arrays = names, layout(steps, len(steps), width)

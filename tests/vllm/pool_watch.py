@@ -37,7 +37,7 @@ class PoolWatch:
         self._execute, worker.execute_model = worker.execute_model, self._watched
 
     def _note(self, rows: tuple[SequenceStep, ...]) -> None:
-        self._planned = rows
+        self._planned = rows  # schedule() issues those of its own step last
         self._issued(rows)
 
     def _watched(self, output: Any, *args: Any, **kwargs: Any) -> Any:

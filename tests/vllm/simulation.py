@@ -314,7 +314,7 @@ class Simulation:
         issued = states.issued
 
         def watched(rows: tuple[SequenceStep, ...]) -> None:
-            self._planned = rows
+            self._planned = rows  # schedule() issues those of its own step last
             issued(rows)
 
         states.issued = watched
