@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -93,7 +93,7 @@ class StateIndices:
     - `log_slot`, `log_start`, `log_end` [N]: where a row's log lies, and its entries before this step: from `log_start`
       on, as many as there are tokens since the state, up to `log_end`, where the step's first token goes
     - `decode_len` [N]: how many tokens of a decode row are real, 0 to T. The others, which end a row, are padding:
-      nothing of them is read or stored, and their outputs are zeros. So a row of padding has decode_len 0
+      nothing of them is stored or changes a result, and their outputs are zeros. So a row of padding has decode_len 0
     - `late_len` [N]: 0 where the host knows where a row begins. Else the other arrays are those of its earliest place,
       with the dst that any of its places needs, and this is how many tokens it has if it does not end with its log:
       `place_decodes` must move the row before it runs. All 0 if left out
@@ -104,7 +104,8 @@ class StateIndices:
     - `depths` [N]: on how many tokens of its row each one follows, in four bits a token from the lowest on. Derived
       here, so that a kernel has those of a whole row at once
     - `arrivals` [N, 32]: zeros, a line of memory for each decode row. A launch counts there what of a row is prepared
-      and what has waited for it, and leaves zeros. Made here
+      and what has waited for it, and leaves zeros: so ops with the same indices run one after the other. Made here,
+      when an op first asks for them
     - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
       which it is folded, this step's included. Derived here, for kernels that work on these alone
     - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
@@ -135,7 +136,6 @@ class StateIndices:
     log_end: Tensor
     ancestors: Tensor
     depths: Tensor
-    arrivals: Tensor
     folds: Tensor
     query_start_loc: Tensor
     context_len: Tensor
@@ -179,6 +179,10 @@ class StateIndices:
         self.pointers, self.derived = {}, {}
         self.device = next(iter(tensors.values())).device
         self.num_decodes, self.tokens_per_decode, self.num_prefills, self.num_tokens = counts
+
+    @cached_property
+    def arrivals(self) -> Tensor:
+        return _no_arrivals(self.num_decodes, self.device)
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device | str) -> StateIndices:
@@ -226,7 +230,6 @@ class StateIndices:
             arrays = {**arrays, "prefill_rows": np.stack(columns, axis=1)[order]}
         indices = cls.__new__(cls)
         indices.flat, tensors = _packed(arrays, torch.device(device))
-        tensors["arrivals"] = _no_arrivals(num_decodes, indices.flat.device)
         indices._set(tensors, num_decodes, tokens_per_decode, num_prefills, num_tokens)
         return indices
 

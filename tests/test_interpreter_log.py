@@ -60,10 +60,12 @@ def run(case: Case, tokens: int, seed: int) -> list[Seen]:
         arrays = {"decode_src": src, "decode_dst": dst, "decode_len": lengths, "log_slot": SLOTS, "log_start": start}
         arrays |= {"log_end": end, "query_start_loc": [ROWS * tokens]}
         indices = StateIndices.from_arrays({name: np.array(x, np.int32) for name, x in arrays.items()}, DEVICE)
+        poisoned = [rng.random() < 0.5 for _ in range(ROWS)]  # a draft that is no number spoils none before it
         given = [torch.full((ROWS, tokens, *x.shape[2:]), torch.nan, dtype=dtype, device=DEVICE) for x in case.inputs]
         for batch, x in zip(given, case.inputs, strict=True):
             for i, count in enumerate(accepted):
-                batch[i, : lengths[i]] = torch.randn(lengths[i], *x.shape[2:]).to(batch)
+                wrong = torch.nan if poisoned[i] else torch.randn(lengths[i], *x.shape[2:]).to(batch)
+                batch[i, : lengths[i]] = wrong
                 batch[i, :count] = x[i, done[i] : done[i] + count]
         out = torch.full((ROWS * tokens, *case.width), torch.nan, dtype=dtype, device=DEVICE)
         before, logs_before = state.clone(), [each.clone() for each in log]

@@ -123,8 +123,8 @@ def difference(folder: Path | None = None) -> str | None:
 
 
 def _signatures(path: Path) -> dict[str, str]:
-    """The parameters of the methods of all classes of a file; of what else has a type, or is set when an object is made,
-    that it is there."""
+    """The parameters of the methods of all classes of a file; of what has a type, or is set by a constructor, that it
+    is there."""
     found = {}
     top = ast.parse(path.read_text()).body
     for prefix, body in [("", top), *((f"{each.name}.", each.body) for each in top if isinstance(each, ast.ClassDef))]:

@@ -69,6 +69,7 @@ def _decode(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
+    WAITING: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
     """Takes TILES tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
@@ -78,7 +79,7 @@ def _decode(
     log_u += head * V
     state += (head * V + first_value) * K
     prefetch_entries(log_u + first_value, start, end, VALUE_HEADS * V, TILES * BLOCK_V)
-    wait_for_arrivals(arrivals, HEADS, VALUE_HEADS * PROGRAMS)
+    wait_for_arrivals(arrivals, HEADS, WAITING)
     lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
     element = lane[:, :, None, None] * K + channel
@@ -169,13 +170,13 @@ def _decode_kernel(
     program = tl.program_id(0) - num_rows * HEADS
     row = tl.where(program < 0, tl.program_id(0) // HEADS, program // WAITING)
     slot, start, end = row_log(slots, starts, ends, row)
-    length, depth = tl.load(lengths + row), tl.load(depths + row)
+    length, depths = tl.load(lengths + row), tl.load(depths + row)
     arrivals += row * ARRIVALS_STRIDE
     if program < 0:
         prepare(
             q, k, a, b, A_log, dt_bias,
             slot_of(log_k, slot, k_stride), slot_of(log_norm, slot, norm_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % HEADS, length, start, end, depth,
+            scores, vectors, scalars, row, tl.program_id(0) % HEADS, length, start, end, depths,
             tokens_per_decode, beta_scale, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES,
             HEADS, VALUE_HEADS, K, BLOCK_K, BLOCK_GROUP, CHANNELS, ONE_TOKEN,
         )  # fmt: skip
@@ -185,8 +186,8 @@ def _decode_kernel(
         _decode(
             v, state + source * slot_elements(slot_stride, state), out, slot_of(log_u, slot, u_stride),
             scores, vectors, scalars, arrivals, row, program % WAITING, source, folded, length, start, end,
-            depth, tokens_per_decode, V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K, BLOCK_V, TILES,
-            ONE_TOKEN,
+            depths, tokens_per_decode, V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K, BLOCK_V, TILES,
+            WAITING, ONE_TOKEN,
         )  # fmt: skip
 
 

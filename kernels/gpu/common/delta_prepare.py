@@ -67,7 +67,8 @@ def _load_entries(
 
 @triton.jit
 def _store_scores(scores, lane, end, keys, Gs, key, met_by, G, CHANNELS: tl.constexpr):
-    """What a token's key and query meet in some lanes of its path, which ends before the lane `end`; then zeros."""
+    """What a token's key and query meet in some lanes of its path, which ends before the lane `end`; then zeros,
+    whatever later tokens stand there."""
     before = lane < end
     decays = tl.exp2(G[None, :] - Gs)
     if CHANNELS:
@@ -75,10 +76,9 @@ def _store_scores(scores, lane, end, keys, Gs, key, met_by, G, CHANNELS: tl.cons
         tl.store(scores + lane, tl.where(before, tl.sum(met * key[None, :], axis=1), 0.0))
         tl.store(scores + WINDOW + lane, tl.where(before, tl.sum(met * met_by[None, :], axis=1), 0.0))
     else:
-        place = scores[None, :] + lane[:, None]
-        decays = tl.where(before[:, None], decays, 0.0)
-        tl.store(place, tl.sum(keys * key[None, :], axis=1)[:, None] * decays)
-        tl.store(place + WINDOW, tl.sum(keys * met_by[None, :], axis=1)[:, None] * decays)
+        place, before = scores[None, :] + lane[:, None], before[:, None]
+        tl.store(place, tl.where(before, tl.sum(keys * key[None, :], axis=1)[:, None] * decays, 0.0))
+        tl.store(place + WINDOW, tl.where(before, tl.sum(keys * met_by[None, :], axis=1)[:, None] * decays, 0.0))
 
 
 @triton.jit
@@ -209,12 +209,12 @@ def prepare(
         Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, CHANNELS,
     )  # fmt: skip
     first = start // LANES * LANES
-    lane = first + tl.arange(0, LANES)
-    keys, Gs = _load_entries(log_k, log_norm, log_G, lane, start, end, channel, in_K, in_part, HEADS, PARTS, K)
     G = tl.load(log_G + (end - 1) * PARTS, mask=tl.where(end > start, in_part, False), other=0)
     rate = tl.load(A_log + value_head).to(tl.float32)
     bias = tl.load(dt_bias + part, mask=in_part, other=0).to(tl.float32)
     if ONE_TOKEN:
+        lane = first + tl.arange(0, LANES)
+        keys, Gs = _load_entries(log_k, log_norm, log_G, lane, start, end, channel, in_K, in_part, HEADS, PARTS, K)
         key, met_by, G = _enter(
             query, raw, gate, beta, G, rate, bias, beta_scale,
             log_k + end * (HEADS * K) + channel, log_norm + end * HEADS, log_G + end * PARTS,

@@ -106,18 +106,22 @@ def next_launch_may_begin():
 
 
 @triton.jit
-def _count(arrivals, LAST: tl.constexpr):
+def _count(arrivals, LAST: tl.constexpr, ORDER: tl.constexpr):
     """Counts this program; after the LAST one comes 0 again, as the next launch needs it."""
-    code: tl.constexpr = """
+    code: tl.constexpr = (
+        """
     {
     .reg .pred first;
     mov.u32 $0, %tid.x;
     setp.eq.u32 first, $0, 0;
-    @first red.relaxed.gpu.global.inc.u32 [$1], $2;
+    @first red."""
+        + ORDER
+        + """.gpu.global.inc.u32 [$1], $2;
     }
     """
+    )
     place = [arrivals.to(tl.int64, bitcast=True), LAST]
-    tl.inline_asm_elementwise(code, "=r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(code, "=&r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -125,14 +129,12 @@ def arrive(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
     """Of a row, one of the PREPARING programs: what it stored can be seen by the WAITING ones once all have come."""
     if not INTERPRETED:
         tl.debug_barrier()
-        code: tl.constexpr = "fence.acq_rel.gpu; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1)
-        _count(arrivals, PREPARING + WAITING - 1)
+        _count(arrivals, PREPARING + WAITING - 1, "release")
 
 
 @triton.jit
 def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
-    """Programs start in their order: those that prepare a row run, or are done, when one of the later ones waits."""
+    """Programs of one warp start in their order: those that prepare a row run, or are done, when a later one waits."""
     if not INTERPRETED:
         code: tl.constexpr = """
         {
@@ -141,11 +143,12 @@ def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
         ld.acquire.gpu.global.u32 $0, [$1];
         setp.lt.u32 missing, $0, $2;
         @missing bra AGAIN;
+        bar.warp.sync 0xffffffff;
         }
-        """
+        """  # no lane may count while another one still looks
         place = [arrivals.to(tl.int64, bitcast=True), PREPARING]
-        tl.inline_asm_elementwise(code, "=r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
-        _count(arrivals, PREPARING + WAITING - 1)
+        tl.inline_asm_elementwise(code, "=&r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
+        _count(arrivals, PREPARING + WAITING - 1, "relaxed")
 
 
 @triton.jit

@@ -53,7 +53,7 @@ def _fold_kernel(
     """A program takes, one after the other, tiles of BLOCK_V rows of one head's state of rows that are folded.
 
     First come the entries before the last. In a step of one token earlier steps logged them all, and only the last one
-    has to wait for this step's other launches.
+    has to wait for this step's decode.
     """
     next_launch_may_begin()
     TILES: tl.constexpr = V // BLOCK_V

@@ -71,6 +71,7 @@ def _decode(
     BLOCK_P: tl.constexpr,
     TILES: tl.constexpr,
     PREPARING: tl.constexpr,
+    WAITING: tl.constexpr,
 ):
     """Takes TILES tiles of BLOCK_P rows of one head's state past the tokens of one row."""
     PROGRAMS: tl.constexpr = P // BLOCK_P // TILES
@@ -79,7 +80,7 @@ def _decode(
     log_x += head * P
     state += (head * P + first_value) * N
     prefetch_entries(log_x + first_value, start, end, HEADS * P, TILES * BLOCK_P)
-    wait_for_arrivals(arrivals, PREPARING, HEADS * PROGRAMS)
+    wait_for_arrivals(arrivals, PREPARING, WAITING)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
     element = lane[:, :, None, None] * N + channel
@@ -173,13 +174,13 @@ def _decode_kernel(
     program = tl.program_id(0) - num_rows * PREPARING
     row = tl.where(program < 0, tl.program_id(0) // PREPARING, program // WAITING)
     slot, start, end = row_log(slots, starts, ends, row)
-    length, depth = tl.load(lengths + row), tl.load(depths + row)
+    length, depths = tl.load(lengths + row), tl.load(depths + row)
     arrivals += row * ARRIVALS_STRIDE
     if program < 0:
         prepare(
             dt, A, B, C, D, dt_bias,
             slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % PREPARING, length, start, end, depth,
+            scores, vectors, scalars, row, tl.program_id(0) % PREPARING, length, start, end, depths,
             tokens_per_decode, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES,
             HEADS, GROUPS, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN,
         )  # fmt: skip
@@ -189,8 +190,8 @@ def _decode_kernel(
         _decode(
             x, z, state + source * slot_elements(slot_stride, state), out, slot_of(log_x, slot, x_stride),
             scores, vectors, scalars, arrivals, row, program % WAITING, source, folded, length, start, end,
-            depth, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
-            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, TILES, PREPARING,
+            depths, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
+            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, TILES, PREPARING, WAITING,
         )  # fmt: skip
 
 

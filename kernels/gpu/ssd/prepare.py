@@ -60,10 +60,11 @@ def _load_entries(
 
 @triton.jit
 def _store_scores(scores, lane, end, Bs, sizes, Gs, asked, G, in_group):
-    """What a token's C meets in some lanes of its path, which ends before the lane `end`; then zeros."""
-    decays = tl.where((lane < end)[:, None], tl.exp2(G[None, :] - Gs), 0.0)
-    met = tl.sum(Bs * asked[None, :], axis=1)[:, None] * decays * sizes
-    tl.store(scores[None, :] + lane[:, None], met, mask=(lane >= 0)[:, None] & in_group[None, :])
+    """What a token's C meets in some lanes of its path, which ends before the lane `end`; then zeros, whatever later
+    tokens stand there."""
+    met = tl.sum(Bs * asked[None, :], axis=1)[:, None] * tl.exp2(G[None, :] - Gs) * sizes
+    met = tl.where((lane < end)[:, None], met, 0.0)
+    tl.store(scores[None, :] + lane[:, None], met, mask=tl.broadcast_to(in_group[None, :], met.shape))
 
 
 @triton.jit
@@ -158,12 +159,12 @@ def prepare(
         dt, B, C, first_token, True, head, group, channel, in_group, in_N, DT_STRIDES, B_STRIDES, C_STRIDES
     )
     first = start // LANES * LANES
-    lane = first + tl.arange(0, LANES)
     G = tl.load(log_G + (end - 1) * HEADS, mask=tl.where(end > start, in_group, False), other=0)
     rate = tl.load(A + head, mask=in_group, other=0).to(tl.float32) * LOG2_E
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + head, mask=in_group, other=0).to(tl.float32)
     skip = 0.0 if D is None else tl.load(D + head, mask=in_group, other=0).to(tl.float32)
     if ONE_TOKEN:
+        lane = first + tl.arange(0, LANES)
         Bs, sizes, Gs = _load_entries(log_B, log_dt, log_G, lane, start, end, channel, in_group, in_N, HEADS, GROUPS, N)
         asked, G = _enter(
             step, raw, reads, G, rate, bias, skip, dt_min, dt_max,
