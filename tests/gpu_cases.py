@@ -330,6 +330,9 @@ COMPILED_MIXES = (Mix((2, 1), (70, 3)), Mix((1, 1)), Mix((), (1,) * 300), Mix(()
 """What compiles every variant of a kernel: with and without rows of either kind, few and many, short and long ones."""
 
 
+PROCESS_BYTES = 6 << 30  # of one that compiles, with its batch, and of a test
+
+
 def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:
     """Runs an op on inputs that are views of one wide tensor or, `dense`, tensors of their own."""
     for mix in COMPILED_MIXES:
@@ -351,13 +354,14 @@ def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
 
 
 def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
-    """Fills Triton's cache with the kernels of these ops, in as many processes as the machine has cores.
+    """Fills Triton's cache with the kernels of these ops, in as many processes as there are cores, or room for on the GPU.
 
     Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op.
     """
+    processes = min(os.cpu_count() or 1, torch.cuda.mem_get_info()[1] // PROCESS_BYTES)
     different = {variant(*kernel): kernel for kernel in kernels}
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as workers:
+    with ProcessPoolExecutor(max(processes, 1), mp_context=spawn) as workers:
         for job in [workers.submit(run_once, *kernel) for kernel in different.values()]:
             job.result()
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from cache_calls import run_step, started
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD
+from mambacache.report import Hit
 from symbolic import text
 from watched_cache import all_free, refused, under_way, view, watched
 
@@ -54,6 +59,36 @@ def test_nothing_differs_from_rows_one_by_one(seed: int) -> None:
         views.append(seen)
         all_free(cache)
     assert views[1] == views[0] == views[2] and events[1] == events[0] == events[2]
+
+
+def test_an_interrupt_on_any_line_leaves_all_tokens_or_none() -> None:
+    lines = 0
+
+    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if event == "line" and "/mambacache/" in frame.f_code.co_filename:
+            lines -= 1
+            if lines == 0:
+                raise KeyboardInterrupt
+        return interrupt
+
+    for after in count(1):
+        cache, lines = decoding(), after
+        run_step(cache, "a", 1, 2)
+        known = list(cache.tokens("a"))
+        sys.settrace(interrupt)
+        with suppress(KeyboardInterrupt):
+            PrefixCache.decoded(cache, "a", [3, 4, 5])
+        sys.settrace(None)
+        now = list(cache.tokens("a"))
+        assert now in (known, [*known, 3, 4, 5])
+        assert cache.runs("a") or isinstance(cache.admit("a"), Hit)
+        run_step(cache, "a", len(now) - cache.progress("a").computed, 6)
+        assert list(cache.tokens("a")) == [*now, 6]
+        all_free(cache)
+        if lines > 0:
+            break
+    assert after > 30
 
 
 def decoding() -> PrefixCache:
