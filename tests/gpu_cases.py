@@ -354,8 +354,7 @@ def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
 
 
 def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
-    """Fills Triton's cache with the kernels of these ops, in as many processes as there are cores and as the GPU has room
-    for.
+    """Fills Triton's cache with the kernels of these ops, in a process for each core that the GPU has room for.
 
     Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op.
     """
