@@ -132,6 +132,27 @@ def test_a_path_of_a_tree_is_as_if_it_were_alone(
         assert torch.equal(x[1, held], x[3 + kept, held])
 
 
+@pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
+@pytest.mark.parametrize("name", CASES)
+def test_a_draft_that_is_no_number_spoils_what_follows_on_it_alone(
+    name: str, library: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "backend", lambda x: library)
+    rng = random.Random(name)
+    run = Run(CASES[name](), torch.float32)
+    run.step([(0, 1, 3, 3)], [run.tokens(4, 1)], [chain(4)])
+    for seed, tree in enumerate([chain(5), [-1, 0, 1, 0], [-1, 0, 0, 0], [-1, 0, 1, 2, 0, 4, 5], random_tree(rng, 7)]):
+        tokens = run.tokens(len(tree), seed)
+        for bad in range(1, len(tree)):
+            run.logs.slabs[2:4] = run.logs.slabs[1]
+            spoiled = [x.clone() for x in tokens]
+            for x in spoiled:
+                x[bad] = rng.choice([torch.nan, torch.inf])
+            found, wanted = run.step([(0, slot, 3, 7) for slot in (2, 3)], [spoiled, tokens], [tree] * 2)
+            others = [token for token in range(len(tree)) if bad not in path_to(tree, token)]
+            assert torch.equal(found[others], wanted[others]), (tree, bad)
+
+
 def test_only_the_kept_entries_of_named_slots_are_moved() -> None:
     layout = [StateTensor((16, 3), torch.bfloat16, per_token=True), StateTensor((5,), torch.float32)]
     layout.append(StateTensor((16, 2, 5), torch.float32, per_token=True))

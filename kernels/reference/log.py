@@ -81,7 +81,8 @@ class LoggedStates:
         row = (self.indices.decode_len > token).nonzero().squeeze(1)
         place = self._places[row, token]
         self.keys[row, :, place], self.sums[row, :, place] = keys[row], sums[row]
-        self.values[row, :, :, place] = 0
+        later = torch.arange(FOLD, device=place.device) >= place[:, None]  # of siblings, which may be no numbers
+        self.values[row] = self.values[row].masked_fill(later[:, None, None], 0)
         decay, decayed = self._decayed(self._places[:, token] + 1)
 
         def product(vector: Tensor) -> Tensor:

@@ -104,8 +104,9 @@ def _decode(
             tl.store(out + token * OUT_STRIDE + head * V + value, o)
             tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
             if t + 1 < length:
-                place = end + depth_of(depths, t)
+                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
                 us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
+                us = tl.where((entry < following)[None, None, :], us, 0.0)  # what siblings left may be no numbers
 
 
 @triton.jit(

@@ -105,8 +105,9 @@ def _decode(
             tl.store(out + token * OUT_STRIDE + head * P + value, y)
             tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
             if t + 1 < length:
-                place = end + depth_of(depths, t)
+                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
                 xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
+                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # what siblings left may be no numbers
 
 
 @triton.jit(
