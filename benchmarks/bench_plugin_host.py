@@ -100,12 +100,10 @@ class Loop:
             self.worker.begin(names, lengths, (self.rows, self.rows) if decode else None)
             self.worker.end()
         spent = time.perf_counter() - start
-        self.out.append(
-            (output, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [[7]] * len(names)))
-        )
+        places = {name: i for i, name in enumerate(names)}
+        self.out.append((output, ModelRunnerOutput(names, places, [[7] for _ in names])))
         if len(self.out) > 1:
             output, sampled = self.out.popleft()
-            sampled.sampled_token_ids = [list(tokens) for tokens in sampled.sampled_token_ids]
             start = time.perf_counter()
             self.scheduler.update_from_output(output, sampled)
             spent += time.perf_counter() - start

@@ -368,8 +368,8 @@ class Simulation:
 
     def _check_later(self) -> None:
         """What the cache does not know of yet are steps of decoding requests up to their next fold at most."""
-        for name, first in self.scheduler._later.items():
-            at, more = self.scheduler.states.progress(name), self.scheduler._step - first
+        for name, known in self.scheduler._later.items():
+            at, more = self.scheduler.states.progress(name), self.scheduler._step - known
             assert at.computed >= at.prefill_end and at.computed % FOLD + more < FOLD, (name, more, at)
             assert at.computed + more == self.requests[name].num_computed_tokens, (name, more, at)
 
