@@ -188,13 +188,13 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = N
         ValueError: rows for the decode kernels do not come first, or their number is another one.
     """
     decode, prefill = rows[:decode_rows], rows[decode_rows:]
-    if any(row.prefill for row in decode) or not all(row.prefill for row in prefill):
+    if any([row.prefill for row in decode]) or not all([row.prefill for row in prefill]):
         raise ValueError(
             f"decode_rows is {decode_rows}: let all rows for the decode kernels come first, and give their number "
             "(allocate with decode=True what a prompt's last token shall run there)"
         )
     if width is None:
-        width = max((row.num_tokens for row in decode), default=1)
+        width = max([row.num_tokens for row in decode], default=1)
     return _decode_arrays(decode, width) | _prefill_arrays(prefill, decode_rows * width)
 
 
@@ -309,8 +309,8 @@ def build_plan(
     """
     num_decodes = sum([not step.prefill for step in steps])
     decode, prefill = steps[:num_decodes], steps[num_decodes:]
-    arrays = layout(steps, num_decodes)
-    width = max((step.num_tokens for step in decode), default=1)
+    width = max([step.num_tokens for step in decode], default=1)
+    arrays = layout(steps, num_decodes, width)
     most = np.maximum(arrays["decode_len"], arrays["late_len"])
     real = np.arange(width) < most[:, None]  # the tokens of decode rows that are not padding
     starts = _int32([step.start for step in decode])

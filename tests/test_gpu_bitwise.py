@@ -41,18 +41,18 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     "gated_delta_rule": {
         ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
         ("gated_delta_rule.prefill", "PAIRED_CHUNKS"): (0, 1 << 20),
-        ("common.log", "PROGRAM_TILES"): (1, 2),
+        ("common.log", "PROGRAMS"): (0, 1, 2, 1 << 20),
         ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
         ("ssd.prefill", "processors"): (no_processors, many_processors),
-        ("common.log", "PROGRAM_TILES"): (1, 2),
+        ("common.log", "PROGRAMS"): (0, 1, 2, 1 << 20),
         ("ssd.decode", "MAX_HEADS"): (1, 8, 32),
         ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
         ("kda.prefill", "processors"): (no_processors, many_processors),
-        ("common.log", "PROGRAM_TILES"): (1, 2),
+        ("common.log", "PROGRAMS"): (0, 1, 2, 1 << 20),
         ("kda.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "selective_scan": {

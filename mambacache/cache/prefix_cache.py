@@ -248,7 +248,7 @@ class PrefixCache:
 
     def counts(self, step: SequenceStep) -> bool:
         """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
-        return self.under_way(step) and not self._books.rows[step.row].life.void
+        return self.under_way(step) and not self._kept.rows[step.row].life.void
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         """The step failed, before it was issued or on the device: its requests are preempted, and nothing of it stays.

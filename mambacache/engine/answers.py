@@ -125,9 +125,9 @@ class Answers:
             if completion.finish_reason is None:
                 self._refresh(i, completion)
         output.cache = self.requests[0].report
-        since, metrics = time.perf_counter() - self._submitted, output.metrics
         if output.time_to_first_token is None and self.requests[0].output:
-            output.time_to_first_token, metrics.first_token_time = since, metrics.arrival_time + since
+            since = output.time_to_first_token = time.perf_counter() - self._submitted
+            output.metrics.first_token_time = output.metrics.arrival_time + since
         self._note_end()
 
     def _refresh(self, i: int, completion: Completion) -> None:

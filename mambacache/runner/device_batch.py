@@ -72,11 +72,13 @@ class DeviceBatch:
         num_top = 0
         late, draw_row, num_rows = any([step.late for step in plan.steps]), list[int](), len(plan.arrays["decode_src"])
         for i, (step, row, (first, end)) in enumerate(zip(plan.steps, sampling, _logits_bounds(plan), strict=True)):
-            params, place = row.params, len(offsets)
+            place = len(offsets)
             if step.samples:
                 offsets += [end - 1] * len(row.seeds) if step.prefill else range(first, first + step.num_tokens)
-            places_here = range(place, len(offsets))
-            samples.append(len(places_here))
+            samples.append(len(offsets) - place)
+            if row.plain:
+                continue
+            params, places_here = row.params, range(place, len(offsets))
             if params.temperature > 0 and step.samples:
                 drawn += places_here
                 draws += _draws(step, row)

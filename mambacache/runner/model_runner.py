@@ -26,7 +26,7 @@ Score = tuple[int, float, list[int], list[float]]
 """A token, its log probability, the most likely tokens, and theirs."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RowOutput:
     """What a step gives for one row.
 
@@ -37,8 +37,8 @@ class RowOutput:
     """
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs] = field(default_factory=list)
+    logprobs: Sequence[Logprobs] = ()
+    prompt_logprobs: Sequence[Logprobs] = ()
 
 
 class Launched:

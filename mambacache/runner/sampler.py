@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -27,12 +27,19 @@ class RowSampling:
             preemption and with drafts.
         prompt_targets: for prompt log probabilities: the prompt tokens that follow the row's first wanted positions.
         adjustments: one for each position after which a token is sampled; empty for none.
+        plain: whether it takes the most likely tokens, as the model gave them, and wants no more to be known of them.
     """
 
     params: SamplingParams
     seeds: Sequence[int]
     prompt_targets: Sequence[int] = ()
     adjustments: Sequence[Adjustment] = ()
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        wanted = self.params.logprobs, self.params.prompt_logprobs
+        plain = self.params.temperature == 0 and wanted == (None, None) and not self.adjustments
+        object.__setattr__(self, "plain", plain)  # once, not in each step
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:

@@ -27,15 +27,16 @@ from .log import (
     entry_values,
     for_rows,
     load_state,
+    most_tiles,
     next_launch_may_begin,
     prefetch_entries,
     row_log,
     row_sums,
     scratch,
     slot_of,
+    tile_bits,
     tile_columns,
     tile_rows,
-    tiles_of_a_program,
     wait_for_arrivals,
     wait_for_previous_launch,
 )
@@ -52,7 +53,9 @@ def _decode(
     scalars,
     arrivals,
     row,
-    program,
+    first_tile,
+    tiles,
+    waiting,
     source,
     folded,
     length,
@@ -68,23 +71,23 @@ def _decode(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILES: tl.constexpr,
-    WAITING: tl.constexpr,
+    MOST_TILES: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Takes TILES tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
-    PROGRAMS: tl.constexpr = V // BLOCK_V // TILES
-    head, first_value = program // PROGRAMS, program % PROGRAMS * (TILES * BLOCK_V)
+    """Takes some tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
+    TILES: tl.constexpr = V // BLOCK_V
+    ASKED: tl.constexpr = MOST_TILES * BLOCK_V
+    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_V
     key_head = head // (VALUE_HEADS // HEADS)
     log_u += head * V
     state += (head * V + first_value) * K
-    prefetch_entries(log_u + first_value, start, end, VALUE_HEADS * V, TILES * BLOCK_V)
-    wait_for_arrivals(arrivals, HEADS, WAITING)
+    prefetch_entries(log_u + first_value // ASKED * ASKED, start, end, VALUE_HEADS * V, ASKED)
+    wait_for_arrivals(arrivals, HEADS, waiting)
     lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
     element = lane[:, :, None, None] * K + channel
     read = tl.broadcast_to(tl.where(source != 0, in_K, False), element.shape)
-    for tile in range(TILES):
+    for tile in range(tiles):
         value = first_value + tile * BLOCK_V + lane
         S = load_state(state + tile * (BLOCK_V * K) + element, read, folded)
         us = entry_values(log_u, start, end, value, VALUE_HEADS * V)
@@ -111,7 +114,8 @@ def _decode(
 
 @triton.jit(
     do_not_specialize=[
-        "slot_stride", "k_stride", "norm_stride", "u_stride", "G_stride", "num_rows", "tokens_per_decode", "beta_scale"
+        "slot_stride", "k_stride", "norm_stride", "u_stride", "G_stride", "num_rows", "tokens_per_decode", "tile_bits",
+        "beta_scale",
     ]
 )  # fmt: skip
 def _decode_kernel(
@@ -146,6 +150,7 @@ def _decode_kernel(
     G_stride,
     num_rows,
     tokens_per_decode,
+    tile_bits,
     beta_scale,
     Q_STRIDES: tl.constexpr,
     K_STRIDES: tl.constexpr,
@@ -160,16 +165,18 @@ def _decode_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
-    TILES: tl.constexpr,
+    MOST_TILES: tl.constexpr,
     CHANNELS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
     """The first programs prepare one key head of one row each, the others go through the states."""
     wait_for_previous_launch()
     next_launch_may_begin()
-    WAITING: tl.constexpr = VALUE_HEADS * (V // BLOCK_V // TILES)
+    TILES: tl.constexpr = VALUE_HEADS * (V // BLOCK_V)  # of a row
+    waiting = TILES >> tile_bits
     program = tl.program_id(0) - num_rows * HEADS
-    row = tl.where(program < 0, tl.program_id(0) // HEADS, program // WAITING)
+    first_tile = program << tile_bits
+    row = tl.where(program < 0, tl.program_id(0) // HEADS, first_tile // TILES)
     slot, start, end = row_log(slots, starts, ends, row)
     length, depths = tl.load(lengths + row), tl.load(depths + row)
     arrivals += row * ARRIVALS_STRIDE
@@ -181,14 +188,14 @@ def _decode_kernel(
             tokens_per_decode, beta_scale, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES,
             HEADS, VALUE_HEADS, K, BLOCK_K, BLOCK_GROUP, CHANNELS, ONE_TOKEN,
         )  # fmt: skip
-        arrive(arrivals, HEADS, WAITING)
+        arrive(arrivals, HEADS, waiting)
     else:
         source, folded = tl.load(src + row), tl.load(dst + row) != 0
         _decode(
             v, state + source * slot_elements(slot_stride, state), out, slot_of(log_u, slot, u_stride),
-            scores, vectors, scalars, arrivals, row, program % WAITING, source, folded, length, start, end,
-            depths, tokens_per_decode, V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K, BLOCK_V, TILES,
-            WAITING, ONE_TOKEN,
+            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
+            length, start, end, depths, tokens_per_decode, V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K,
+            BLOCK_V, MOST_TILES, ONE_TOKEN,
         )  # fmt: skip
 
 
@@ -218,12 +225,12 @@ def decode(
     rows, width = indices.num_decodes, indices.tokens_per_decode
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     sizes = 2 * WINDOW.value * value_heads, 2 * heads * K, SCALARS.value * value_heads
-    block_K, tiles = max(power_of_2(K), LEAST_WIDTH), tiles_of_a_program(V)
+    block_K, bits = max(power_of_2(K), LEAST_WIDTH), tile_bits(V, rows * value_heads, q.get_device())
     _launch(
-        rows * (heads + value_heads * (V // ROWS // tiles)),
+        rows * (heads + (value_heads * (V // ROWS) >> bits)),
         (q, k, v, a, b, A_log, dt_bias, state, out, *log, *scratch(v, [rows * width * size for size in sizes])),
         index_pointers(indices, DECODE_ARRAYS),
-        (*map(slot_stride, (state, *log)), rows, width, float(beta_scale)),
+        (*map(slot_stride, (state, *log)), rows, width, bits, float(beta_scale)),
         {
             "Q_STRIDES": q_strides,
             "K_STRIDES": k_strides,
@@ -238,7 +245,7 @@ def decode(
             "BLOCK_K": block_K,
             "BLOCK_V": ROWS,
             "BLOCK_GROUP": power_of_2(value_heads // heads),
-            "TILES": tiles,
+            "MOST_TILES": most_tiles(V),
             "CHANNELS": a.dim() == 3,
             "ONE_TOKEN": width == 1,
         },

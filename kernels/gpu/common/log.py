@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ...device import processors
 from ...indices import ARRIVALS_WIDTH, FOLD
 from .delta_rule import dot
 from .layout import slot_elements
@@ -29,6 +30,7 @@ LEAST_WIDTH = 64
 """Of keys. With one channel a thread its own product is fused into the first sum with another thread's, which rounds
 otherwise in each of both: then steps of other lengths would give other bits."""
 ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often at most
+PROGRAMS = 16  # of decode on a processor at once
 FOLD_PROGRAMS = 1056
 FOLD_SHARE = 4  # of the rows one of so many has programs of its own to be folded: of 16 about one is in each step
 FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
@@ -38,9 +40,15 @@ DECODE_ARRAYS = "decode_src", "decode_dst", "decode_len", "log_slot", "log_start
 FOLD_ARRAYS = ("folds",)
 
 
-def tiles_of_a_program(rows: int) -> int:
-    """How many of the tiles that make up so many rows of a state a program takes."""
-    return max(tiles for tiles in range(1, PROGRAM_TILES + 1) if rows // ROWS % tiles == 0)
+def most_tiles(rows: int) -> int:
+    """Of the tiles that make up so many rows of a state how many a program may take: a power of 2."""
+    return min(rows // ROWS & -(rows // ROWS), PROGRAM_TILES)
+
+
+def tile_bits(rows: int, states: int, device: int) -> int:
+    """log2 of the tiles that a program takes of each of so many states: as few as let all programs run at once."""
+    bits, programs = most_tiles(rows).bit_length() - 1, states * (rows // ROWS)
+    return next((few for few in range(bits) if programs >> few <= PROGRAMS * processors(device)), bits)
 
 
 def fold_shape(columns: int) -> tuple[int, int]:
@@ -106,8 +114,8 @@ def next_launch_may_begin():
 
 
 @triton.jit
-def _count(arrivals, LAST: tl.constexpr, ORDER: tl.constexpr):
-    """Counts this program; after the LAST one comes 0 again, as the next launch needs it."""
+def _count(arrivals, last, ORDER: tl.constexpr):
+    """Counts this program; after the last one comes 0 again, as the next launch needs it."""
     code: tl.constexpr = (
         """
     {
@@ -120,20 +128,20 @@ def _count(arrivals, LAST: tl.constexpr, ORDER: tl.constexpr):
     }
     """
     )
-    place = [arrivals.to(tl.int64, bitcast=True), LAST]
+    place = [arrivals.to(tl.int64, bitcast=True), last]
     tl.inline_asm_elementwise(code, "=&r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def arrive(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
-    """Of a row, one of the PREPARING programs: what it stored can be seen by the WAITING ones once all have come."""
+def arrive(arrivals, PREPARING: tl.constexpr, waiting):
+    """Of a row, one of the PREPARING programs: what it stored can be seen by the waiting ones once all have come."""
     if not INTERPRETED:
         tl.debug_barrier()
-        _count(arrivals, PREPARING + WAITING - 1, "release")
+        _count(arrivals, PREPARING + waiting - 1, "release")
 
 
 @triton.jit
-def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
+def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
     """Programs of one warp start in their order: those that prepare a row run, or are done, when a later one waits."""
     if not INTERPRETED:
         code: tl.constexpr = """
@@ -148,7 +156,7 @@ def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, WAITING: tl.constexpr):
         """  # no lane may count while another one still looks
         place = [arrivals.to(tl.int64, bitcast=True), PREPARING]
         tl.inline_asm_elementwise(code, "=&r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
-        _count(arrivals, PREPARING + WAITING - 1, "relaxed")
+        _count(arrivals, PREPARING + waiting - 1, "relaxed")
 
 
 @triton.jit

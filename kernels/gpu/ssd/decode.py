@@ -23,15 +23,16 @@ from ..common.log import (
     entry_values,
     for_rows,
     load_state,
+    most_tiles,
     next_launch_may_begin,
     prefetch_entries,
     row_log,
     row_sums,
     scratch,
     slot_of,
+    tile_bits,
     tile_columns,
     tile_rows,
-    tiles_of_a_program,
     wait_for_arrivals,
     wait_for_previous_launch,
 )
@@ -52,7 +53,9 @@ def _decode(
     scalars,
     arrivals,
     row,
-    program,
+    first_tile,
+    tiles,
+    waiting,
     source,
     folded,
     length,
@@ -69,23 +72,23 @@ def _decode(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    TILES: tl.constexpr,
+    MOST_TILES: tl.constexpr,
     PREPARING: tl.constexpr,
-    WAITING: tl.constexpr,
 ):
-    """Takes TILES tiles of BLOCK_P rows of one head's state past the tokens of one row."""
-    PROGRAMS: tl.constexpr = P // BLOCK_P // TILES
-    head, first_value = program // PROGRAMS, program % PROGRAMS * (TILES * BLOCK_P)
+    """Takes some tiles of BLOCK_P rows of one head's state past the tokens of one row."""
+    TILES: tl.constexpr = P // BLOCK_P
+    ASKED: tl.constexpr = MOST_TILES * BLOCK_P
+    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_P
     group = head // (HEADS // GROUPS)
     log_x += head * P
     state += (head * P + first_value) * N
-    prefetch_entries(log_x + first_value, start, end, HEADS * P, TILES * BLOCK_P)
-    wait_for_arrivals(arrivals, PREPARING, WAITING)
+    prefetch_entries(log_x + first_value // ASKED * ASKED, start, end, HEADS * P, ASKED)
+    wait_for_arrivals(arrivals, PREPARING, waiting)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
     element = lane[:, :, None, None] * N + channel
     read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
-    for tile in range(TILES):
+    for tile in range(tiles):
         value = first_value + tile * BLOCK_P + lane
         S = load_state(state + tile * (BLOCK_P * N) + element, read, folded)
         xs = entry_values(log_x, start, end, value, HEADS * P)
@@ -112,7 +115,7 @@ def _decode(
 
 @triton.jit(
     do_not_specialize=[
-        "slot_stride", "x_stride", "B_stride", "dt_stride", "G_stride", "num_rows", "tokens_per_decode",
+        "slot_stride", "x_stride", "B_stride", "dt_stride", "G_stride", "num_rows", "tokens_per_decode", "tile_bits",
         "dt_min", "dt_max",
     ]
 )  # fmt: skip
@@ -149,6 +152,7 @@ def _decode_kernel(
     G_stride,
     num_rows,
     tokens_per_decode,
+    tile_bits,
     dt_min,
     dt_max,
     X_STRIDES: tl.constexpr,
@@ -164,16 +168,18 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    TILES: tl.constexpr,
+    MOST_TILES: tl.constexpr,
     PREPARING: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
     """The first programs, PREPARING of each row, prepare its tokens, the others go through the states."""
     wait_for_previous_launch()
     next_launch_may_begin()
-    WAITING: tl.constexpr = HEADS * (P // BLOCK_P // TILES)
+    TILES: tl.constexpr = HEADS * (P // BLOCK_P)  # of a row
+    waiting = TILES >> tile_bits
     program = tl.program_id(0) - num_rows * PREPARING
-    row = tl.where(program < 0, tl.program_id(0) // PREPARING, program // WAITING)
+    first_tile = program << tile_bits
+    row = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
     slot, start, end = row_log(slots, starts, ends, row)
     length, depths = tl.load(lengths + row), tl.load(depths + row)
     arrivals += row * ARRIVALS_STRIDE
@@ -185,14 +191,14 @@ def _decode_kernel(
             tokens_per_decode, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES,
             HEADS, GROUPS, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN,
         )  # fmt: skip
-        arrive(arrivals, PREPARING, WAITING)
+        arrive(arrivals, PREPARING, waiting)
     else:
         source, folded = tl.load(src + row), tl.load(dst + row) != 0
         _decode(
             x, z, state + source * slot_elements(slot_stride, state), out, slot_of(log_x, slot, x_stride),
-            scores, vectors, scalars, arrivals, row, program % WAITING, source, folded, length, start, end,
-            depths, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
-            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, TILES, PREPARING, WAITING,
+            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
+            length, start, end, depths, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
+            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, MOST_TILES, PREPARING,
         )  # fmt: skip
 
 
@@ -221,13 +227,13 @@ def decode(
     x_strides, dt_strides, B_strides, C_strides, z_strides = layer_strides(x, dt, B, C, x if z is None else z)
     sizes = WINDOW.value * heads, groups * N, SCALARS.value * heads
     block_N, block_heads = max(power_of_2(N), LEAST_WIDTH), min(power_of_2(heads // groups), MAX_HEADS)
-    preparing, tiles = groups * cdiv(heads // groups, block_heads), tiles_of_a_program(P)
+    preparing, bits = groups * cdiv(heads // groups, block_heads), tile_bits(P, rows * heads, x.get_device())
     between = scratch(x, [rows * width * size for size in sizes])
     _launch(
-        rows * (preparing + heads * (P // ROWS // tiles)),
+        rows * (preparing + (heads * (P // ROWS) >> bits)),
         (x, dt, A, B, C, D, z, dt_bias, state, out, *log, *between),
         index_pointers(indices, DECODE_ARRAYS),
-        (*map(slot_stride, (state, *log)), rows, width, *map(float, dt_limit)),
+        (*map(slot_stride, (state, *log)), rows, width, bits, *map(float, dt_limit)),
         {
             "X_STRIDES": x_strides,
             "DT_STRIDES": dt_strides,
@@ -242,7 +248,7 @@ def decode(
             "BLOCK_N": block_N,
             "BLOCK_P": ROWS,
             "BLOCK_HEADS": block_heads,
-            "TILES": tiles,
+            "MOST_TILES": most_tiles(P),
             "PREPARING": preparing,
             "ONE_TOKEN": width == 1,
         },
