@@ -54,11 +54,11 @@ def failing(
             failed.append(len(plan.steps))
         return launch(plan, *args)
 
-    def break_off(graph: DecodeGraph, indices: Any) -> torch.Tensor:
-        logits = replay(graph, indices)
+    def break_off(graph: DecodeGraph, indices: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        given = replay(graph, indices)
         if armed:
             raise kind("planted")
-        return logits
+        return given
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(last, "forward", break_down)

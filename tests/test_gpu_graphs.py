@@ -17,7 +17,7 @@ from mambacache.models.adapt import Model, load_model
 from mambacache.plan import StepPlan
 from mambacache.runner.cuda_graphs import DecodeGraph
 from mambacache.runner.model_runner import ModelRunner
-from mambacache.runner.sampler import RowSampling
+from mambacache.runner.sampler import RowSampling, likeliest_tokens
 from runner_driver import Driver, Row
 
 pytestmark = pytest.mark.gpu
@@ -48,13 +48,15 @@ def run(model: Model, eager: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
     assert runner._graphs is not None
     replay = DecodeGraph.replay
 
-    def noting(graph: DecodeGraph, indices: StateIndices) -> torch.Tensor:
+    def noting(graph: DecodeGraph, indices: StateIndices) -> tuple[torch.Tensor, torch.Tensor]:
         pages = runner.pages.layers if runner.pages is not None else []
-        logits = (
-            model.logits(indices, runner.states.layers, runner.logs.layers, pages) if eager else replay(graph, indices)
-        )
+        if eager:
+            logits = model.logits(indices, runner.states.layers, runner.logs.layers, pages)
+            likeliest = likeliest_tokens(logits)
+        else:
+            logits, likeliest = replay(graph, indices)
         found.append(logits.clone())
-        return logits
+        return logits, likeliest
 
     requests = [driver.add(tokens_of(seed, length)) for seed, length in enumerate((3, 63, 70, 130))]
     for request in requests:
@@ -132,7 +134,7 @@ def test_decode_steps_are_replays(engines: Engines) -> None:
 
     llm.runner.launch = launching  # type: ignore[method-assign]
 
-    def replaying(graph: DecodeGraph, indices: StateIndices) -> torch.Tensor:
+    def replaying(graph: DecodeGraph, indices: StateIndices) -> tuple[torch.Tensor, torch.Tensor]:
         replays.append((graph.rows, graph.width))
         return replay(graph, indices)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,16 +17,20 @@ from transformers import (
 
 from mambacache.config import SamplingParams
 from mambacache.plan import NOT_FINITE
-from mambacache.runner.sampler import DRAW_BITS, draw_parameters, random_bits, sample, score
+from mambacache.runner.sampler import DRAW_BITS, draw_parameters, likeliest_tokens, random_bits, sample, score
 
 STRATA = 1 << 14
+
+
+def sampled(logits: torch.Tensor, *how: Any) -> torch.Tensor:
+    return sample(logits, likeliest_tokens(logits), *how)
 
 
 def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """How often each token is drawn when the random numbers are spread evenly: its probability within 1 / STRATA."""
     parameters = np.repeat(draw_parameters([params], [0], [0]), STRATA, axis=1)
     parameters[4] = np.arange(STRATA) << (DRAW_BITS - STRATA.bit_length() + 1)
-    tokens = sample(
+    tokens = sampled(
         logits[None], torch.zeros(STRATA, dtype=torch.int32), torch.arange(STRATA), torch.from_numpy(parameters)
     )
     return tokens.bincount(minlength=len(logits)) / STRATA
@@ -75,23 +81,23 @@ def test_greedy_rows_beside_drawn_ones() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     index = torch.tensor([0, 2, 2, 3, 5])
     parameters = torch.from_numpy(draw_parameters([SamplingParams(temperature=3.0)] * 2, [7, 7], [10, 11]))
-    tokens = sample(logits, index, torch.tensor([1, 4]), parameters).tolist()
+    tokens = sampled(logits, index, torch.tensor([1, 4]), parameters).tolist()
     greedy = logits.argmax(-1)[index].tolist()
     assert [tokens[i] for i in (0, 2, 3)] == [greedy[i] for i in (0, 2, 3)]
-    alone = sample(logits[2:3], index[:1], torch.tensor([0]), parameters[:, :1])
+    alone = sampled(logits[2:3], index[:1], torch.tensor([0]), parameters[:, :1])
     assert tokens[1] == alone.item() != greedy[1]
     empty, none = torch.tensor([], dtype=torch.int32), torch.from_numpy(draw_parameters([], [], []))
-    assert sample(logits, index, empty, none).tolist() == greedy
-    assert sample(logits, empty, empty, none).tolist() == sample(logits[:0], empty, empty, none).tolist() == []
+    assert sampled(logits, index, empty, none).tolist() == greedy
+    assert sampled(logits, empty, empty, none).tolist() == sampled(logits[:0], empty, empty, none).tolist() == []
 
 
 def test_a_draw_depends_on_its_row_alone() -> None:
     logits = torch.randn(32, 40, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=2.0, top_k=i % 3 * 10, top_p=0.9) for i in range(32)]
     parameters = torch.from_numpy(draw_parameters(params, [i // 4 for i in range(32)], range(100, 132)))
-    together = sample(logits, torch.arange(32), torch.arange(32), parameters)
+    together = sampled(logits, torch.arange(32), torch.arange(32), parameters)
     zero = torch.arange(1)
-    alone = [sample(logits[i : i + 1], zero, zero, parameters[:, i : i + 1]).item() for i in range(32)]
+    alone = [sampled(logits[i : i + 1], zero, zero, parameters[:, i : i + 1]).item() for i in range(32)]
     assert together.tolist() == alone
     assert len(set(alone)) > 10
 
@@ -125,5 +131,5 @@ def test_logits_that_are_not_finite_are_told() -> None:
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[nan] * 4, [-inf] * 4, [0, nan, 5, 1], [0, inf, 5, 1], [-inf, 0, -inf, -inf]])
     parameters = torch.from_numpy(draw_parameters([SamplingParams()] * 5, [0] * 5, range(5)))
-    tokens = sample(logits, torch.arange(5).repeat(2), torch.arange(5), parameters)
+    tokens = sampled(logits, torch.arange(5).repeat(2), torch.arange(5), parameters)
     assert tokens.tolist() == [*[NOT_FINITE] * 4, 1] * 2

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from mambacache.kernels import StateIndices, StatePool
 from mambacache.models.adapt import Model
 from mambacache.plan import StepPlan, layout, pad
+from mambacache.runner.sampler import likeliest_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class DecodeGraph:
 
     Args:
         indices: whose arrays the graph reads, at addresses that never move.
-        logits: [rows * width, vocabulary], what a replay leaves until the next one.
+        logits, likeliest: [rows * width, vocabulary] and [rows * width], what a replay leaves until the next one.
     """
 
     rows: int
@@ -32,13 +33,14 @@ class DecodeGraph:
     graph: torch.cuda.CUDAGraph
     indices: StateIndices
     logits: torch.Tensor
+    likeliest: torch.Tensor
 
-    def replay(self, indices: StateIndices) -> torch.Tensor:
-        """The logits of a step that was padded to this graph's rows."""
+    def replay(self, indices: StateIndices) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of a step that was padded to this graph's rows, and the tokens that `likeliest_tokens` finds."""
         flat = indices.flat[: len(self.indices.flat)]  # more of it the model does not read
         self.indices.flat[: len(flat)].copy_(flat)
         self.graph.replay()
-        return self.logits
+        return self.logits, self.likeliest
 
 
 class DecodeGraphs:
@@ -80,14 +82,15 @@ class DecodeGraphs:
         try:
             for rows, width in tqdm(shapes, desc="CUDA graphs", disable=None):
                 indices = StateIndices.from_arrays(_padding(rows, width, max_pages), states.buffer.device)
-                model.logits(indices, *layers)  # compiles, and makes what libraries make in their first call
+                likeliest_tokens(model.logits(indices, *layers))  # compiles, and what libraries do in their first call
                 if not graphs:
                     with _waits_raise():  # before any capture: what breaks one off leaves more behind
                         model.logits(indices, *layers)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     logits = model.logits(indices, *layers)
-                graphs[rows, width] = DecodeGraph(rows, width, graph, indices, logits)
+                    likeliest = likeliest_tokens(logits)
+                graphs[rows, width] = DecodeGraph(rows, width, graph, indices, logits, likeliest)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             logger.warning("decode steps run without CUDA graphs, as the model could not be captured: %s", reason)

@@ -17,7 +17,7 @@ from mambacache.plan import NULL_BLOCK, PageTables, SequenceStep, StepPlan, buil
 from mambacache.runner.cuda_graphs import DecodeGraphs
 from mambacache.runner.device_batch import DeviceBatch
 from mambacache.runner.ngram import Histories, Known
-from mambacache.runner.sampler import RowSampling, sample, score
+from mambacache.runner.sampler import RowSampling, likeliest_tokens, sample, score
 
 Logprobs = dict[int, float]
 """Log probabilities of one position: of the token that stands or was sampled there, then of the most likely ones."""
@@ -46,7 +46,7 @@ class Launched:
 
     Args:
         plan, sampling, batch: the step.
-        tokens: int64 [S] on the device, what it samples.
+        tokens: int32 [S] on the device, what it samples.
         scores: of K tokens these, int64 [K]; their log probabilities [K]; the most likely ones [K, top], and theirs.
         counts: int64 [N], how many of a decode row's tokens are accepted, where the device itself drafts.
     """
@@ -64,10 +64,12 @@ class Launched:
         self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # of each row in the tokens
         self.places = {step.life: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
         self._sampling, self._batch, self._num_decodes = sampling, batch, plan.num_decodes
-        columns = [tokens, tokens[:0] if counts is None else counts, *scores]
+        self._drafts = counts is not None
+        columns = [tokens, *([] if counts is None else [counts]), *scores]
         self._shapes = [column.shape for column in columns]
         bits = [x.view(torch.int32) if x.is_floating_point() else x.int() for x in columns]
-        self._results = torch.cat([x.flatten() for x in bits]).to("cpu", non_blocking=True)  # pinned then
+        packed = tokens if len(bits) == 1 else torch.cat([x.flatten() for x in bits])
+        self._results = packed.to("cpu", non_blocking=True)  # pinned then
         self._done = torch.cuda.Event() if tokens.is_cuda else None
         if self._done is not None:
             self._done.record()
@@ -78,10 +80,11 @@ class Launched:
             self._done.synchronize()
         ends = np.cumsum([shape.numel() for shape in self._shapes])
         parts = np.split(self._results.numpy(), ends[:-1])
-        tokens, counts, *scores = (part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True))
-        columns = (column.view(np.float32) if i % 2 else column for i, column in enumerate(scores))
+        tokens, *rest = (part.reshape(shape) for part, shape in zip(parts, self._shapes, strict=True))
+        counts = rest.pop(0)[: self._num_decodes].tolist() if self._drafts else []
+        columns = (column.view(np.float32) if i % 2 else column for i, column in enumerate(rest))
         scored = list(zip(*(column.tolist() for column in columns), strict=True))
-        return self._by_rows(tokens.tolist(), counts[: self._num_decodes].tolist(), scored)
+        return self._by_rows(tokens.tolist(), counts, scored)
 
     def _by_rows(self, tokens: list[int], counts: list[int], scores: list[Score]) -> list[RowOutput]:
         """Hands out tokens and scores, but for drafts that are known to be wrong. Both stand in the order of rows, the
@@ -182,19 +185,21 @@ class ModelRunner:
             places = unread.places if unread is not None else {}
             batch = DeviceBatch.build(plan, sampling, self.states.buffer.device, places)
             if unread is not None and len(batch.unknown):
-                batch.indices.tokens[batch.unknown] = unread.tokens[batch.source].clamp(min=0).int()
+                batch.indices.tokens[batch.unknown] = unread.tokens.index_select(0, batch.source).clamp_(min=0)
             histories, counts = self._histories if plan.num_decodes else None, None
             if histories is not None:
                 begun = histories.begin(plan, batch.indices, known, self._block_size)
                 batch.draw_late(begun.late)
             if graph is not None:
-                logits = graph.replay(batch.indices)
+                logits, likeliest = graph.replay(batch.indices)
             else:
                 logits = self.model.logits(batch.indices, self.states.layers, self.logs.layers, pages)
-            tokens = sample(logits, batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments)
+                likeliest = likeliest_tokens(logits)
+            how = batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments
+            tokens = sample(logits, likeliest, *how)
             scores = _scores(logits, tokens, batch)
             if histories is not None:
-                counts = histories.end(batch.indices, begun, tokens)
+                counts = histories.end(batch.indices, begun, tokens.long())
             return Launched(plan, sampling, batch, tokens, scores, counts)
 
     def _keep_paths(self, plan: StepPlan) -> None:
@@ -213,7 +218,7 @@ def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> l
     if not len(batch.prompt_index) + len(batch.scored_samples):
         return []
     scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
-    scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)])
+    scored = torch.cat([batch.prompt_token, tokens[batch.scored_samples].clamp(min=0)]).long()
     return [scored, *score(logits[scored_at], scored, batch.num_top)]
 
 

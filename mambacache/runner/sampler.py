@@ -59,8 +59,18 @@ def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], posi
     return np.concatenate([np.array(floats, dtype=np.float32).view(np.int32), np.array(integers, dtype=np.int32)])
 
 
+def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """int32 [L], the most likely tokens after logits [L, vocabulary]; `NOT_FINITE` where the largest is no number.
+
+    It waits for nothing, so that a CUDA graph can hold it.
+    """
+    tokens = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
+    return tokens.int().masked_fill_(~logits.gather(-1, tokens).isfinite(), NOT_FINITE)[:, 0]
+
+
 def sample(
     logits: torch.Tensor,
+    likeliest: torch.Tensor,
     sample_index: torch.Tensor,
     draw_index: torch.Tensor,
     parameters: torch.Tensor,
@@ -69,27 +79,28 @@ def sample(
     """Tokens, the most likely or random ones.
 
     Args:
-        logits: [L, vocabulary].
+        logits: [L, vocabulary]; likeliest: what `likeliest_tokens` gives for them.
         sample_index: int32 [S], after which logits to sample.
         draw_index: int32 [R], which of these to draw at random.
         parameters: int32 [5, R], see `draw_parameters`.
         adjustments: None where no sample asks for any.
 
     Returns:
-        int64 [S]; `NOT_FINITE` where the largest logit is NaN or infinite.
+        int32 [S]; `NOT_FINITE` where the largest logit is NaN or infinite.
     """
-    likeliest = logits.argmax(dim=-1, keepdim=True)  # NaN counts as the largest
-    finite = logits.gather(-1, likeliest).isfinite()[:, 0]
-    tokens = likeliest[sample_index, 0]
+    tokens = likeliest.index_select(0, sample_index)
+    if adjustments is None and not len(draw_index):
+        return tokens
+    unsound = tokens == NOT_FINITE
     if adjustments is not None:
         adjusted = _adjust(logits[sample_index[adjustments.samples]].float(), adjustments)
-        tokens[adjustments.samples] = adjusted.argmax(dim=-1)
+        tokens[adjustments.samples] = adjusted.argmax(dim=-1).int()
     if len(draw_index):
         drawn = logits[sample_index[draw_index]].float()
         if adjustments is not None:
             drawn[adjustments.draws[0]] = adjusted[adjustments.draws[1]]
-        tokens[draw_index] = _draw(drawn, parameters)
-    return tokens.masked_fill(~finite[sample_index], NOT_FINITE)
+        tokens[draw_index] = _draw(drawn, parameters).int()
+    return tokens.masked_fill_(unsound, NOT_FINITE)
 
 
 def _adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
