@@ -15,7 +15,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from mambacache.config import SamplingParams
 from mambacache.plan import NOT_FINITE
 from mambacache.runner.adjustments import Adjustment, Adjustments, Tally, adjustment_arrays
-from mambacache.runner.sampler import draw_parameters, likeliest_tokens, sample
+from mambacache.runner.sampler import draw_groups, draw_parameters, likeliest_tokens, sample
 
 VOCABULARY = 40
 PROMPT, ANSWER, ENDS = [3, 3, 5, 9], [5, 7, 7, 7, 11], (1, 7)
@@ -75,7 +75,8 @@ def test_logits_that_are_left(case: dict[str, Any], dtype: torch.dtype) -> None:
     every = torch.arange(strata)
     adjustments = on_device(dict.fromkeys(range(strata), adjustment_of(params)), range(strata))
     index = torch.zeros(strata, dtype=torch.int32)
-    tokens = sampled(logits[None], index, every, torch.from_numpy(parameters), adjustments)
+    groups = draw_groups([params] * strata)
+    tokens = sampled(logits[None], index, every, torch.from_numpy(parameters), groups, adjustments)
     expected = (left(logits.float(), params, PROMPT, ANSWER) / 2).softmax(-1)
     assert (tokens.bincount(minlength=VOCABULARY) / strata - expected).abs().max() < 2 / strata
 
@@ -97,7 +98,8 @@ def test_rows_of_all_kinds_together() -> None:
         spots = [place[i] for i in draws]
         before = logits.clone()
         index, draw_index = torch.tensor(samples, dtype=torch.int32), torch.tensor(spots, dtype=torch.int32)
-        got = sampled(logits, index, draw_index, parameters, on_device(changes, spots) if changes else None)
+        groups = draw_groups([rows[i] for i in draws])
+        got = sampled(logits, index, draw_index, parameters, groups, on_device(changes, spots) if changes else None)
         assert torch.equal(logits, before)
         return got.tolist()
 
@@ -113,7 +115,7 @@ def test_adjusted_logits_that_are_not_finite_are_told() -> None:
     changes = on_device({0: adjustment_of(params_of(CASES[0]))}, [])
     none = torch.from_numpy(draw_parameters([], [], []))
     index = torch.zeros(1, dtype=torch.int32)
-    assert sampled(logits, index, index[:0], none, changes).tolist() == [NOT_FINITE]
+    assert sampled(logits, index, index[:0], none, [], changes).tolist() == [NOT_FINITE]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,17 @@ from transformers import (
 
 from mambacache.config import SamplingParams
 from mambacache.plan import NOT_FINITE
-from mambacache.runner.sampler import DRAW_BITS, draw_parameters, likeliest_tokens, random_bits, sample, score
+from mambacache.runner.sampler import (
+    DRAW_BITS,
+    _most_likely,
+    draw_groups,
+    draw_parameters,
+    likeliest_tokens,
+    ordered,
+    random_bits,
+    sample,
+    score,
+)
 
 STRATA = 1 << 14
 
@@ -30,9 +40,8 @@ def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """How often each token is drawn when the random numbers are spread evenly: its probability within 1 / STRATA."""
     parameters = np.repeat(draw_parameters([params], [0], [0]), STRATA, axis=1)
     parameters[4] = np.arange(STRATA) << (DRAW_BITS - STRATA.bit_length() + 1)
-    tokens = sampled(
-        logits[None], torch.zeros(STRATA, dtype=torch.int32), torch.arange(STRATA), torch.from_numpy(parameters)
-    )
+    draws = torch.arange(STRATA), torch.from_numpy(parameters), [(STRATA, ordered(params))]
+    tokens = sampled(logits[None], torch.zeros(STRATA, dtype=torch.int32), *draws)
     return tokens.bincount(minlength=len(logits)) / STRATA
 
 
@@ -80,26 +89,67 @@ def test_extreme_temperatures_and_logits() -> None:
 def test_greedy_rows_beside_drawn_ones() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     index = torch.tensor([0, 2, 2, 3, 5])
-    parameters = torch.from_numpy(draw_parameters([SamplingParams(temperature=3.0)] * 2, [7, 7], [10, 11]))
-    tokens = sampled(logits, index, torch.tensor([1, 4]), parameters).tolist()
+    params = SamplingParams(temperature=3.0)
+    parameters = torch.from_numpy(draw_parameters([params] * 2, [7, 7], [10, 11]))
+    tokens = sampled(logits, index, torch.tensor([1, 4]), parameters, draw_groups([params] * 2)).tolist()
     greedy = logits.argmax(-1)[index].tolist()
     assert [tokens[i] for i in (0, 2, 3)] == [greedy[i] for i in (0, 2, 3)]
-    alone = sampled(logits[2:3], index[:1], torch.tensor([0]), parameters[:, :1])
+    alone = sampled(logits[2:3], index[:1], torch.tensor([0]), parameters[:, :1], draw_groups([params]))
     assert tokens[1] == alone.item() != greedy[1]
     empty, none = torch.tensor([], dtype=torch.int32), torch.from_numpy(draw_parameters([], [], []))
-    assert sampled(logits, index, empty, none).tolist() == greedy
-    assert sampled(logits, empty, empty, none).tolist() == sampled(logits[:0], empty, empty, none).tolist() == []
+    assert sampled(logits, index, empty, none, []).tolist() == greedy
+    assert (
+        sampled(logits, empty, empty, none, []).tolist() == sampled(logits[:0], empty, empty, none, []).tolist() == []
+    )
 
 
 def test_a_draw_depends_on_its_row_alone() -> None:
-    logits = torch.randn(32, 40, generator=torch.Generator().manual_seed(0))
-    params = [SamplingParams(temperature=2.0, top_k=i % 3 * 10, top_p=0.9) for i in range(32)]
-    parameters = torch.from_numpy(draw_parameters(params, [i // 4 for i in range(32)], range(100, 132)))
-    together = sampled(logits, torch.arange(32), torch.arange(32), parameters)
+    """Also where many logits are alike, as in bf16, and what is cut off is drawn otherwise than what is not."""
+    logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cuts = ({}, {"top_k": 10}, {"top_k": 200, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.3}, {"top_k": 2000})
+    params = [SamplingParams(temperature=2.0, **cuts[i % 6]) for i in range(64)]
+    parameters = torch.from_numpy(draw_parameters(params, [i // 4 for i in range(64)], range(100, 164)))
+    together = sampled(logits, torch.arange(64), torch.arange(64), parameters, draw_groups(params))
+    order = sorted(range(64), key=lambda i: ordered(params[i]))
+    grouped, groups = torch.tensor(order), draw_groups([params[i] for i in order])
+    assert len(groups) == 3
+    assert torch.equal(sampled(logits, torch.arange(64), grouped, parameters[:, grouped], groups), together)
     zero = torch.arange(1)
-    alone = [sampled(logits[i : i + 1], zero, zero, parameters[:, i : i + 1]).item() for i in range(32)]
+    alone = [
+        sampled(logits[i : i + 1], zero, zero, parameters[:, i : i + 1], draw_groups(params[i : i + 1])).item()
+        for i in range(64)
+    ]
     assert together.tolist() == alone
-    assert len(set(alone)) > 10
+    assert len(set(alone)) > 50
+
+
+@pytest.mark.parametrize("count", [1, 5, 1000])
+def test_the_most_likely_are_those_of_a_sort(count: int) -> None:
+    logits = torch.randn(20, 1500, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    logits[:, ::7], logits[:, 1::7], logits[:, 2::7], logits[:, 3::7] = 0.0, -0.0, -torch.inf, 2.0
+    assert torch.equal(
+        _most_likely(logits, count), logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "sorts"),
+    [
+        (SamplingParams(), False),
+        (SamplingParams(top_k=-1, min_p=0.1), False),
+        (SamplingParams(top_k=20, top_p=0.8, min_p=0.1), False),
+        (SamplingParams(top_p=0.9), True),
+        (SamplingParams(top_k=2000), True),
+    ],
+)
+def test_the_vocabulary_is_sorted_where_that_alone_tells(
+    params: SamplingParams, sorts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, sort = [], torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda x, **options: seen.append(x.shape) or sort(x, **options))
+    parameters = torch.from_numpy(draw_parameters([params], [0], [0]))
+    sampled(torch.randn(1, 3000), torch.arange(1), torch.arange(1), parameters, draw_groups([params]))
+    assert bool(seen) == sorts
 
 
 def test_random_bits() -> None:
@@ -130,6 +180,7 @@ def test_logits_that_are_not_finite_are_told() -> None:
     """Drawn or greedy, and whatever stands beside them."""
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[nan] * 4, [-inf] * 4, [0, nan, 5, 1], [0, inf, 5, 1], [-inf, 0, -inf, -inf]])
-    parameters = torch.from_numpy(draw_parameters([SamplingParams()] * 5, [0] * 5, range(5)))
-    tokens = sampled(logits, torch.arange(5).repeat(2), torch.arange(5), parameters)
-    assert tokens.tolist() == [*[NOT_FINITE] * 4, 1] * 2
+    for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.9)):
+        parameters = torch.from_numpy(draw_parameters([params] * 5, [0] * 5, range(5)))
+        tokens = sampled(logits, torch.arange(5).repeat(2), torch.arange(5), parameters, draw_groups([params] * 5))
+        assert tokens.tolist() == [*[NOT_FINITE] * 4, 1] * 2

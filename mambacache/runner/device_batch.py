@@ -13,7 +13,7 @@ from mambacache.config import SamplingParams
 from mambacache.kernels import StateIndices
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
-from mambacache.runner.sampler import RowSampling, draw_parameters, random_bits
+from mambacache.runner.sampler import RowSampling, draw_groups, draw_parameters, ordered, random_bits
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DeviceBatch:
         num_top: most likely tokens wanted where log probabilities are.
         sample_index: int32 [S], the logits after which a token is sampled, row by row.
         draw_index: int32 [R], which of these are drawn at random.
-        draw_parameters: int32 [5, R], see `sampler.draw_parameters`.
+        draw_parameters: int32 [5, R], see `sampler.draw_parameters`; draw_groups: see `sampler.draw_groups`.
         late_bits, draw_row: int32 [R, 8] and [R], where rows may be late: the random bits of each draw for every number
             of tokens by which its row may be, and that row; N for prefill rows, which never are.
         prompt_index, prompt_token: int32 [K], the logits from which log probabilities of prompt tokens are taken, row
@@ -45,6 +45,7 @@ class DeviceBatch:
     sample_index: torch.Tensor
     draw_index: torch.Tensor
     draw_parameters: torch.Tensor
+    draw_groups: list[tuple[int, int]]
     late_bits: torch.Tensor | None
     draw_row: torch.Tensor | None
     prompt_index: torch.Tensor
@@ -91,6 +92,8 @@ class DeviceBatch:
             if params.prompt_logprobs is not None:
                 prompts += enumerate(row.prompt_targets, first)
                 num_top = max(num_top, params.prompt_logprobs)
+        order = sorted(range(len(draws)), key=lambda i: ordered(draws[i][0]))  # those that are made alike together
+        drawn, draws, draw_row = [drawn[i] for i in order], [draws[i] for i in order], [draw_row[i] for i in order]
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
         unknown = [row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].late]
         lists = {
@@ -113,7 +116,8 @@ class DeviceBatch:
         indices = StateIndices.from_arrays({**plan.arrays, **arrays, **changes}, device)
         adjustments = Adjustments(*(getattr(indices, name) for name in changes)) if changes else None
         tensors = {"late_bits": None, "draw_row": None} | {name: getattr(indices, name) for name in arrays}
-        return cls(indices, tuple(samples), num_top, **tensors, adjustments=adjustments)
+        groups = draw_groups([params for params, _, _ in draws])
+        return cls(indices, tuple(samples), num_top, draw_groups=groups, **tensors, adjustments=adjustments)
 
     def draw_late(self, late: torch.Tensor) -> None:
         """The random bits of draws of rows that are `late`, int64 [N], by so many tokens."""

@@ -195,8 +195,8 @@ class ModelRunner:
             else:
                 logits = self.model.logits(batch.indices, self.states.layers, self.logs.layers, pages)
                 likeliest = likeliest_tokens(logits)
-            how = batch.sample_index, batch.draw_index, batch.draw_parameters, batch.adjustments
-            tokens = sample(logits, likeliest, *how)
+            draws = batch.draw_index, batch.draw_parameters, batch.draw_groups
+            tokens = sample(logits, likeliest, batch.sample_index, *draws, batch.adjustments)
             scores = _scores(logits, tokens, batch)
             if histories is not None:
                 counts = histories.end(batch.indices, begun, tokens.long())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from mambacache.runner.adjustments import Adjustment, Adjustments
 
 DRAW_BITS = 31
 """Bits of a row's random number."""
+
+MOST_ORDERED = 1024
+"""Of so many tokens at most the best are picked out; to find more, all are sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +63,23 @@ def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], posi
     return np.concatenate([np.array(floats, dtype=np.float32).view(np.int32), np.array(integers, dtype=np.int32)])
 
 
+def ordered(params: SamplingParams) -> int:
+    """How many of the most likely tokens a draw must have in order: none where it is among all; more than there are
+    where only sorting them tells. It goes by the request alone, and so does how it is drawn."""
+    if params.top_k <= 0 and params.top_p == 1:
+        return 0
+    return params.top_k if 0 < params.top_k <= MOST_ORDERED else 1 << 31
+
+
+def draw_groups(params: Sequence[SamplingParams]) -> list[tuple[int, int]]:
+    """Of draws that follow each other and are made alike: how many, and how many tokens in order are enough for all."""
+    groups = groupby(map(ordered, params), key=lambda count: (count > 0) + (count > MOST_ORDERED))
+    counts = [list(group) for _, group in groups]
+    return [(len(group), max(group)) for group in counts]
+
+
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """int32 [L], the most likely tokens after logits [L, vocabulary]; `NOT_FINITE` where the largest is no number.
+    """int32 [L], the most likely tokens after logits [L, vocabulary]; `NOT_FINITE` if the largest is NaN or infinite.
 
     It waits for nothing, so that a CUDA graph can hold it.
     """
@@ -74,6 +93,7 @@ def sample(
     sample_index: torch.Tensor,
     draw_index: torch.Tensor,
     parameters: torch.Tensor,
+    groups: Sequence[tuple[int, int]],
     adjustments: Adjustments | None = None,
 ) -> torch.Tensor:
     """Tokens, the most likely or random ones.
@@ -82,24 +102,26 @@ def sample(
         logits: [L, vocabulary]; likeliest: what `likeliest_tokens` gives for them.
         sample_index: int32 [S], after which logits to sample.
         draw_index: int32 [R], which of these to draw at random.
-        parameters: int32 [5, R], see `draw_parameters`.
+        parameters: int32 [5, R], see `draw_parameters`; groups: of these draws, see `draw_groups`.
         adjustments: None where no sample asks for any.
 
     Returns:
         int32 [S]; `NOT_FINITE` where the largest logit is NaN or infinite.
     """
     tokens = likeliest.index_select(0, sample_index)
-    if adjustments is None and not len(draw_index):
+    if adjustments is None and not groups:
         return tokens
     unsound = tokens == NOT_FINITE
     if adjustments is not None:
         adjusted = _adjust(logits[sample_index[adjustments.samples]].float(), adjustments)
         tokens[adjustments.samples] = adjusted.argmax(dim=-1).int()
-    if len(draw_index):
+    if groups:
         drawn = logits[sample_index[draw_index]].float()
         if adjustments is not None:
             drawn[adjustments.draws[0]] = adjusted[adjustments.draws[1]]
-        tokens[draw_index] = _draw(drawn, parameters).int()
+        sizes = [size for size, _ in groups]
+        parts = zip(drawn.split(sizes), parameters.split(sizes, dim=1), groups, strict=True)
+        tokens[draw_index] = torch.cat([_draw(part, of_it, count) for part, of_it, (_, count) in parts]).int()
     return tokens.masked_fill_(unsound, NOT_FINITE)
 
 
@@ -112,23 +134,37 @@ def _adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
     return logits
 
 
-def _draw(logits: torch.Tensor, parameters: torch.Tensor) -> torch.Tensor:
+def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.Tensor:
     """Temperature; then the top_k tokens; of them the smallest set of mass top_p; of it what min_p leaves. The token is
-    where the random number falls among the cumulative probabilities, in falling order."""
+    where the random number falls among what is left of their weights, one behind the other: in falling order if
+    `count` tokens are enough to say which these are, as they are numbered if `count` is 0, and all are."""
     temperature, top_p, min_p = parameters[:3].view(torch.float32)[..., None]
     top_k, bits = parameters[3:, :, None]
-    ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
-    # Below any temperature that float32 can divide by, only the most likely token is left.
-    ordered = (ordered - ordered[:, :1]) / temperature.clamp(min=torch.finfo(torch.float32).tiny)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    allowed = torch.where(top_k > 0, top_k, logits.shape[-1])
-    probabilities = ordered.softmax(dim=-1).masked_fill(rank >= allowed, 0.0)
-    mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    dropped = (mass - probabilities >= top_p * mass[:, -1:]) | (probabilities < min_p * probabilities[:, :1])
-    dropped[:, 0] = False
-    mass = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1, dtype=torch.float64)
+    tokens = _most_likely(logits, min(count, logits.shape[-1])) if count else None
+    chosen = logits if tokens is None else logits.gather(-1, tokens)
+    # Below any temperature that float32 can divide by, only the most likely token is left. That one weighs 1.
+    falls = (chosen - chosen.amax(dim=-1, keepdim=True)) / temperature.clamp(min=torch.finfo(torch.float32).tiny)
+    weights = falls.exp()
+    kept = weights >= min_p
+    if tokens is not None:
+        rank = torch.arange(tokens.shape[-1], device=tokens.device)
+        weights = weights.masked_fill(rank >= torch.where(top_k > 0, top_k, logits.shape[-1]), 0.0)
+        mass = weights.cumsum(dim=-1, dtype=torch.float64)
+        kept &= (mass - weights < top_p * mass[:, -1:]) | (rank == 0)
+    mass = weights.masked_fill(~kept, 0.0).cumsum(dim=-1, dtype=torch.float64)
     place = torch.searchsorted(mass, mass[:, -1:] * ((bits.double() + 0.5) / 2**DRAW_BITS), right=True)
-    return tokens.gather(-1, place.clamp(max=logits.shape[-1] - 1))[:, 0]  # logits of NaN give no place
+    place.clamp_(max=weights.shape[-1] - 1)  # logits of NaN give no place
+    return (place if tokens is None else tokens.gather(-1, place))[:, 0]
+
+
+def _most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [R, count], in falling order; of tokens that are as likely as each other the lower number comes first."""
+    if count > MOST_ORDERED:
+        return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    bits = (logits + 0.0).view(torch.int32)  # with one zero in place of two
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # integers in the order of the numbers
+    keys = (bits.long() << 32) - torch.arange(logits.shape[-1], device=logits.device)
+    return -keys.topk(count, dim=-1).values & 0xFFFFFFFF
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
