@@ -172,9 +172,10 @@ class SamplingParams:
 
     Args:
         temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0, -1 or more than there are for all.
-        top_p: keep the smallest set of tokens whose probability reaches top_p; below 1 the vocabulary is sorted for
-            each token, unless top_k is 1 to 1,024.
+        top_k: keep the k most likely tokens; 0, -1 or more than there are for all. Above 1,024 all are sorted for each
+            token.
+        top_p: keep the smallest set of tokens whose probability reaches top_p; below 1 without a top_k all are sorted
+            for each token.
         min_p: drop tokens less likely than min_p times the most likely one.
         repetition_penalty: above 1 makes tokens of the prompt and the answer less likely: their logits are divided by
             it, or multiplied where they are negative.

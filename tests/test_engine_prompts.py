@@ -83,6 +83,7 @@ def test_no_limit_of_tokens(engine: Engines) -> None:
 
 def test_more_than_the_vocabulary_means_all_of_it(llm: LLM) -> None:
     drawn = [ask(llm, [TOKENS], greedy(5, temperature=1.5, seed=3, top_k=top_k))[0] for top_k in (0, -1, 160, 10**12)]
+    drawn += ask(llm, [TOKENS], greedy(5, temperature=1.5, seed=3, top_p=1 - 1e-9))  # 1 in float32
     assert len({tuple(answer(output)) for output in drawn}) == 1
 
 

@@ -134,3 +134,21 @@ def test_stops(engine: Engines, text_model: Path, options: dict[str, Any], text:
     assert completion.text.endswith(completion.delta)
     speak(llm, "a")
     assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].stop_reason is None
+
+
+@pytest.mark.parametrize("options", [{}, {"speculative": "ngram"}], ids=["known", "drafted"])
+def test_draws_of_all_kinds_together_are_those_of_each_alone(engine: Engines, options: dict[str, Any]) -> None:
+    """They are made in another order than rows stand in, by what is cut off."""
+    prompts = [[*tokens_of(1, 40)] * 3, [7] * 70, tokens_of(3, 5), tokens_of(5, 80), [*tokens_of(2, 30)] * 3]
+    params = [
+        greedy(30, temperature=1.0, seed=1, top_p=0.9, logit_bias={5: 4.0}),
+        greedy(30, temperature=0.8, seed=2),
+        greedy(30),
+        greedy(30, temperature=0.7, seed=5, top_k=5, logprobs=2, n=2),
+        greedy(30, temperature=0.3, seed=4, min_p=0.05, logit_bias={9: 3.0, 11: 3.0}),
+    ]
+    together, alone = ask(engine(**options), prompts, params), ask(engine(), prompts, params, together=False)
+    for one, other in zip(together, alone, strict=True):
+        assert [each.token_ids for each in one.outputs] == [each.token_ids for each in other.outputs]
+        for each, wanted in zip(one.outputs, other.outputs, strict=True):
+            assert [[*entry] for entry in each.logprobs or ()] == [[*entry] for entry in wanted.logprobs or ()]

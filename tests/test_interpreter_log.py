@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from log_cases import BLOCKS, CASES, DEVICE, ROWS, SOURCES, TOKENS, Case
+from log_cases import BLOCKS, CASES, DEVICE, ROWS, SOURCES, TOKENS, Case, delta_rule, state_space
 from mambacache.kernels import StateIndices, api, gpu, reference
 
 BLANK, CHECKPOINTS, SLOTS, FIRST = (1, 2), (5, 4), (1, 2), (5, 16)  # of each row
@@ -134,3 +134,24 @@ def test_16_bits_are_the_same_however_tokens_are_cut(name: str) -> None:
     case = CASES[name]()
     case.fill(LOW, LOW)
     assert_same(run(case, 3, 2), run(case, 8, 3))
+
+
+@pytest.mark.parametrize("op", ["delta rule", "state space"])
+def test_a_program_takes_one_tile_or_all(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All where no number of programs runs at once."""
+    for module in ("test_interpreter_log", "log_cases"):
+        monkeypatch.setattr(import_module(module), "TOKENS", 16)
+    if op == "delta rule":
+        case = delta_rule(1, 2, 16, 64, channels=False)
+    else:
+        case = state_space(2, 1, 64, 16, plain=False, limit=(0.0, float("inf")))
+    case.fill(torch.float32, torch.float32)
+    log = import_module("mambacache.kernels.gpu.common.log")
+    taken, tile_bits = [], log.tile_bits
+    for module in ("common.delta_decode", "ssd.decode"):
+        decode = import_module(f"mambacache.kernels.gpu.{module}")
+        monkeypatch.setattr(decode, "tile_bits", lambda *args: taken.append(tile_bits(*args)) or taken[-1])
+    one = run(case, 3, 1)
+    monkeypatch.setattr(log, "REGISTERS", 0)
+    assert_same(run(case, 3, 1), one)
+    assert {*taken} == {0, 2}

@@ -95,6 +95,8 @@ class Limits:
                 f"logit_bias of {name} holds token {outside}, out of the vocabulary: give ids from 0 to "
                 f"{self.vocab_size - 1}"
             )
+        if params.top_k >= self.vocab_size:
+            params = replace(params, top_k=0)  # cuts nothing off
         stops = tuple(token for token in params.stop_token_ids or () if 0 <= token < self.vocab_size)
         if stops != params.stop_token_ids:  # the others never come
             params = replace(params, stop_token_ids=stops)

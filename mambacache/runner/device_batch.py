@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +15,16 @@ from mambacache.kernels import StateIndices
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.runner.adjustments import Adjustment, Adjustments, adjustment_arrays
 from mambacache.runner.sampler import RowSampling, draw_groups, draw_parameters, ordered, random_bits
+
+
+class Draw(NamedTuple):
+    """A sample that is drawn at random: how, the seed, the token's position, and the row that may be late."""
+
+    sample: int
+    params: SamplingParams
+    seed: int
+    position: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -65,13 +76,12 @@ class DeviceBatch:
         request, are those of the tokens that the step before sampled."""
         samples: list[int] = []
         offsets: list[int] = []
-        drawn: list[int] = []
-        draws: list[tuple[SamplingParams, int, int]] = []  # parameters, seed and position
+        draws: list[Draw] = []
         adjusted: dict[int, Adjustment] = {}
         scored: list[int] = []
         prompts: list[tuple[int, int]] = []
         num_top = 0
-        late, draw_row, num_rows = any([step.late for step in plan.steps]), list[int](), len(plan.arrays["decode_src"])
+        late, num_rows = any([step.late for step in plan.steps]), len(plan.arrays["decode_src"])
         for i, (step, row, (first, end)) in enumerate(zip(plan.steps, sampling, _logits_bounds(plan), strict=True)):
             place = len(offsets)
             if step.samples:
@@ -81,9 +91,7 @@ class DeviceBatch:
                 continue
             params, places_here = row.params, range(place, len(offsets))
             if params.temperature > 0 and step.samples:
-                drawn += places_here
-                draws += _draws(step, row)
-                draw_row += [i if i < plan.num_decodes else num_rows] * len(places_here)
+                draws += _draws(step, row, places_here, i if i < plan.num_decodes else num_rows)
             if row.adjustments:
                 adjusted |= {i: row.adjustments[0 if step.prefill else i - place] for i in places_here}
             if params.logprobs is not None:
@@ -92,31 +100,31 @@ class DeviceBatch:
             if params.prompt_logprobs is not None:
                 prompts += enumerate(row.prompt_targets, first)
                 num_top = max(num_top, params.prompt_logprobs)
-        order = sorted(range(len(draws)), key=lambda i: ordered(draws[i][0]))  # those that are made alike together
-        drawn, draws, draw_row = [drawn[i] for i in order], [draws[i] for i in order], [draw_row[i] for i in order]
+        draws.sort(key=lambda draw: ordered(draw.params))  # those that are made alike together
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
         unknown = [row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].late]
         lists = {
             "unknown": [row * plan.tokens_per_decode for row in unknown],
             "source": [places[plan.steps[row].life] for row in unknown],
             "sample_index": offsets,
-            "draw_index": drawn,
+            "draw_index": [draw.sample for draw in draws],
             "prompt_index": [offset for offset, _ in prompts],
             "prompt_token": [token for _, token in prompts],
             "scored_samples": scored,
         }
         arrays = {name: np.array(values, dtype=np.int32) for name, values in lists.items()}
+        asked = [draw.params for draw in draws]
         arrays["draw_parameters"] = draw_parameters(
-            [params for params, _, _ in draws], [seed for _, seed, _ in draws], [position for *_, position in draws]
+            asked, [draw.seed for draw in draws], [draw.position for draw in draws]
         )
         if late and draws:
-            bits = [random_bits([seed] * 8, range(position, position + 8)) for _, seed, position in draws]
-            arrays |= {"late_bits": np.stack(bits), "draw_row": np.array(draw_row, np.int32)}
-        changes = adjustment_arrays(adjusted, drawn) if adjusted else {}
+            bits = [random_bits([draw.seed] * 8, range(draw.position, draw.position + 8)) for draw in draws]
+            arrays |= {"late_bits": np.stack(bits), "draw_row": np.array([draw.row for draw in draws], np.int32)}
+        changes = adjustment_arrays(adjusted, lists["draw_index"]) if adjusted else {}
         indices = StateIndices.from_arrays({**plan.arrays, **arrays, **changes}, device)
         adjustments = Adjustments(*(getattr(indices, name) for name in changes)) if changes else None
         tensors = {"late_bits": None, "draw_row": None} | {name: getattr(indices, name) for name in arrays}
-        groups = draw_groups([params for params, _, _ in draws])
+        groups = draw_groups(asked)
         return cls(indices, tuple(samples), num_top, draw_groups=groups, **tensors, adjustments=adjustments)
 
     def draw_late(self, late: torch.Tensor) -> None:
@@ -134,9 +142,10 @@ def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _draws(step: SequenceStep, row: RowSampling) -> list[tuple[SamplingParams, int, int]]:
-    """The parameters, the seed and the position of every token that a row draws."""
-    end = step.start + step.num_tokens
+def _draws(step: SequenceStep, sampling: RowSampling, samples: Sequence[int], row: int) -> list[Draw]:
+    """Of each of a row's samples the draw."""
+    params, seeds, end = sampling.params, sampling.seeds, step.start + step.num_tokens
     if step.prefill:
-        return [(row.params, seed, end) for seed in row.seeds]
-    return [(row.params, row.seeds[0], step.start + depth + 1) for depth in step.depths()]
+        return [Draw(sample, params, seed, end, row) for sample, seed in zip(samples, seeds, strict=True)]
+    positions = (step.start + depth + 1 for depth in step.depths())
+    return [Draw(sample, params, seeds[0], position, row) for sample, position in zip(samples, positions, strict=True)]

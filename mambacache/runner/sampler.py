@@ -16,8 +16,11 @@ from mambacache.runner.adjustments import Adjustment, Adjustments
 DRAW_BITS = 31
 """Bits of a row's random number."""
 
-MOST_ORDERED = 1024
-"""Of so many tokens at most the best are picked out; to find more, all are sorted."""
+MOST_ORDERED, EVERY = 1024, 1 << 31
+"""Of so many tokens at most the most likely are picked out; where it may take more, every one is put in order."""
+
+WEIGHT_BITS = 40
+"""Of the most likely token's weight. Sums of integers are the same in whatever order they are added up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +67,15 @@ def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], posi
 
 
 def ordered(params: SamplingParams) -> int:
-    """How many of the most likely tokens a draw must have in order: none where it is among all; more than there are
-    where only sorting them tells. It goes by the request alone, and so does how it is drawn."""
-    if params.top_k <= 0 and params.top_p == 1:
+    """How many of the most likely tokens a draw must have in order: none where nothing but min_p cuts any off."""
+    if params.top_k <= 0 and np.float32(params.top_p) == 1:
         return 0
-    return params.top_k if 0 < params.top_k <= MOST_ORDERED else 1 << 31
+    return params.top_k if 0 < params.top_k <= MOST_ORDERED else EVERY
 
 
 def draw_groups(params: Sequence[SamplingParams]) -> list[tuple[int, int]]:
     """Of draws that follow each other and are made alike: how many, and how many tokens in order are enough for all."""
-    groups = groupby(map(ordered, params), key=lambda count: (count > 0) + (count > MOST_ORDERED))
-    counts = [list(group) for _, group in groups]
+    counts = [[*group] for _, group in groupby(map(ordered, params), key=lambda count: (count == 0, count == EVERY))]
     return [(len(group), max(group)) for group in counts]
 
 
@@ -136,8 +137,8 @@ def _adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.Tensor:
     """Temperature; then the top_k tokens; of them the smallest set of mass top_p; of it what min_p leaves. The token is
-    where the random number falls among what is left of their weights, one behind the other: in falling order if
-    `count` tokens are enough to say which these are, as they are numbered if `count` is 0, and all are."""
+    where the random number falls among the weights that are left, one behind the other: of the `count` most likely ones
+    in falling order, or of all as they are numbered if `count` is 0. See `ordered`."""
     temperature, top_p, min_p = parameters[:3].view(torch.float32)[..., None]
     top_k, bits = parameters[3:, :, None]
     tokens = _most_likely(logits, min(count, logits.shape[-1])) if count else None
@@ -146,13 +147,15 @@ def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.T
     falls = (chosen - chosen.amax(dim=-1, keepdim=True)) / temperature.clamp(min=torch.finfo(torch.float32).tiny)
     weights = falls.exp()
     kept = weights >= min_p
+    weights = (weights * (1 << WEIGHT_BITS)).long()
     if tokens is not None:
         rank = torch.arange(tokens.shape[-1], device=tokens.device)
-        weights = weights.masked_fill(rank >= torch.where(top_k > 0, top_k, logits.shape[-1]), 0.0)
-        mass = weights.cumsum(dim=-1, dtype=torch.float64)
-        kept &= (mass - weights < top_p * mass[:, -1:]) | (rank == 0)
-    mass = weights.masked_fill(~kept, 0.0).cumsum(dim=-1, dtype=torch.float64)
-    place = torch.searchsorted(mass, mass[:, -1:] * ((bits.double() + 0.5) / 2**DRAW_BITS), right=True)
+        weights = weights.masked_fill(rank >= torch.where(top_k > 0, top_k, logits.shape[-1]), 0)
+        mass = weights.cumsum(dim=-1)
+        kept &= ((mass - weights).double() < top_p.double() * mass[:, -1:].double()) | (rank == 0)
+    mass = weights.masked_fill(~kept, 0).cumsum(dim=-1)
+    number = (mass[:, -1:].double() * ((bits.double() + 0.5) / 2**DRAW_BITS)).long()
+    place = torch.searchsorted(mass, number, right=True)
     place.clamp_(max=weights.shape[-1] - 1)  # logits of NaN give no place
     return (place if tokens is None else tokens.gather(-1, place))[:, 0]
 

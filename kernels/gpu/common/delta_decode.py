@@ -30,6 +30,7 @@ from .log import (
     most_tiles,
     next_launch_may_begin,
     prefetch_entries,
+    registers,
     row_log,
     row_sums,
     scratch,
@@ -225,7 +226,8 @@ def decode(
     rows, width = indices.num_decodes, indices.tokens_per_decode
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     sizes = 2 * WINDOW.value * value_heads, 2 * heads * K, SCALARS.value * value_heads
-    block_K, bits = max(power_of_2(K), LEAST_WIDTH), tile_bits(V, rows * value_heads, q.get_device())
+    block_K = max(power_of_2(K), LEAST_WIDTH)
+    bits = tile_bits(V, block_K, rows * value_heads, q.get_device())
     _launch(
         rows * (heads + (value_heads * (V // ROWS) >> bits)),
         (q, k, v, a, b, A_log, dt_bias, state, out, *log, *scratch(v, [rows * width * size for size in sizes])),
@@ -250,6 +252,6 @@ def decode(
             "ONE_TOKEN": width == 1,
         },
         num_warps=1,
-        maxnreg=128 if block_K <= 128 else 255,  # 16 programs a processor: what little it takes more halves them
+        maxnreg=registers(block_K),
         launch_pdl=True,
     )

@@ -30,7 +30,7 @@ LEAST_WIDTH = 64
 """Of keys. With one channel a thread its own product is fused into the first sum with another thread's, which rounds
 otherwise in each of both: then steps of other lengths would give other bits."""
 ROWS, PROGRAM_TILES = 16, 4  # rows of a state that a program of decode takes at once, and how often at most
-PROGRAMS = 16  # of decode on a processor at once
+REGISTERS = 1 << 16  # of a processor, which hold so many programs of decode at once
 FOLD_PROGRAMS = 1056
 FOLD_SHARE = 4  # of the rows one of so many has programs of its own to be folded: of 16 about one is in each step
 FOLD_FIELDS = tl.constexpr(5)  # of a row in `StateIndices.folds`
@@ -45,10 +45,16 @@ def most_tiles(rows: int) -> int:
     return min(rows // ROWS & -(rows // ROWS), PROGRAM_TILES)
 
 
-def tile_bits(rows: int, states: int, device: int) -> int:
+def registers(columns: int) -> int:
+    """Of a thread, for tiles of so many columns: with what little some take more than 128 half the programs run."""
+    return 128 if columns <= 128 else 255
+
+
+def tile_bits(rows: int, columns: int, states: int, device: int) -> int:
     """log2 of the tiles that a program takes of each of so many states: as few as let all programs run at once."""
     bits, programs = most_tiles(rows).bit_length() - 1, states * (rows // ROWS)
-    return next((few for few in range(bits) if programs >> few <= PROGRAMS * processors(device)), bits)
+    room = REGISTERS // (32 * registers(columns)) * processors(device)
+    return next((few for few in range(bits) if programs >> few <= room), bits)
 
 
 def fold_shape(columns: int) -> tuple[int, int]:

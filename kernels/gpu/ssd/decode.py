@@ -26,6 +26,7 @@ from ..common.log import (
     most_tiles,
     next_launch_may_begin,
     prefetch_entries,
+    registers,
     row_log,
     row_sums,
     scratch,
@@ -227,7 +228,8 @@ def decode(
     x_strides, dt_strides, B_strides, C_strides, z_strides = layer_strides(x, dt, B, C, x if z is None else z)
     sizes = WINDOW.value * heads, groups * N, SCALARS.value * heads
     block_N, block_heads = max(power_of_2(N), LEAST_WIDTH), min(power_of_2(heads // groups), MAX_HEADS)
-    preparing, bits = groups * cdiv(heads // groups, block_heads), tile_bits(P, rows * heads, x.get_device())
+    preparing = groups * cdiv(heads // groups, block_heads)
+    bits = tile_bits(P, block_N, rows * heads, x.get_device())
     between = scratch(x, [rows * width * size for size in sizes])
     _launch(
         rows * (preparing + (heads * (P // ROWS) >> bits)),
@@ -253,6 +255,6 @@ def decode(
             "ONE_TOKEN": width == 1,
         },
         num_warps=1,
-        maxnreg=128 if block_N <= 128 else 255,  # 16 programs a processor: what little it takes more halves them
+        maxnreg=registers(block_N),
         launch_pdl=True,
     )
