@@ -65,10 +65,11 @@ def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.dev
 
 def _views(flat: Tensor, shapes: _Shapes) -> dict[str, Tensor]:
     """Parts of a vector as arrays of these shapes, one behind the other."""
-    parts = flat.split_with_sizes(list(map(_room, shapes.values())))  # one call: a slice each takes far longer
+    rooms = [_room(shape) for shape in shapes.values()]
     views = {}
-    for (name, shape), part in zip(shapes.items(), parts, strict=True):
-        part = part[: prod(shape)] if len(part) > prod(shape) else part
+    # One call: a slice each takes far longer, and so does asking a part how long it is.
+    for (name, shape), room, part in zip(shapes.items(), rooms, flat.split_with_sizes(rooms), strict=True):
+        part = part if shape == (room,) else part[: prod(shape)]
         views[name] = part if len(shape) == 1 else part.reshape(shape)
     return views
 
