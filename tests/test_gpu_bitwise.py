@@ -41,18 +41,18 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     "gated_delta_rule": {
         ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
         ("gated_delta_rule.prefill", "PAIRED_CHUNKS"): (0, 1 << 20),
-        ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13, 1 << 40),
+        ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
         ("ssd.prefill", "processors"): (no_processors, many_processors),
-        ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13, 1 << 40),
+        ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("ssd.decode", "MAX_HEADS"): (1, 8, 32),
         ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
         ("kda.prefill", "processors"): (no_processors, many_processors),
-        ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13, 1 << 40),
+        ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("kda.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "selective_scan": {
