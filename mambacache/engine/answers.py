@@ -38,6 +38,7 @@ class Answers:
         seed: int,
         text: str | None = None,
     ) -> None:
+        self.request_id = request_id
         self.params = params
         stops = frozenset(params.stop_token_ids or ())
         self._all_ends = stops | end_tokens
@@ -92,10 +93,6 @@ class Answers:
         if index not in self._tallies:
             self._tallies[index] = Tally(self.params, prompt, self._all_ends)
         return self._tallies[index].after(answer, step.drafts, answered - len(answer), step.parents)
-
-    @property
-    def request_id(self) -> str:
-        return self.output.request_id
 
     def keep_logprobs(self, step: SequenceStep, row: RowOutput) -> None:
         """Notes a row's log probabilities; those of tokens that turn out not to be taken are dropped by `refresh`."""

@@ -210,7 +210,8 @@ class Stepper:
         try:
             rows = flight.launched.read()
             for answers, step, row in zip(flight.answers, plan.steps, rows, strict=True):
-                answers.keep_logprobs(step, row)
+                if row.logprobs or row.prompt_logprobs:
+                    answers.keep_logprobs(step, row)
             self._note(self._scheduler.update(plan, [row.tokens for row in rows]))
             self._flights.popleft()
         except Exception as error:
@@ -280,8 +281,10 @@ class Stepper:
 
     def _note(self, touched: Sequence[Request]) -> None:
         """Requests that got tokens or ended, not all of them in this step: their outputs are out of date."""
-        of_them = (self.answers.get(request.request_id) for request in touched)
-        self._stale.update({answers.request_id: answers for answers in of_them if answers is not None})
+        for request in touched:
+            answers = self.answers.get(request.request_id)
+            if answers is not None:
+                self._stale[answers.request_id] = answers
 
     def _device_failure(self) -> str | None:
         """What to say if the device fails from now on whatever it is asked, as CUDA does after an error in a kernel."""
@@ -309,8 +312,7 @@ class Stepper:
             self.fresh[answers.request_id] = answers
 
     def _refresh(self) -> None:
-        while self._stale:
-            request_id, answers = next(iter(self._stale.items()))
+        for request_id, answers in list(self._stale.items()):  # what is raised leaves the rest stale
             answers.refresh()
             if answers.has_news:
                 self.fresh[request_id] = answers

@@ -180,8 +180,10 @@ class Scheduler:
             })  # fmt: skip
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
-                room = max(self._budget - left, 0)  # a token for each row that is left goes before one's drafts
-                self._schedule_row(request, progress, drafts.get(request, NO_GUESS).cut(room))
+                guess = NO_GUESS
+                if drafts:  # a token for each row that is left goes before one's drafts
+                    guess = drafts.get(request, NO_GUESS).cut(max(self._budget - left, 0))
+                self._schedule_row(request, progress, guess)
 
     def _admit(self) -> None:
         line, in_flight = self._line, []
