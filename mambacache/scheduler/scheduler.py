@@ -180,9 +180,8 @@ class Scheduler:
             })  # fmt: skip
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
             if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
-                guess = NO_GUESS
-                if drafts:  # a token for each row that is left goes before one's drafts
-                    guess = drafts.get(request, NO_GUESS).cut(max(self._budget - left, 0))
+                room = self._budget - left  # a token for each row that is left goes before one's drafts
+                guess = drafts.get(request, NO_GUESS).cut(max(room, 0)) if drafts else NO_GUESS
                 self._schedule_row(request, progress, guess)
 
     def _admit(self) -> None:
