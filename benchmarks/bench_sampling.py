@@ -1,6 +1,8 @@
 """Time in which the tokens of a step are sampled, by what requests ask for: on the GPU, or on one core without one.
 
-python benchmarks/bench_sampling.py [--rows 1 16 256] [--vocabulary 151936]
+    python benchmarks/bench_sampling.py [--rows 1 16 256] [--vocabulary 151936]
+
+Logits are normal and three times as wide, in bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ KINDS = {
 
 
 def milliseconds(params: SamplingParams, rows: int, vocabulary: int, device: str, repeats: int = 10) -> float:
-    """The median of one call; logits are normal and three times as wide, in bf16."""
+    """The median of one call."""
     logits = (3 * torch.randn(rows, vocabulary, device=device)).bfloat16()
     drawn = [params] * rows if params.temperature else []
     every = torch.arange(rows, dtype=torch.int32, device=device)

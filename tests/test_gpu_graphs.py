@@ -86,11 +86,11 @@ def test_no_step_waits_compiles_or_captures(name: str, engines: Engines) -> None
     """But for tokens of the step before: prompts, hits, chunks and decode, once all of it has run in other sizes."""
     llm = engines(name, dtype=dtype_of(name), max_num_batched_tokens=96)
     drawn = greedy(20, temperature=0.7, seed=1, logprobs=2), greedy(12, temperature=0.7, seed=2, top_k=5, min_tokens=3)
-    params = [greedy(20, temperature=0.7, seed=3, top_p=0.9), *drawn]
+    params = [greedy(20), *drawn, greedy(20, temperature=0.7, seed=3, top_p=0.9)]
 
     def run(more: int) -> list[RequestOutput]:
         prompts = [tokens_of(1, 150 + more), [*tokens_of(1, 100), *tokens_of(2, 60 + more)], tokens_of(3, 5 + more)]
-        return ask(llm, prompts, params)
+        return ask(llm, [*prompts, tokens_of(4, 40 + more)], params)
 
     first = run(0)
     llm.reset_prefix_cache()

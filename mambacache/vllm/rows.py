@@ -26,6 +26,13 @@ class Columns(NamedTuple):
     checkpoints: np.ndarray
 
 
+def _moved_on(start: int, num_tokens: int, src: int, dst: int, log_start: int, late: int) -> tuple[int, int, int]:
+    """src, dst and log_start of the decode row after this one, if that only adds to a log: what a fold stored is read
+    from then on. `StepContext` does the same with all rows of its buffers."""
+    folds = dst and num_tokens == 1 and not late
+    return (dst, 0, (start + 1) % FOLD) if folds else (src, dst, log_start)
+
+
 class Sender:
     """The scheduler's end."""
 
@@ -49,10 +56,11 @@ class Sender:
                 sent.pop(name, None)
             elif sent.get(name) == known:
                 continue
-            elif step.dst and step.num_tokens == 1 and not step.late:
-                sent[name] = 1, step.dst, 0, step.log_slot, (step.start + 1) % FOLD, 0, step.start - number
             else:
-                sent[name] = known
+                src, dst, log_start = _moved_on(
+                    step.start, step.num_tokens, step.src, step.dst, step.log_start, step.late
+                )
+                sent[name] = step.num_tokens, src, dst, step.log_slot, log_start, step.late, step.start - number
             changed.append(step)
         numbers = [
             (step.prefill, step.start, step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late)
@@ -88,8 +96,8 @@ class Receiver:
     def row(self, name: str) -> SequenceStep:
         """A request's row of the last step."""
         (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
-        if number < self.number and dst and num_tokens == 1 and not late:
-            src, dst, log_start = dst, 0, (start + 1) % FOLD
+        if number < self.number:
+            src, dst, log_start = _moved_on(start, num_tokens, src, dst, log_start, late)
         return SequenceStep(
             name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, src, dst, log_slot, log_start,
             checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), late=late,
