@@ -100,9 +100,10 @@ pytest-gpu pytest-gpu-full:
 	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup -m '$(MARK)'
 
 # With vLLM 0.33 in that environment too: models with real layer shapes, beside vLLM alone.
+test-vllm-gpu: GPU_WORKERS ?= 6
 test-vllm-gpu: export OMP_NUM_THREADS ?= 1
 test-vllm-gpu:
-	$(PYTHON) -P -m pytest --numprocesses 4 tests/vllm/test_gpu_families.py tests/vllm/test_gpu_recall.py tests/vllm/test_gpu_drafts.py
+	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) tests/vllm/test_gpu_families.py tests/vllm/test_gpu_recall.py tests/vllm/test_gpu_drafts.py
 
 bench-kernels:
 	$(PYTHON) benchmarks/bench_kernels.py --json benchmarks/results/kernels-h200.json

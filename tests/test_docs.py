@@ -144,8 +144,8 @@ def test_times_of_the_engine_are_those_of_the_benchmark(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("machine", "turns"),
-    [(2, 2), (5, 1), (7, 2), (8, 2)],
-    ids=["our engine", "plugin", "plugin again", "our engine again"],
+    [(5, 1), (7, 2), (9, 3)],
+    ids=["plugin", "plugin again", "our engine"],
 )
 def test_times_of_decode_steps_are_those_of_the_benchmark(machine: int, turns: int) -> None:
     """Of the machines on which both versions ran."""

@@ -19,8 +19,8 @@ from vllm import LLM, SamplingParams
 DRAFTS, ANSWER, ROWS = 3, 120, 40
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_model_len": 1024, "max_num_seqs": ROWS,
-    "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.2, "seed": 0, "enable_prefix_caching": True,
-    "skip_tokenizer_init": True, "disable_log_stats": False,
+    "max_num_batched_tokens": 2048, "gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 8 << 30, "seed": 0,
+    "enable_prefix_caching": True, "skip_tokenizer_init": True, "disable_log_stats": False,
     "speculative_config": {
         "method": "ngram", "num_speculative_tokens": DRAFTS, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
     },
