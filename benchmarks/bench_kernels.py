@@ -6,7 +6,8 @@ Prefill resumes from a cached state and stores one. `graph` replays a CUDA graph
 is the largest of three: the bytes that must move at the bandwidth of a large copy, measured first, the products at
 PRODUCT_RATE and the exponentials at EXPONENTIAL_RATE. `copy` moves a prefill's bytes between two tensors. Successive
 calls take different inputs, so that none are found in the L2 cache. Decode is that of a long run: its rows begin at all
-entries of their token logs alike, so that of 16 rows with one token one is folded, and of 13 with four.
+entries of their token logs alike, so that of 16 rows with one token one is folded, and of 13 with four. Where vLLM
+"replays" SSD's updates (`--use-replayssm`), so do its buffers.
 
 vLLM has two prefills of the gated delta rule, its own and FlashInfer's, which it prefers on Hopper: each has a column
 where it is installed, and what is said of "the peer" is said of the fastest.
@@ -48,6 +49,8 @@ def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Ca
         yield "64 x 128, strong decays", partial(KimiDelta, [128] * 64, rate=16.0)
     for batch in (16, 64, 256):
         yield f"batch {batch}", partial(family, [1] * batch, decode=True)
+        if family is StateSpaceDual:
+            yield f"batch {batch}, vLLM replays", partial(family, [1] * batch, decode=True, peer_replays=True)
     for tokens in (4, 8):
         for batch in (16, 64, 256):
             yield f"batch {batch}, {tokens} tokens", partial(family, [tokens] * batch, decode=True)

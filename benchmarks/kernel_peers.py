@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mambacache.kernels.indices import FOLD
+
 VLLM, FLASHINFER = "vLLM", "FlashInfer"
 HOW_TO_GET = {VLLM: "pip install vllm==0.33.0", FLASHINFER: "pip install flashinfer-python==0.7.2.post1"}
 
@@ -279,6 +281,13 @@ def ssd_prefill(
     return call
 
 
+def _of_channels(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
+    """dt, A, D and dt_bias of Mamba2's heads as its decode takes them: views with a value for each channel."""
+    heads, width, states = *x.shape[1:], B.shape[2]
+    D, dt_bias = (each[:, None].expand(heads, width) for each in (D, dt_bias))
+    return dt[:, :, None].expand_as(x), A[:, None, None].expand(heads, width, states), D, dt_bias
+
+
 def ssd_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor
 ) -> Any:
@@ -286,9 +295,7 @@ def ssd_decode(
     from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
 
     if x.dim() == 3:
-        heads, width, states = *x.shape[1:], B.shape[2]
-        dt, D, dt_bias = dt[:, :, None].expand_as(x), *(p[:, None].expand(heads, width) for p in (D, dt_bias))
-        A = A[:, None, None].expand(heads, width, states)
+        dt, A, D, dt_bias = _of_channels(x, dt, A, B, D, dt_bias)
     out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
 
     def call(pool: Tensor, blocks: Tensor) -> Tensor:
@@ -296,6 +303,38 @@ def ssd_decode(
             pool, x, dt, A, B, C, D, dt_bias, z, dt_softplus=True, state_batch_indices=blocks, out=out
         )
         return out
+
+    return call
+
+
+def ssd_replayed_decode(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor, steps: Any
+) -> Any:
+    """The same for Mamba2 with `--use-replayssm`: inputs are kept beside the state, which is written when they are as
+    many as a log has entries. Rows begin where their logs end, or with nothing kept where `steps` takes logs as empty.
+    """
+    from vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only import (
+        selective_state_update_replayssm_output_only,
+    )
+
+    (rows, heads, width), (groups, states) = x.shape, B.shape[1:]
+    dt, A, D, dt_bias = _of_channels(x, dt, A, B, D, dt_bias)
+    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
+    kept = {
+        "x_cache": torch.randn(steps.blocks, heads, FOLD, width, dtype=x.dtype, device="cuda"),
+        "dt_cache": torch.full([steps.blocks, heads, FOLD], 0.3, device="cuda"),
+        "B_cache": torch.randn(steps.blocks, groups, FOLD, states, dtype=x.dtype, device="cuda"),
+        "bc_pre": torch.empty(rows, groups, FOLD, device="cuda"),
+    }
+    full = steps.ends == FOLD - 1
+    in_steps, alone = (steps.ends, full), (torch.zeros_like(steps.ends), torch.ones_like(full))
+
+    def call(pool: Tensor, blocks: Tensor) -> Tensor:
+        write_pos, is_flush = alone if steps.indices is steps.without_logs else in_steps
+        return selective_state_update_replayssm_output_only(
+            pool, x, dt, A, B, C, D, dt_bias, z, dt_softplus=True, **kept, write_pos=write_pos, is_flush=is_flush,
+            max_cache_len=FOLD, state_batch_indices=blocks, out=out,
+        )  # fmt: skip
 
     return call
 

@@ -105,6 +105,7 @@ class Steps:
             return
         last = FOLD - self.stored  # the entry from which a row's tokens fill the log
         ends = int32(np.arange(rows) % (last + 1))
+        self.ends = torch.tensor(ends, device="cuda")
         self.logged, self.folds = int(ends.sum()) + self.tokens, int((ends == last).sum())
         filled = int32(dst[:, -1] * (ends == last))
         self.indices = decode_indices(src, filled, np.zeros_like(ends), ends, self.stored)

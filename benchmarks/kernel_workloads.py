@@ -96,8 +96,9 @@ class StateSpaceDual(Recurrence):
 
     op = "ssd"
 
-    def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
+    def __init__(self, lengths: Sequence[int], *, decode: bool = False, peer_replays: bool = False) -> None:
         steps = Steps(lengths, decode=decode)
+        self.peer_replays = peer_replays
         heads, width, states, groups = 128, 64, 128, 8
         sizes = [heads * width, groups * states, groups * states]
         x, B, C = randn(steps.tokens, sum(sizes)).split(sizes, dim=1)
@@ -115,6 +116,8 @@ class StateSpaceDual(Recurrence):
         return {VLLM: kernel_peers.ssd_prefill(*self.tensors, self.steps.lengths)}
 
     def peer_decode(self) -> PoolCall | None:
+        if self.peer_replays:
+            return kernel_peers.ssd_replayed_decode(*self.tensors, self.steps)
         return kernel_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
 
 
