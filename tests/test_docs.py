@@ -234,8 +234,10 @@ def test_checkpoint_sizes(name: str) -> None:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=ATTENTION)
     model = adapt(module.to(torch.bfloat16))  # releases of transformers keep more or fewer routers in fp32
-    sizes = [weight_bytes(model), state_bytes(model.state_layers(torch.float32))]
+    state, log = (state_bytes(layers(torch.float32)) for layers in (model.state_layers, model.log_layers))
+    sizes = [weight_bytes(model), state]
     if model.kv_layers:
         sizes.append(kv_block_bytes(model.kv_layers, 64) // 64)
     row = next(line for line in PAGES["docs/models.md"].splitlines() if line.startswith(f"| {name} |"))
     assert [int(n.replace(",", "")) for n in re.findall(r"([\d,]{5,}) bytes", row)] == sizes
+    assert f"| {log / state:.0%} of a state |" in row

@@ -130,7 +130,7 @@ def hosts(draw: st.DrawFn) -> tuple[int, CacheConfig, bool]:
         st.sampled_from([{"num_kv_blocks": 0}, {"num_kv_blocks": 6}, {"num_kv_blocks": 20}, {"has_attention": False}])
     )
     config = CacheConfig(
-        num_state_blocks=draw(st.sampled_from([drafts + 3, drafts + 6, 30])),
+        num_state_blocks=draw(st.sampled_from([2, 3, drafts + 3, 30])),
         max_draft_tokens=drafts,
         checkpoint_interval=draw(st.sampled_from([0, 0, 64])),
         max_checkpoints=draw(st.sampled_from([None, None, 2])),

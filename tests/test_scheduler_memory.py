@@ -21,7 +21,7 @@ def test_two_states_and_the_pages_of_one_request_finish_everything(budget: int, 
 @pytest.mark.parametrize("drafts", range(1, 8))
 def test_the_least_blocks_for_drafts_finish_everything(drafts: int) -> None:
     jobs = [Job(text(100, seed), 50) for seed in range(3)]
-    options = {"num_state_blocks": drafts + 3, "num_kv_blocks": 3, "max_draft_tokens": drafts}
+    options = {"num_state_blocks": 2, "num_kv_blocks": 3, "max_draft_tokens": drafts}
     d = run(jobs, draft_errors=5, max_num_seqs=1, **options)
     assert d.steps < 3 * 50 * (2 if drafts == 1 else 1)
     run(jobs, draft_errors=5, **options)
