@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mambacache.kernels.indices import FOLD
-
 VLLM, FLASHINFER = "vLLM", "FlashInfer"
 HOW_TO_GET = {VLLM: "pip install vllm==0.33.0", FLASHINFER: "pip install flashinfer-python==0.7.2.post1"}
 
@@ -63,7 +61,7 @@ def delta_rule_prefill(
 
     key_heads, key_width, value_width = heads
     counts = [-(-length // 64) for length in lengths]
-    starts, chunk_starts = (_starts(sizes) for sizes in (lengths, counts))
+    starts, chunk_starts = (starts_of(sizes) for sizes in (lengths, counts))
     chunks = [(row, chunk) for row, count in enumerate(counts) for chunk in range(count)]
     chunk_indices = torch.tensor(chunks, dtype=torch.int32, device="cuda")
     resumed = torch.ones(len(lengths), 1, 1, 1, dtype=torch.bool, device="cuda")
@@ -123,7 +121,7 @@ def delta_rule_decode(
 
         return decode
 
-    starts = _starts([len(qkv) // rows] * rows)
+    starts = starts_of([len(qkv) // rows] * rows)
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
 
     def verify(pool: Tensor, blocks: Tensor) -> Tensor:
@@ -163,7 +161,7 @@ def kda_prefill(
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import chunk_kda_with_fused_gate
 
     q, k, v = (x.contiguous()[None] for x in (q, k, v))
-    starts, resumed = _starts(lengths), torch.ones(len(lengths), dtype=torch.bool, device="cuda")
+    starts, resumed = starts_of(lengths), torch.ones(len(lengths), dtype=torch.bool, device="cuda")
 
     def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         y, final = chunk_kda_with_fused_gate(
@@ -210,7 +208,7 @@ def kda_decode(
 
         return decode
 
-    starts = _starts([len(qkv) // rows] * rows)
+    starts = starts_of([len(qkv) // rows] * rows)
     accepted = torch.ones(rows, dtype=torch.int32, device="cuda")
 
     def verify(pool: Tensor, blocks: Tensor) -> Tensor:
@@ -229,145 +227,6 @@ def kda_decode(
     return verify
 
 
-def ssd_prefill(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: None,
-    dt_bias: Tensor,
-    lengths: list[int],
-) -> Any:
-    """`call(pool, src, dst) -> y`: states gathered, the chunked kernels, which write final states to their rows."""
-    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
-
-    chunk = 128 if max(lengths) <= 128 else 256  # the faster of the two for these lengths
-    counts = [-(-length // chunk) for length in lengths]
-    sizes = [
-        min(chunk, length - i * chunk) for length, count in zip(lengths, counts, strict=True) for i in range(count)
-    ]
-    owner = [row for row, count in enumerate(counts) for _ in range(count)]
-    resumed = torch.ones(len(lengths), 1, 1, 1, dtype=torch.bool, device="cuda")
-    options = {
-        "chunk_size": chunk,
-        "cu_seqlens": _starts(lengths),
-        "cu_chunk_seqlens": _starts(sizes),
-        "last_chunk_indices": _starts(counts)[1:] - 1,
-        "seq_idx": torch.tensor(owner, dtype=torch.int32, device="cuda"),
-        "D": D,
-        "dt_bias": dt_bias,
-        "dt_softplus": True,
-        "state_dtype": torch.float32,
-    }
-    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
-
-    def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
-        mamba_chunk_scan_combined_varlen(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            out=out,
-            initial_states=torch.where(resumed, pool[src], 0),
-            final_states_out=pool,
-            final_state_indices=dst.to(torch.int32),
-            **options,
-        )
-        return out
-
-    return call
-
-
-def _of_channels(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
-    """dt, A, D and dt_bias of Mamba2's heads as its decode takes them: views with a value for each channel."""
-    heads, width, states = *x.shape[1:], B.shape[2]
-    D, dt_bias = (each[:, None].expand(heads, width) for each in (D, dt_bias))
-    return dt[:, :, None].expand_as(x), A[:, None, None].expand(heads, width, states), D, dt_bias
-
-
-def ssd_decode(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor
-) -> Any:
-    """`call(pool, blocks [rows, 1]) -> y` for Mamba1 and Mamba2, in place."""
-    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
-
-    if x.dim() == 3:
-        dt, A, D, dt_bias = _of_channels(x, dt, A, B, D, dt_bias)
-    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
-
-    def call(pool: Tensor, blocks: Tensor) -> Tensor:
-        selective_state_update(
-            pool, x, dt, A, B, C, D, dt_bias, z, dt_softplus=True, state_batch_indices=blocks, out=out
-        )
-        return out
-
-    return call
-
-
-def ssd_replayed_decode(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor, steps: Any
-) -> Any:
-    """The same for Mamba2 with `--use-replayssm`: inputs are kept beside the state, which is written when they are as
-    many as a log has entries. Rows begin where their logs end, or with nothing kept where `steps` takes logs as empty.
-    """
-    from vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only import (
-        selective_state_update_replayssm_output_only,
-    )
-
-    (rows, heads, width), (groups, states) = x.shape, B.shape[1:]
-    dt, A, D, dt_bias = _of_channels(x, dt, A, B, D, dt_bias)
-    out = torch.empty(x.shape, dtype=x.dtype, device="cuda")
-    kept = {
-        "x_cache": torch.randn(steps.blocks, heads, FOLD, width, dtype=x.dtype, device="cuda"),
-        "dt_cache": torch.full([steps.blocks, heads, FOLD], 0.3, device="cuda"),
-        "B_cache": torch.randn(steps.blocks, groups, FOLD, states, dtype=x.dtype, device="cuda"),
-        "bc_pre": torch.empty(rows, groups, FOLD, device="cuda"),
-    }
-    full = steps.ends == FOLD - 1
-    in_steps, alone = (steps.ends, full), (torch.zeros_like(steps.ends), torch.ones_like(full))
-
-    def call(pool: Tensor, blocks: Tensor) -> Tensor:
-        write_pos, is_flush = alone if steps.indices is steps.without_logs else in_steps
-        return selective_state_update_replayssm_output_only(
-            pool, x, dt, A, B, C, D, dt_bias, z, dt_softplus=True, **kept, write_pos=write_pos, is_flush=is_flush,
-            max_cache_len=FOLD, state_batch_indices=blocks, out=out,
-        )  # fmt: skip
-
-    return call
-
-
-def selective_scan_prefill(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    lengths: list[int],
-) -> Any:
-    """`call(pool, src, dst) -> y`: its CUDA kernel, in place in src; it takes channels first, and writes y over z."""
-    import vllm._C_stable_libtorch  # noqa: F401  (registers the op)
-    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_scan_fn
-
-    x, dt, z, B, C = (part.t().contiguous() for part in (x, dt, z, B, C))
-    options = {
-        "query_start_loc": _starts(lengths),
-        "has_initial_state": torch.ones(len(lengths), dtype=torch.bool, device="cuda"),
-    }
-
-    def call(pool: Tensor, src: Tensor, dst: Tensor) -> Tensor:
-        blocks = src.to(torch.int32)
-        y = selective_scan_fn(x, pool, dt, A, B[None], C[None], D, z, dt_bias, True, cache_indices=blocks, **options)
-        return y.t()
-
-    return call
-
-
 def conv_prefill(x: Tensor, weight: Tensor, lengths: list[int], *, build_metadata: bool) -> Any:
     """`call(pool, blocks) -> y`, in place; with `build_metadata` it makes its own, as when it is given none."""
     convolve = _convolution(weight, lengths, "silu", build_metadata)
@@ -384,7 +243,7 @@ def _convolution(weight: Tensor, lengths: list[int], activation: str | None, bui
     from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn
     from vllm.v1.attention.backends.utils import compute_causal_conv1d_metadata
 
-    starts = _starts(lengths)
+    starts = starts_of(lengths)
     resumed = torch.ones(len(lengths), dtype=torch.bool, device="cuda")
     names = ("nums_dict", "batch_ptr", "token_chunk_offset_ptr")
     values = compute_causal_conv1d_metadata(starts.cpu(), device=weight.device)
@@ -418,7 +277,7 @@ def attention(
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     rows, longest = len(table), table.shape[1] * key_pages.shape[1]
-    starts, slots, one = _starts([length] * rows), indices.kv_slot.long(), torch.ones((), device="cuda")
+    starts, slots, one = starts_of([length] * rows), indices.kv_slot.long(), torch.ones((), device="cuda")
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
 
     def call() -> Tensor:
@@ -455,5 +314,5 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Any:
     return call
 
 
-def _starts(sizes: list[int]) -> Tensor:
+def starts_of(sizes: list[int]) -> Tensor:
     return torch.tensor([0, *sizes], device="cuda").cumsum(0).to(torch.int32)

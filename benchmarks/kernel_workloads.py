@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import kernel_peers
+import mamba_peers
 import torch
 from gpu_timing import Call
 from kernel_peers import VLLM
@@ -113,12 +114,12 @@ class StateSpaceDual(Recurrence):
         super().__init__(ssd, steps, (*tensors, parameter(heads)), state_shape, log, heads * width, flops)
 
     def peer_prefill(self) -> dict[str, PoolCall]:
-        return {VLLM: kernel_peers.ssd_prefill(*self.tensors, self.steps.lengths)}
+        return {VLLM: mamba_peers.ssd_prefill(*self.tensors, self.steps.lengths)}
 
     def peer_decode(self) -> PoolCall | None:
         if self.peer_replays:
-            return kernel_peers.ssd_replayed_decode(*self.tensors, self.steps)
-        return kernel_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
+            return mamba_peers.ssd_replayed_decode(*self.tensors, self.steps)
+        return mamba_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
 
 
 class SelectiveScan(Recurrence):
@@ -149,10 +150,10 @@ class SelectiveScan(Recurrence):
         return self.steps.tokens * sum(x[0, 0].nbytes for x in entries) + rows
 
     def peer_prefill(self) -> dict[str, PoolCall]:
-        return {VLLM: kernel_peers.selective_scan_prefill(*self.tensors, self.steps.lengths)}
+        return {VLLM: mamba_peers.selective_scan_prefill(*self.tensors, self.steps.lengths)}
 
     def peer_decode(self) -> PoolCall | None:
-        return kernel_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
+        return mamba_peers.ssd_decode(*self.tensors) if self.steps.stored == 1 else None
 
 
 class Conv1d:
