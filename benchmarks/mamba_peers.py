@@ -1,4 +1,4 @@
-"""What `kernel_peers` has, for Mamba1 and Mamba2."""
+"""As `kernel_peers`: the same work by vLLM, of Mamba1 and Mamba2."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from kernel_peers import starts_of
+from kernel_steps import Steps
 from torch import Tensor
 
 from mambacache.kernels.indices import FOLD
@@ -90,11 +91,11 @@ def ssd_decode(
 
 
 def ssd_replayed_decode(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor, steps: Any
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor, steps: Steps
 ) -> Any:
-    """The same for Mamba2 with `--use-replayssm`: inputs are kept beside the state, which is written when they are as
-    many as a log has entries. Rows begin where their logs end, or with nothing kept where `steps` takes logs as empty.
-    """
+    """`call(pool, blocks [rows, 1]) -> y` for Mamba2 with `--use-replayssm`, in place: inputs are kept beside a state,
+    which is written when they are as many as a log has entries. A row keeps as many as its log has, or none where
+    `steps` takes logs as empty."""
     from vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only import (
         selective_state_update_replayssm_output_only,
     )

@@ -171,7 +171,7 @@ class User:
         self.attention = rng.random() < 0.8
         drafts = rng.choice([0, 0, 3])
         self.llm = symbolic_llm(
-            num_state_blocks=rng.choice([drafts + 3, drafts + 8, 40]), num_kv_blocks=rng.choice([4, 8, 60]),
+            num_state_blocks=rng.choice([2, drafts + 3, 40]), num_kv_blocks=rng.choice([4, 8, 60]),
             max_num_seqs=rng.choice([1, 2, 8]), max_checkpoints=rng.choice([0, 2, 3]), attention=self.attention,
             max_num_batched_tokens=rng.choice([60, 100, 1000]), max_draft_tokens=drafts,
             draft=self.draft if drafts else None,
