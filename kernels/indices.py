@@ -121,7 +121,9 @@ class StateIndices:
       pages of row i are `block_table[block_table_start[i] : block_table_start[i + 1]]`, as many as hold its `kv_len`
       tokens or more; `logits_index`. Present if they were given, like any other array
 
-    Host integers: `num_decodes` N, `tokens_per_decode` T (at most 8), `num_prefills` P, `num_tokens` F.
+    Host integers: `num_decodes` N, `tokens_per_decode` T (at most 8), `num_prefills` P, `num_tokens` F, and
+    `row_chunks` [P]: how many chunks each of the `prefill_rows` has, by which kernels choose tiles. The constructor,
+    which is not told, takes them to be equal.
 
     The constructor takes tensors that are on the device already, under all of these names; `from_arrays` moves them
     there. It raises ValueError for a T that is not 1 to 8, and for a tensor that is not int32, not contiguous, on
@@ -158,6 +160,7 @@ class StateIndices:
     tokens_per_decode: int
     num_prefills: int
     num_tokens: int
+    row_chunks: list[int]
     device: torch.device
     flat: Tensor  # all arrays of `from_arrays`, in its order: equal shapes up to one of them, equal places up to it
     pointers: dict[tuple[str, ...], Any]  # what kernels keep of them
@@ -180,6 +183,8 @@ class StateIndices:
         self.pointers, self.derived = {}, {}
         self.device = next(iter(tensors.values())).device
         self.num_decodes, self.tokens_per_decode, self.num_prefills, self.num_tokens = counts
+        P = self.num_prefills
+        self.row_chunks = P * [-(-self.chunk_seq.shape[0] // P)] if P else []
 
     @cached_property
     def arrivals(self) -> Tensor:
@@ -232,6 +237,9 @@ class StateIndices:
         indices = cls.__new__(cls)
         indices.flat, tensors = _packed(arrays, torch.device(device))
         indices._set(tensors, num_decodes, tokens_per_decode, num_prefills, num_tokens)
+        if num_prefills:
+            rows = arrays["prefill_rows"]
+            indices.row_chunks = (rows[:, 4] - rows[:, 3]).tolist()
         return indices
 
     @staticmethod

@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from mambacache.kernels.gpu.gated_delta_rule.fused import fused
 from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
 from mambacache.kernels.gpu.gated_delta_rule.scan import scan
 from mambacache.kernels.gpu.kda.hopper_prepare import prepare as kda_prepare
@@ -25,7 +26,6 @@ strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}
 gates = {"A_STRIDES": (640, 1), "B_STRIDES": (640, 1)}
 shape = {"HEADS": 1, "VALUE_HEADS": 2, "K": width, "BLOCK_K": 1 << (width - 1).bit_length()}
 outputs = {"V_STRIDES": (640, rows, 1), "OUT_STRIDE": 2 * rows, "V": rows, "BLOCK_V": rows}
-scans = [outputs | {"PAIRED": paired, "CONCURRENT": 132} for paired in (False, True)]
 kda_inputs = {"STRIDES": ((640, width, 1),) * 3, "B_STRIDES": (640, 1)}
 stages = [{"CONCURRENT": 132, "STAGES": stages} for stages in (2, 3)]
 kda_shape = {"HEADS": 2, "K": width, "BLOCK_K": shape["BLOCK_K"]}
@@ -35,12 +35,14 @@ BF16 = "q", "k", "v", "g", "a", "b", "tiles", "operands", "out", "x", "dt", "B",
 FP32 = "A_log", "dt_bias", "vectors", "totals", "state", "A", "D"
 NUMBERS = {"slot_stride": "i32", "dt_stride": "i32", "dt_head_stride": "i32", "dt_min": "fp32", "dt_max": "fp32"}
 for kernel, constants, warps in (
+    (fused.kernel, strides | gates | shape | outputs, 8),
     *((prepare.kernel, strides | gates | shape | {"BACKWARDS": backwards}, 4) for backwards in (False, True)),
-    *((scan.kernel, strides | shape | outputs, rows // 16) for outputs in scans),
+    (scan.kernel, strides | shape | outputs | {"CONCURRENT": 132}, rows // 16),
     (kda_prepare.kernel, kda_inputs | kda_shape, 4),
     *((kda_scan.kernel, kda_shape | outputs | kda_stages, rows // 16) for kda_stages in stages),
     (ssd_scan.kernel, of_tokens | {"OUT_STRIDE": 2 * rows} | ssd_shape | {"CONCURRENT": 132}, 4),
 ):
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         number = "i32" if name.startswith("num_") else NUMBERS.get(name, "*i32")
@@ -62,7 +64,7 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("_")]
-    kernels = 2 * ["_delta_prepare_kernel"] + 2 * ["_delta_scan_kernel"]
+    kernels = ["_delta_prefill_kernel", "_delta_prepare_kernel", "_delta_prepare_kernel", "_delta_scan_kernel"]
     kernels += ["_kda_prepare_kernel", "_kda_scan_kernel", "_kda_scan_kernel", "_ssd_scan_kernel"]
     assert [name for name, *_ in found] == kernels
     for _, shared, multiplies in found:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix
+from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix, delta_rule
 from kernel_cases import bits, int32, plan_arrays
 from mambacache.kernels import StateIndices
+from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
@@ -25,6 +26,16 @@ MANY = Mix((1,) * 200, (130,) * 64)
 
 def no_processors(index: int) -> int:
     return 0
+
+
+def four_processors(index: int) -> int:
+    """Each has several tiles, and as much to do as the others."""
+    return 4
+
+
+def seven_processors(index: int) -> int:
+    """Some have much more to do than others."""
+    return 7
 
 
 def many_processors(index: int) -> int:
@@ -39,8 +50,12 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("conv1d", "STAGES"): (1, 3),
     },
     "gated_delta_rule": {
-        ("gated_delta_rule.prefill", "processors"): (no_processors, many_processors),
-        ("gated_delta_rule.prefill", "PAIRED_CHUNKS"): (0, 1 << 20),
+        ("gated_delta_rule.prefill", "processors"): (
+            no_processors,
+            four_processors,
+            seven_processors,
+            many_processors,
+        ),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
@@ -51,7 +66,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
-        ("kda.prefill", "processors"): (no_processors, many_processors),
+        ("kda.prefill", "processors"): (no_processors, four_processors, seven_processors, many_processors),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("kda.fold", "PROGRAMS"): (1, 1 << 30),
     },
@@ -116,6 +131,33 @@ def test_every_choice_of_tiles_gives_the_same(
     first = outcome(batch)
     monkeypatch.setattr(sys.modules[f"mambacache.kernels.gpu.{module}"], name, value)
     assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
+
+
+# Widths that fill no tile, and several tiles of a head's values; rows that end anywhere in a chunk.
+WIDTHS: dict[str, Make] = {
+    "delta 48 x 80": delta_rule(2, 4, 48, 80, 1.0, 1),
+    "delta 128 x 192": delta_rule(2, 4, 128, 192, 1.0, 1),
+    "delta 16 x 256": delta_rule(2, 4, 16, 256, 1.0, 1),
+    "kda 48 x 80": partial(KDAOp, 4, 48, 80),
+    "kda 128 x 192": partial(KDAOp, 4, 128, 192),
+    "kda 16 x 256": partial(KDAOp, 4, 16, 256),
+}
+ENDS = Mix(prefills=(1, 3, 5, 9, 17, 23, 37, 50, 63, 64, 65, 127, 130, 191, 200, 330))
+
+
+@pytest.mark.parametrize("make", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (BF16, BF16)], ids=str)
+def test_prefill_in_one_launch_and_in_turns_gives_the_same_for_every_width(
+    make: Make, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(make(), ENDS, dtypes)
+    prefill = sys.modules[f"mambacache.kernels.gpu.{batch.op.name}.prefill"]
+    monkeypatch.setattr(prefill, "processors", many_processors)
+    first = outcome(batch)
+    for processors in (no_processors, four_processors, seven_processors):
+        monkeypatch.setattr(prefill, "processors", processors)
+        for _ in range(20):
+            assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
 
 
 @pytest.mark.parametrize("op", ["gated_delta_rule", "kda", "ssd"])

@@ -15,6 +15,7 @@ from kernel_cases import Log, Op, Pool, Recurrence, Row, int32, plan_arrays
 from kernel_ops import EVERY_REFUSAL, OPS, Conv1dOp, DeltaRuleOp
 from mambacache import kernels
 from mambacache.kernels import StateIndices, conv1d, pack_arrays
+from mambacache.kernels.gpu.common.chunks import keep_busy
 
 
 def test_arrays_share_one_buffer_at_16_bytes_each() -> None:
@@ -41,10 +42,39 @@ def test_names_and_host_integers_of_a_plan() -> None:
     assert indices.chunk_start.tolist() == [16, 50, 114, 116] and indices.chunk_dst.tolist() == [10, 0, 2, 11]
     assert indices.seq_chunk_start.tolist() == [0, 3, 3, 4]
     assert indices.prefill_rows.tolist() == [[16, 116, 30, 0, 3, 1], [116, 117, 0, 3, 4, 0], [116, 116, 0, 3, 3, 0]]
+    assert indices.row_chunks == [3, 1, 0]
     assert indices.folds.tolist() == [2, *(3, 4, 1, 0, 1), *(5, 6, 2, 3, 16), *[0] * 10]
     assert indices.arrivals.tolist() == [[0] * 32] * 4
     assert StateIndices.from_arrays(plan_arrays(decodes, prefills), "cpu").num_tokens == 117
     assert not hasattr(indices, "kv_slot")
+
+
+def test_indices_that_are_not_told_of_rows_take_their_chunks_to_be_equal() -> None:
+    told = StateIndices.from_arrays(plan_arrays([], [Row(200), Row(3), Row(64)]), "cpu")
+    tensors = {name: x for name, x in vars(told).items() if isinstance(x, Tensor) and name != "flat"}
+    untold = StateIndices(tensors, 0, 1, 3, told.num_tokens)
+    assert (told.row_chunks, untold.row_chunks) == ([4, 1, 1], [2, 2, 2])
+    assert StateIndices.decode_buffers(2, 1, "cpu").fill({}, 2).row_chunks == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "programs", "busy"),
+    [
+        ([64] * 4, 1, True),
+        ([64] * 4, 8, True),  # two of 16 tiles each
+        ([64] * 4, 9, True),  # 16 of 18 turns
+        ([64] * 4, 10, False),
+        ([64] * 4, 32, False),
+        ([640, 64, 64, 64], 4, True),  # each has a tile of every row
+        ([640, 64, 64, 64], 8, False),
+        ([], 8, True),
+    ],
+)
+def test_programs_are_kept_busy_if_the_first_has_little_more_than_the_others(
+    lengths: list[int], programs: int, busy: bool
+) -> None:
+    indices = StateIndices.from_arrays(plan_arrays([], [Row(length) for length in lengths]), "cpu")
+    assert keep_busy(indices, 4, programs) is busy is keep_busy(indices, 4, programs)
 
 
 def test_arrays_that_a_step_does_not_need_may_be_left_out() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...indices import StateIndices
+
 CHUNK = tl.constexpr(64)
 ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
@@ -13,6 +15,18 @@ SRC_FIELD = tl.constexpr(5)
 # Index arrays as kernels take them that give a program to each chunk of 64 tokens, or prefill row.
 CHUNK_ARRAYS = "query_start_loc", "chunk_start", "seq_chunk_start"
 ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
+
+
+def keep_busy(indices: StateIndices, tiles: int, programs: int) -> bool:
+    """Whether programs that take turns at `tiles` tiles of each row, the longest row first, have 7/8 of the chunks on
+    average that the first one has, which has most."""
+    key = f"{programs} programs at {tiles} tiles are kept busy"
+    if key not in indices.derived:
+        chunks = indices.row_chunks
+        most = sum(chunks[tile // tiles] for tile in range(0, tiles * len(chunks), programs))
+        indices.derived[key] = 8 * tiles * sum(chunks) >= 7 * programs * most
+    busy: bool = indices.derived[key]
+    return busy
 
 
 @triton.jit

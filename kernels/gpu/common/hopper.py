@@ -30,11 +30,32 @@ def served(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> boo
     return aligned and not any(stride % 8 for each in strides for stride in each[:-1])
 
 
+@gluon.constexpr_function
+def by_fours(rows, columns, warps):
+    """A layout of states [rows, columns] in which a thread has four neighbours of a row. Products give it two, which
+    take twice as many loads and stores; pairs of lanes exchange the others."""
+    registers = [[0, 1], [0, 2], [8, 0]] + [[0, bit] for bit in (16, 32, 64) if bit < columns]
+    groups = [[bit, 0] for bit in (16, 32, 64) if bit < 16 * warps]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], groups, [], [rows, columns])
+
+
 @gluon.jit
 def wide(x):
     """bf16 to fp32, two in two instructions, where the compiler takes three."""
     code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return gl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+
+
+if hasattr(gl.shared_memory_descriptor, "reinterpret"):
+
+    @gluon.jit
+    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+else:  # as Triton 3.6 calls it
+
+    @gluon.jit
+    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit
@@ -94,19 +115,21 @@ def clear_padding(out, end, num_tokens, rows, OUT_STRIDE: gl.constexpr, BLOCK_RO
     wait_for_launch()
 
 
+@gluon.constexpr_function
+def _power_of_2(count):
+    return 1 << (count - 1).bit_length()
+
+
 @gluon.jit
-def prefetch_states(state, COUNT: gl.constexpr):
-    """Asks for COUNT neighbours, in one instruction of one thread: they are on their way into the L2 cache."""
-    code: gl.constexpr = """
-    {
-    .reg .pred first;
-    mov.u32 $0, %tid.x;
-    setp.eq.u32 first, $0, 0;
-    @first cp.async.bulk.prefetch.L2.global [$1], $2;
-    }
-    """
-    place = [state.to(gl.int64, bitcast=True), COUNT * state.dtype.element_ty.primitive_bitwidth // 8]
-    gl.inline_asm_elementwise(code, "=r,l,r", place, dtype=gl.int32, is_pure=False, pack=1)
+def prefetch_states(state, COUNT: gl.constexpr, WARPS: gl.constexpr):
+    """Asks for COUNT neighbours, line by line: they are on their way into the L2 cache. (In one instruction, as a bulk,
+    they hold up what is asked for after them.)"""
+    LINE: gl.constexpr = 1024 // state.dtype.element_ty.primitive_bitwidth
+    LINES: gl.constexpr = (COUNT + LINE - 1) // LINE
+    line = gl.arange(0, _power_of_2(LINES), layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    place = (state + gl.minimum(line, LINES - 1) * LINE).to(gl.int64, bitcast=True)
+    code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(code, "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

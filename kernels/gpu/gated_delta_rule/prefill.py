@@ -1,4 +1,4 @@
-"""Gated delta rule over the prefill rows of a batch, in two launches.
+"""Gated delta rule over the prefill rows of a batch, in two launches or one.
 
 Norms, gates and decays stay in fp32 outside the products. A chunk of 64 tokens, which are the rows of q, k and v, takes
 the state S [V, K] of a value head through
@@ -8,8 +8,10 @@ the state S [V, K] of a value head through
 The first launch prepares `inverse`, `scores` and the vectors, for all chunks at once. The second carries the states.
 Its products are transposed, so that all of them take their left operand from the registers where it was computed.
 
-For bf16 activations both are in Gluon (`prepare`, `scan`), and the second begins while the first one runs. The kernels
-here take what these do not: other dtypes, keys of more than 128 channels, and for the first launch betas beyond 1.
+For bf16 activations both are in Gluon (`prepare`, `scan`), and the second begins while the first one runs. Where they
+keep all processors busy, sequences are one launch (`fused`): what is prepared need not leave the processor that takes
+it. The kernels here take what these do not: other dtypes, keys of more than 128 channels, and for the first launch
+betas beyond 1.
 
 The betas and norms of its columns are in `inverse` and rounded with it, unless a beta may exceed 1. Tokens with a beta
 near 2 all but reflect the state, and where they have one direction the rows of the inverse add up to 1 and -1 in turn:
@@ -26,7 +28,16 @@ from torch import Tensor
 
 from ...device import processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
+from ..common.chunks import (
+    CHUNK,
+    CHUNK_ARRAYS,
+    ROW_ARRAYS,
+    chunk_tokens,
+    clear_padding,
+    keep_busy,
+    prefill_row,
+    row_and_tile,
+)
 from ..common.decays import pairwise_decays
 from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from ..common.hopper import served
@@ -34,10 +45,9 @@ from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
+from .fused import BLOCK_V, fused
 from .prepare import prepare
 from .scan import scan
-
-PAIRED_CHUNKS = 4  # of a sequence on average: from 8 on programs of 128 rows are faster
 
 
 @triton.jit(do_not_specialize=["num_prefills", "num_tokens"])
@@ -255,23 +265,36 @@ def prefill(
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
-    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": power_of_2(K)}
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
+    strides = {"Q_STRIDES": q_strides, "K_STRIDES": k_strides}
+    gate_strides = {"A_STRIDES": a_strides, "B_STRIDES": b_strides}
+    shape = {"HEADS": heads, "VALUE_HEADS": value_heads, "K": K, "BLOCK_K": power_of_2(K)}
+    rows = index_pointers(indices, ROW_ARRAYS)
+    numbers = indices.num_prefills, slot_stride(state), num_tokens
     narrow = q.dtype == torch.bfloat16
     hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
-    tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
-    vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
-    num_chunks = indices.chunk_seq.shape[0]
-    tasks = value_heads * num_chunks
-    flags = q.new_empty(tasks, dtype=torch.int32) if hopper and beta_scale <= 1 and tasks else None
     concurrent = processors(q.get_device())  # programs of 128 rows, one on each
     # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
     few = value_heads * cdiv(V, 64) * indices.num_prefills <= concurrent
-    # Also where sequences are of a few chunks: two such programs share a processor.
-    paired = hopper and not few and num_chunks <= PAIRED_CHUNKS * indices.num_prefills
-    block_V = 64 if V <= 64 or few or paired else 128
-    strides = {"Q_STRIDES": q_strides, "K_STRIDES": k_strides}
-    gate_strides = {"A_STRIDES": a_strides, "B_STRIDES": b_strides}
+    block_V = 64 if V <= 64 or few else 128
+    num_chunks = indices.chunk_seq.shape[0]
+    gluon_prepare = hopper and beta_scale <= 1
+    tiles_of_row = value_heads * cdiv(V, block_V)
+    # A chunk takes it twice as long as the second launch: it pays while nearly all processors are busy.
+    if gluon_prepare and block_V == BLOCK_V.value and keep_busy(indices, tiles_of_row, max(concurrent, 1)):
+        fused(
+            max(min(tiles_of_row * indices.num_prefills, concurrent), 1),
+            (q, k, v, a, b, A_log, dt_bias, state, out),
+            rows,
+            numbers,
+            {**strides, "V_STRIDES": v_strides, **gate_strides, "OUT_STRIDE": out.stride(0), **shape, "V": V},
+            num_warps=8,
+        )
+        return
+    tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)
+    vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
+    tasks = value_heads * num_chunks
+    flags = q.new_empty(tasks, dtype=torch.int32) if gluon_prepare and tasks else None
     if flags is not None:
         # Three on a processor; where the second launch has few programs, so many that there is room for these as well.
         programs = concurrent + concurrent // 2 if few else 3 * concurrent
@@ -281,7 +304,7 @@ def prefill(
             index_pointers(indices, CHUNK_ARRAYS),
             (indices.num_prefills, num_tokens, num_chunks),
             # Where the second launch waits for all of it, it finds in the L2 cache what was prepared last.
-            {**strides, **gate_strides, **shape, "BACKWARDS": not few and not paired},
+            {**strides, **gate_strides, **shape, "BACKWARDS": not few},
             num_warps=4,
             maxnreg=168,
         )
@@ -303,9 +326,7 @@ def prefill(
         "V": V,
         "BLOCK_V": block_V,
     }
-    programs = value_heads * cdiv(V, block_V) * (indices.num_prefills + 1)
-    rows = index_pointers(indices, ROW_ARRAYS)
-    numbers = indices.num_prefills, slot_stride(state), num_tokens
+    programs = tiles_of_row * (indices.num_prefills + 1)
     tensors = q, k, v, tiles, vectors, state, out
     if hopper:
         scan(
@@ -313,7 +334,7 @@ def prefill(
             (*tensors, flags),
             rows,
             numbers,
-            constants | {"PAIRED": paired, "CONCURRENT": 0 if few else 2 * concurrent if paired else concurrent},
+            constants | {"CONCURRENT": 0 if few else concurrent},
             num_warps=block_V // 16,
             launch_pdl=flags is not None,
         )

@@ -1,4 +1,5 @@
-"""The first launch of prefill for bf16 activations, in Gluon: `inverse`, `scores` and the vectors of all chunks.
+"""What the state of a chunk meets, in Gluon: `inverse`, `scores` and the vectors. A first launch prepares all chunks,
+`fused` one after the other.
 
 Each of four warps has 16 tokens of a chunk, the rows of what it computes.
 """
@@ -15,15 +16,19 @@ from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY
 from ..common.delta_rule import BLOCK, NORM_EPS
 from ..common.hopper import barrier, clear_flags, copy_tile, set_flag, tokens_of_task
-from ..common.inverse import WARPS, columns, diagonal, unit_lower_inverse
+from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
 
 log2_decay = gluon.jit(delta_rule.log2_decay.fn)
 
+WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, CHUNK.value, 16]))
+NARROW = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS.value, 1], [16, 8]))
+FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS.value], [0]))
+
 
 @gluon.jit
-def _add(x, y):
-    return x + y
+def _add_pairs(x, y, other_x, other_y):
+    return x + other_x, y + other_y
 
 
 @gluon.jit
@@ -33,19 +38,71 @@ def _inverse_norms(blocks, same):
 
 
 @gluon.jit
-def _places(q, k, t, head, Q_STRIDES: gl.constexpr, K_STRIDES: gl.constexpr, GROUP: gl.constexpr):
+def places(q, k, t, head, Q_STRIDES: gl.constexpr, K_STRIDES: gl.constexpr, GROUP: gl.constexpr):
     """Where a task's queries and keys are."""
     q_place = q + t * Q_STRIDES[0] + head // GROUP * Q_STRIDES[1]
     return q_place, k + t * K_STRIDES[0] + head // GROUP * K_STRIDES[1]
 
 
 @gluon.jit
-def _gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRIDES: gl.constexpr):
+def gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRIDES: gl.constexpr):
     """What the decays and betas of a task's tokens are computed from."""
     step = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     gate = gl.load(a + head * A_STRIDES[1] + (t + step) * A_STRIDES[0], mask=step < count, other=0)
     beta = gl.load(b + head * B_STRIDES[1] + (t + step) * B_STRIDES[0], mask=step < count, other=0)
     return gate, beta, gl.load(A_log + head), gl.load(dt_bias + head)
+
+
+@gluon.jit
+def decays(gate, beta, rate, bias, count, sums_s, betas_s):
+    """Decays up to each token, and sums of log decays that are bounded from below. Leaves these sums, and betas."""
+    gate = log2_decay(gate.to(gl.float32), rate.to(gl.float32), bias.to(gl.float32))
+    gate = gl.where(gl.arange(0, CHUNK, layout=FLAT) < count, gate, 0.0)
+    least = gl.maximum(gate, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
+    total, sums = gl.associative_scan((gate, least), 0, _add_pairs)
+    sums_s.store(sums)
+    betas_s.store(1 / (1 + gl.exp(-beta.to(gl.float32))))
+    return gl.exp2(total), sums
+
+
+@gluon.jit
+def store_scores(tile, q_s, k_s, sums_s, q_norms_s, k_norms_s, K: gl.constexpr):
+    """Leaves scores and norms, for which all warps must wait. Returns k k^T, pairwise decays, and norms of keys."""
+    zeros = gl.zeros([CHUNK, CHUNK], gl.float32, layout=WIDE)
+    squares = warpgroup_mma(q_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))[:, None]
+    column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, WIDE))[None, :]
+    pairwise = sums_s.load(gl.SliceLayout(1, WIDE))[:, None] - sums_s.load(gl.SliceLayout(0, WIDE))[None, :]
+    pairwise = gl.exp2(gl.where(row >= column, pairwise, float("-inf")))
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
+    block, same = row // BLOCK, row % BLOCK == gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
+    squares = warpgroup_mma_wait(1, deps=[squares])
+    q_norm = _inverse_norms(diagonal(columns(squares, NARROW), block), same) * K**-0.5
+    q_norms_s.store(q_norm)
+    products = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    scores *= pairwise * gl.convert_layout(q_norm, gl.SliceLayout(1, WIDE))[:, None]
+    tile.store(scores.to(gl.bfloat16))
+    products = warpgroup_mma_wait(0, deps=[products])
+    k_norm = _inverse_norms(diagonal(columns(products, NARROW), block), same)
+    k_norms_s.store(k_norm)
+    return products, pairwise, k_norm
+
+
+@gluon.jit
+def store_inverse(tile, products, pairwise, k_norm, k_norms_s, betas_s, blocks_s):
+    """Leaves the inverse of the system that k k^T makes, with the betas and norms of its rows."""
+    scale = k_norms_s.load(gl.SliceLayout(0, WIDE)) * betas_s.load(gl.SliceLayout(0, WIDE))
+    products *= pairwise * gl.convert_layout(k_norm, gl.SliceLayout(1, WIDE))[:, None] * scale[None, :]
+    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
+    block, i = row // BLOCK, row % BLOCK
+    j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
+    blocks = columns(products, NARROW)
+    inverse = unit_lower_inverse(blocks, diagonal(blocks, block), blocks_s, block, i, j, False)
+    scale = (k_norm * betas_s.load(gl.SliceLayout(1, NARROW)))[:, None]
+    inverse = inverse[0] * scale, inverse[1] * scale, inverse[2] * scale, inverse[3] * scale
+    tile.store(rejoined(inverse).to(gl.bfloat16))
 
 
 @gluon.jit(do_not_specialize=["num_prefills", "num_tokens", "num_chunks"])
@@ -77,11 +134,6 @@ def _delta_prepare_kernel(
 ):
     """A program takes chunks of value heads, one after the other."""
     BF16: gl.constexpr = gl.bfloat16
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
-    NARROW: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
-    OF_ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
-    OF_COLUMN: gl.constexpr = gl.SliceLayout(0, WIDE)
-    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
@@ -90,7 +142,13 @@ def _delta_prepare_kernel(
     q_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_K], by_key)
     k_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_K], by_key)
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
-    blocks_s = gl.allocate_shared_memory(gl.float16, [4, CHUNK, BLOCK], of_blocks)
+    # Apart, so that the compiler sees that what is stored is not what is loaded.
+    blocks_s = (
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+    )
     sums_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
@@ -100,11 +158,11 @@ def _delta_prepare_kernel(
     clear_flags(flags, num_tasks, WARPS)
     task = gl.program_id(0)
     t, count, head, place = tokens_of_task(task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS)
-    q_place, k_place = _places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
+    q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
     copy_tile(q_s, q_place, Q_STRIDES[0], count, K, False, WARPS)
     copy_tile(k_s, k_place, K_STRIDES[0], count, K, False, WARPS)
     async_copy.commit_group()
-    gate, beta, rate, bias = _gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
+    gate, beta, rate, bias = gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
     while task < num_tasks:
         next_task = task + gl.num_programs(0)
         next_t, next_count, next_head, next_place = tokens_of_task(
@@ -113,45 +171,19 @@ def _delta_prepare_kernel(
         step = gl.arange(0, CHUNK, layout=FLAT)
         filled = step < count
         token = t + step
-        gate = log2_decay(gate.to(gl.float32), rate.to(gl.float32), bias.to(gl.float32))
-        gate = gl.where(filled, gate, 0.0)
-        decay = gl.exp2(gl.associative_scan(gate, 0, _add))
-        sums = gl.associative_scan(gl.maximum(gate, MIN_PAIRWISE_LOG_DECAY * LOG2_E), 0, _add)
-        to_end = gl.exp2(gl.sum(gl.where(step == CHUNK - 1, sums, 0.0), axis=0) - sums)
-        sums_s.store(sums)
-        betas_s.store(1 / (1 + gl.exp(-beta.to(gl.float32))))
+        decay, sums = decays(gate, beta, rate, bias, count, sums_s, betas_s)
 
         async_copy.wait_group(0)
         barrier()
         fence_async_shared()
-        zeros = gl.zeros([CHUNK, CHUNK], gl.float32, layout=WIDE)
-        squares = warpgroup_mma(q_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        row, column = gl.arange(0, CHUNK, layout=OF_ROW)[:, None], gl.arange(0, CHUNK, layout=OF_COLUMN)[None, :]
-        pairwise = sums_s.load(OF_ROW)[:, None] - sums_s.load(OF_COLUMN)[None, :]
-        pairwise = gl.exp2(gl.where(row >= column, pairwise, float("-inf")))
-        row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
-        block, i = row // BLOCK, row % BLOCK
-        j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
-        squares = warpgroup_mma_wait(1, deps=[squares])
-        q_norm = _inverse_norms(diagonal(columns(squares, NARROW), block), i == j) * K**-0.5
-        q_norms_s.store(q_norm)
-        products = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        scores *= pairwise * gl.convert_layout(q_norm, OF_ROW)[:, None]
-        tile_s.store(scores.to(BF16))
-        products = warpgroup_mma_wait(0, deps=[products])
-        k_norm = _inverse_norms(diagonal(columns(products, NARROW), block), i == j)
-        k_norms_s.store(k_norm)
+        products, pairwise, k_norm = store_scores(tile_s, q_s, k_s, sums_s, q_norms_s, k_norms_s, K)
         barrier()
         # No product reads q and k any more: those of the next task are on their way from here on.
-        q_place, k_place = _places(q, k, next_t, next_head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
+        q_place, k_place = places(q, k, next_t, next_head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
         copy_tile(q_s, q_place, Q_STRIDES[0], next_count, K, False, WARPS)
         copy_tile(k_s, k_place, K_STRIDES[0], next_count, K, False, WARPS)
         async_copy.commit_group()
-        gate, beta, rate, bias = _gates(a, b, A_log, dt_bias, next_t, next_count, next_head, A_STRIDES, B_STRIDES)
-        scale = k_norms_s.load(OF_COLUMN) * betas_s.load(OF_COLUMN)
-        products *= pairwise * gl.convert_layout(k_norm, OF_ROW)[:, None] * scale[None, :]
+        gate, beta, rate, bias = gates(a, b, A_log, dt_bias, next_t, next_count, next_head, A_STRIDES, B_STRIDES)
 
         tile = tiles + (t * VALUE_HEADS + head) * CHUNK
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
@@ -161,12 +193,7 @@ def _delta_prepare_kernel(
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (VALUE_HEADS * CHUNK)
         gl.store(score_tile + entry, tile_s.load(OUT), mask=stored)
 
-        tiles_s = blocks_s.index(0), blocks_s.index(1), blocks_s.index(2), blocks_s.index(3)
-        blocks = columns(products, NARROW)
-        inverse = unit_lower_inverse(blocks, diagonal(blocks, block), tiles_s, block, i, j, False)
-        scale = (k_norm * betas_s.load(gl.SliceLayout(1, NARROW)))[:, None]
-        for n in gl.static_range(CHUNK // BLOCK):
-            tile_s.slice(n * BLOCK, BLOCK, dim=1).store((inverse[n] * scale).to(BF16))
+        store_inverse(tile_s, products, pairwise, k_norm, k_norms_s, betas_s, blocks_s)
         barrier()
         gl.store(tile + entry, tile_s.load(OUT), mask=stored)
 
@@ -174,6 +201,7 @@ def _delta_prepare_kernel(
         gl.store(vector, decay, mask=filled)
         gl.store(vector + num_tokens, decay * k_norms_s.load(FLAT), mask=filled)
         gl.store(vector + 2 * num_tokens, decay * q_norms_s.load(FLAT), mask=filled)
+        to_end = gl.exp2(sums_s.slice(CHUNK - 1, 1).load(FLAT) - sums)
         gl.store(vector + 3 * num_tokens, to_end, mask=filled)
         set_flag(flags + place)
         task, t, count, head, place = next_task, next_t, next_count, next_head, next_place

@@ -1,9 +1,7 @@
 """The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
 
 Products that need no result of each other are in flight together, and scaling, copies and stores go on beside them.
-Where sequences are long, shared memory holds three chunks, of which two are on their way. Short ones are over before
-that helps: then PAIRED programs, with half the memory, share a processor, and one works while the other waits for its
-state. What a chunk's later products take has one place in theirs, and is copied when the chunk before is done with it.
+Shared memory holds three chunks, of which two are on their way.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.hopper import (
-    barrier,
     clear_padding,
     copy_async,
     copy_tile,
@@ -102,14 +99,12 @@ def _delta_scan_kernel(
     BLOCK_K: gl.constexpr,
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
-    PAIRED: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
     """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence. CONCURRENT of them
     run at a time, or with 0 all."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    STAGES: gl.constexpr = 2 if PAIRED else 3
-    LAST_STAGES: gl.constexpr = 1 if PAIRED else 3
+    STAGES: gl.constexpr = 3
     WARPS: gl.constexpr = BLOCK_V // 16
     BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
@@ -147,7 +142,7 @@ def _delta_scan_kernel(
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if CONCURRENT > 0 and V % BLOCK_V == 0:
-        prefetch_states(later_state, BLOCK_V * K)
+        prefetch_states(later_state, BLOCK_V * K, WARPS)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
@@ -156,9 +151,9 @@ def _delta_scan_kernel(
     k_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
     v_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
     inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
-    q_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
-    score_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square)
-    fours = gl.allocate_shared_memory(gl.float32, [LAST_STAGES, 4 * CHUNK], flat)
+    q_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
+    score_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
+    fours = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], flat)
     q += head // (VALUE_HEADS // HEADS) * Q_STRIDES[1]
     k += head // (VALUE_HEADS // HEADS) * K_STRIDES[1]
     v += head * V_STRIDES[1] + first_row
@@ -190,11 +185,11 @@ def _delta_scan_kernel(
         boundary = origin + (chunk - first_chunk) * CHUNK
         t = gl.maximum(boundary, start)
         count = gl.minimum(boundary + CHUNK, end) - t
-        stage, last_stage = (chunk - first_chunk) % STAGES, (chunk - first_chunk) % LAST_STAGES
+        stage = (chunk - first_chunk) % STAGES
         free = (chunk - first_chunk + STAGES - 1) % STAGES  # what the chunk before took
         ahead = gl.maximum(boundary + (STAGES - 1) * CHUNK, start)
         ahead_count = gl.minimum(boundary + STAGES * CHUNK, end) - ahead
-        async_copy.wait_group(1 if PAIRED else 2)
+        async_copy.wait_group(2)
         fence_async_shared()
         keys, inverse = k_tiles.index(stage), inverses.index(stage).permute((1, 0))
         read = gl.convert_layout(S.to(BF16), LEFT)
@@ -204,34 +199,15 @@ def _delta_scan_kernel(
         # The outputs of the chunk before.
         store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
 
-        if PAIRED:
-            if flags is not None:
-                ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + 1, last_chunk, ready)
-            _copy_first(
-                first_copies,
-                free,
-                first_sources,
-                ahead,
-                ahead_count,
-                rows_left,
-                K_STRIDES[0],
-                V_STRIDES[0],
-                TILE_STRIDE,
-                K,
-                WARPS,
-            )
         there = chunk + 1 < last_chunk
         next_dst = gl.load(chunk_dst + chunk + 1, mask=there, other=0)
         next_decay = gl.load(vectors + gl.minimum(boundary + 2 * CHUNK, end) - 1, mask=there, other=0)
-        if PAIRED:
-            async_copy.wait_group(1)
-            fence_async_shared()
-        four = fours.index(last_stage)
+        four = fours.index(stage)
         key_decay = four.slice(CHUNK, CHUNK).load(OF_STEP)[None, :]
         known = warpgroup_mma_wait(1, deps=[known])
         known = gl.convert_layout((-key_decay * known).to(BF16), LEFT)
         u = warpgroup_mma(known, inverse, u, is_async=True)
-        o = warpgroup_mma(read, q_tiles.index(last_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        o = warpgroup_mma(read, q_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
         S = decay * S
         to_end = four.slice(3 * CHUNK, CHUNK).load(OF_STEP)[None, :]
         u = warpgroup_mma_wait(1, deps=[u])
@@ -239,33 +215,25 @@ def _delta_scan_kernel(
         u = gl.convert_layout(u.to(BF16), LEFT)
         query_decay = four.slice(2 * CHUNK, CHUNK).load(OF_STEP)[None, :]
         o = query_decay * warpgroup_mma_wait(1, deps=[o])
-        o = warpgroup_mma(u, score_tiles.index(last_stage).permute((1, 0)), o, is_async=True)
+        o = warpgroup_mma(u, score_tiles.index(stage).permute((1, 0)), o, is_async=True)
 
-        if not PAIRED:
-            if flags is not None:
-                ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + STAGES - 1, last_chunk, ready)
-            _copy_first(
-                first_copies,
-                free,
-                first_sources,
-                ahead,
-                ahead_count,
-                rows_left,
-                K_STRIDES[0],
-                V_STRIDES[0],
-                TILE_STRIDE,
-                K,
-                WARPS,
-            )
-            _copy_last(
-                last_copies, free, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS
-            )
+        if flags is not None:
+            ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + STAGES - 1, last_chunk, ready)
+        _copy_first(
+            first_copies,
+            free,
+            first_sources,
+            ahead,
+            ahead_count,
+            rows_left,
+            K_STRIDES[0],
+            V_STRIDES[0],
+            TILE_STRIDE,
+            K,
+            WARPS,
+        )
+        _copy_last(last_copies, free, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        if PAIRED:
-            barrier()
-            _copy_last(
-                last_copies, 0, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS
-            )
         outputs = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)

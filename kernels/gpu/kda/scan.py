@@ -127,7 +127,7 @@ def _kda_scan_kernel(
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if BLOCK_V == V and BLOCK_K == K:
-        prefetch_states(later_state, V * K)
+        prefetch_states(later_state, V * K, WARPS)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)

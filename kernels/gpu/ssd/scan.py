@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.decays import LOG2_E
-from ..common.hopper import barrier, clear_padding, prefetch_states
+from ..common.hopper import barrier, by_fours, clear_padding, prefetch_states
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from .steps import AT_ONCE, chunk_at, copy_rows, load_steps, store_decays, vector_of, wait_for_copies
@@ -152,15 +152,17 @@ def _ssd_scan_kernel(
     steps = load_steps(dt, dt_stride, 0, origin, start, end, BY_CHUNK)
 
     slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
-    state_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CARRIED))[:, None]
-    channel = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, CARRIED))[None, :]
+    FOURS: gl.constexpr = by_fours(ROWS, BLOCK_N, WARPS)
+    state_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, FOURS))[:, None]
+    channel = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, FOURS))[None, :]
     inside = (state_row < P) & (channel < N)
-    element = state_row * N + channel
+    row_element = state_row * N
     later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (ROWS * N)
     state += head * P * N
-    S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
+    S = gl.load(state + slot * slot_stride + row_element + channel, mask=inside & (slot != 0), other=0)
+    S = gl.convert_layout(S, CARRIED).to(gl.float32)
     if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
-        prefetch_states(later_state, ROWS * N)
+        prefetch_states(later_state, ROWS * N, WARPS)
 
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     store_decays(vectors, 0, steps, rate, bias, dt_min, dt_max)
@@ -208,7 +210,9 @@ def _ssd_scan_kernel(
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
-            gl.store(state + dst * slot_stride + element, S.to(STATE), mask=inside)
+            gl.store(
+                state + dst * slot_stride + row_element + channel, gl.convert_layout(S.to(STATE), FOURS), mask=inside
+            )
         y = warpgroup_mma_wait(1, deps=[y])
         out_s.permute((1, 0)).store(y.to(OUTPUT))
         barrier()  # all warps are done with the stage, too

@@ -1,0 +1,371 @@
+"""Prefill for bf16 activations in one launch, in Gluon, where programs are many: what `prepare` and `scan` compute, bit
+by bit.
+
+A program on each processor carries tiles of 128 rows of states through their sequences, one after the other. Its warps
+have three roles: four copy chunks to shared memory, compute their decays and store outputs, four prepare what the state
+of a chunk meets, and eight carry states through what is prepared. Each runs ahead of the next one as far as there is
+room. Nothing but states and outputs is stored.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
+from ..common.delta_rule import BLOCK
+from ..common.hopper import barrier, by_fours, clear_padding, copy_tile, prefetch_states, reinterpret
+from ..common.inverse import WARPS
+from ..common.launch import Launcher
+from ..common.layout import SLOT_UNIT
+from .prepare import FLAT, decays, gates, places, store_inverse, store_scores
+
+BLOCK_V = gl.constexpr(128)
+CARRYING = gl.constexpr(8)  # warps
+REGISTERS = gl.constexpr((128, 56))  # of those that prepare, and that copy: what a chunk takes. 160 are left to carry
+COPIES = gl.constexpr(3)  # chunks of queries and keys in shared memory
+STAGES = gl.constexpr(2)  # chunks of all else
+
+
+@gluon.jit
+def _store_outputs(out, tile, count, rows, OUT_STRIDE: gl.constexpr):
+    """A chunk's outputs [64, 128] from shared memory."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
+    step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    o = tile.load(LAYOUT).to(out.dtype.element_ty)
+    gl.store(out + (step * OUT_STRIDE + row), o, mask=(step < count) & (row < rows))
+
+
+@gluon.jit
+def _copy(
+    q,
+    k,
+    v,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    state,
+    out,
+    rows,
+    num_items,
+    slot_stride,
+    inputs,
+    vectors,
+    totals,
+    outputs_s,
+    barriers,
+    Q_STRIDES: gl.constexpr,
+    K_STRIDES: gl.constexpr,
+    V_STRIDES: gl.constexpr,
+    A_STRIDES: gl.constexpr,
+    B_STRIDES: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    HEADS: gl.constexpr,
+    VALUE_HEADS: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+):
+    """Copies chunks, computes their decays, and stores outputs of the chunks before."""
+    TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    ITEMS: gl.constexpr = VALUE_HEADS * TILES
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    q_tiles, k_tiles, v_tiles = inputs
+    copied, values, decayed, done, stored = barriers
+    flat_vectors = reinterpret(vectors, [STAGES * 4 * CHUNK, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    n = 0
+    # Of the two chunks before: where their outputs go, their tokens, and their rows. Places are two zeros, since of two
+    # names of one value the compiler takes the first, set to the second in the loop, for unchanged.
+    older_place, older_count, older_rows = gl.cast(0, gl.int64), 0, V
+    last_place, last_count, last_rows = gl.cast(0, gl.int64), 0, V
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        fields = rows + item // ITEMS * ROW_FIELDS
+        start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
+        first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
+        origin = start - context % CHUNK  # where the first chunk would begin
+        head, first_row = item % ITEMS // TILES, item % TILES * BLOCK_V
+        if V % BLOCK_V == 0:
+            prefetch_states(state + (slot * slot_stride + (head * V + first_row) * K), BLOCK_V * K, WARPS)
+        for chunk in range(first_chunk, last_chunk):
+            boundary = origin + (chunk - first_chunk) * CHUNK
+            first = gl.maximum(boundary, start)
+            count = gl.minimum(boundary + CHUNK, end) - first
+            t = first.to(gl.int64)
+            # That there is room was waited for with the values of the chunk before.
+            q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
+            copy_tile(q_tiles.index(n % COPIES), q_place, Q_STRIDES[0], count, K, False, WARPS)
+            copy_tile(k_tiles.index(n % COPIES), k_place, K_STRIDES[0], count, K, False, WARPS)
+            async_copy.mbarrier_arrive(copied.index(n % COPIES), increment_count=False)
+            gate, beta, rate, bias = gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
+
+            stage = n % STAGES
+            mbarrier.wait(done.index(stage), (n // STAGES & 1) ^ 1)
+            v_place = v + t * V_STRIDES[0] + (head * V_STRIDES[1] + first_row)
+            copy_tile(v_tiles.index(stage), v_place, V_STRIDES[0], count, V - first_row, False, WARPS)
+            async_copy.mbarrier_arrive(values.index(stage), increment_count=False)
+            _store_outputs(out + older_place, outputs_s, older_count, older_rows, OUT_STRIDE)
+            barrier()
+            mbarrier.arrive(stored, count=1)
+
+            four = vectors.index(stage)
+            decay, _ = decays(gate, beta, rate, bias, count, four.slice(3 * CHUNK, CHUNK), four.slice(CHUNK, CHUNK))
+            four.slice(0, CHUNK).store(decay)
+            barrier()
+            # Sums of zeros behind the last token would be added up in another order.
+            totals.index(stage).store(flat_vectors.index(stage * (4 * CHUNK) + count - 1).load(ONE))
+            barrier()
+            mbarrier.arrive(decayed.index(stage), count=1)
+            older_place, older_count, older_rows = last_place, last_count, last_rows
+            last_place = t * OUT_STRIDE + (head * V + first_row)
+            last_count, last_rows = count, V - first_row
+            n += 1
+    async_copy.wait_group(0)
+    mbarrier.wait(done.index(n % STAGES), (n // STAGES & 1) ^ 1)
+    _store_outputs(out + older_place, outputs_s, older_count, older_rows, OUT_STRIDE)
+    barrier()
+    mbarrier.arrive(stored, count=1)
+    n += 1
+    mbarrier.wait(done.index(n % STAGES), (n // STAGES & 1) ^ 1)
+    _store_outputs(out + last_place, outputs_s, last_count, last_rows, OUT_STRIDE)
+
+
+@gluon.jit
+def _prepare(rows, num_items, inputs, results, scratch, barriers, ITEMS: gl.constexpr, K: gl.constexpr):
+    """Prepares chunks: scores, inverses and vectors."""
+    q_tiles, k_tiles = inputs
+    inverses, score_tiles, vectors = results
+    copied, decayed, prepared = barriers
+    blocks_s, q_norms_s, k_norms_s = scratch
+    n = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        fields = rows + item // ITEMS * ROW_FIELDS
+        for _ in range(gl.load(fields + 3), gl.load(fields + 4)):
+            stage = n % STAGES
+            four = vectors.index(stage)
+            betas_s, sums_s = four.slice(CHUNK, CHUNK), four.slice(3 * CHUNK, CHUNK)
+            mbarrier.wait(copied.index(n % COPIES), n // COPIES & 1)
+            mbarrier.wait(decayed.index(stage), n // STAGES & 1)
+            fence_async_shared()
+            barrier()
+            q_s, k_s = q_tiles.index(n % COPIES), k_tiles.index(n % COPIES)
+            score_tile = score_tiles.index(stage)
+            products, pairwise, k_norm = store_scores(score_tile, q_s, k_s, sums_s, q_norms_s, k_norms_s, K)
+            barrier()
+            store_inverse(inverses.index(stage), products, pairwise, k_norm, k_norms_s, betas_s, blocks_s)
+            decay = four.slice(0, CHUNK).load(FLAT)
+            to_end = gl.exp2(sums_s.slice(CHUNK - 1, 1).load(FLAT) - sums_s.load(FLAT))
+            barrier()
+            four.slice(CHUNK, CHUNK).store(decay * k_norms_s.load(FLAT))
+            four.slice(2 * CHUNK, CHUNK).store(decay * q_norms_s.load(FLAT))
+            four.slice(3 * CHUNK, CHUNK).store(to_end)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(prepared.index(stage), count=1)
+            n += 1
+
+
+@gluon.jit
+def _carry(
+    state,
+    rows,
+    chunk_dst,
+    num_items,
+    slot_stride,
+    inputs,
+    results,
+    totals,
+    read_s,
+    outputs_s,
+    barriers,
+    VALUE_HEADS: gl.constexpr,
+    K: gl.constexpr,
+    V: gl.constexpr,
+):
+    """Carries states through the chunks of their sequences."""
+    TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    ITEMS: gl.constexpr = VALUE_HEADS * TILES
+    BF16: gl.constexpr = gl.bfloat16
+    STATE: gl.constexpr = state.dtype.element_ty
+    BLOCK_K: gl.constexpr = read_s.shape[1]
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CARRYING, 1], [16, CHUNK, 16])
+    CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CARRYING, 1], [16, BLOCK_K, 16])
+    OF_STEP: gl.constexpr = gl.SliceLayout(0, PRODUCT)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
+    LEFT_CARRIED: gl.constexpr = gl.DotOperandLayout(0, CARRIED, 2)
+    FOURS: gl.constexpr = by_fours(BLOCK_V, BLOCK_K, CARRYING)
+    q_tiles, k_tiles, v_tiles = inputs
+    inverses, score_tiles, vectors = results
+    values, prepared, done, stored = barriers
+    row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, FOURS))[:, None]
+    channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, FOURS))[None, :]
+    zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
+    n = 0
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        head, first_row = item % ITEMS // TILES, item % TILES * BLOCK_V
+        fields = rows + item // ITEMS * ROW_FIELDS
+        first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
+        source = state + (slot * slot_stride + (head * V + first_row) * K)
+        inside = (row < V - first_row) & (channel < K)
+        # As offsets of a row and of a channel in turn, of which both fit into the instructions.
+        S = gl.load(source + row * K + channel, mask=inside & (slot != 0), other=0)
+        S = gl.convert_layout(S, CARRIED).to(gl.float32)
+        for chunk in range(first_chunk, last_chunk):
+            dst = gl.load(chunk_dst + chunk)
+            stage = n % STAGES
+            # In shared memory for want of registers.
+            read_s.store(S.to(BF16))
+            mbarrier.wait(values.index(stage), n // STAGES & 1)
+            mbarrier.wait(prepared.index(stage), n // STAGES & 1)
+            fence_async_shared()
+            barrier()
+            queries, keys = q_tiles.index(n % COPIES), k_tiles.index(n % COPIES)
+            inverse = inverses.index(stage).permute((1, 0))
+            four = vectors.index(stage)
+            known = warpgroup_mma(read_s, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
+            key_decay = four.slice(CHUNK, CHUNK).load(OF_STEP)[None, :]
+            known = warpgroup_mma_wait(1, deps=[known])
+            known = gl.convert_layout((-key_decay * known).to(BF16), LEFT)
+            u = warpgroup_mma(known, inverse, u, is_async=True)
+            S = totals.index(stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
+            to_end = four.slice(3 * CHUNK, CHUNK).load(OF_STEP)[None, :]
+            u = warpgroup_mma_wait(0, deps=[u])
+            S = warpgroup_mma(gl.convert_layout((to_end * u).to(BF16), LEFT_CARRIED), keys, S, is_async=True)
+            u = gl.convert_layout(u.to(BF16), LEFT)
+            # As late as this, so that it is not held beside both u.
+            o = warpgroup_mma(read_s, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            query_decay = four.slice(2 * CHUNK, CHUNK).load(OF_STEP)[None, :]
+            o = query_decay * warpgroup_mma_wait(0, deps=[o])
+            o = warpgroup_mma(u, score_tiles.index(stage).permute((1, 0)), o, is_async=True)
+            S, o = warpgroup_mma_wait(0, deps=[S, o])
+            mbarrier.wait(stored, (n + 1) & 1)  # the outputs before these
+            outputs_s.permute((1, 0)).store(o.to(BF16))
+            barrier()
+            mbarrier.arrive(done.index(stage), count=1)
+            n += 1
+            if STATE != gl.float32:
+                S = S.to(STATE).to(gl.float32)
+            if dst != 0:
+                target = state + (dst * slot_stride + (head * V + first_row) * K)
+                gl.store(target + row * K + channel, gl.convert_layout(S.to(STATE), FOURS), mask=inside)
+
+
+@gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
+def _delta_prefill_kernel(
+    q,
+    k,
+    v,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    state,
+    out,
+    query_start_loc,
+    rows,
+    chunk_dst,
+    num_prefills,
+    slot_stride,
+    num_tokens,
+    Q_STRIDES: gl.constexpr,
+    K_STRIDES: gl.constexpr,
+    V_STRIDES: gl.constexpr,
+    A_STRIDES: gl.constexpr,
+    B_STRIDES: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
+    HEADS: gl.constexpr,
+    VALUE_HEADS: gl.constexpr,
+    K: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    V: gl.constexpr,
+):
+    """A program takes tiles of value heads' states in sequences, one after the other."""
+    TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    BF16: gl.constexpr = gl.bfloat16
+    STATE: gl.constexpr = state.dtype.element_ty
+    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
+    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
+    of_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, BLOCK_K], BF16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
+    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], gl.float16)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    q_tiles = gl.allocate_shared_memory(BF16, [COPIES, CHUNK, BLOCK_K], by_key)
+    k_tiles = gl.allocate_shared_memory(BF16, [COPIES, CHUNK, BLOCK_K], by_key)
+    v_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
+    inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
+    score_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
+    vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], flat)
+    totals = gl.allocate_shared_memory(gl.float32, [STAGES, 1], flat)
+    blocks_s = (
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+    )
+    q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
+    k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
+    read_s = gl.allocate_shared_memory(BF16, [BLOCK_V, BLOCK_K], of_state)
+    outputs_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_V], by_value)
+    copied = gl.allocate_shared_memory(gl.int64, [COPIES, 1], mbarrier.MBarrierLayout())
+    values = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    decayed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    prepared = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    stored = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(stored, count=1)
+    for i in gl.static_range(COPIES):
+        mbarrier.init(copied.index(i), count=32 * WARPS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(values.index(i), count=32 * WARPS)
+        mbarrier.init(decayed.index(i), count=1)
+        mbarrier.init(prepared.index(i), count=1)
+        mbarrier.init(done.index(i), count=1)
+    fence_async_shared()
+    barrier()
+    num_items = num_prefills * (VALUE_HEADS * TILES)
+    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
+    inputs, results = (q_tiles, k_tiles, v_tiles), (inverses, score_tiles, vectors)
+    gl.warp_specialize(
+        [
+            (
+                _carry,
+                (
+                    state, rows, chunk_dst, num_items, slot_stride, inputs, results, totals, read_s, outputs_s,
+                    (values, prepared, done, stored), VALUE_HEADS, K, V,
+                ),
+            ),
+            (
+                _prepare,
+                (
+                    rows, num_items, (q_tiles, k_tiles), results, (blocks_s, q_norms_s, k_norms_s),
+                    (copied, decayed, prepared), VALUE_HEADS * TILES, K,
+                ),
+            ),
+            (
+                _copy,
+                (
+                    q, k, v, a, b, A_log, dt_bias, state, out, rows, num_items, slot_stride, inputs, vectors, totals,
+                    outputs_s, (copied, values, decayed, done, stored), Q_STRIDES, K_STRIDES, V_STRIDES, A_STRIDES,
+                    B_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V,
+                ),
+            ),
+        ],
+        [WARPS, WARPS],
+        REGISTERS,
+    )  # fmt: skip
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [CARRYING, 1], [1, 0])
+    end_of_tokens = gl.load(query_start_loc + num_prefills)
+    for index in range(gl.program_id(0), VALUE_HEADS * TILES, gl.num_programs(0)):
+        head, first_row = index // TILES, index % TILES * BLOCK_V
+        clear_padding(out + (head * V + first_row), end_of_tokens, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+
+
+fused = Launcher(_delta_prefill_kernel)
