@@ -53,7 +53,8 @@ for kernel, constants, warps in (
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    print(compiled.name, compiled.metadata.shared, "wgmma" in compiled.asm["ptx"])
+    loops = [line for line in compiled.asm["ttgir"].splitlines() if "scf.for" in line and "older_place" in line]
+    print(compiled.name, compiled.metadata.shared, "wgmma" in compiled.asm["ptx"], len(loops))
 """
 
 
@@ -67,5 +68,7 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     kernels = ["_delta_prefill_kernel", "_delta_prepare_kernel", "_delta_prepare_kernel", "_delta_scan_kernel"]
     kernels += ["_kda_prepare_kernel", "_kda_scan_kernel", "_kda_scan_kernel", "_ssd_scan_kernel"]
     assert [name for name, *_ in found] == kernels
-    for _, shared, multiplies in found:
+    for name, shared, multiplies, loops in found:
         assert int(shared) <= 227 * 1024 and multiplies == "True"
+        # The compiler has taken what two loops carry for unchanged.
+        assert int(loops) == (2 if name == "_delta_prefill_kernel" else 0)

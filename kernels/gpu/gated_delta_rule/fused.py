@@ -29,7 +29,7 @@ from .prepare import FLAT, decays, gates, places, store_inverse, store_scores
 
 BLOCK_V = gl.constexpr(128)
 CARRYING = gl.constexpr(8)  # warps
-REGISTERS = gl.constexpr((128, 56))  # of those that prepare, and that copy: what a chunk takes. 160 are left to carry
+REGISTERS = gl.constexpr((128, 48))  # of those that prepare, and that copy: what a chunk takes. 168 are left to carry
 COPIES = gl.constexpr(3)  # chunks of queries and keys in shared memory
 STAGES = gl.constexpr(2)  # chunks of all else
 
@@ -82,8 +82,9 @@ def _copy(
     copied, values, decayed, done, stored = barriers
     flat_vectors = reinterpret(vectors, [STAGES * 4 * CHUNK, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     n = 0
-    # Of the two chunks before: where their outputs go, their tokens, and their rows. Places are two zeros, since of two
-    # names of one value the compiler takes the first, set to the second in the loop, for unchanged.
+    # Of the two chunks before: where their outputs go, their tokens, and their rows. Offsets, which begin with a
+    # constant: what begins with another value, and does nothing in the outer loop but enter the inner one, Triton 3.6
+    # takes for unchanged.
     older_place, older_count, older_rows = gl.cast(0, gl.int64), 0, V
     last_place, last_count, last_rows = gl.cast(0, gl.int64), 0, V
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
