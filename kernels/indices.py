@@ -122,8 +122,8 @@ class StateIndices:
       tokens or more; `logits_index`. Present if they were given, like any other array
 
     Host integers: `num_decodes` N, `tokens_per_decode` T (at most 8), `num_prefills` P, `num_tokens` F, and
-    `row_chunks` [P]: how many chunks each of the `prefill_rows` has, by which kernels choose tiles. The constructor,
-    which is not told, takes them to be equal.
+    `row_chunks` [P]: how many chunks each of the `prefill_rows` has, by which the prefill of an op may choose its
+    launches. The constructor is not told, so that they are None.
 
     The constructor takes tensors that are on the device already, under all of these names; `from_arrays` moves them
     there. It raises ValueError for a T that is not 1 to 8, and for a tensor that is not int32, not contiguous, on
@@ -160,11 +160,11 @@ class StateIndices:
     tokens_per_decode: int
     num_prefills: int
     num_tokens: int
-    row_chunks: list[int]
+    row_chunks: list[int] | None
     device: torch.device
     flat: Tensor  # all arrays of `from_arrays`, in its order: equal shapes up to one of them, equal places up to it
     pointers: dict[tuple[str, ...], Any]  # what kernels keep of them
-    derived: dict[str, Any]  # what plain torch made of their contents for an earlier layer of the step
+    derived: dict[str, Any]  # what was made of their contents for an earlier layer of the step
 
     def __init__(
         self,
@@ -183,8 +183,7 @@ class StateIndices:
         self.pointers, self.derived = {}, {}
         self.device = next(iter(tensors.values())).device
         self.num_decodes, self.tokens_per_decode, self.num_prefills, self.num_tokens = counts
-        P = self.num_prefills
-        self.row_chunks = P * [-(-self.chunk_seq.shape[0] // P)] if P else []
+        self.row_chunks = None
 
     @cached_property
     def arrivals(self) -> Tensor:

@@ -326,8 +326,15 @@ def norm_errors(
     return relative_error(actual, exact), relative_error(ruler, exact)
 
 
-COMPILED_MIXES = (Mix((2, 1), (70, 3)), Mix((1, 1)), Mix((), (1,) * 300), Mix((), (300,) * 20))
-"""What compiles every variant of a kernel: with and without rows of either kind, few and many, short and long ones."""
+COMPILED_MIXES = (
+    Mix((2, 1), (70, 3)),
+    Mix((1, 1)),
+    Mix((), (1,) * 300),
+    Mix((), (300,) * 20),
+    Mix((), (2000, *(1,) * 40)),
+)
+"""What compiles every variant of a kernel: with and without rows of either kind, few and many, short and long ones, and
+rows that leave most processors little to do."""
 
 
 PROCESS_BYTES = 6 << 30  # of one that compiles, with its batch, and of a test

@@ -70,5 +70,5 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     assert [name for name, *_ in found] == kernels
     for name, shared, multiplies, loops in found:
         assert int(shared) <= 227 * 1024 and multiplies == "True"
-        # The compiler has taken what two loops carry for unchanged.
+        # Both loops must carry the places of outputs: beginning with other values they were taken for unchanged.
         assert int(loops) == (2 if name == "_delta_prefill_kernel" else 0)

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix, delta_rule
 from kernel_cases import bits, int32, plan_arrays
 from mambacache.kernels import StateIndices
+from mambacache.kernels.gpu.common.chunks import keep_busy
 from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 
@@ -33,9 +34,9 @@ def four_processors(index: int) -> int:
     return 4
 
 
-def seven_processors(index: int) -> int:
+def thirteen_processors(index: int) -> int:
     """Some have much more to do than others."""
-    return 7
+    return 13
 
 
 def many_processors(index: int) -> int:
@@ -53,7 +54,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("gated_delta_rule.prefill", "processors"): (
             no_processors,
             four_processors,
-            seven_processors,
+            thirteen_processors,
             many_processors,
         ),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
@@ -66,7 +67,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
-        ("kda.prefill", "processors"): (no_processors, four_processors, seven_processors, many_processors),
+        ("kda.prefill", "processors"): (no_processors, four_processors, thirteen_processors, many_processors),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("kda.fold", "PROGRAMS"): (1, 1 << 30),
     },
@@ -152,9 +153,13 @@ def test_prefill_in_one_launch_and_in_turns_gives_the_same_for_every_width(
 ) -> None:
     batch = Batch(make(), ENDS, dtypes)
     prefill = sys.modules[f"mambacache.kernels.gpu.{batch.op.name}.prefill"]
+    if batch.op.name == "gated_delta_rule":
+        turns = batch.op.state_shape[0] * -(-batch.op.state_shape[1] // 128)
+        busy = [keep_busy(batch.indices, turns, count(0)) for count in (four_processors, thirteen_processors)]
+        assert busy == [True, False]  # so that both forms run, in tiles of 128 rows
     monkeypatch.setattr(prefill, "processors", many_processors)
     first = outcome(batch)
-    for processors in (no_processors, four_processors, seven_processors):
+    for processors in (no_processors, four_processors, thirteen_processors):
         monkeypatch.setattr(prefill, "processors", processors)
         for _ in range(20):
             assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))

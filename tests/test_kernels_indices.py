@@ -49,31 +49,32 @@ def test_names_and_host_integers_of_a_plan() -> None:
     assert not hasattr(indices, "kv_slot")
 
 
-def test_indices_that_are_not_told_of_rows_take_their_chunks_to_be_equal() -> None:
-    told = StateIndices.from_arrays(plan_arrays([], [Row(200), Row(3), Row(64)]), "cpu")
+def test_indices_that_are_not_told_of_rows_do_not_keep_programs_busy() -> None:
+    told = StateIndices.from_arrays(plan_arrays([], [Row(64), Row(64)]), "cpu")
     tensors = {name: x for name, x in vars(told).items() if isinstance(x, Tensor) and name != "flat"}
-    untold = StateIndices(tensors, 0, 1, 3, told.num_tokens)
-    assert (told.row_chunks, untold.row_chunks) == ([4, 1, 1], [2, 2, 2])
-    assert StateIndices.decode_buffers(2, 1, "cpu").fill({}, 2).row_chunks == []
+    untold = StateIndices(tensors, 0, 1, 2, told.num_tokens)
+    assert (told.row_chunks, untold.row_chunks) == ([1, 1], None)
+    assert keep_busy(told, 4, 8) and not keep_busy(untold, 4, 8)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "programs", "busy"),
+    ("rows", "programs", "busy"),
     [
-        ([64] * 4, 1, True),
-        ([64] * 4, 8, True),  # two of 16 tiles each
-        ([64] * 4, 9, True),  # 16 of 18 turns
-        ([64] * 4, 10, False),
-        ([64] * 4, 32, False),
-        ([640, 64, 64, 64], 4, True),  # each has a tile of every row
-        ([640, 64, 64, 64], 8, False),
-        ([], 8, True),
+        ([Row(64)] * 4, 1, True),
+        ([Row(64)] * 4, 8, True),  # two of 16 tiles each
+        ([Row(64)] * 4, 9, True),  # 16 of 18 turns
+        ([Row(64)] * 4, 10, False),
+        ([Row(64)] * 4, 32, False),
+        ([Row(640), *[Row(64)] * 3], 4, True),  # each has a tile of every row
+        ([Row(640), *[Row(64)] * 3], 8, False),
+        ([Row(64), Row(64, context=1)], 4, True),
+        ([Row(64), Row(64, context=1)], 8, False),  # the second row is as long, and has two chunks
     ],
 )
 def test_programs_are_kept_busy_if_the_first_has_little_more_than_the_others(
-    lengths: list[int], programs: int, busy: bool
+    rows: list[Row], programs: int, busy: bool
 ) -> None:
-    indices = StateIndices.from_arrays(plan_arrays([], [Row(length) for length in lengths]), "cpu")
+    indices = StateIndices.from_arrays(plan_arrays([], rows), "cpu")
     assert keep_busy(indices, 4, programs) is busy is keep_busy(indices, 4, programs)
 
 

@@ -49,6 +49,17 @@ WARM_UP_TOKENS = 4096
 beside them is compiled when it first runs."""
 LONG_PROMPT = 320
 """Many prompts of so many tokens take others than many short ones, where the budget of a step has room for them."""
+UNEVEN = 2048, 32
+"""So does a prompt of so many tokens beside so many of one, which leaves most processors little to do."""
+
+
+def warm_up_batches(room: int, longest: int, most_rows: int) -> list[list[int]]:
+    """Tokens of the prompts of batches that take all kernels which a prefill step of up to `room` tokens may take, in
+    `most_rows` rows of up to `longest` tokens."""
+    rows, length = min(most_rows, room), min(LONG_PROMPT, longest)
+    short = min(UNEVEN[1], rows - 1)
+    uneven = [min(UNEVEN[0], longest, room - short), *[1] * short]
+    return [[min(WARM_UP_TOKENS, longest)], [1] * rows, [length] * min(rows, room // length), uneven]
 
 
 @dataclass(frozen=True)
@@ -150,10 +161,8 @@ def _core(
     if torch.device(device).type == "cuda":
         room = config.max_num_batched_tokens
         with tqdm(total=1, desc="kernels", disable=None) as bar:
-            most, rows = min(room, sizes.max_model_len), min(sizes.max_num_seqs, room)
-            length = min(LONG_PROMPT, most)
-            batches = [min(WARM_UP_TOKENS, most)], [1] * rows, [length] * min(rows, room // length)
-            runner.warm_up(batches, config.block_size)
+            longest = min(room, sizes.max_model_len)
+            runner.warm_up(warm_up_batches(room, longest, sizes.max_num_seqs), config.block_size)
             bar.update()
         if not config.enforce_eager:
             longest = sizes.max_model_len + config.max_draft_tokens

@@ -18,11 +18,14 @@ ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
 
 
 def keep_busy(indices: StateIndices, tiles: int, programs: int) -> bool:
-    """Whether programs that take turns at `tiles` tiles of each row, the longest row first, have 7/8 of the chunks on
-    average that the first one has, which has most."""
+    """Whether programs that take turns at `tiles` tiles of a row have 7/8 of the chunks on average that the first one
+    would have, as the one with most, of rows by falling chunks. No, if it is not known how many these have.
+    """
+    if indices.row_chunks is None:
+        return False
     key = f"{programs} programs at {tiles} tiles are kept busy"
     if key not in indices.derived:
-        chunks = indices.row_chunks
+        chunks = sorted(indices.row_chunks, reverse=True)
         most = sum(chunks[tile // tiles] for tile in range(0, tiles * len(chunks), programs))
         indices.derived[key] = 8 * tiles * sum(chunks) >= 7 * programs * most
     busy: bool = indices.derived[key]

@@ -122,8 +122,8 @@ def _power_of_2(count):
 
 @gluon.jit
 def prefetch_states(state, COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """Asks for COUNT neighbours, line by line: they are on their way into the L2 cache. (In one instruction, as a bulk,
-    they hold up what is asked for after them.)"""
+    """Asks for COUNT neighbours, line by line: they are on their way into the L2 cache. As a bulk they would hold up
+    what is asked for after them."""
     LINE: gl.constexpr = 1024 // state.dtype.element_ty.primitive_bitwidth
     LINES: gl.constexpr = (COUNT + LINE - 1) // LINE
     line = gl.arange(0, _power_of_2(LINES), layout=gl.BlockedLayout([1], [32], [WARPS], [0]))

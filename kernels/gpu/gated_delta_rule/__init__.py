@@ -1,4 +1,4 @@
-"""Gated delta rule over a mixed batch: two Triton launches for decode rows, two for prefill rows."""
+"""Gated delta rule over a mixed batch: two launches for decode rows, one or two for prefill rows."""
 
 from __future__ import annotations
 

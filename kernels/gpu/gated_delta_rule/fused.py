@@ -1,10 +1,21 @@
-"""Prefill for bf16 activations in one launch, in Gluon, where programs are many: what `prepare` and `scan` compute, bit
-by bit.
+"""Prefill for bf16 activations in one launch, in Gluon, where sequences keep all processors busy: what `prepare` and
+`scan` compute, bit by bit.
 
 A program on each processor carries tiles of 128 rows of states through their sequences, one after the other. Its warps
 have three roles: four copy chunks to shared memory, compute their decays and store outputs, four prepare what the state
 of a chunk meets, and eight carry states through what is prepared. Each runs ahead of the next one as far as there is
 room. Nothing but states and outputs is stored.
+
+What they tell each other of a chunk, n in the order in which a program takes them:
+
+| barrier | arrives | waits | then |
+|---|---|---|---|
+| copied | copy | prepare | its queries and keys are there |
+| values | copy | carry | its values are there |
+| decayed | copy | prepare | its decays and betas are there |
+| prepared | prepare | carry | its scores, inverse and vectors are there |
+| done | carry | copy, at n + 2 | its outputs are there, and no product reads what is its own |
+| stored | copy, at n + 2 | carry, at n + 1 | its outputs are stored, and those of the next chunk may come |
 """
 
 from __future__ import annotations

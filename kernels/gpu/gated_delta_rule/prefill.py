@@ -45,7 +45,8 @@ from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
-from .fused import BLOCK_V, fused
+from .fused import BLOCK_V as FUSED_BLOCK_V
+from .fused import CARRYING, fused
 from .prepare import prepare
 from .scan import scan
 
@@ -261,7 +262,8 @@ def prefill(
 ) -> None:
     """Fills the prefill and padding tokens of `out` [F, HV, V] and stores states where `chunk_dst` says.
 
-    Scratch: 272 bytes per token and value head for bf16 activations, 528 for others; for the former 4 per chunk, too.
+    Scratch of two launches: 272 bytes per token and value head for bf16 activations, 528 for others; for the former 4
+    per chunk, too. One launch takes none.
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
@@ -280,15 +282,15 @@ def prefill(
     num_chunks = indices.chunk_seq.shape[0]
     gluon_prepare = hopper and beta_scale <= 1
     tiles_of_row = value_heads * cdiv(V, block_V)
-    # A chunk takes it twice as long as the second launch: it pays while nearly all processors are busy.
-    if gluon_prepare and block_V == BLOCK_V.value and keep_busy(indices, tiles_of_row, max(concurrent, 1)):
+    # A chunk takes one launch twice as long as the second of two, so that it pays while nearly all processors are busy.
+    if gluon_prepare and block_V == FUSED_BLOCK_V.value and keep_busy(indices, tiles_of_row, max(concurrent, 1)):
         fused(
             max(min(tiles_of_row * indices.num_prefills, concurrent), 1),
             (q, k, v, a, b, A_log, dt_bias, state, out),
             rows,
             numbers,
             {**strides, "V_STRIDES": v_strides, **gate_strides, "OUT_STRIDE": out.stride(0), **shape, "V": V},
-            num_warps=8,
+            num_warps=CARRYING.value,
         )
         return
     tiles = q.new_empty(2 * num_tokens * value_heads * 64, dtype=q.dtype if narrow else torch.float32)

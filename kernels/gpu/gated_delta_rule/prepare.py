@@ -47,7 +47,7 @@ def places(q, k, t, head, Q_STRIDES: gl.constexpr, K_STRIDES: gl.constexpr, GROU
 @gluon.jit
 def gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRIDES: gl.constexpr):
     """What the decays and betas of a task's tokens are computed from."""
-    step = gl.arange(0, CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    step = gl.arange(0, CHUNK, layout=FLAT)
     gate = gl.load(a + head * A_STRIDES[1] + (t + step) * A_STRIDES[0], mask=step < count, other=0)
     beta = gl.load(b + head * B_STRIDES[1] + (t + step) * B_STRIDES[0], mask=step < count, other=0)
     return gate, beta, gl.load(A_log + head), gl.load(dt_bias + head)
