@@ -62,8 +62,8 @@ CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
 }
 
 
-# Triton tells warps that have a role of their own which it is by a byte, written before a barrier of all warps and read
-# behind it. Racecheck does not count this barrier. It names the first line of the kernel for both.
+# Triton tells warps that have a role of their own which it is by a byte. In the machine code it is written before a
+# barrier of all warps and read behind it; racecheck reports the two all the same, both at the kernel's first line.
 HAZARD = re.compile(
     r"Race reported between Read access at (\w+)\+\w+ in (\S+)\n=+ +and Write access at (\w+)\+\w+ in (\S+) \["
 )

@@ -54,8 +54,10 @@ UNEVEN = 2048, 32
 
 
 def warm_up_batches(room: int, longest: int, most_rows: int) -> list[list[int]]:
-    """Tokens of the prompts of batches that take all kernels which a prefill step of up to `room` tokens may take, in
-    `most_rows` rows of up to `longest` tokens."""
+    """Tokens of the prompts of batches of up to `room` tokens, in `most_rows` rows of up to `longest`.
+
+    A long prompt, many short ones, many long ones, and one long beside short ones: by that forms of prefill are chosen.
+    """
     rows, length = min(most_rows, room), min(LONG_PROMPT, longest)
     short = min(UNEVEN[1], rows - 1)
     uneven = [min(UNEVEN[0], longest, room - short), *[1] * short]

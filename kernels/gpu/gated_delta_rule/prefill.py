@@ -282,7 +282,7 @@ def prefill(
     num_chunks = indices.chunk_seq.shape[0]
     gluon_prepare = hopper and beta_scale <= 1
     tiles_of_row = value_heads * cdiv(V, block_V)
-    # A chunk takes one launch twice as long as the second of two, so that it pays while nearly all processors are busy.
+    # A chunk takes one launch nearly twice as long as the second of two: it pays while most processors are busy.
     if gluon_prepare and block_V == FUSED_BLOCK_V.value and keep_busy(indices, tiles_of_row, max(concurrent, 1)):
         fused(
             max(min(tiles_of_row * indices.num_prefills, concurrent), 1),

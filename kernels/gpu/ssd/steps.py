@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
-from ..common.hopper import barrier, copy_async
+from ..common.hopper import barrier, copy_async, reinterpret
 
 AT_ONCE = gl.constexpr(4)  # chunks whose decays are computed at once
 
@@ -60,18 +60,6 @@ def store_decays(vectors, half, steps, rate, dt_bias, dt_min, dt_max):
     sums_s.index(half).store(sums)
     offsets_s.index(half).store(sums - log2)
     to_end_s.index(half).store(gl.exp2(total - sums) * size)
-
-
-if hasattr(gl.shared_memory_descriptor, "reinterpret"):
-
-    @gluon.jit
-    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
-else:  # as Triton 3.6 calls it
-
-    @gluon.jit
-    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
 
 
 @gluon.jit
