@@ -49,32 +49,50 @@ def wide(x):
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
-    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return tile.reinterpret(tile.dtype, SHAPE, LAYOUT)
+    def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
 else:  # as Triton 3.6 calls it
 
     @gluon.jit
-    def reinterpret(tile, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-        return tile._reinterpret(tile.dtype, SHAPE, LAYOUT)
+    def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+        return tile._reinterpret(DTYPE, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def ends_of_prefills(indices, num_prefills):
+    """How many chunks have tokens, and the token behind the last one's."""
+    query_start_loc, _, seq_chunk_start = indices
+    return gl.load(seq_chunk_start + num_prefills), gl.load(query_start_loc + num_prefills)
+
+
+@gluon.jit
+def starts_of_task(task, indices, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
+    """A task's chunk, its first token and that of the next chunk. BACKWARDS the last chunk comes first."""
+    chunk = gl.minimum(task // HEADS, num_chunks - 1)
+    if BACKWARDS:
+        chunk = num_chunks - 1 - chunk
+    return chunk, gl.load(indices[1] + chunk), gl.load(indices[1] + gl.minimum(chunk + 1, num_chunks - 1))
+
+
+@gluon.jit
+def tokens_between(task, starts, ends, num_chunks, HEADS: gl.constexpr):
+    """`tokens_of_task` of what the two above have loaded."""
+    chunk, start, following = starts
+    filled_chunks, last_end = ends
+    there = task < num_chunks * HEADS
+    end = gl.where(chunk + 1 < filled_chunks, following, last_end)
+    count = gl.where((chunk < filled_chunks) & there, end - start, 0)
+    head = task % HEADS
+    return start.to(gl.int64), count, head, chunk * HEADS + head
 
 
 @gluon.jit
 def tokens_of_task(task, indices, num_prefills, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
     """A task's first token, how many its chunk has, its head, and the place of both among all; no tokens from the last
-    task on. See `chunk_tokens`. BACKWARDS the last chunk comes first."""
-    query_start_loc, chunk_start, seq_chunk_start = indices
-    there = task < num_chunks * HEADS
-    chunk = gl.minimum(task // HEADS, num_chunks - 1)
-    if BACKWARDS:
-        chunk = num_chunks - 1 - chunk
-    filled_chunks = gl.load(seq_chunk_start + num_prefills)
-    last_end = gl.load(query_start_loc + num_prefills)
-    start = gl.load(chunk_start + chunk)
-    following = gl.load(chunk_start + gl.minimum(chunk + 1, num_chunks - 1))
-    end = gl.where(chunk + 1 < filled_chunks, following, last_end)
-    count = gl.where((chunk < filled_chunks) & there, end - start, 0)
-    head = task % HEADS
-    return start.to(gl.int64), count, head, chunk * HEADS + head
+    task on. See `chunk_tokens`."""
+    ends = ends_of_prefills(indices, num_prefills)
+    starts = starts_of_task(task, indices, num_chunks, HEADS, BACKWARDS)
+    return tokens_between(task, starts, ends, num_chunks, HEADS)
 
 
 @gluon.jit

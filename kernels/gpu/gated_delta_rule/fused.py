@@ -91,7 +91,8 @@ def _copy(
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     q_tiles, k_tiles, v_tiles = inputs
     copied, values, decayed, done, stored = barriers
-    flat_vectors = reinterpret(vectors, [STAGES * 4 * CHUNK, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    flat_vectors = reinterpret(vectors, gl.float32, [STAGES * 4 * CHUNK, 1], flat)
     n = 0
     # Of the two chunks before: where their outputs go, their tokens, and their rows. Offsets, which begin with a
     # constant: what begins with another value, and does nothing in the outer loop but enter the inner one, Triton 3.6

@@ -17,7 +17,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E
 from ..common.delta_rule import BLOCK, NORM_EPS
-from ..common.hopper import barrier, clear_flags, copy_tile, set_flag, tokens_of_task, wide
+from ..common.hopper import (
+    barrier,
+    clear_flags,
+    copy_tile,
+    ends_of_prefills,
+    reinterpret,
+    set_flag,
+    starts_of_task,
+    tokens_between,
+    tokens_of_task,
+    wide,
+)
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
 from .hopper_decays import halvings, log_decays, running_sums, store_far, store_operands
@@ -157,13 +168,13 @@ def _kda_prepare_kernel(
     C1_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
     C2_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
     D_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
-    runs_s = gl.allocate_shared_memory(gl.float32, [RUNS, PART], plain)
-    starts_s = gl.allocate_shared_memory(gl.float32, [RUNS, PART], plain)
-    first_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
-    second_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
-    middle_of_first_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
-    middle_of_second_s = gl.allocate_shared_memory(gl.float32, [PART], flat)
-    biases_s = gl.allocate_shared_memory(gl.float32, [PARTS, PART], flat)
+    # Decays are summed up before the inverse takes this room.
+    runs_s = reinterpret(C0_s, gl.float32, [RUNS, PART], plain)
+    starts_s = reinterpret(C1_s, gl.float32, [RUNS, PART], plain)
+    vectors_s = reinterpret(C2_s, gl.float32, [8, PART], flat)
+    first_s, second_s = vectors_s.index(0), vectors_s.index(1)
+    middle_of_first_s, middle_of_second_s = vectors_s.index(2), vectors_s.index(3)
+    first_bias_s, second_bias_s = vectors_s.index(4), vectors_s.index(5)
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
@@ -178,17 +189,19 @@ def _kda_prepare_kernel(
     t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
     _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
     beta, first_bias, second_bias, rate = _gates(b, A_log, dt_bias, t, count, head, B_STRIDES, K, PART)
+    ends = ends_of_prefills(indices, num_prefills)
     far_parts = 0
     while task < num_tasks:
         # Where the task before decayed far, this one is likely to. If it is taken for what it is, nothing is computed
         # twice; its results are the same if it is not.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
-        next_t, next_count, next_head, _ = tokens_of_task(next_task, indices, num_prefills, num_chunks, HEADS, False)
+        # Asked for here, and looked at only where they are needed.
+        starts = starts_of_task(next_task, indices, num_chunks, HEADS, False)
         rate = -gl.exp(rate.to(gl.float32))
-        biases_s.index(0).store(first_bias.to(gl.float32) * LOG2_E)
+        first_bias_s.store(first_bias.to(gl.float32) * LOG2_E)
         if PARTS == 2:
-            biases_s.index(1).store(second_bias.to(gl.float32) * LOG2_E)
+            second_bias_s.store(second_bias.to(gl.float32) * LOG2_E)
         betas_s.store(1 / (1 + gl.exp(-beta.to(gl.float32))))
         async_copy.wait_group(0)
         barrier()
@@ -199,7 +212,7 @@ def _kda_prepare_kernel(
         total = totals + task.to(gl.int64) * K
         if far_parts == 0:
             for part in range(PARTS):
-                decays = log_decays(g_s.index(part), biases_s.index(part).load(CHANNELS), rate, count, VEC)
+                decays = log_decays(g_s.index(part), vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
                 sums = running_sums(decays, runs_s, starts_s, halves_s, None)
                 halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
                 if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
@@ -218,7 +231,7 @@ def _kda_prepare_kernel(
             for part in range(PARTS):
                 if left_parts >> part & 1 != 0:
                     parts_s = q_s.index(part), k_s.index(part), g_s.index(part)
-                    decays = log_decays(parts_s[2], biases_s.index(part).load(CHANNELS), rate, count, VEC)
+                    decays = log_decays(parts_s[2], vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
                     sums = running_sums(decays, runs_s, starts_s, halves_s, quarters_s)
                     halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
                     if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
@@ -243,6 +256,7 @@ def _kda_prepare_kernel(
         column = gl.arange(0, CHUNK, layout=OF_COLUMN)[None, :]
         tile_s.store(narrow(gl.where(column <= row, scores, 0.0)))
         barrier()
+        next_t, next_count, next_head, _ = tokens_between(next_task, starts, ends, num_chunks, HEADS)
         # No product reads operands any more: the inputs of the next task are on their way from here on.
         _copy_inputs(inputs_s, sources, next_t, next_count, next_head, STRIDES, K)
         beta, first_bias, second_bias, rate = _gates(

@@ -35,14 +35,16 @@ def _copy_chunk(
     C_STRIDE: gl.constexpr,
     N: gl.constexpr,
 ):
-    """Begins to copy what a chunk needs to a stage of shared memory."""
+    """Begins to copy what a chunk needs to a stage of shared memory; nothing behind the last one, where copies would
+    store zeros."""
     x_tiles, B_tiles, C_tiles = copies
     x, B, C = sources
     t, count = chunk
     t = t.to(gl.int64)
-    copy_rows(B_tiles.index(stage), B + t * B_STRIDE, B_STRIDE, count, N, WARPS)
-    copy_rows(C_tiles.index(stage), C + t * C_STRIDE, C_STRIDE, count, N, WARPS)
-    copy_rows(x_tiles.index(stage), x + t * X_STRIDE, X_STRIDE, count, rows_left, WARPS)
+    if count > 0:
+        copy_rows(B_tiles.index(stage), B + t * B_STRIDE, B_STRIDE, count, N, WARPS)
+        copy_rows(C_tiles.index(stage), C + t * C_STRIDE, C_STRIDE, count, N, WARPS)
+        copy_rows(x_tiles.index(stage), x + t * X_STRIDE, X_STRIDE, count, rows_left, WARPS)
     async_copy.commit_group()
 
 

@@ -66,7 +66,7 @@ def store_decays(vectors, half, steps, rate, dt_bias, dt_min, dt_max):
 def vector_of(vector, half, index):
     """A chunk's vector, [64]."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    return reinterpret(vector, [2 * AT_ONCE, CHUNK], flat).index(half * AT_ONCE + index)
+    return reinterpret(vector, gl.float32, [2 * AT_ONCE, CHUNK], flat).index(half * AT_ONCE + index)
 
 
 @gluon.jit
