@@ -1,11 +1,12 @@
-"""Decode of our own engine, of vLLM with the plugin, or of vLLM alone, at several numbers of rows: seconds for 128
-tokens each, and of a decode step the device's time and the time from one to the next.
+"""Prefill and decode of our own engine, of vLLM with the plugin, or of vLLM alone, at several numbers of rows: the
+device's time of the first step, which computes as many prompts as it holds, waits for the host included; seconds for
+128 tokens each; of a decode step the device's time and the time from one to the next.
 
-    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--rows 64 256] [--drafts 3] [--label L]
-                                      [--json OUT.json]
+    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--rows 64 256] [--prompt 64] [--drafts 3]
+                                      [--label L] [--json OUT.json]
 
-To set two versions against each other run each in turn on one machine, the other one with its folder in PYTHONPATH:
-MODEL is a checkpoint for ours, and for the plugin a configuration, whose weights are random.
+To set two versions against each other run each in turn on one machine, the other one with its folder in PYTHONPATH.
+Of MODEL the configuration counts: weights are random.
 """
 
 from __future__ import annotations
@@ -22,26 +23,28 @@ from typing import Any
 
 from about import about
 from gpu_timing import marked
+from random_weights import random_weights
 
-PROMPT, DECODED, RUNS = 64, 129, 5
-LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}
+DECODED, RUNS = 129, 5
+LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}  # a step's tokens
 
 
-def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int) -> dict[str, Any]:
-    """Runs after one to warm up. The first token, which prefill gives, is part of the seconds, not of the steps."""
-    rng, times, device, period = random.Random(0), [], [], []
+def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int, prompt: int) -> dict[str, Any]:
+    """Runs after one to warm up. The first token, which prefill gives, is part of the seconds, not of decode steps."""
+    rng, times, prefill, device, period = random.Random(0), [], [], [], []
     for _ in range(1 + RUNS):
-        prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(PROMPT)]} for _ in range(rows)]
+        prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(prompt)]} for _ in range(rows)]
         with marked(*steps) as marks:
             start = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             times.append(time.perf_counter() - start)
+        prefill.append(marks[0][0].elapsed_time(marks[0][1]))
         middle = marks[len(marks) // 4 : -2]  # with drafts there are fewer than tokens
         device.append(statistics.median(begin.elapsed_time(end) for begin, end in middle))
         period.append(statistics.median(first.elapsed_time(then) for (first, _), (then, _) in pairwise(middle)))
-    return {"rows": rows, "steps": len(marks), "times": times[1:]} | {
-        name: statistics.median(each[1:])
-        for name, each in {"seconds": times, "device_ms": device, "period_ms": period}.items()
+    medians = {"seconds": times, "prefill_ms": prefill, "device_ms": device, "period_ms": period}
+    return {"rows": rows, "prompt": prompt, "steps": len(marks), "times": times[1:], "prefills_ms": prefill[1:]} | {
+        name: statistics.median(each[1:]) for name, each in medians.items()
     }
 
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--engine", choices=("ours", "plugin", "vllm"), default="ours")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of each")
     parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts a step")
     parser.add_argument("--in-turn", action="store_true", help="of ours, no step ahead of the tokens of the one before")
     parser.add_argument("--label", default="", help="of the figures: a version")
@@ -62,7 +66,8 @@ def main() -> None:
         params: Any = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
         if options.drafts:
             limits |= {"speculative": "ngram", "max_draft_tokens": options.drafts}
-        llm: Any = LLM(options.model, dtype="bfloat16", state_dtype="float32", seed=0, **limits)
+        with random_weights(options.model) as checkpoint:
+            llm: Any = LLM(checkpoint, dtype="bfloat16", state_dtype="float32", seed=0, **limits)
         if options.in_turn:
             llm._stepper.steps_ahead = 0
         steps: tuple[Any, str] = (llm.runner, "launch")
@@ -83,10 +88,11 @@ def main() -> None:
     setting = {name: getattr(options, name) for name in ("label", "engine", "drafts", "in_turn")}
     result = about("torch", "triton") | setting | {"rows": []}
     for rows in options.rows:
-        row = measure(llm, steps, params, rows)
+        row = measure(llm, steps, params, rows, options.prompt)
         result["rows"].append(row)
-        brief = "{seconds:.3f} s, {steps} steps, device {device_ms:.3f} ms, one every {period_ms:.3f} ms".format(**row)
-        print(options.label, options.engine, rows, brief, flush=True)
+        brief = "first step {prefill_ms:.2f} ms, {seconds:.3f} s, {steps} steps, device {device_ms:.3f} ms, "
+        brief += "one every {period_ms:.3f} ms"
+        print(options.label, options.engine, rows, brief.format(**row), flush=True)
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else []
         options.json.write_text(json.dumps([*known, result], indent=1) + "\n")
