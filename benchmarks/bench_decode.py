@@ -26,7 +26,7 @@ from gpu_timing import marked
 from random_weights import random_weights
 
 DECODED, RUNS = 129, 5
-LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}  # a step's tokens
+LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}
 
 
 def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int, prompt: int) -> dict[str, Any]:
