@@ -18,6 +18,7 @@ from mambacache.kernels.gpu.gated_delta_rule.fused import fused
 from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
 from mambacache.kernels.gpu.gated_delta_rule.scan import scan
 from mambacache.kernels.gpu.kda.hopper_prepare import prepare as kda_prepare
+from mambacache.kernels.gpu.kda.persistent_scan import persistent_scan
 from mambacache.kernels.gpu.kda.scan import scan as kda_scan
 from mambacache.kernels.gpu.ssd.scan import scan as ssd_scan
 
@@ -40,6 +41,7 @@ for kernel, constants, warps in (
     (scan.kernel, strides | shape | outputs | {"CONCURRENT": 132}, rows // 16),
     (kda_prepare.kernel, kda_inputs | kda_shape, 4),
     *((kda_scan.kernel, kda_shape | outputs | kda_stages, rows // 16) for kda_stages in stages),
+    (persistent_scan.kernel, kda_shape | outputs, rows // 16),
     (ssd_scan.kernel, of_tokens | {"OUT_STRIDE": 2 * rows} | ssd_shape | {"CONCURRENT": 132}, 4),
 ):
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -66,7 +68,8 @@ def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines() if line.startswith("_")]
     kernels = ["_delta_prefill_kernel", "_delta_prepare_kernel", "_delta_prepare_kernel", "_delta_scan_kernel"]
-    kernels += ["_kda_prepare_kernel", "_kda_scan_kernel", "_kda_scan_kernel", "_ssd_scan_kernel"]
+    kernels += ["_kda_prepare_kernel", "_kda_scan_kernel", "_kda_scan_kernel", "_kda_persistent_scan_kernel"]
+    kernels += ["_ssd_scan_kernel"]
     assert [name for name, *_ in found] == kernels
     for name, shared, multiplies, loops in found:
         assert int(shared) <= 227 * 1024 and multiplies == "True"

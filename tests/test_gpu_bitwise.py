@@ -16,7 +16,8 @@ from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix, delt
 from kernel_cases import bits, int32, plan_arrays
 from mambacache.kernels import StateIndices
 from mambacache.kernels.gpu.common.chunks import keep_busy
-from op_kda import KDAOp
+from op_gated_delta_rule import harden
+from op_kda import KDAOp, uneven_decay
 from op_selective_scan import SelectiveScanOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
@@ -142,21 +143,22 @@ WIDTHS: dict[str, Make] = {
     "kda 48 x 80": partial(KDAOp, 4, 48, 80),
     "kda 128 x 192": partial(KDAOp, 4, 128, 192),
     "kda 16 x 256": partial(KDAOp, 4, 16, 256),
+    # Some chunks: what takes one for such as the one before was may see that it is not.
+    "kda 128 x 80, strong decays": partial(harden, partial(KDAOp, 4, 128, 80), uneven_decay),
 }
 ENDS = Mix(prefills=(1, 3, 5, 9, 17, 23, 37, 50, 63, 64, 65, 127, 130, 191, 200, 330))
 
 
 @pytest.mark.parametrize("make", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("dtypes", [(BF16, FP32), (BF16, BF16)], ids=str)
-def test_prefill_in_one_launch_and_in_turns_gives_the_same_for_every_width(
+def test_prefill_in_turns_and_side_by_side_gives_the_same_for_every_width(
     make: Make, dtypes: Dtypes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = Batch(make(), ENDS, dtypes)
     prefill = sys.modules[f"mambacache.kernels.gpu.{batch.op.name}.prefill"]
-    if batch.op.name == "gated_delta_rule":
-        turns = batch.op.state_shape[0] * -(-batch.op.state_shape[1] // 128)
-        busy = [keep_busy(batch.indices, turns, count(0)) for count in (four_processors, thirteen_processors)]
-        assert busy == [True, False]  # so that both forms run, in tiles of 128 rows
+    turns = batch.op.state_shape[0] * -(-batch.op.state_shape[1] // 128)
+    busy = [keep_busy(batch.indices, turns, count(0)) for count in (four_processors, thirteen_processors)]
+    assert busy == [True, False]  # so that both forms run, in tiles of 128 rows
     monkeypatch.setattr(prefill, "processors", many_processors)
     first = outcome(batch)
     for processors in (no_processors, four_processors, thirteen_processors):

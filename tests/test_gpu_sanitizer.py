@@ -23,10 +23,12 @@ run_once(model(8), DTYPES[{op!r}][0])
 PREFILL_IN_TURNS = """
 import sys
 from gpu_cases import BF16, Batch, Mix, delta_rule
+from op_kda import KDAOp
 for widths in ((128, 192), (48, 80)):
-    batch = Batch(delta_rule(2, 4, *widths, 1.0, 1)(), Mix(prefills=(1, 65, 130, 200)), (BF16, BF16))
-    sys.modules["mambacache.kernels.gpu.gated_delta_rule.prefill"].processors = lambda index: 4
-    batch.run()
+    for op in (delta_rule(2, 4, *widths, 1.0, 1)(), KDAOp(4, *widths)):
+        batch = Batch(op, Mix(prefills=(1, 65, 130, 200)), (BF16, BF16))
+        sys.modules["mambacache.kernels.gpu." + op.name + ".prefill"].processors = lambda index: 2
+        batch.run()
 """
 PLAIN_NORM = """
 import torch
@@ -54,7 +56,7 @@ from test_gpu_paged_attention import SHAPES, batch_of
 batch_of(SHAPES["grouped"], contexts=(0, 65, 1000)).run()
 """
 CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
-    "prefill of gated_delta_rule in turns": PREFILL_IN_TURNS,
+    "prefill in turns": PREFILL_IN_TURNS,
     "experts": EXPERTS,
     "gated_rms_norm": NORM,
     "rms_norm": PLAIN_NORM,

@@ -27,6 +27,13 @@ def _by_run(VEC):
     return gl.BlockedLayout([1, run, width], [tokens, 1, channels], [4, 1, 1], [2, 1, 0])
 
 
+@gluon.constexpr_function
+def _all_runs(VEC, runs):
+    """A layout of [runs, runs, C] in which a thread has all of the second for its own of the first."""
+    tokens, channels = VEC.threads_per_warp
+    return gl.BlockedLayout([1, runs, VEC.size_per_thread[1]], [tokens, 1, channels], [4, 1, 1], [2, 1, 0])
+
+
 @gluon.jit
 def _add(x, y):
     return x + y
@@ -60,36 +67,68 @@ def log_decays(g_s, bias, rate, count, VEC: gl.constexpr):
 
 
 @gluon.jit
-def running_sums(decays, runs_s, starts_s, halves_s, quarters_s):
-    """From the chunk's middle to each token [64, C]; in `halves_s` the sums [C] of its halves.
-
-    In `quarters_s`, if it is given, what the running sums are in the middles of the halves.
-    """
+def _runs(decays, runs_s):
+    """Running sums [runs, tokens of a thread, C] within the run of each thread; what each adds up to in `runs_s`."""
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
-    RUN: gl.constexpr = VEC.size_per_thread[0]  # tokens of a thread
-    RUNS: gl.constexpr = CHUNK // RUN
+    RUN: gl.constexpr = VEC.size_per_thread[0]
     BY_RUN: gl.constexpr = _by_run(VEC)
-    BY_CHANNEL: gl.constexpr = gl.BlockedLayout([RUNS, 1], [1, 32], [1, WARPS], [1, 0])
-    # Within the run of each thread, then by channel from run to run.
-    sums = gl.convert_layout(gl.reshape(decays, [RUNS, RUN, C]), BY_RUN)
+    sums = gl.convert_layout(gl.reshape(decays, [CHUNK // RUN, RUN, C]), BY_RUN)
     sums = gl.associative_scan(sums, 1, _add)
     last = gl.arange(0, RUN, layout=gl.SliceLayout(0, gl.SliceLayout(2, BY_RUN)))[None, :, None] == RUN - 1
     runs_s.store(gl.sum(gl.where(last, sums, -0.0), axis=1))
     barrier()
+    return sums
+
+
+@gluon.jit
+def _halves(runs):
+    """What runs [runs, C], of which a thread has all of a channel, add up to in the chunk's halves."""
+    RUNS: gl.constexpr = runs.shape[0]
+    in_first = gl.arange(0, RUNS, layout=gl.SliceLayout(1, runs.type.layout))[:, None] < RUNS // 2
+    return gl.sum(gl.where(in_first, runs, -0.0), axis=0), gl.sum(gl.where(in_first, -0.0, runs), axis=0)
+
+
+@gluon.jit
+def near_sums(decays, runs_s):
+    """From the chunk's middle to each token [64, C], and the sums [C] of the chunk's halves."""
+    VEC: gl.constexpr = decays.type.layout
+    RUNS: gl.constexpr = runs_s.shape[0]
+    CHANNELS: gl.constexpr = gl.SliceLayout(0, VEC)
+    BY_RUN: gl.constexpr = _by_run(VEC)
+    ALL: gl.constexpr = _all_runs(VEC, RUNS)
+    sums = _runs(decays, runs_s)
+    # Each thread adds up for itself what the runs before its own come to.
+    runs = runs_s.load(gl.SliceLayout(0, ALL))
+    first, second = _halves(runs)
+    own = gl.arange(0, RUNS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
+    run = gl.arange(0, RUNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
+    starts = gl.sum(gl.where(run < own, runs[None, :, :], -0.0), axis=1)
+    first, second = gl.convert_layout(first, CHANNELS), gl.convert_layout(second, CHANNELS)
+    sums += gl.convert_layout(starts, gl.SliceLayout(1, BY_RUN))[:, None, :]
+    return gl.convert_layout(gl.reshape(sums, [CHUNK, decays.shape[1]]), VEC) - first[None, :], (first, second)
+
+
+@gluon.jit
+def far_sums(decays, runs_s, starts_s, halves_s, quarters_s):
+    """The same, the latter in `halves_s`; in `quarters_s` what the running sums are in the middles of the halves."""
+    VEC: gl.constexpr = decays.type.layout
+    RUNS: gl.constexpr = runs_s.shape[0]
+    BY_RUN: gl.constexpr = _by_run(VEC)
+    BY_CHANNEL: gl.constexpr = gl.BlockedLayout([RUNS, 1], [1, 32], [1, WARPS], [1, 0])
+    sums = _runs(decays, runs_s)
     runs = runs_s.load(BY_CHANNEL)
     run = gl.arange(0, RUNS, layout=gl.SliceLayout(1, BY_CHANNEL))[:, None]
-    first_half = gl.sum(gl.where(run < RUNS // 2, runs, -0.0), axis=0)
-    starts = gl.associative_scan(runs, 0, _add) - runs - first_half[None, :]
+    first, second = _halves(runs)
+    starts = gl.associative_scan(runs, 0, _add) - runs - first[None, :]
     starts_s.store(starts)
-    halves_s[0].store(first_half)
-    halves_s[1].store(gl.sum(gl.where(run < RUNS // 2, -0.0, runs), axis=0))
-    if quarters_s is not None:
-        quarters_s[0].store(gl.sum(gl.where(run == RUNS // 4, starts, -0.0), axis=0))
-        quarters_s[1].store(gl.sum(gl.where(run == 3 * RUNS // 4, starts, -0.0), axis=0))
+    halves_s[0].store(first)
+    halves_s[1].store(second)
+    quarters_s[0].store(gl.sum(gl.where(run == RUNS // 4, starts, -0.0), axis=0))
+    quarters_s[1].store(gl.sum(gl.where(run == 3 * RUNS // 4, starts, -0.0), axis=0))
     barrier()
     sums += starts_s.load(gl.SliceLayout(1, BY_RUN))[:, None, :]
-    return gl.convert_layout(gl.reshape(sums, [CHUNK, C]), VEC)
+    return gl.convert_layout(gl.reshape(sums, [CHUNK, decays.shape[1]]), VEC)
 
 
 @gluon.jit

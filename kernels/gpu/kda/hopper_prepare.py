@@ -31,7 +31,7 @@ from ..common.hopper import (
 )
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
-from .hopper_decays import halvings, log_decays, running_sums, store_far, store_operands
+from .hopper_decays import far_sums, halvings, log_decays, near_sums, store_far, store_operands
 from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, narrow, rest
 
 
@@ -184,7 +184,7 @@ def _kda_prepare_kernel(
     indices = query_start_loc, chunk_start, seq_chunk_start
     size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
     num_tasks = num_chunks * HEADS
-    clear_flags(flags, num_tasks, WARPS)
+    clear_flags(flags, 1 + num_tasks, WARPS)
     task = gl.program_id(0)
     t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
     _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
@@ -213,8 +213,7 @@ def _kda_prepare_kernel(
         if far_parts == 0:
             for part in range(PARTS):
                 decays = log_decays(g_s.index(part), vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
-                sums = running_sums(decays, runs_s, starts_s, halves_s, None)
-                halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
+                sums, halves = near_sums(decays, runs_s)
                 if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
                     far_parts += 1 << part
                 else:
@@ -232,7 +231,7 @@ def _kda_prepare_kernel(
                 if left_parts >> part & 1 != 0:
                     parts_s = q_s.index(part), k_s.index(part), g_s.index(part)
                     decays = log_decays(parts_s[2], vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
-                    sums = running_sums(decays, runs_s, starts_s, halves_s, quarters_s)
+                    sums = far_sums(decays, runs_s, starts_s, halves_s, quarters_s)
                     halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
                     if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
                         further = halvings(decays, halves_s, quarters_s, LIMIT)
@@ -245,6 +244,7 @@ def _kda_prepare_kernel(
                         parts_s[2].store(gl.zeros([CHUNK, PART], BF16, layout=VEC))
                     else:
                         far_parts -= 1 << part
+                        sums, halves = near_sums(decays, runs_s)  # to the bit what is stored above
                         _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
             of_column = rest(k_norms_s.load(OF_COLUMN))[None, :]
             scores = joined_blocks(score_blocks, WIDE) * rest(q_norms_s.load(OF_ROW))[:, None] * of_column
@@ -282,7 +282,7 @@ def _kda_prepare_kernel(
         tile_s.store(inverse.to(BF16))
         barrier()
         gl.store(tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
-        set_flag(flags + task)
+        set_flag(flags + 1 + task)
         task, t, count, head = next_task, next_t, next_count, next_head
     async_copy.wait_group(0)
 

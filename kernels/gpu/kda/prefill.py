@@ -9,9 +9,9 @@ decayed to its end. The first launch (`prepare`) computes all of these but v, fo
 carries the states. Its products are transposed, so that all of them take their left operand from the registers where it
 was computed.
 
-For bf16 activations both are in Gluon (`hopper_prepare`, `scan`), and the second begins while the first one runs. The
-kernels in Triton, here and in `prepare`, take other dtypes, keys of more than 128 channels, and what does not lie at
-16 bytes.
+For bf16 activations both are in Gluon (`hopper_prepare`, `scan`), and the second begins while the first one runs. Where
+there are many states, a program on each processor goes through them (`persistent_scan`). The kernels in Triton, here
+and in `prepare`, take other dtypes, keys of more than 128 channels, and what does not lie at 16 bytes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from torch import Tensor
 
 from ...device import processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, prefill_row, row_and_tile
+from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, keep_busy, prefill_row, row_and_tile
 from ..common.delta_rule import dot
 from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
+from .persistent_scan import persistent_scan
 from .prepare import padded_width, prepare
 from .scan import scan
+
+MIN_TURNS = 8  # of a program of `persistent_scan`, which claims two ahead: with fewer, others may be left none
 
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -159,7 +162,7 @@ def prefill(
     )
     (v_strides,) = layer_strides(v)
     hopper = K <= 128 and served((v,), (v_strides,))
-    programs = heads * cdiv(V, block_V) * (indices.num_prefills + 1)
+    tiles_of_row = heads * cdiv(V, block_V)
     tensors = v, tiles, operands, totals, state, out
     rows = index_pointers(indices, ROW_ARRAYS)
     numbers = indices.num_prefills, slot_stride(state), num_tokens
@@ -171,17 +174,35 @@ def prefill(
         "V": V,
         "BLOCK_K": padded_width(K, tiles.dtype),
         "BLOCK_V": block_V,
-        "CONCURRENT": concurrent,
     }
-    if hopper:
-        scan(
+    programs = max(concurrent, 1)
+    many = tiles_of_row * indices.num_prefills >= MIN_TURNS * programs
+    if hopper and flags is not None and many and keep_busy(indices, tiles_of_row, programs):
+        persistent_scan(
             programs,
             (*tensors, flags),
             rows,
             numbers,
-            constants | {"STAGES": 2 if few and flags is not None else 3},
+            constants,
+            num_warps=block_V // 16,
+            launch_pdl=True,
+        )
+    elif hopper:
+        scan(
+            tiles_of_row * (indices.num_prefills + 1),
+            (*tensors, flags),
+            rows,
+            numbers,
+            constants | {"CONCURRENT": concurrent, "STAGES": 2 if few and flags is not None else 3},
             num_warps=block_V // 16,
             launch_pdl=flags is not None,
         )
     else:
-        _scan(programs, tensors, rows, numbers, constants, num_warps=block_V // 16)
+        _scan(
+            tiles_of_row * (indices.num_prefills + 1),
+            tensors,
+            rows,
+            numbers,
+            constants | {"CONCURRENT": concurrent},
+            num_warps=block_V // 16,
+        )

@@ -211,7 +211,8 @@ def prepare(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What `kda_prefill` reads beside v: `inverse` and `scores`; k_in, q_in and k_out; `decay`.
 
-    If it may read before all is there, also flags of chunks and heads that are. Then chunks are shared by `programs`.
+    If it may read before all is there, also a zero and flags of chunks and heads that are. Then chunks are shared by
+    `programs`.
     Bytes per token and head: 256 + 6 K for bf16 activations, 512 + 12 K for others; per chunk and head 4 K, or 4 more.
     """
     num_tokens, heads, K = q.shape
@@ -223,7 +224,7 @@ def prepare(
     q_strides, k_strides, g_strides, b_strides = layer_strides(q, k, g, b)
     tasks = heads * num_chunks
     if tasks and K <= 128 and served((q, k, g), (q_strides, k_strides, g_strides)):
-        flags = q.new_empty(tasks, dtype=torch.int32)
+        flags = q.new_empty(1 + tasks, dtype=torch.int32)
         hopper_prepare(
             min(tasks, max(programs, 1)),
             (q, k, g, b, A_log, dt_bias, tiles, operands, totals, flags),

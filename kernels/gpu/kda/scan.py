@@ -30,10 +30,11 @@ LAST_STAGES = gl.constexpr(2)
 
 
 @gluon.jit
-def _copy_first(
+def copy_first(
     copies,
     stage,
     sources,
+    place,
     t,
     count,
     rows_left,
@@ -41,27 +42,76 @@ def _copy_first(
     K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Begins to copy what a chunk's first products take to a stage of shared memory: `count` tokens from t on."""
+    """Begins to copy what a chunk's first products take to a stage of shared memory: `count` tokens, from t on in v and
+    from `place` on in what the first launch computed."""
     k_tiles, v_tiles, inverses = copies
     k_in, v, inverse = sources
-    copy_tile(k_tiles.index(stage), k_in + t * K, K, count, K, False, WARPS)
+    copy_tile(k_tiles.index(stage), k_in + place * K, K, count, K, False, WARPS)
     copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
-    copy_tile(inverses.index(stage), inverse + t * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    copy_tile(inverses.index(stage), inverse + place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _copy_last(copies, stage, sources, t, count, chunk, HEADS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
+def copy_last(copies, stage, sources, place, count, chunk, HEADS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
     """The same for what its other products take."""
     q_tiles, k_tiles, scores_tiles, decays = copies
     q_in, k_out, scores, totals = sources
-    copy_tile(q_tiles.index(stage), q_in + t * K, K, count, K, False, WARPS)
-    copy_tile(k_tiles.index(stage), k_out + t * K, K, count, K, False, WARPS)
-    copy_tile(scores_tiles.index(stage), scores + t * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    copy_tile(q_tiles.index(stage), q_in + place * K, K, count, K, False, WARPS)
+    copy_tile(k_tiles.index(stage), k_out + place * K, K, count, K, False, WARPS)
+    copy_tile(scores_tiles.index(stage), scores + place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
     decay = decays.index(stage)
     channel = gl.arange(0, decay.shape[0], layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     copy_async(decay, totals + chunk.to(gl.int64) * (HEADS * K) + channel, mask=(channel < K) & (count > 0))
     async_copy.commit_group()
+
+
+@gluon.jit
+def shared_tiles(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr):
+    """Shared memory of STAGES chunks for what the first products take and of LAST_STAGES for the others'."""
+    BF16: gl.constexpr = gl.bfloat16
+    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
+    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    k_in = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
+    v = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
+    inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
+    q_in = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
+    k_out = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
+    scores = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square)
+    decays = gl.allocate_shared_memory(gl.float32, [LAST_STAGES, BLOCK_K], flat)
+    return (k_in, v, inverses), (q_in, k_out, scores, decays)
+
+
+@gluon.jit
+def first_products(S, copies, stage, zeros):
+    """S to the operand of products, and begins with k_in S^T and v^T inverse^T of a chunk."""
+    k_in, v, inverses = copies
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
+    read = gl.convert_layout(S.to(gl.bfloat16), LEFT)
+    known = warpgroup_mma(read, k_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    inverse = inverses.index(stage).permute((1, 0))
+    u = warpgroup_mma(v.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
+    return read, known, u
+
+
+@gluon.jit
+def last_products(S, products, inverse, copies, stage, zeros):
+    """Begins with the last ones of those that S and o of a chunk are, given what `first_products` returns."""
+    read, known, u = products
+    q_in, k_out, scores, decays = copies
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
+    CARRIED: gl.constexpr = S.type.layout
+    known = warpgroup_mma_wait(1, deps=[known])
+    known = gl.convert_layout((-known).to(gl.bfloat16), LEFT)
+    u = warpgroup_mma(known, inverse.permute((1, 0)), u, is_async=True)
+    o = warpgroup_mma(read, q_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    S = decays.index(stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
+    u = warpgroup_mma_wait(1, deps=[u])
+    u = u.to(gl.bfloat16)
+    S = warpgroup_mma(gl.convert_layout(u, gl.DotOperandLayout(0, CARRIED, 2)), k_out.index(stage), S, is_async=True)
+    return S, warpgroup_mma(gl.convert_layout(u, LEFT), scores.index(stage).permute((1, 0)), o, is_async=True)
 
 
 @gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -96,8 +146,6 @@ def _kda_scan_kernel(
     STATE: gl.constexpr = state.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
-    LEFT_CARRIED: gl.constexpr = gl.DotOperandLayout(0, CARRIED, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [WARPS, 1], [1, 0])
     program = gl.program_id(0)
     sequence, index = program // (HEADS * TILES), program % (HEADS * TILES)
@@ -129,19 +177,8 @@ def _kda_scan_kernel(
     if BLOCK_V == V and BLOCK_K == K:
         prefetch_states(later_state, V * K, WARPS)
 
-    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
-    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    k_in_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
-    v_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
-    inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
-    q_in_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
-    k_out_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
-    scores_tiles = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square)
-    decays = gl.allocate_shared_memory(gl.float32, [LAST_STAGES, BLOCK_K], flat)
-    first_copies = k_in_tiles, v_tiles, inverses
-    last_copies = q_in_tiles, k_out_tiles, scores_tiles, decays
+    first_copies, last_copies = shared_tiles(STAGES, BLOCK_K, BLOCK_V)
+    _, v_tiles, inverses = first_copies
     v += head * V_STRIDES[1] + first_row
     wide_tokens = gl.cast(num_tokens, gl.int64)
     tiles += head * wide_tokens * CHUNK
@@ -154,13 +191,13 @@ def _kda_scan_kernel(
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
         if flags is not None:
-            ready = wait_for_flags(flags + head, HEADS, first_chunk + i, last_chunk, ready)
+            ready = wait_for_flags(flags + 1 + head, HEADS, first_chunk + i, last_chunk, ready)
         ahead = gl.maximum(origin + i * CHUNK, start)
         count = gl.minimum(origin + (i + 1) * CHUNK, end) - ahead
         ahead = ahead.to(gl.int64)
-        _copy_first(first_copies, i, first_sources, ahead, count, rows_left, V_STRIDES[0], K, WARPS)
+        copy_first(first_copies, i, first_sources, ahead, ahead, count, rows_left, V_STRIDES[0], K, WARPS)
         if i == 0:
-            _copy_last(last_copies, 0, last_sources, ahead, count, first_chunk, HEADS, K, WARPS)
+            copy_last(last_copies, 0, last_sources, ahead, count, first_chunk, HEADS, K, WARPS)
     # What is read alone is asked for a chunk ahead.
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
@@ -175,10 +212,7 @@ def _kda_scan_kernel(
         last_free = (chunk - first_chunk + 1) % LAST_STAGES
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        inverse = inverses.index(stage).permute((1, 0))
-        read = gl.convert_layout(S.to(BF16), LEFT)
-        known = warpgroup_mma(read, k_in_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
+        products = first_products(S, first_copies, stage, zeros)
 
         next_dst = gl.load(chunk_dst + chunk + 1, mask=chunk + 1 < last_chunk, other=0)
         after = boundary + CHUNK
@@ -186,32 +220,22 @@ def _kda_scan_kernel(
         after = after.to(gl.int64)
         # What is copied one chunk ahead has to be on its way early.
         if STAGES == 2 and flags is not None:
-            ready = wait_for_flags(flags + head, HEADS, chunk + 1, last_chunk, ready)
-        _copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
+            ready = wait_for_flags(flags + 1 + head, HEADS, chunk + 1, last_chunk, ready)
+        copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
         # The outputs of the chunk before.
         store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
         if STAGES == 2:
             barrier()
-            _copy_first(first_copies, free, first_sources, after, after_count, rows_left, V_STRIDES[0], K, WARPS)
+            copy_first(first_copies, free, first_sources, after, after, after_count, rows_left, V_STRIDES[0], K, WARPS)
 
-        known = warpgroup_mma_wait(1, deps=[known])
-        known = gl.convert_layout((-known).to(BF16), LEFT)
-        u = warpgroup_mma(known, inverse, u, is_async=True)
-        o = warpgroup_mma(read, q_in_tiles.index(last_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        S = decays.index(last_stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
-        u = warpgroup_mma_wait(1, deps=[u])
-        u = u.to(BF16)
-        S = warpgroup_mma(gl.convert_layout(u, LEFT_CARRIED), k_out_tiles.index(last_stage), S, is_async=True)
-        scores = scores_tiles.index(last_stage).permute((1, 0))
-        o = warpgroup_mma(gl.convert_layout(u, LEFT), scores, o, is_async=True)
-
+        S, o = last_products(S, products, inverses.index(stage), last_copies, last_stage, zeros)
         if STAGES > 2:
             if flags is not None:
-                ready = wait_for_flags(flags + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
+                ready = wait_for_flags(flags + 1 + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
             ahead = boundary + (STAGES - 1) * CHUNK
             left = gl.minimum(ahead + CHUNK, end) - ahead
             ahead = ahead.to(gl.int64)
-            _copy_first(first_copies, free, first_sources, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
+            copy_first(first_copies, free, first_sources, ahead, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
         outputs = o.to(BF16)
         if STATE != gl.float32:
