@@ -184,7 +184,9 @@ def _kda_prepare_kernel(
     indices = query_start_loc, chunk_start, seq_chunk_start
     size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
     num_tasks = num_chunks * HEADS
-    clear_flags(flags, 1 + num_tasks, WARPS)
+    gl.store(flags, 0, mask=gl.program_id(0) == 0)  # where `persistent_scan` counts turns
+    flags += 1
+    clear_flags(flags, num_tasks, WARPS)
     task = gl.program_id(0)
     t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
     _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
@@ -282,7 +284,7 @@ def _kda_prepare_kernel(
         tile_s.store(inverse.to(BF16))
         barrier()
         gl.store(tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
-        set_flag(flags + 1 + task)
+        set_flag(flags + task)
         task, t, count, head = next_task, next_t, next_count, next_head
     async_copy.wait_group(0)
 
