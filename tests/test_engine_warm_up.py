@@ -8,6 +8,7 @@ from kernel_cases import Row, plan_arrays
 from mambacache.engine.parts import warm_up_batches
 from mambacache.kernels import StateIndices
 from mambacache.kernels.gpu.common.chunks import keep_busy
+from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
 
 PROCESSORS = 132  # of an H100 or H200
 
@@ -25,6 +26,19 @@ def form(lengths: list[int], heads: int) -> str:
 def test_every_form_of_prefill_is_among_the_batches(heads: int, room: int) -> None:
     batches = warm_up_batches(room, room, 64)
     assert {form(lengths, heads) for lengths in batches} == {"few", "busy", "uneven"}
+
+
+@pytest.mark.parametrize("heads", [4, 8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("room", [2048, 8192, 16384])
+def test_every_form_of_the_prefill_of_kda_is_among_the_batches(heads: int, room: int) -> None:
+    """It goes by states in turn if it is busy and has many of them; rows of few are `uneven`."""
+
+    def kda_form(lengths: list[int]) -> str:
+        found, many = form(lengths, heads), heads * len(lengths) >= MIN_TURNS * PROCESSORS
+        return "uneven" if found == "busy" and not many else found
+
+    possible = {"few", "uneven", "busy"} if heads * 64 >= MIN_TURNS * PROCESSORS else {"few", "uneven"}
+    assert {kda_form(lengths) for lengths in warm_up_batches(room, room, 64)} == possible
 
 
 @pytest.mark.parametrize("room", [1, 2, 33, 64, 320, 8192])

@@ -143,6 +143,7 @@ WIDTHS: dict[str, Make] = {
     "kda 48 x 80": partial(KDAOp, 4, 48, 80),
     "kda 128 x 192": partial(KDAOp, 4, 128, 192),
     "kda 16 x 256": partial(KDAOp, 4, 16, 256),
+    "kda 64 x 64": partial(KDAOp, 4, 64, 64),
     # Some chunks: what takes one for such as the one before was may see that it is not.
     "kda 128 x 80, strong decays": partial(harden, partial(KDAOp, 4, 128, 80), uneven_decay),
 }

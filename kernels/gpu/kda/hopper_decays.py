@@ -111,7 +111,7 @@ def near_sums(decays, runs_s):
 
 @gluon.jit
 def far_sums(decays, runs_s, starts_s, halves_s, quarters_s):
-    """The same, the latter in `halves_s`; in `quarters_s` what the running sums are in the middles of the halves."""
+    """The same, rounded otherwise: the latter in `halves_s`, in `quarters_s` the sums to the halves' middles."""
     VEC: gl.constexpr = decays.type.layout
     RUNS: gl.constexpr = runs_s.shape[0]
     BY_RUN: gl.constexpr = _by_run(VEC)

@@ -2,7 +2,11 @@
 
 A program on each processor takes tiles in turn, a sequence's one after the other. What it copies runs ahead into its
 next tiles, where a program of `scan` would begin with nothing copied: that is worth most where sequences are short.
-Turns are claimed two ahead, since processors become free of the first launch at very different times.
+Turns are claimed, since processors become free of the first launch at very different times.
+
+While a chunk is computed the second one behind it is asked for. That may be of the second turn behind, if each has one
+chunk: so far ahead turns are claimed. Rows without chunks are the last ones (`StateIndices.prefill_rows`), so that none
+is passed over.
 """
 
 from __future__ import annotations
@@ -18,7 +22,13 @@ from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from .scan import LAST_STAGES, copy_first, copy_last, first_products, last_products, shared_tiles
 
-STAGES = gl.constexpr(3)
+STAGES = gl.constexpr(3)  # as what is claimed and waited for, too
+
+
+@gluon.jit
+def _tile(turn, TILES_OF_ROW: gl.constexpr, TILES: gl.constexpr, BLOCK_V: gl.constexpr):
+    """The head of a turn's tile, and the tile's first row in it."""
+    return turn % TILES_OF_ROW // TILES, turn % TILES * BLOCK_V
 
 
 @gluon.jit
@@ -48,7 +58,7 @@ def _copy_ahead(
     flags,
     rows,
     num_turns,
-    place,
+    ahead,
     next_turn,
     wide_tokens,
     V_STRIDES: gl.constexpr,
@@ -57,16 +67,16 @@ def _copy_ahead(
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
 ):
-    """`copy_first` of the chunk behind a place: that is a turn, its row, a chunk of it, and the first one that may not
-    be ready. Returns the place of that chunk."""
+    """`copy_first` of the chunk behind what is on its way, `ahead`: a turn, its row, a chunk of it, and the first one
+    that may not be ready. Returns the same of that chunk."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_OF_ROW: gl.constexpr = HEADS * TILES
-    turn, row, chunk, ready = place
+    turn, row, chunk, ready = ahead
     chunk += 1
     if chunk >= row[4]:
         turn, row = next_turn, _row(rows, next_turn, num_turns, TILES_OF_ROW)
         chunk, ready = row[3], row[3]
-    head, first_row = turn % TILES_OF_ROW // TILES, turn % TILES * BLOCK_V
+    head, first_row = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)
     k_in, v, inverse = sources
     ready = wait_for_flags(flags + head, HEADS, chunk, row[4], ready)
     t, count = _tokens(row, chunk)
@@ -102,9 +112,9 @@ def _state_of(
 ):
     """Where a turn's tile of a state begins, and how many rows of it there are to read: none without a state."""
     slot = gl.load(rows + gl.minimum(turn, num_turns - 1) // TILES_OF_ROW * ROW_FIELDS + SRC_FIELD)
-    first_row = turn % TILES * BLOCK_V
-    place = state + slot * slot_stride + (turn % TILES_OF_ROW // TILES * V + first_row) * K
-    return place, gl.where((slot != 0) & (turn < num_turns), V - first_row, 0)
+    head, first_row = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)
+    there = gl.where((slot != 0) & (turn < num_turns), V - first_row, 0)
+    return state + slot * slot_stride + (head * V + first_row) * K, there
 
 
 @gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -154,16 +164,16 @@ def _kda_persistent_scan_kernel(
     turn = gl.atomic_add(claimed, 3, sem="relaxed")
     next_turn, later_turn = turn + 1, turn + 2
     row = _row(rows, turn, num_turns, TILES_OF_ROW)
-    place = turn, row, row[3] - 1, row[3]  # of what is on its way
+    ahead = turn, row, row[3] - 1, row[3]
     for i in gl.static_range(STAGES - 1):
-        place = _copy_ahead(
+        ahead = _copy_ahead(
             first_copies,
             i,
             first_sources,
             flags,
             rows,
             num_turns,
-            place,
+            ahead,
             next_turn,
             wide_tokens,
             V_STRIDES,
@@ -173,7 +183,7 @@ def _kda_persistent_scan_kernel(
             BLOCK_V,
         )
         if i == 0:
-            first_head = turn % TILES_OF_ROW // TILES
+            first_head = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)[0]
             _copy_last_of(last_copies, 0, last_sources, row, row[3], first_head, wide_tokens, HEADS, K, WARPS)
     first_state, there = _state_of(state, rows, turn, num_turns, slot_stride, TILES_OF_ROW, TILES, K, V, BLOCK_V)
     loaded = gl.load(first_state + state_row * K + channel, mask=(state_row < there) & (channel < K), other=0)
@@ -181,7 +191,7 @@ def _kda_persistent_scan_kernel(
     outputs, last_out, last_t, last_count, last_rows = zeros.to(gl.bfloat16), out, row[0].to(gl.int64), 0, 0
     done = 0
     while turn < num_turns:
-        head, first_row = turn % TILES_OF_ROW // TILES, turn % TILES * BLOCK_V
+        head, first_row = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)
         state_of_head = state + (head * V + first_row) * K
         inside = (state_row < V - first_row) & (channel < K)
         next_row = _row(rows, next_turn, num_turns, TILES_OF_ROW)
@@ -203,7 +213,8 @@ def _kda_persistent_scan_kernel(
 
             after, after_row, after_head = chunk + 1, row, head
             if after == row[4]:
-                after, after_row, after_head = next_row[3], next_row, next_turn % TILES_OF_ROW // TILES
+                after, after_row = next_row[3], next_row
+                after_head = _tile(next_turn, TILES_OF_ROW, TILES, BLOCK_V)[0]
             last_free = done % LAST_STAGES
             _copy_last_of(
                 last_copies, last_free, last_sources, after_row, after, after_head, wide_tokens, HEADS, K, WARPS
@@ -214,15 +225,15 @@ def _kda_persistent_scan_kernel(
             last_t, last_count = _tokens(row, chunk)
 
             S, o = last_products(S, products, inverses.index(stage), last_copies, last_stage, zeros)
-            place = _copy_ahead(
+            ahead = _copy_ahead(
                 first_copies,
                 free,
                 first_sources,
                 flags,
                 rows,
                 num_turns,
-                place,
-                gl.where(place[0] == turn, next_turn, later_turn),
+                ahead,
+                gl.where(ahead[0] == turn, next_turn, later_turn),
                 wide_tokens,
                 V_STRIDES,
                 HEADS,
