@@ -16,6 +16,7 @@ from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix, delt
 from kernel_cases import bits, int32, plan_arrays
 from mambacache.kernels import StateIndices
 from mambacache.kernels.gpu.common.chunks import keep_busy
+from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
 from op_gated_delta_rule import harden
 from op_kda import KDAOp, uneven_decay
 from op_selective_scan import SelectiveScanOp
@@ -160,6 +161,7 @@ def test_prefill_in_turns_and_side_by_side_gives_the_same_for_every_width(
     turns = batch.op.state_shape[0] * -(-batch.op.state_shape[1] // 128)
     busy = [keep_busy(batch.indices, turns, count(0)) for count in (four_processors, thirteen_processors)]
     assert busy == [True, False]  # so that both forms run, in tiles of 128 rows
+    assert turns * len(batch.prefills) >= MIN_TURNS * four_processors(0)
     monkeypatch.setattr(prefill, "processors", many_processors)
     first = outcome(batch)
     for processors in (no_processors, four_processors, thirteen_processors):

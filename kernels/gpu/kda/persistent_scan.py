@@ -55,12 +55,9 @@ def _copy_ahead(
     copies,
     stage,
     sources,
-    flags,
-    rows,
-    num_turns,
+    plan,
     ahead,
     next_turn,
-    wide_tokens,
     V_STRIDES: gl.constexpr,
     HEADS: gl.constexpr,
     K: gl.constexpr,
@@ -71,6 +68,7 @@ def _copy_ahead(
     that may not be ready. Returns the same of that chunk."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_OF_ROW: gl.constexpr = HEADS * TILES
+    flags, rows, num_turns, wide_tokens = plan
     turn, row, chunk, ready = ahead
     chunk += 1
     if chunk >= row[4]:
@@ -165,23 +163,9 @@ def _kda_persistent_scan_kernel(
     next_turn, later_turn = turn + 1, turn + 2
     row = _row(rows, turn, num_turns, TILES_OF_ROW)
     ahead = turn, row, row[3] - 1, row[3]
+    plan = flags, rows, num_turns, wide_tokens
     for i in gl.static_range(STAGES - 1):
-        ahead = _copy_ahead(
-            first_copies,
-            i,
-            first_sources,
-            flags,
-            rows,
-            num_turns,
-            ahead,
-            next_turn,
-            wide_tokens,
-            V_STRIDES,
-            HEADS,
-            K,
-            V,
-            BLOCK_V,
-        )
+        ahead = _copy_ahead(first_copies, i, first_sources, plan, ahead, next_turn, V_STRIDES, HEADS, K, V, BLOCK_V)
         if i == 0:
             first_head = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)[0]
             _copy_last_of(last_copies, 0, last_sources, row, row[3], first_head, wide_tokens, HEADS, K, WARPS)
@@ -225,21 +209,9 @@ def _kda_persistent_scan_kernel(
             last_t, last_count = _tokens(row, chunk)
 
             S, o = last_products(S, products, inverses.index(stage), last_copies, last_stage, zeros)
+            follows = gl.where(ahead[0] == turn, next_turn, later_turn)
             ahead = _copy_ahead(
-                first_copies,
-                free,
-                first_sources,
-                flags,
-                rows,
-                num_turns,
-                ahead,
-                gl.where(ahead[0] == turn, next_turn, later_turn),
-                wide_tokens,
-                V_STRIDES,
-                HEADS,
-                K,
-                V,
-                BLOCK_V,
+                first_copies, free, first_sources, plan, ahead, follows, V_STRIDES, HEADS, K, V, BLOCK_V
             )
             S, o = warpgroup_mma_wait(0, deps=[S, o])
             outputs = o.to(gl.bfloat16)
