@@ -21,13 +21,15 @@ run_once(model(8), DTYPES[{op!r}][0])
 """
 # Several chunks a row, tiles that are not full, and more of them than programs.
 PREFILL_IN_TURNS = """
-import sys
+from importlib import import_module
 from gpu_cases import BF16, Batch, Mix, delta_rule
+from mambacache.kernels.gpu.common.chunks import keep_busy
 from op_kda import KDAOp
 for widths in ((128, 192), (48, 80)):
     for op in (delta_rule(2, 4, *widths, 1.0, 1)(), KDAOp(4, *widths)):
         batch = Batch(op, Mix(prefills=(1, 65, 130, 200)), (BF16, BF16))
-        sys.modules["mambacache.kernels.gpu." + op.name + ".prefill"].processors = lambda index: 2
+        import_module("mambacache.kernels.gpu." + op.name + ".prefill").processors = lambda index: 2
+        assert keep_busy(batch.indices, 4 * -(-widths[1] // 128), 2)
         batch.run()
 """
 PLAIN_NORM = """
