@@ -1,9 +1,10 @@
 """Prefill and decode of our own engine, of vLLM with the plugin, or of vLLM alone, at several numbers of rows: the
-device's time of the first step, which computes as many prompts as it holds, waits for the host included; seconds for
-128 tokens each; of a decode step the device's time and the time from one to the next.
+device's time of the first step, which computes as many prompts as it holds, waits for the host included, and of all
+prompts' kernels alone; seconds for 129 tokens each; of a decode step the device's time and the time from one to the
+next.
 
-    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--rows 64 256] [--prompt 64] [--drafts 3]
-                                      [--label L] [--json OUT.json]
+    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--rows 64 256] [--prompts 64 64]
+                                      [--drafts 3] [--label L] [--json OUT.json]
 
 To set two versions against each other run each in turn on one machine, the other one with its folder in PYTHONPATH.
 Of MODEL the configuration counts: weights are random.
@@ -17,6 +18,8 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,28 +27,48 @@ from typing import Any
 from about import about
 from gpu_timing import marked
 from random_weights import random_weights
+from torch.profiler import ProfilerActivity, profile
 
-DECODED, RUNS = 129, 5
+DECODED, RUNS, PREFILLS = 129, 5, 20
 LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_utilization": 0.6}
 
 
-def measure(llm: Any, steps: tuple[Any, str], params: Any, rows: int, prompt: int) -> dict[str, Any]:
-    """Runs after one to warm up. The first token, which prefill gives, is part of the seconds, not of decode steps."""
-    rng, times, prefill, device, period = random.Random(0), [], [], [], []
-    for _ in range(1 + RUNS):
+def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows: int, prompt: int) -> dict[str, Any]:
+    """Medians; of the kernels of prefill the mean. The first token is part of the seconds, not of decode steps."""
+    rng, first, times, device, period = random.Random(0), [], [], [], []
+
+    def answer(tokens: int) -> float:
         prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(prompt)]} for _ in range(rows)]
+        params = sampling(max_tokens=tokens, temperature=0, ignore_eos=True)
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - start
+
+    answer(DECODED)
+    for _ in range(PREFILLS):
         with marked(*steps) as marks:
-            start = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            times.append(time.perf_counter() - start)
-        prefill.append(marks[0][0].elapsed_time(marks[0][1]))
+            answer(1)
+        first.append(marks[0][0].elapsed_time(marks[0][1]))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(RUNS):
+            answer(1)
+    kernels = {each.key: each.self_device_time_total / 1e3 / RUNS for each in profiler.key_averages()}
+    for _ in range(RUNS):
+        with marked(*steps) as marks:
+            times.append(answer(DECODED))
         middle = marks[len(marks) // 4 : -2]  # with drafts there are fewer than tokens
         device.append(statistics.median(begin.elapsed_time(end) for begin, end in middle))
         period.append(statistics.median(first.elapsed_time(then) for (first, _), (then, _) in pairwise(middle)))
-    medians = {"seconds": times, "prefill_ms": prefill, "device_ms": device, "period_ms": period}
-    return {"rows": rows, "prompt": prompt, "steps": len(marks), "times": times[1:], "prefills_ms": prefill[1:]} | {
-        name: statistics.median(each[1:]) for name, each in medians.items()
-    }
+    medians = {"seconds": times, "prefill_ms": first, "device_ms": device, "period_ms": period}
+    return {
+        "rows": rows,
+        "prompt": prompt,
+        "steps": len(marks),
+        "times": times,
+        "prefills_ms": first,
+        "prefill_kernels_ms": sum(kernels.values()),
+        "longest_kernels_ms": {name[:80]: kernels[name] for name in sorted(kernels, key=kernels.__getitem__)[:-16:-1]},
+    } | {name: statistics.median(each) for name, each in medians.items()}
 
 
 def main() -> None:
@@ -53,7 +76,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--engine", choices=("ours", "plugin", "vllm"), default="ours")
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 64], help="tokens of each row, as many numbers")
     parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts a step")
     parser.add_argument("--in-turn", action="store_true", help="of ours, no step ahead of the tokens of the one before")
     parser.add_argument("--label", default="", help="of the figures: a version")
@@ -63,7 +86,7 @@ def main() -> None:
     if options.engine == "ours":
         from mambacache import LLM, SamplingParams
 
-        params: Any = SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True)
+        sampling: Callable[..., Any] = SamplingParams
         if options.drafts:
             limits |= {"speculative": "ngram", "max_draft_tokens": options.drafts}
         with random_weights(options.model) as checkpoint:
@@ -78,7 +101,7 @@ def main() -> None:
         if options.drafts:
             lookup = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
             limits["speculative_config"] = lookup | {"num_speculative_tokens": options.drafts}
-        params = vllm.SamplingParams(max_tokens=DECODED, temperature=0, ignore_eos=True, detokenize=False)
+        sampling = partial(vllm.SamplingParams, detokenize=False)
         llm = vllm.LLM(
             options.model, load_format="dummy", dtype="bfloat16", mamba_ssm_cache_dtype="float32", seed=0,
             enable_prefix_caching=True, **limits,
@@ -87,10 +110,11 @@ def main() -> None:
         steps = (worker.model_runner, "execute_model")
     setting = {name: getattr(options, name) for name in ("label", "engine", "drafts", "in_turn")}
     result = about("torch", "triton") | setting | {"rows": []}
-    for rows in options.rows:
-        row = measure(llm, steps, params, rows, options.prompt)
+    for rows, prompt in zip(options.rows, options.prompts, strict=True):
+        row = measure(llm, steps, sampling, rows, prompt)
         result["rows"].append(row)
-        brief = "first step {prefill_ms:.2f} ms, {seconds:.3f} s, {steps} steps, device {device_ms:.3f} ms, "
+        brief = "first step {prefill_ms:.2f} ms, its kernels {prefill_kernels_ms:.2f} ms, {seconds:.3f} s, "
+        brief += "{steps} steps, device {device_ms:.3f} ms, "
         brief += "one every {period_ms:.3f} ms"
         print(options.label, options.engine, rows, brief.format(**row), flush=True)
     if options.json:
