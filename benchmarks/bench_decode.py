@@ -35,7 +35,7 @@ LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_ut
 
 def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows: int, prompt: int) -> dict[str, Any]:
     """Medians; of the kernels of prefill the mean. The first token is part of the seconds, not of decode steps."""
-    rng, first, times, device, period = random.Random(0), [], [], [], []
+    rng, prefills, times, device, period = random.Random(0), [], [], [], []
 
     def answer(tokens: int) -> float:
         prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(prompt)]} for _ in range(rows)]
@@ -48,7 +48,7 @@ def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows
     for _ in range(PREFILLS):
         with marked(*steps) as marks:
             answer(1)
-        first.append(marks[0][0].elapsed_time(marks[0][1]))
+        prefills.append(marks[0][0].elapsed_time(marks[0][1]))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(RUNS):
             answer(1)
@@ -59,13 +59,13 @@ def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows
         middle = marks[len(marks) // 4 : -2]  # with drafts there are fewer than tokens
         device.append(statistics.median(begin.elapsed_time(end) for begin, end in middle))
         period.append(statistics.median(first.elapsed_time(then) for (first, _), (then, _) in pairwise(middle)))
-    medians = {"seconds": times, "prefill_ms": first, "device_ms": device, "period_ms": period}
+    medians = {"seconds": times, "prefill_ms": prefills, "device_ms": device, "period_ms": period}
     return {
         "rows": rows,
         "prompt": prompt,
         "steps": len(marks),
         "times": times,
-        "prefills_ms": first,
+        "prefills_ms": prefills,
         "prefill_kernels_ms": sum(kernels.values()),
         "longest_kernels_ms": {name[:80]: kernels[name] for name in sorted(kernels, key=kernels.__getitem__)[:-16:-1]},
     } | {name: statistics.median(each) for name, each in medians.items()}
