@@ -1,10 +1,9 @@
-"""Prefill and decode of our own engine, of vLLM with the plugin, or of vLLM alone, at several numbers of rows: the
-device's time of the first step, which computes as many prompts as it holds, waits for the host included, and of all
-prompts' kernels alone; seconds for 129 tokens each; of a decode step the device's time and the time from one to the
-next.
+"""Prefill and decode of our own engine, of vLLM with the plugin, or of vLLM alone, of several batches: the device's
+time of the first step, which computes as many prompts as it holds, waits for the host included, and of all prompts'
+kernels alone; seconds for 129 tokens each; of a decode step the device's time and the time from one to the next.
 
-    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--rows 64 256] [--prompts 64 64]
-                                      [--drafts 3] [--label L] [--json OUT.json]
+    python benchmarks/bench_decode.py MODEL [--engine ours|plugin|vllm] [--batches 64x64 256x64] [--drafts 3]
+                                      [--label L] [--json OUT.json]
 
 To set two versions against each other run each in turn on one machine, the other one with its folder in PYTHONPATH.
 Of MODEL the configuration counts: weights are random.
@@ -18,6 +17,7 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -34,7 +34,8 @@ LIMITS = {"max_model_len": 2048, "max_num_batched_tokens": 16384, "gpu_memory_ut
 
 
 def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows: int, prompt: int) -> dict[str, Any]:
-    """Medians; of the kernels of prefill the mean. The first token is part of the seconds, not of decode steps."""
+    """Medians; of prefill's kernels the mean, and of the longest of them the names' first 80 characters. The first
+    token is part of the seconds, not of decode steps."""
     rng, prefills, times, device, period = random.Random(0), [], [], [], []
 
     def answer(tokens: int) -> float:
@@ -52,7 +53,9 @@ def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(RUNS):
             answer(1)
-    kernels = {each.key: each.self_device_time_total / 1e3 / RUNS for each in profiler.key_averages()}
+    kernels: Counter[str] = Counter()
+    for each in profiler.key_averages():
+        kernels[each.key[:80]] += each.self_device_time_total / 1e3 / RUNS
     for _ in range(RUNS):
         with marked(*steps) as marks:
             times.append(answer(DECODED))
@@ -66,23 +69,27 @@ def measure(llm: Any, steps: tuple[Any, str], sampling: Callable[..., Any], rows
         "steps": len(marks),
         "times": times,
         "prefills_ms": prefills,
-        "prefill_kernels_ms": sum(kernels.values()),
-        "longest_kernels_ms": {name[:80]: kernels[name] for name in sorted(kernels, key=kernels.__getitem__)[:-16:-1]},
+        "prefill_kernels_ms": kernels.total(),
+        "longest_kernels_ms": dict(kernels.most_common(15)),
     } | {name: statistics.median(each) for name, each in medians.items()}
+
+
+def batch(text: str) -> tuple[int, int]:
+    rows, tokens = text.split("x")
+    return int(rows), int(tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--engine", choices=("ours", "plugin", "vllm"), default="ours")
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 64], help="tokens of each row, as many numbers")
+    parser.add_argument("--batches", type=batch, nargs="+", default=[(64, 64), (256, 64)], help="rows x tokens of each")
     parser.add_argument("--drafts", type=int, default=0, help="n-gram drafts a step")
     parser.add_argument("--in-turn", action="store_true", help="of ours, no step ahead of the tokens of the one before")
     parser.add_argument("--label", default="", help="of the figures: a version")
     parser.add_argument("--json", type=Path, help="where to add the figures")
     options = parser.parse_args()
-    limits: dict[str, Any] = LIMITS | {"max_num_seqs": max(options.rows)}
+    limits: dict[str, Any] = LIMITS | {"max_num_seqs": max(rows for rows, _ in options.batches)}
     if options.engine == "ours":
         from mambacache import LLM, SamplingParams
 
@@ -110,13 +117,12 @@ def main() -> None:
         steps = (worker.model_runner, "execute_model")
     setting = {name: getattr(options, name) for name in ("label", "engine", "drafts", "in_turn")}
     result = about("torch", "triton") | setting | {"rows": []}
-    for rows, prompt in zip(options.rows, options.prompts, strict=True):
+    for rows, prompt in options.batches:
         row = measure(llm, steps, sampling, rows, prompt)
         result["rows"].append(row)
-        brief = "first step {prefill_ms:.2f} ms, its kernels {prefill_kernels_ms:.2f} ms, {seconds:.3f} s, "
-        brief += "{steps} steps, device {device_ms:.3f} ms, "
-        brief += "one every {period_ms:.3f} ms"
-        print(options.label, options.engine, rows, brief.format(**row), flush=True)
+        brief = "first step {prefill_ms:.2f} ms, kernels of prefill {prefill_kernels_ms:.2f} ms, {seconds:.3f} s, "
+        brief += "{steps} steps, device {device_ms:.3f} ms, one every {period_ms:.3f} ms"
+        print(options.label, options.engine, f"{rows} x {prompt}", brief.format(**row), flush=True)
     if options.json:
         known = json.loads(options.json.read_text()) if options.json.exists() else []
         options.json.write_text(json.dumps([*known, result], indent=1) + "\n")

@@ -24,12 +24,14 @@ PREFILL_IN_TURNS = """
 from importlib import import_module
 from gpu_cases import BF16, Batch, Mix, delta_rule
 from mambacache.kernels.gpu.common.chunks import keep_busy
+from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
 from op_kda import KDAOp
 for widths in ((128, 192), (48, 80)):
     for op in (delta_rule(2, 4, *widths, 1.0, 1)(), KDAOp(4, *widths)):
         batch = Batch(op, Mix(prefills=(1, 65, 130, 200)), (BF16, BF16))
         import_module("mambacache.kernels.gpu." + op.name + ".prefill").processors = lambda index: 2
-        assert keep_busy(batch.indices, 4 * -(-widths[1] // 128), 2)
+        turns = 4 * -(-widths[1] // 128)
+        assert keep_busy(batch.indices, turns, 2) and 4 * turns >= 2 * MIN_TURNS
         batch.run()
 """
 PLAIN_NORM = """
