@@ -45,6 +45,8 @@ QUICK = ("64 x 128", "8192 tokens", "batch 64 x 4096")  # of every op what `--qu
 def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Case]]]:
     for lengths in ([8192], [1024] * 8, [128] * 64, [64] * 64):
         yield f"{len(lengths)} x {lengths[0]}", partial(family, lengths)
+    if family is DeltaRule:
+        yield "64 x 128, vLLM's gates", partial(DeltaRule, [128] * 64, copied_gates=True)
     if family is KimiDelta:
         yield "64 x 128, strong decays", partial(KimiDelta, [128] * 64, rate=16.0)
     for batch in (16, 64, 256):

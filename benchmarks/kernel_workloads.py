@@ -41,16 +41,22 @@ def delta_rule_flops(heads: int, key_heads: int) -> int:
 
 
 class DeltaRule(Recurrence):
-    """Qwen3-Next: 16 key and 32 value heads of 128 x 128."""
+    """Qwen3-Next: 16 key and 32 value heads of 128 x 128.
+
+    vLLM's layer gives a copy of the gates, and biases in bf16: `copied_gates`.
+    """
 
     op = "gated_delta_rule"
 
-    def __init__(self, lengths: Sequence[int], *, decode: bool = False) -> None:
+    def __init__(self, lengths: Sequence[int], *, decode: bool = False, copied_gates: bool = False) -> None:
         steps = Steps(lengths, decode=decode)
         self.qkv, projected = randn(steps.tokens, DIM), randn(steps.tokens, PROJECTED)
         q, k, v = self.qkv.unflatten(1, (-1, WIDTH)).split([KEY_HEADS, KEY_HEADS, VALUE_HEADS], dim=1)
         self.a, self.b = projected[:, -2 * VALUE_HEADS : -VALUE_HEADS], projected[:, -VALUE_HEADS:]
-        self.gates = parameter(VALUE_HEADS), parameter(VALUE_HEADS)
+        A_log, dt_bias = parameter(VALUE_HEADS), parameter(VALUE_HEADS)
+        if copied_gates:
+            self.a, self.b, dt_bias = self.a.contiguous(), self.b.contiguous(), dt_bias.bfloat16()
+        self.gates = A_log, dt_bias
         flops = delta_rule_flops(VALUE_HEADS, KEY_HEADS)
         tensors = q, k, v, self.a, self.b, *self.gates
         layout = logs.gated_delta_rule_log(KEY_HEADS, VALUE_HEADS, WIDTH, WIDTH, torch.bfloat16, torch.float32)

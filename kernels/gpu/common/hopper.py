@@ -103,7 +103,7 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
     """
     LANES: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))[:, None]
+    row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     mask = (row < count) & (column < columns)
     if LOWER:

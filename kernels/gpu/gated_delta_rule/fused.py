@@ -43,6 +43,14 @@ CARRYING = gl.constexpr(8)  # warps
 REGISTERS = gl.constexpr((128, 48))  # of those that prepare, and that copy: what a chunk takes. 168 are left to carry
 COPIES = gl.constexpr(3)  # chunks of queries and keys in shared memory
 STAGES = gl.constexpr(2)  # chunks of all else
+PART = gl.constexpr(8)  # rows that are copied at a time
+
+
+@gluon.jit
+def _copy_chunk(tile, place, STRIDE: gl.constexpr, count, columns):
+    """Begins to copy a chunk, a few rows at a time: where all are one copy, the compiler keeps each row's offset."""
+    for first in gl.static_range(0, CHUNK, PART):
+        copy_tile(tile.slice(first, PART), place + first * STRIDE, STRIDE, count - first, columns, False, WARPS)
 
 
 @gluon.jit
@@ -114,15 +122,15 @@ def _copy(
             t = first.to(gl.int64)
             # That there is room was waited for with the values of the chunk before.
             q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
-            copy_tile(q_tiles.index(n % COPIES), q_place, Q_STRIDES[0], count, K, False, WARPS)
-            copy_tile(k_tiles.index(n % COPIES), k_place, K_STRIDES[0], count, K, False, WARPS)
+            _copy_chunk(q_tiles.index(n % COPIES), q_place, Q_STRIDES[0], count, K)
+            _copy_chunk(k_tiles.index(n % COPIES), k_place, K_STRIDES[0], count, K)
             async_copy.mbarrier_arrive(copied.index(n % COPIES), increment_count=False)
-            gate, beta, rate, bias = gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
+            gate, beta, rate, bias = gates(a, b, A_log, dt_bias, first, count, head, A_STRIDES, B_STRIDES)
 
             stage = n % STAGES
             mbarrier.wait(done.index(stage), (n // STAGES & 1) ^ 1)
             v_place = v + t * V_STRIDES[0] + (head * V_STRIDES[1] + first_row)
-            copy_tile(v_tiles.index(stage), v_place, V_STRIDES[0], count, V - first_row, False, WARPS)
+            _copy_chunk(v_tiles.index(stage), v_place, V_STRIDES[0], count, V - first_row)
             async_copy.mbarrier_arrive(values.index(stage), increment_count=False)
             _store_outputs(out + older_place, outputs_s, older_count, older_rows, OUT_STRIDE)
             barrier()
