@@ -1,7 +1,7 @@
 """The benchmark's inputs: one class an op, with the work of the op, of its peer and of a mere copy on the same tensors.
 
 Everything is bf16 but parameters and states, which are fp32. Inputs are views of what a projection or a convolution has
-left, and states rows of a pool, as in a layer.
+left, and states rows of a pool, as in a layer, where a class does not say otherwise.
 """
 
 from __future__ import annotations

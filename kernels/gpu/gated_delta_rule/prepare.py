@@ -48,7 +48,7 @@ def places(q, k, t, head, Q_STRIDES: gl.constexpr, K_STRIDES: gl.constexpr, GROU
 def gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRIDES: gl.constexpr):
     """What the decays and betas of a task's tokens are computed from."""
     step = gl.arange(0, CHUNK, layout=FLAT)
-    token = (t + step).to(gl.int64)  # this late: a thread's sum of 64 bits takes twice the registers
+    token = (t + step).to(gl.int64)  # this late for `fused`: its 32 bits take half the registers
     gate = gl.load(a + head * A_STRIDES[1] + token * A_STRIDES[0], mask=step < count, other=0)
     beta = gl.load(b + head * B_STRIDES[1] + token * B_STRIDES[0], mask=step < count, other=0)
     return gate, beta, gl.load(A_log + head), gl.load(dt_bias + head)
