@@ -51,6 +51,14 @@ class CacheEvent:
     request_id: str  # who stored it; "" where it was removed
 
 
+class CachedBlock(NamedTuple):
+    """The block of one prefix hash: its state and its KV page on the device, each 0 where it is not cached."""
+
+    block_hash: bytes
+    state: int
+    page: int
+
+
 @dataclass(slots=True)
 class CacheStats:
     """Totals since the cache was made."""

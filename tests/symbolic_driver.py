@@ -18,7 +18,7 @@ from mambacache.report import CacheEvent, Hit, Wait
 from mambacache.scheduler.drafts import DraftTree, one_by_one
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
-from symbolic import StepFailed, SymbolicRunner, answer, true_page, true_state
+from symbolic import StepFailed, SymbolicRunner, Written, answer, true_page, true_state
 from symbolic_jobs import Job, Mix
 
 MAX_STEPS = 20_000
@@ -128,9 +128,11 @@ class CheckedCache(PrefixCache):
         self.sync()
         self.quietly(self.check)
 
-    def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
+    def accept(
+        self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]], *, not_finite: Iterable[str] = ()
+    ) -> None:
         rows = [row for step in steps if (row := self._books.rows.get(step.row)) is not None]
-        super().accept(steps, token_ids)
+        super().accept(steps, token_ids, not_finite=not_finite)
         for row in [row for row in rows if not row.life.ended]:
             life, step = row.life, row.step
             given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
@@ -151,7 +153,8 @@ class CheckedCache(PrefixCache):
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         self._ready()
         held = self.committed()
-        issued = any(row.issue for step in steps if (row := self._books.rows.get(step.row)) is not None)
+        rows = self._books.rows
+        issued = any(step.row in rows.freed or (step.row in rows and rows[step.row].issue) for step in steps)
         super().cancel(steps)
         assert issued or held <= self.committed(), "a failed step loses what was cached"
         self.sync()
@@ -318,6 +321,8 @@ class Driver:
         self.steps = 0
         self.tokens_computed = 0
         self.plans: deque[tuple[StepPlan, list[list[int]]]] = deque()
+        self.wrote: dict[int, Written] = {}  # by the identity of a plan in flight
+        self.doomed: StepPlan | None = None  # the plan that fails when it is read
         self._expected: dict[str, list[int]] = {}
 
     def run(self) -> Driver:
@@ -382,6 +387,9 @@ class Driver:
         self.tokens_computed += sum(step.num_tokens for step in plan.steps)
         self.scheduler.issued(plan)
         self.plans.append((plan, outputs))
+        if self.steps in self.mix.late_fails:
+            self.doomed = plan
+        self.wrote[id(plan)] = self.cache.runner.wrote
         if len(self.plans) > self.mix.ahead:
             self.read()
 
@@ -393,10 +401,23 @@ class Driver:
         return False
 
     def read(self) -> None:
+        if self.plans[0][0] is self.doomed:
+            self.fail_all()
+            return
         plan, outputs = self.plans.popleft()
+        self.wrote.pop(id(plan), None)
         self.scheduler.update(plan, outputs)
         for request in self.scheduler._running:
             assert self.cache.runs(request.request_id)
+
+    def fail_all(self) -> None:
+        """Fail the oldest issued step, and the steps behind it. Nothing that they wrote is sound."""
+        error: BaseException = StepFailed("the step fails on the device")
+        for plan, _ in self.plans:
+            self.cache.runner.tear(self.wrote.pop(id(plan)))
+        while self.plans:
+            self.scheduler.failed(self.plans.popleft()[0], error)
+            error = KeyboardInterrupt("the step before it failed")
 
     def check(self) -> None:
         """After the end: the tokens of every request, no leak, and no committed block that changed."""

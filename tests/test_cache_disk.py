@@ -33,6 +33,7 @@ def keep(cache: PrefixCache, transfer: Transfer, failed: bool = False) -> None:
     assert isinstance(files, SymbolicFiles)
     for file in transfer.files if not transfer.to_host and not failed else ():
         files.kept[file.kind, file.block_hash] = file.exact, file.born, []
+        files.writers[file.kind, file.block_hash] = file.writer
     cache.transferred(transfer, failed=failed)
 
 
@@ -99,17 +100,31 @@ def test_flushing_ends_where_nothing_can_be_written() -> None:
     assert len(end_all(cache, flush=True, failed=True)) == 2, "to the host, and to files"
 
 
-def test_what_is_wrong_is_dropped_from_files() -> None:
-    """As of logits that were NaN, from a position on."""
+def test_files_of_blocks_that_a_bad_request_wrote_are_dropped() -> None:
+    files = SymbolicFiles()
+    cache = on(files)
+    cache.add("a", text(LENGTH, 0))
+    cache.admit("a")
+    under_way(cache, "accepted", LENGTH)
+    end_all(cache, flush=True)
+    assert len(files.kept) == 4
+    cache.free("a", finished=False, wrong_from=64)
+    assert [kind for kind, _ in files.kept] == ["kv"], "the page of the first block is sound"
+
+
+def test_a_bad_request_drops_no_file_that_another_process_wrote() -> None:
     files = stored(1)
     cache = on(files)
     cache.transferred(reading(cache, "a"))
     assert cache.admit("a") == Wait("loading", "a", 192)
     cache.transferred(next(t for t in cache.transfers() if not t.to_host))
     cache.admit("a")
-    cache.free("a", finished=False, wrong_from=64)
-    kinds = sorted(kind for kind, _ in files.kept)
-    assert kinds == ["kv"], "the page of the first block alone"
+    before = dict(files.kept)
+    suspects = cache.suspects("a")
+    cache.free("a", finished=False, wrong_from=0)
+    assert files.kept == before and len(suspects) == 3
+    cache.invalidate([block.block_hash for block in suspects])
+    assert not files.kept and cache.stats.host_states["committed"] == cache.stats.host_pages["committed"] == 0
 
 
 def test_a_step_that_fails_after_it_was_issued_takes_its_files_along() -> None:

@@ -54,6 +54,7 @@ class BlockPool:
         self.rank = [Rank.SPARE] * num_ids
         self._useless = [False] * num_ids  # goes first once it has no references
         self.born = [0] * num_ids  # number of the issue that wrote a COMMITTED block
+        self.writer = [0] * num_ids  # number of the request that wrote it; 0 for a block from an earlier process
 
     @property
     def num_available(self) -> int:
@@ -147,7 +148,9 @@ class BlockPool:
 
     # --- hashes ---
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0) -> bool:
+    def commit(
+        self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0
+    ) -> bool:
         """Names a WRITING block by its hash; False, and it stays private, if a block at least as exact has it."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
@@ -159,7 +162,7 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.exact[block] = exact
         self.rank[block], self._useless[block] = rank, False
-        self.born[block] = born
+        self.born[block], self.writer[block] = born, writer
         return True
 
     def promote(self, block: int, rank: Rank) -> None:
@@ -199,10 +202,13 @@ class BlockPool:
             raise RuntimeError(f"block {block} has {self.references[block]} holders and cannot be withdrawn")
         self._forget(block)
 
-    def drop(self, block_hash: bytes, evicted: bool = False) -> None:
-        """Forgets a hash; its block is freed, or stays private to those who hold it."""
+    def drop(self, block_hash: bytes, *, evicted: bool = False, writer: int | None = None) -> None:
+        """Forget a hash, unless another request than `writer` wrote its block.
+
+        The block is freed, or stays private to its holders.
+        """
         block = self._blocks.get(block_hash)
-        if block is not None:
+        if block is not None and writer in (None, self.writer[block]):
             self._forget(block, evicted)
 
     def drop_born(self, since: int) -> None:

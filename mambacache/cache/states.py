@@ -331,7 +331,8 @@ class States:
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
         rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.rank)
-        if self._pool.commit(block, block_hash, exact=position <= life.near_from, rank=rank, born=self.num_issued):
+        exact, writer = position <= life.near_from, life.request.number
+        if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued, writer=writer):
             self.prefix[block] = life.request.chain, position // self._size
             self._ledger.stored("state", block_hash, position, life.request.request_id)
 

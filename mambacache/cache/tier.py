@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from math import inf
 
@@ -224,7 +224,7 @@ class Tier:
             host = self._host[kind]
             if (slot := host.lookup(block_hash)) is not None:
                 move.leases.append(host.lend(slot))
-                files.append(BlockFile(kind, slot, block_hash, host.exact[slot], host.born[slot]))
+                files.append(BlockFile(kind, slot, block_hash, host.exact[slot], host.born[slot], host.writer[slot]))
         move.transfer = move.transfer._replace(files=tuple(files))
         self._begin(move)
 
@@ -277,13 +277,14 @@ class Tier:
         self.states.drop_born(since)
         self.pages.drop_born(since)
 
-    def drop(self, block_hashes: Sequence[bytes]) -> None:
-        """So is what has one of these hashes."""
-        self.void()
-        self._files.drop(block_hashes)
+    def drop(self, block_hashes: Collection[bytes], writer: int | None) -> None:
+        """Forget the blocks of these hashes, on their way to the device too; see `BlockPool.drop`."""
+        self._files.drop(block_hashes, writer)
         for block_hash in block_hashes:
-            self.states.drop(block_hash)
-            self.pages.drop(block_hash)
+            self.states.drop(block_hash, writer=writer)
+            self.pages.drop(block_hash, writer=writer)
+        for move in self.moves.values():
+            move.lose(block_hashes, writer)
 
     def clear(self) -> None:
         """Forgets every hash."""

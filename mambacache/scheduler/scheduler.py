@@ -298,7 +298,7 @@ class Scheduler:
         self._torn |= self._planned is not None and self._planned is not plan  # that one never reached its reader
         self._mend()
         self._torn = True
-        self.cache.cancel([step for step in plan.steps if self.cache.under_way(step)])
+        self.cache.cancel([step for step in plan.steps if self.cache.under_way(step)])  # freed requests' rows too
         self._planned = None
         rows = [self._rows.pop(step.row, None) for step in plan.steps]
         requests = [request for request in rows if request is not None and request.finish_reason is None]
@@ -332,9 +332,12 @@ class Scheduler:
         self._torn = True
         accepted: dict[str, list[int]] = {}
         ends: dict[Request, tuple[list[int], FinishReason | None]] = {}
+        freed_bad: set[str] = set()
         for step, tokens in zip(plan.steps, sampled, strict=True):
             request = self._rows.get(step.row)
             if request is None or request.finish_reason or not (step.samples and self.cache.counts(step)):
+                if NOT_FINITE in tokens:
+                    freed_bad.add(step.request_id)
                 continue  # what it gives is not wanted, or a step before it failed
             given = [tokens[place] for place in agreed(step, tokens)] if step.drafts else tokens[:1]
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
@@ -347,7 +350,7 @@ class Scheduler:
                 start = len(request.prompt) + len(request.output) - 1  # a row that was late ends with its log
                 request.num_draft_tokens += min(len(step.drafts), FOLD - 1 - start % FOLD)
                 request.num_accepted_tokens += len(given) - 1
-        self.cache.accept(plan.steps, accepted)
+        self.cache.accept(plan.steps, accepted, not_finite=freed_bad)
         for request, (taken, reason) in ends.items():
             self._take(request, taken, reason)
         for step, tokens in zip(plan.steps, sampled, strict=True):
