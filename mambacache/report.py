@@ -183,3 +183,4 @@ class Progress(NamedTuple):
     computed: int  # by issued steps
     prefill_end: int  # known at its admission: up to there it prefills
     in_flight: int  # that issued steps will give
+    proven: int  # the blocks behind this position are its own, and no finite logits followed them yet

@@ -158,6 +158,20 @@ def test_bad_logits_after_a_hit_leave_the_blocks_of_others() -> None:
     all_free(cache)
 
 
+def test_a_request_with_bad_logits_that_runs_on_stores_nothing_more() -> None:
+    cache = watched()
+    started(cache, "a", text(126))
+    run_step(cache, "a", 126, 5)
+    assert cache.progress("a").proven == 126
+    steps = under_way(cache, "issued", 1)
+    cache.accept(steps, {"a": [0]}, not_finite=["a"])
+    assert cache.progress("a").proven == 126
+    for _ in range(70):
+        steps = under_way(cache, "accepted", 1, 0)
+    assert hit(cache, [*text(126), 5, *[0] * 80]) == 64
+    all_free(cache)
+
+
 def test_a_hit_is_no_suspect_once_finite_logits_followed_it() -> None:
     cache = watched()
     started(cache, "a", text(130))

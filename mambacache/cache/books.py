@@ -304,10 +304,11 @@ class Books:
             request.issued.remove(row)
             request.tokens[known:] = tokens
             request.in_flight -= row.step.samples
-            if tokens:
-                request.sound = len(request.tokens) - 1
             if row.step.request_id in not_finite:
                 self.drop(request.chain[request.sound // self._config.block_size + 1 :], request.number)
+                request.store = False
+            elif tokens:
+                request.sound = len(request.tokens) - 1
             self.lookup.lengthen(life)
             if not life.ended:
                 self.states.accept(row)

@@ -193,7 +193,8 @@ class PrefixCache:
     def progress(self, request_id: str) -> Progress:
         """How far a running request came."""
         life = self._running(request_id)
-        return Progress(life.computed, life.prefill_end, life.request.in_flight)
+        request = life.request
+        return Progress(life.computed, life.prefill_end, request.in_flight, max(request.sound, request.resumed))
 
     def chunk(self, request_id: str, budget: int) -> int:
         """How many tokens to run now, 1 to `budget`: all that is left of the prompt, else up to the last boundary in
@@ -272,7 +273,7 @@ class PrefixCache:
             token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
                 request that stopped runs no further step.
             not_finite: ids of the requests of this step with NaN or infinite logits, freed requests included. The
-                blocks that their rows wrote since their last finite logits are dropped.
+                blocks that their rows wrote since their last finite logits are dropped, and no more are stored.
         """
         bad = frozenset(not_finite)
         taken = self._books.rows.to_accept(steps, token_ids)
