@@ -28,6 +28,9 @@ NO_LIMIT = sys.maxsize
 LARGEST_TOP_K = (1 << 31) - 1
 """It goes to the device as an int32; no vocabulary is as large, so that more than this means the same."""
 
+MAX_ANSWERS = 1 << 14
+"""Answers for one prompt. The engine makes them in one go, and other requests wait for that."""
+
 HOST_BYTES_PER_TOKEN = 1 << 18
 """PCIe 5 moves so many in about 5 us, in which an H200 prefills a token of a model with 1 B active parameters."""
 
@@ -190,7 +193,7 @@ class SamplingParams:
         include_stop_str_in_output: leave the stop string, or the text of the stop token, in the text.
         skip_special_tokens: leave special tokens out of the text.
         ignore_eos: go on after the model's own end tokens.
-        n: answers for the prompt; they share its state and its KV.
+        n: answers for the prompt, 16,384 at most; they share its state and its KV.
         logprobs: give the log probabilities of each answer token and of so many most likely ones; None for none.
         prompt_logprobs: the same for each prompt token; the prompt is then computed in full.
         checkpoint_at: token positions, rounded down to blocks, whose state is worth keeping.
@@ -258,7 +261,7 @@ class SamplingParams:
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}: set it between 0 and max_tokens, which is {self.max_tokens}",
         )
-        require(self.n >= 1, f"n is {self.n}: set it to 1 or more")
+        require(1 <= self.n <= MAX_ANSWERS, f"n is {self.n}: set it between 1 and {MAX_ANSWERS:,}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None")
