@@ -65,9 +65,14 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "v1/kv_cache_interface.py": {"KVCacheSpec.block_size": ("",), "AttentionSpec.tokens_per_state": ("",)},
     "model_executor/models/registry.py": {"_ModelRegistry.register_model": ("self model_arch model_cls",)},
+    "v1/outputs.py": {
+        "ModelRunnerOutput.num_nans_in_logits": ("",),
+        "AsyncModelRunnerOutput.get_output": ("self",),
+    },
     "v1/worker/gpu_worker.py": {
         "Worker.load_model": ("self * load_dummy_weights",),
         "Worker.execute_model": ("self scheduler_output",),
+        "Worker.sample_tokens": ("self grammar_output",),
     },
     "v1/worker/gpu/model_states/default.py": {
         "DefaultModelState.prepare_attn": (
