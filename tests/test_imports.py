@@ -53,7 +53,7 @@ LAYERS: dict[str, set[str]] = {
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "demo": {"config", "report", "engine", "demo"},
     "demo.task": set(),
-    "cli": {"config", "models", "runner", "engine", "demo", "units"},
+    "cli": {"config", "models", "runner", "engine", "demo", "units", "vllm.sizing"},
     "vllm": {"cache.prefix_cache", "config", "plan", "report", "units", "kernels"},
 }
 # All that these parts may import from other distributions.
