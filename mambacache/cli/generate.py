@@ -23,7 +23,7 @@ DEFAULTS = {"temperature": 0.0, "max_tokens": 64}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers all prompts; 1 if one of them failed, or is none."""
+    """Answer all prompts. Return 0, or 1 if any of them failed or was refused."""
     asked = read(args.prompt, args.prompts, DEFAULTS | given_fields(args, SamplingParams))
     if args.stream and any(each.params.n > 1 for each in asked):
         raise ValueError("--stream prints one answer a prompt: leave n at 1")
@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, asked: Sequence[Asked], outputs: Iterable[RequestOutput]) -> int:
+    """Print the outputs as they come, and return the exit status."""
     failed = False
     for index, (each, output) in enumerate(zip(asked, outputs, strict=True)):
         failed |= any(answer.error is not None for answer in output.outputs)
@@ -51,7 +52,7 @@ def _print(args: argparse.Namespace, asked: Sequence[Asked], outputs: Iterable[R
 
 
 def _outputs(llm: LLM, asked: Sequence[Asked], stream: bool) -> Iterator[RequestOutput]:
-    """Yield the output of each prompt, in their order; one that the engine refuses has its error."""
+    """Yield the output of each prompt, in their order. The output of a refused prompt has its error."""
     ready = [_encoded(llm, each) for each in asked]
     prompts = [each for each in ready if not isinstance(each, RequestOutput)]
     answered = (print_stream(llm, each) for each in prompts) if stream else iter(llm.generate(prompts))

@@ -82,8 +82,8 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
 
 
 def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> list[Asked]:
-    """Return a prompt a line, blank ones left out; JSON objects if the first of them begins as one. A line that is no
-    prompt has an error and leaves the others as they are."""
+    """Return the prompts of a file, one a line. Blank lines are left out. The lines are JSON objects if the first one
+    begins as such. A line that is no prompt has an error, and the others are read all the same."""
     name = "standard input" if file == STDIN else file
     text = _text(file).removeprefix("\ufeff")  # the mark that some editors put before a UTF-8 text
     lines = [(f"line {number} of {name}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

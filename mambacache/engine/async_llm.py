@@ -143,8 +143,8 @@ class AsyncLLM:
         return self._answers(encode, self._texts, request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request, whose reader gets a last output with "abort" as its reason. What it committed stays cached.
-        An unknown id is ignored: it may have ended."""
+        """End a request. Its reader gets a last output with the finish reason "abort". Blocks that it committed stay
+        cached. An unknown id is ignored: its request may have ended."""
         await self._ask(lambda: self._end(request_id))
 
     async def stats(self) -> CacheStats:

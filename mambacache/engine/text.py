@@ -178,9 +178,9 @@ class Detokenizer:
         return text
 
     def _held_back(self, text: str, most: int) -> int:
-        """Return how many characters at the end may begin a stop string, of which there are `most` at most.
+        """Return the number of characters at the end that may begin a stop string, at most `most`.
 
-        What was held back grows by the new characters alone: so a long answer costs few comparisons for each character.
+        It grows by new characters alone, so that a token costs few comparisons however long the stop strings are.
         """
         for length in range(min(most, self._longest_stop - 1), 0, -1):
             end = text[-length:]
