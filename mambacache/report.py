@@ -17,6 +17,10 @@ class Loss(StrEnum):
     ONLY_NEAR = "only near"  # strict_reuse, and what is there was not computed as a cold prompt is
     NOT_ASKED = "not asked for"  # the cache is off, or the request does not read it
 
+    def __repr__(self) -> str:
+        """Return that of the plain string, so that `losses` print as a user would write them."""
+        return repr(self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:

@@ -22,7 +22,8 @@ LAYERS: dict[str, set[str]] = {
     "plan": set(),
     "report": set(),
     "checks": {"plan", "config"},
-    "field_types": set(),
+    "units": set(),
+    "field_types": {"units"},
     "config": {"plan", "field_types"},
     "accounting": {"report"},
     "cache": {"plan", "config", "report", "checks", "accounting"},
@@ -51,8 +52,7 @@ LAYERS: dict[str, set[str]] = {
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "demo": {"config", "report", "engine", "demo"},
     "demo.task": set(),
-    "units": set(),
-    "cli": {"config", "models", "runner", "engine", "demo", "units"},
+    "cli": {"config", "models", "runner", "engine", "demo", "units", "vllm.sizing"},
     "vllm": {"cache.prefix_cache", "config", "plan", "report", "units", "kernels"},
 }
 # All that these parts may import from other distributions.
