@@ -1,7 +1,7 @@
 """Run one tiny model with two LoRA adapters and drafts in vLLM: `python lora_run.py NAME DIRECTORY`.
 
-Prompts of both adapters and of none run together. Each answer must be that of Hugging Face's model with the adapter
-merged into its weights.
+Prompts of both adapters and of none run together. The tokens must equal those of Hugging Face's model with the
+adapter merged into its weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def save_adapter(name: str, directory: Path, seed: int) -> tuple[Path, Path]:
     """Save a random adapter of a model in a folder.
 
     Returns:
-        The adapter's folder, and that of the model with the adapter merged.
+        The folder of the adapter, and the folder of a model with the adapter merged.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
