@@ -5,10 +5,10 @@ With several API servers prometheus_client itself adds up what the processes of 
 
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Metric, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.report import Loss
 from mambacache.vllm.log import logger
-from mambacache.vllm.private_files import folder_of, remove_left
+from mambacache.vllm.private_files import folder_of, made_folder_of, remove, remove_left
 
 SECONDS = 1.0
 TOTALS = {
@@ -48,6 +48,7 @@ class Counters:
         self._told = dict.fromkeys(self._counters, 0)
         self._left: dict[str, int] = {}  # what the file tells
         self._written = 0.0
+        self._warned = False
 
     def tell(self, states: PrefixCache, *, idle: bool) -> None:
         """Once a second at most, or when no request is left; a file that tells all that is left alone."""
@@ -61,9 +62,13 @@ class Counters:
         for name, value in values.items():
             self._counters[name].inc(value - self._told[name])
         self._told = values
-        with suppress(OSError):  # a full disk is no reason to end the engine
-            folder_of(self._instance_id).write(self._name, generate_latest(self._registry))
+        try:
+            made_folder_of(self._instance_id).write(self._name, generate_latest(self._registry))
             self._left = values
+        except OSError as error:  # no reason to end the engine
+            if not self._warned:
+                logger.warning("mambacache: /metrics has no new counters (%s): set TMPDIR to another folder", error)
+            self._warned = True
 
 
 class Shown:
@@ -94,8 +99,6 @@ def show(instance_id: str) -> None:
     registered, _shown.instance_id = bool(_shown.instance_id), instance_id
     if not registered:
         REGISTRY.register(_shown)
-    try:
+    with suppress(OSError):
         remove_left()
-        atexit.register(folder_of(instance_id).remove)
-    except OSError as error:
-        logger.warning("mambacache: /metrics has no counters of the cache (%s): set TMPDIR to another folder", error)
+    Finalize(None, remove, (instance_id,), exitpriority=0)  # a forked process runs no atexit handlers

@@ -21,20 +21,15 @@ NAME = re.compile(r"\d+\.(blocks|prom)(\.new)?")
 
 
 class PrivateFolder:
-    """Make a folder, or join the processes that use it.
+    """Join the processes that use a folder.
 
     Raises:
-        OSError: the folder cannot be made, or it is a link, belongs to another user, or is open to others.
+        FileNotFoundError: there is none.
+        OSError: it is a link, belongs to another user, or is open to others.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        while True:
-            with suppress(FileExistsError):
-                path.mkdir(0o700)
-            with suppress(FileNotFoundError):  # another process took it for a folder that was left behind
-                self._fd = _locked(path, fcntl.LOCK_SH)
-                return
+        self._path, self._fd = path, _locked(path, fcntl.LOCK_SH)
 
     def names(self, suffix: str) -> list[str]:
         """Return the names of the files that end so."""
@@ -72,20 +67,44 @@ class PrivateFolder:
             os.unlink(name, dir_fd=self._fd)
 
     def remove(self) -> None:
-        """Remove the folder and its files. A process that writes there afterwards gets an OSError."""
+        """Remove the folder and its files."""
         _remove(self._path, self._fd)
 
 
-_joined = cache(PrivateFolder)
+_found = cache(PrivateFolder)
+
+
+def _path(instance_id: str) -> Path:
+    return Path(tempfile.gettempdir(), PREFIX + instance_id)
 
 
 def folder_of(instance_id: str) -> PrivateFolder:
     """Return the folder of a vLLM; it is this process's, too, from now on.
 
     Raises:
-        OSError: as of `PrivateFolder`, or there is no temporary folder.
+        OSError: as of `PrivateFolder`.
     """
-    return _joined(Path(tempfile.gettempdir(), PREFIX + instance_id))
+    return _found(_path(instance_id))
+
+
+def made_folder_of(instance_id: str) -> PrivateFolder:
+    """Return the folder of a vLLM, which is made if there is none.
+
+    Raises:
+        OSError: as of `PrivateFolder`, or the folder cannot be made.
+    """
+    path = _path(instance_id)
+    while True:
+        with suppress(FileExistsError):
+            path.mkdir(0o700)
+        with suppress(FileNotFoundError):  # another process took it for a folder that was left behind
+            return _found(path)
+
+
+def remove(instance_id: str) -> None:
+    """Remove the folder of a vLLM that ends. A process that writes there afterwards gets an OSError."""
+    with suppress(OSError):
+        folder_of(instance_id).remove()
 
 
 def remove_left() -> None:

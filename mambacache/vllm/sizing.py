@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mambacache.vllm.private_files import folder_of
+from mambacache.vllm.private_files import folder_of, made_folder_of
 from mambacache.vllm.settings import Settings
 
 CPU_BYTES = 1 << 30
@@ -74,7 +74,7 @@ def write_blocks(vllm_config: Any, blocks: int) -> None:
     if Settings.of(vllm_config).num_state_blocks is not None:
         return
     try:
-        folder_of(vllm_config.instance_id).write(_name(vllm_config), str(blocks).encode())
+        made_folder_of(vllm_config.instance_id).write(_name(vllm_config), str(blocks).encode())
     except OSError as error:
         raise ValueError(
             f"mambacache: the workers cannot write the number of states ({error}): set TMPDIR to another folder, or "

@@ -81,9 +81,7 @@ def test_totals_are_shown_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: py
     )
 
 
-def test_files_are_written_once_a_second_and_when_all_is_done(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     simulation = Simulation(make_scheduler())
     config = simulation.scheduler.vllm_config
     now = [1000.0]

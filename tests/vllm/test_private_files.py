@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import multiprocessing
 import os
 import random
 import signal
@@ -51,6 +52,11 @@ def configured(instance: str = "17", rank: int = 0) -> SimpleNamespace:
 
 def tell(rank: int = 0) -> None:
     metrics.Counters(configured(rank=rank)).tell(PrefixCache(CacheConfig(num_state_blocks=4)), idle=True)
+
+
+def show_and_tell() -> None:
+    metrics.show("17")
+    tell()
 
 
 def shown() -> str:
@@ -117,7 +123,7 @@ def test_nobody_else_may_read_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "open to others", "another user's", "file", "no folder"])
 def test_a_folder_that_is_not_ours_is_refused_in_one_sentence(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, target = tmp_path / f"{private_files.PREFIX}17", tmp_path / "target"
     target.mkdir(0o700)
@@ -138,13 +144,12 @@ def test_a_folder_that_is_not_ours_is_refused_in_one_sentence(
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="the scheduler found no number of states from its workers"):
         sizing.read_blocks(configured())
-    monkeypatch.setattr(metrics, "_shown", metrics.Shown())
-    monkeypatch.setattr(metrics, "REGISTRY", CollectorRegistry())
-    monkeypatch.setattr(logger, "propagate", True)
-    logger.addHandler(caplog.handler)
-    metrics.show("17")
-    assert "/metrics has no counters of the cache" in caplog.text
-    tell()
+    said: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
+    counters, states = metrics.Counters(configured()), PrefixCache(CacheConfig(num_state_blocks=4))
+    for _ in range(2):
+        counters.tell(states, idle=True)
+    assert [sentence.split(" (")[0] for sentence in said] == ["mambacache: /metrics has no new counters"]
     assert not shown() and not files(target)
 
 
@@ -194,6 +199,15 @@ def test_the_next_start_removes_files_of_killed_processes_only(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == [mine]
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_ends_removes_its_folder(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    process = multiprocessing.get_context(method).Process(target=show_and_tell)
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and list(tmp_path.iterdir()) == []
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, others: Callable[[], object]) -> None:
     """Have other processes run just before the next call of a function."""
     call = getattr(module, name)
@@ -210,11 +224,10 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, ot
 def test_a_start_makes_the_folder_that_another_start_removed(
     module: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / f"{private_files.PREFIX}17"
     interrupt(monkeypatch, module, name, private_files.remove_left)
-    private_files.PrivateFolder(path).write("0.blocks", b"7")
+    private_files.made_folder_of("17").write("0.blocks", b"7")
     private_files.remove_left()
-    assert (path / "0.blocks").read_bytes() == b"7"
+    assert [path.read_bytes() for path in files(tmp_path)] == [b"7"]
 
 
 def test_a_start_leaves_the_folder_that_was_made_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +237,7 @@ def test_a_start_leaves_the_folder_that_was_made_meanwhile(tmp_path: Path, monke
     def others() -> None:
         private_files.remove_left()
         assert not path.exists()
-        made.append(private_files.PrivateFolder(path))
+        made.append(private_files.made_folder_of("17"))
 
     interrupt(monkeypatch, fcntl, "flock", others)
     private_files.remove_left()
