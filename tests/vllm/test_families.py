@@ -35,3 +35,8 @@ def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tm
 
 def test_a_kimi_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
     run("kimi_run.py", "kimi_linear", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2"])
+def test_lora_adapters_and_drafts_run_in_one_batch(name: str, tmp_path: Path) -> None:
+    run("lora_run.py", name, tmp_path)
