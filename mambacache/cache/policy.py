@@ -189,11 +189,10 @@ class EvictionOrder:
                     found, most = block, cold
         return found
 
-    def asked(self) -> list[int]:
-        """The blocks that somebody asked for, of each rank those first that go first."""
-        return [
-            block for rank in range(Rank.FIRST, len(Rank)) for each in (self._back, self._idle) for block in each[rank]
-        ]
+    def by_rank(self) -> list[int]:
+        """Return all blocks, of each rank those first that go first; spare blocks come last."""
+        ranks = [*range(Rank.FIRST, len(Rank)), Rank.SPARE]
+        return [block for rank in ranks for each in (self._back, self._idle) for block in each[rank]]
 
     def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
         weights = self._chains.weights
