@@ -47,7 +47,8 @@ class PrefixCache:
             token_ids: integers from 0 on, in a sequence, a numpy array or a tensor.
             salt: requests with different salts share nothing.
             extra_keys: (position, key) pairs; a key enters the hash of its position's block, by its repr (an image).
-            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block.
+            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block. The eight nearest to
+                the prompt's end may evict other states; those of one salt hold at most a quarter of all states.
             read: whether the request may use what is cached.
             store: whether what it computes is cached.
 
