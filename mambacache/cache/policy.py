@@ -51,7 +51,7 @@ class Policy:
 
     def marks(self, named: Iterable[int], prompt_len: int) -> frozenset[int]:
         """Of the positions that a caller named, those that are marks: the nearest to the end of its prompt."""
-        nearest = sorted({*named} - {0}, key=lambda position: abs(position - prompt_len))
+        nearest = sorted({*named} - {0}, key=lambda position: (abs(position - prompt_len), position))
         return frozenset(nearest[: min(MOST_MARKS, self.most_marks)])
 
     def wishes(self, named: Iterable[int], marks: Set[int], junction: int, lengths: Sequence[int]) -> dict[int, Wish]:
