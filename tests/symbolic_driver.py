@@ -370,17 +370,20 @@ class CheckedCache(PrefixCache):
         """A state that was asked for where a step ends is cached, unless the budget of cached states is used up."""
         stores = life.request.store and not life.request.stale
         if stores and end in self._wanted.get(life.number, ()):
-            assert self._prefix(life, end) in self.model.states or self._full(), "a state is not kept"
+            assert self._prefix(life, end) in self.model.states or self._spent(), "a state is not kept"
 
     def _prefix(self, life: Life, position: int) -> Prefix:
         return life.request.salt, life.request.tokens.tobytes()[: position * 4]
 
     def _full(self) -> bool:
         """Whether no state can be added, and none can be evicted for a state that was asked for."""
-        pool, most = self.states, self.config.max_checkpoints
+        return not self._available(self.states) or (self._spent() and not len(self.states.idle))
+
+    def _spent(self) -> bool:
+        """Whether the budget of cached states is used up, or will be once all planned rows have run."""
+        most = self.config.max_checkpoints
         unwritten = sum(len(row.checkpoints) for row in self._books.rows.values() if not row.issue)
-        spent = most is not None and pool.num_committed + unwritten >= most
-        return not self._available(pool) or (spent and not len(pool.idle))
+        return most is not None and self.states.num_committed + unwritten >= most
 
     # --- who computes the same ---
 

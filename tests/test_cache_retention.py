@@ -152,6 +152,16 @@ def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> N
     assert {salt: ranked.count(salt) for salt in ranked} == dict.fromkeys(salts, 12)
 
 
+@pytest.mark.parametrize("position", [64, 128, 320])
+def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
+    """Before the tail, where the prompt leaves another one, and at the tail."""
+    prompt = [*text(150, 1), *text(200, 2)]
+    d = run([Job(text(200, 1), 1)], num_state_blocks=20)
+    resume(d, Job(prompt, 1, marks=(position,)))
+    block = d.cache.states.lookup(d.cache._books.chain(array("i", prompt), "", {})[position // 64])
+    assert block is not None and d.cache.states.rank[block] is Rank.SECOND
+
+
 def test_a_mark_takes_a_state_that_is_cached_already() -> None:
     """The second prompt names the tail of the first; the third goes on from the second, and so demotes that tail."""
     first, said = text(150), [answer(text(150), 70, attention=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import IntEnum
+from heapq import nsmallest
 from math import inf
 
 from mambacache.cache.chains import Chains, Rank
@@ -24,7 +25,7 @@ MOST_MARKS = 8
 """Marks of one request, at most."""
 
 SHARE_OF_MARKS = 4
-"""The marks of one salt hold one state in so many, at most."""
+"""The marks of one salt hold a quarter of the states, at most."""
 
 
 class Policy:
@@ -50,18 +51,18 @@ class Policy:
         return max(self.max_checkpoints // SHARE_OF_MARKS, 1)
 
     def marks(self, named: Iterable[int], prompt_len: int) -> frozenset[int]:
-        """Of the positions that a caller named, those that are marks: the nearest to the end of its prompt."""
-        nearest = sorted({*named} - {0}, key=lambda position: (abs(position - prompt_len), position))
-        return frozenset(nearest[: min(MOST_MARKS, self.most_marks)])
+        """Return the marks among the positions that a caller named: the nearest to the end of its prompt."""
+        most = min(MOST_MARKS, self.most_marks)
+        return frozenset(nsmallest(most, {*named} - {0}, key=lambda position: (abs(position - prompt_len), position)))
 
     def wishes(self, named: Iterable[int], marks: Set[int], junction: int, lengths: Sequence[int]) -> dict[int, Wish]:
         """Return the positions that a request wishes for when its life begins.
 
         Args:
-            named: the positions that its caller named; of those behind its tokens only marks count.
-            marks: those among them that are marks.
-            junction: where it leaves the prompts of others; 0 for nowhere.
-            lengths: of its prompt, and of all its tokens at admission: each has a tail.
+            named: the positions that its caller named. Behind its tokens only marks count.
+            marks: the marks among these positions.
+            junction: the position where it leaves the prompts of others; 0 for none.
+            lengths: the lengths of its prompt and of all its tokens at admission; each has a tail.
         """
         inside = [position for position in named if position < lengths[-1] and position not in marks]
         wishes = dict.fromkeys(inside, Wish.INTERVAL) | dict.fromkeys(marks, Wish.MARKED)
@@ -96,7 +97,7 @@ class Policy:
         return wish is not None and wish is not Wish.INTERVAL
 
     def rank(self, wish: Wish | None, rank: Rank) -> Rank:
-        """Return the rank of a state in a chain of this rank; a mark has one more, as long as `Marks` holds it."""
+        """Return the rank of a state in a chain of this rank. `States` raises it for a mark."""
         if not self.asked(wish):
             return Rank.SPARE
         return max(rank, Rank.SECOND) if wish in (Wish.PROMISED, Wish.JUNCTION) else rank
@@ -123,7 +124,7 @@ class Marks:
         """Note a mark, whose state would have this rank without it.
 
         Returns:
-            The hash of the state that is no mark from now on, and the rank that it has without it; None for none.
+            The hash of the state that lost its mark for it, and its rank without a mark; None if no state did.
         """
         marks = self._salts.setdefault(salt, OrderedDict())
         self._salts.move_to_end(salt)
@@ -143,7 +144,7 @@ class Marks:
         return block_hash in self._salts.get(salt, ())
 
     def hit(self, salt: str, block_hash: bytes) -> None:
-        """A state was hit: if it is a mark, it ranks no lower than others that were hit once it is none."""
+        """A state was hit. If it is a mark, it ranks as SECOND even after it loses its mark."""
         if self.has(salt, block_hash):
             self._salts[salt][block_hash] = max(self._salts[salt][block_hash], Rank.SECOND)
 
