@@ -136,6 +136,9 @@ class FiledCache(TieredCache):
         super().check_contents()
         self.files.check()
 
+    def _filed(self) -> list[tuple[str, bytes]]:
+        return [key for key, file in self.files.kept.items() if file[0] or not self.config.strict_reuse]
+
     def flush(self) -> int:
         """As an engine does that is closed; how many transfers that took."""
         count = 0

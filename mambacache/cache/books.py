@@ -147,7 +147,10 @@ class Books:
             request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
         at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
         junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
-        life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
+        life.marks = self._policy.marks(request.marks, request.prompt_len)
+        lengths = request.prompt_len, life.prefill_end
+        life.wishes = self._policy.wishes(request.marks, life.marks, junction, lengths)
+        self.states.mark(life, found.coverage * self._config.block_size)
         ceiling = hit.num_tokens + sum(hit.losses.values())
         life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses, *request.loaded(found.hit))
         request.loads_anew()

@@ -172,6 +172,12 @@ class BlockPool:
             self.idle.add(block, rank)
         self.rank[block], self._useless[block] = rank, False
 
+    def lower(self, block: int, rank: Rank) -> None:
+        """Give a COMMITTED block that was not demoted a lower rank, which is no use of it."""
+        if not self.references[block]:
+            self.idle.put_back(block, rank, self.idle.remove(block, self.rank[block]))
+        self.rank[block] = rank
+
     def restore(self, block_hash: bytes, rank: Rank) -> bool:
         """Takes back `demote` of the COMMITTED block of a hash; False if there is none."""
         block = self._blocks.get(block_hash)

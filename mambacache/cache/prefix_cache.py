@@ -56,7 +56,8 @@ class PrefixCache:
             salt: requests with different salts share nothing.
             extra_keys: (position, key) pairs, as for an image. A key enters the hash of its position's block. It is a
                 str, bytes, an int, or a tuple of these.
-            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block.
+            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block. The eight nearest to
+                the prompt's end may evict other states; those of one salt hold at most a quarter of all states.
             read: whether the request may use what is cached.
             store: whether what it computes is cached.
 

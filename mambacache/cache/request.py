@@ -105,6 +105,7 @@ class Life:
     written: int = 0  # blocks up to here are computed; those up to `announced` are known to `Lookup`
     announced: int = 0
     wishes: dict[int, Wish] = field(default_factory=dict)
+    marks: frozenset[int] = frozenset()  # positions that the caller named, as far as they are marks
     pending: list[Commit] = field(default_factory=list)  # in order
     checkpoint: tuple[int, bytes] | None = None  # the last state committed where a step ended, and its hash
     row: Row | None = None  # allocated and not issued

@@ -91,6 +91,8 @@ class Tier:
             self._copy_out(min(self._limits()))
         if self._unwritten and not to_files:
             self._write_out()
+        if flush and not self.moves:
+            self._unflushed, self._lacked = None, {}  # a later flush looks at all states again
         return tuple([move.transfer for move in self.moves.values()])
 
     def _moving(self, files: bool) -> bool:
@@ -124,7 +126,7 @@ class Tier:
         else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
         begun; a state is left alone once that does not help."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
-        self._unflushed = states.idle.asked() if self._unflushed is None else self._unflushed
+        self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
             state = self._unflushed.pop(0)
             if states.hashes[state] is None:
