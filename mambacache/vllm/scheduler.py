@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -29,6 +30,11 @@ FINISHED = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
+
+
+def _salt(request: Any) -> str:
+    """Returns all keys that vLLM's block hashes contain beside tokens and images: adapter, adapter path, cache salt."""
+    return repr(generate_block_hash_extra_keys(request, 0, 0, 0)[0])  # an empty block at 0 overlaps no image
 
 
 class Mixin:
@@ -96,12 +102,11 @@ class Mixin:
             if name not in self.requests:
                 return
         elif name not in self.requests:
-            lora = request.lora_request.lora_name if request.lora_request else ""
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
             self.states.add(
                 name,
                 request.prompt_token_ids,
-                salt=repr((request.cache_salt, lora)),
+                salt=_salt(request),
                 extra_keys=media,
                 read=self._caching and not request.skip_reading_prefix_cache,
             )

@@ -329,6 +329,7 @@ class Simulation:
         *,
         salt: str = "",
         lora: str = "",
+        lora_path: str = "nowhere",
         images: dict[int, str] | None = None,
         priority: int = 0,
         resumable: bool = False,
@@ -336,7 +337,8 @@ class Simulation:
     ) -> None:
         """`images` are identifiers by position."""
         given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
-        adapter = LoRARequest(lora_name=lora, lora_int_id=1 + sum(lora.encode()), lora_path="nowhere") if lora else None
+        number = 1 + sum(lora.encode())
+        adapter = LoRARequest(lora_name=lora, lora_int_id=number, lora_path=lora_path) if lora else None
         media = [
             MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=position, length=IMAGE))
             for position, identifier in (images or {}).items()
