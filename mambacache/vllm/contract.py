@@ -38,11 +38,24 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "Scheduler.schedule": ("self throttle_prefills",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
     },
-    "v1/request.py": {"Request.all_token_ids": ("",), "Request.num_computed_tokens": ("",)},
+    "v1/request.py": {
+        "Request.all_token_ids": ("",),
+        "Request.num_computed_tokens": ("",),
+        "Request.block_hashes": ("",),
+        "Request.is_finished": ("self",),
+    },
+    "v1/core/block_pool.py": {
+        "BlockPool.hash_block_size": ("",),
+        "BlockPool.get_cached_block": ("self block_hash kv_cache_group_ids",),
+        "BlockPool._emit_block_removed_events": ("self block_hashes",),
+        "BlockPool._insert_block_hash": ("self block_hash_with_group_id block num_tokens",),
+    },
     "v1/core/kv_cache_utils.py": {
+        "get_block_hash": ("key",),
         "generate_block_hash_extra_keys": ("request start_token_idx end_token_idx start_mm_idx",),
     },
     "v1/core/kv_cache_manager.py": {
+        "KVCacheManager.block_pool": ("",),
         "KVCacheManager.allocate_slots": (
             "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens"
             " num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks"
@@ -148,6 +161,7 @@ def _signatures(path: Path) -> dict[str, str]:
 
 def _fields(init: ast.FunctionDef) -> list[str]:
     assigned = [each for node in ast.walk(init) if isinstance(node, ast.Assign) for each in node.targets]
+    assigned += [node.target for node in ast.walk(init) if isinstance(node, ast.AnnAssign)]
     return [each.attr for each in assigned if isinstance(each, ast.Attribute)]
 
 
