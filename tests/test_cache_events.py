@@ -114,6 +114,23 @@ def test_states_whose_kv_the_host_lost_go_first(held: bool) -> None:
     all_free(cache)
 
 
+def test_a_state_keeps_its_place_if_the_host_has_its_kv_again() -> None:
+    cache = watched(num_kv_blocks=0, num_state_blocks=5)
+    for name in "abc":
+        cache.add(name, text(70, ord(name)))
+        assert isinstance(cache.admit(name, kv_tokens=0), Hit)
+        run_step(cache, name, 70, 1)
+        cache.free(name, finished=True)
+    hashes = {event.request_id: event.block_hash for event in cache.take_events()}
+    cache.kv_evicted([hashes["a"], hashes["c"]])
+    cache.kv_stored([bytes(16), hashes["a"], hashes["b"]])
+    for i in range(5):
+        cache.add(str(i), text(20, i))
+        assert isinstance(cache.admit(str(i), kv_tokens=0), Hit)
+    assert [event.block_hash for event in cache.take_events()] == [hashes[name] for name in "cba"]
+    all_free(cache)
+
+
 def test_a_prompt_that_is_used_again_outlives_others_in_a_small_record() -> None:
     cache = watched(record_tokens=1000, num_kv_blocks=64)
     for i in (0, 1, 2, 0, 3):

@@ -353,6 +353,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("report", {"request_id": "decodes"}),
     ("block_row", {"request_id": "decodes"}),
     ("kv_evicted", {"hashes": []}),
+    ("kv_stored", {"hashes": []}),
 ]  # fmt: skip
 
 
@@ -399,7 +400,7 @@ def test_positions_that_a_request_does_not_have_are_refused(value: Any) -> None:
     all_free(cache)
 
 
-@pytest.mark.parametrize("method", ["kv_evicted", "invalidate"])
+@pytest.mark.parametrize("method", ["kv_evicted", "kv_stored", "invalidate"])
 @pytest.mark.parametrize("hashes", [[[1]], ["text"], [None], [array("B", b"12")], 5])
 def test_hashes_that_are_no_bytes_are_refused(method: str, hashes: Any) -> None:
     cache = watched()

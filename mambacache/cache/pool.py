@@ -53,6 +53,7 @@ class BlockPool:
         self.exact = [False] * num_ids
         self.rank = [Rank.SPARE] * num_ids
         self._useless = [False] * num_ids  # goes first once it has no references
+        self._rank_before = [Rank.SPARE] * num_ids  # the rank of a useless block before `demote`
         self.born = [0] * num_ids  # number of the issue that wrote a COMMITTED block
         self.writer = [0] * num_ids  # number of the request that wrote it; 0 for a block from an earlier process
 
@@ -178,11 +179,15 @@ class BlockPool:
             self.idle.put_back(block, rank, self.idle.remove(block, self.rank[block]))
         self.rank[block] = rank
 
-    def restore(self, block_hash: bytes, rank: Rank) -> bool:
-        """Takes back `demote` of the COMMITTED block of a hash; False if there is none."""
+    def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
+        """Take back `demote` of the COMMITTED block of a hash, and return whether there is such a block.
+
+        Args:
+            rank: the block's rank from now on; None for its rank before `demote`.
+        """
         block = self._blocks.get(block_hash)
         if block is not None and self._useless[block]:
-            self.promote(block, rank)
+            self.promote(block, self._rank_before[block] if rank is None else rank)
         return block is not None
 
     def demote(self, block: int) -> None:
@@ -192,6 +197,7 @@ class BlockPool:
         if not self.references[block]:
             self.idle.remove(block, self.rank[block])
             self.idle.put_first(block)
+        self._rank_before[block] = self.rank[block]
         self.rank[block], self._useless[block] = Rank.SPARE, True
 
     def evict(self, asked: bool = True) -> bool:

@@ -377,6 +377,17 @@ class PrefixCache:
             for block in filter(None, map(books.pool.lookup, gone)):
                 books.pool.demote(block)
 
+    def kv_stored(self, hashes: Iterable[bytes]) -> None:
+        """The host has the KV of these blocks again: takes back `kv_evicted`.
+
+        Raises:
+            ValueError: a hash is not of type bytes.
+        """
+        back = prefix_hashes(hashes)
+        with self._books as books:
+            for block_hash in back:
+                books.pool.restore(block_hash)
+
     def reset(self) -> None:
         """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""
         with self._books as books:

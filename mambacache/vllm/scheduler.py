@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -16,6 +18,7 @@ from mambacache.config import CacheConfig
 from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
 from mambacache.vllm.config import PAGES, is_cpu
+from mambacache.vllm.kv_watch import KVWatch
 from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
@@ -29,6 +32,11 @@ FINISHED = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
+
+
+def _salt(request: Any) -> str:
+    """Returns all keys that vLLM's block hashes contain beside tokens and images: adapter, adapter path, cache salt."""
+    return repr(generate_block_hash_extra_keys(request, 0, 0, 0)[0])  # an empty block at 0 overlaps no image
 
 
 class Mixin:
@@ -74,6 +82,8 @@ class Mixin:
         self._asked: dict[int, list[bytes]] = {}  # their hashes, by the identity of the output that asks
         self._reported = time.monotonic()
         self._counters = Counters(self.vllm_config) if self.log_stats else None
+        watched = self._caching and self._has_attention
+        self._watch = KVWatch(self.states, self.kv_cache_manager.block_pool, len(groups)) if watched else None
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
@@ -96,12 +106,11 @@ class Mixin:
             if name not in self.requests:
                 return
         elif name not in self.requests:
-            lora = request.lora_request.lora_name if request.lora_request else ""
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
             self.states.add(
                 name,
                 request.prompt_token_ids,
-                salt=repr((request.cache_salt, lora)),
+                salt=_salt(request),
                 extra_keys=media,
                 read=self._caching and not request.skip_reading_prefix_cache,
             )
@@ -242,6 +251,8 @@ class Mixin:
             self._tell(self.requests[name])
         rows = self.states.plan_rows(steps)
         self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
+        if self._watch is not None:
+            self._watch.follow(self.requests)
         self._step += 1
         if scheduled:
             self._steps_out[id(output)] = list(rows)
@@ -272,6 +283,8 @@ class Mixin:
             self.states.accept(rows, sampled, not_finite=not_finite)
             for request in gone:
                 self._free(request)
+            if self._watch is not None:
+                self._watch.follow(ChainMap(ended, self.requests))
             self._report()
 
     # --- logits that are NaN: vLLM counts them with VLLM_COMPUTE_NANS_IN_LOGITS=1 ---
