@@ -172,11 +172,11 @@ def test_what_the_cache_knows_of_requests() -> None:
     cache.add("a", text(20, 1))
     assert (cache.request_ids, cache.knows("a"), cache.knows("c"), cache.runs("a")) == (["b", "a"], True, False, False)
     cache.admit("a")
-    assert cache.runs("a") and cache.progress("a") == (0, 20, 0)
+    assert cache.runs("a") and cache.progress("a") == (0, 20, 0, 0)
     steps = under_way(cache, "issued", 20)
-    assert cache.progress("a") == (20, 20, 1)
+    assert cache.progress("a") == (20, 20, 1, 0)
     cache.accept(steps, {"a": [3]})
-    assert cache.progress("a") == (20, 20, 0) and list(cache.tokens("a")) == [*text(20, 1), 3]
+    assert cache.progress("a") == (20, 20, 0, 20) and list(cache.tokens("a")) == [*text(20, 1), 3]
     cache.free("a", finished=True)
     assert cache.request_ids == ["b"]
     all_free(cache)
