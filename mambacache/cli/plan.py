@@ -41,9 +41,9 @@ def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
     model, weights, note = _load(config, device)
     kind = "CPU" if device == "cpu" else "GPU"
     place = f"this machine's {kind}" if args.memory is None else f"a {kind} with {args.memory:,} bytes"
-    print(f"{'planned for':<28}{place}, weights in {_dtype(model)} (--device, --memory and --dtype change that)")
+    lines = [f"{'planned for':<28}{place}, weights in {_dtype(model)} (--device, --memory and --dtype change that)"]
     if note:
-        print(note)
+        lines.append(note)
     free = sizing.free_memory(device) if args.memory is None else args.memory
     total = sizing.total_memory(device) if args.memory is None else free
     drafting = draft_config(config)
@@ -54,10 +54,13 @@ def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
             memory = sizing.plan_memory(drafting, draft_model, int(DRAFT_SHARE * usable)).device_bytes
         except ValueError as error:
             raise ValueError(f"speculative is {str(config.speculative)!r}: {error}") from error
-        print(f"{'draft model':<28}{taken:,} bytes of weights, {memory:,} of states and KV: counted as weights below")
+        lines.append(
+            f"{'draft model':<28}{taken:,} bytes of weights, {memory:,} of states and KV: counted as weights below"
+        )
         weights += taken + memory
     usable = sizing.usable_memory(config, weights, total, free - weights)
-    print(sizing.describe(config, model, sizing.plan_memory(config, model, usable), weights, usable))
+    lines.append(sizing.describe(config, model, sizing.plan_memory(config, model, usable), weights, usable))
+    print("\n".join(lines))
 
 
 def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
