@@ -1,4 +1,4 @@
-"""Logits that are NaN, in vLLM with the plugin: `python nan_run.py _ DIRECTORY [ahead]`.
+"""Logits that are NaN, in vLLM with the plugin: `python nan_run.py _ DIRECTORY [ahead]`. A GPU serves the recall model.
 
 A NaN in an embedding is one bad request; a NaN in a block of a pool is a fault of somebody else.
 """
@@ -9,27 +9,34 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-os.environ["VLLM_COMPUTE_NANS_IN_LOGITS"] = "1"
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "MAMBACACHE": "1",
+    "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 
 import torch
-from family_run import OPTIONS  # sets the environment
-from request_run import MODEL, greedy, schedule_ahead
-from vllm import LLM
+from vllm import SamplingParams
 from watched import LAST_ANSWER
 
 from engine_driver import Original, tokens_of
-from tiny_models import save_tiny_model
 
 BAD = 3
 """The token whose embedding is NaN while a bad request runs."""
+
+VOCABULARY = 136
+"""The smaller vocabulary, which is the recall model's."""
 
 
 class Served:
     """A model that is served, with a hand on its embeddings and pools."""
 
-    def __init__(self, directory: Path) -> None:
-        self.llm = LLM(str(directory), **OPTIONS)
+    def __init__(self, llm: Any, original: Original | None) -> None:
+        self.llm, self.original = llm, original
+        self.answers: dict[tuple[int, ...], Sequence[int]] = {}
         core = self.llm.llm_engine.engine_core.engine_core
         self.states, self.scheduler = core.scheduler.states, core.scheduler
         worker = core.model_executor.driver_worker.worker
@@ -37,13 +44,15 @@ class Served:
         self.embedding = next(
             weight for name, weight in worker.model_runner.model.named_parameters() if "embed_tokens" in name
         ).data
-        self.original = Original(directory)
 
     def ask(self, prompt: Sequence[int], right: bool = True) -> int:
         """Return what a prompt hits, and check its answer where it is to be right."""
-        (output,) = self.llm.generate([{"prompt_token_ids": list(prompt)}], greedy(4), use_tqdm=False)
-        if right:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        (output,) = self.llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
+        if right and self.original is not None:
             self.original.check(prompt, output.outputs[0].token_ids)
+        elif right:
+            assert self.answers.setdefault(tuple(prompt), output.outputs[0].token_ids) == output.outputs[0].token_ids
         self.states.check()
         self.clear_free_pages()
         return int(output.num_cached_tokens)
@@ -69,7 +78,7 @@ class Served:
 
 
 def prompt_of(seed: int, count: int) -> list[int]:
-    return [token + (token == BAD) for token in tokens_of(seed, count)]
+    return [token % VOCABULARY + (token % VOCABULARY == BAD) for token in tokens_of(seed, count)]
 
 
 def a_bad_prompt_leaves_nothing_and_takes_nothing(served: Served) -> None:
@@ -112,12 +121,28 @@ def a_bad_page_of_somebody_else_is_dropped(served: Served) -> None:
     assert served.ask(prompt) == 128
 
 
-def main(directory: Path, ahead: bool) -> None:
+def on_gpu() -> Served:
+    from recall_run import serve
+
+    return Served(serve("default", 1), None)
+
+
+def on_cpu(directory: Path, ahead: bool) -> Served:
+    from family_run import OPTIONS
+    from request_run import MODEL, schedule_ahead
+    from vllm import LLM
+
+    from tiny_models import save_tiny_model
+
     torch._dynamo.config.disable = True
     if ahead:
         schedule_ahead()
     save_tiny_model("qwen3_next_moe", directory, **MODEL)
-    served = Served(directory)
+    return Served(LLM(str(directory), **OPTIONS), Original(directory))
+
+
+def main(directory: Path, ahead: bool) -> None:
+    served = on_gpu() if torch.cuda.is_available() else on_cpu(directory, ahead)
     a_bad_prompt_leaves_nothing_and_takes_nothing(served)
     a_bad_state_of_somebody_else_is_dropped(served)
     a_bad_page_of_somebody_else_is_dropped(served)

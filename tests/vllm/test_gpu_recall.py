@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from watched import FOLDER, LAST_ANSWER, check_end, started, wait_for
+from watched import FOLDER, LAST_ANSWER, check_end, run, started, wait_for
 
 MODES = ("eager", "FULL_DECODE_ONLY", "default")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,3 +39,7 @@ def test_replayed_graphs_leave_the_states_that_eager_steps_leave(states: dict[st
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_give_the_answers_of_one(tmp_path: Path) -> None:
     answer(tmp_path, "FULL_DECODE_ONLY", "2")
+
+
+def test_a_request_with_bad_logits_costs_itself_alone(tmp_path: Path) -> None:
+    run("nan_run.py", "nan", tmp_path)
