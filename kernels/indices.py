@@ -397,7 +397,8 @@ def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str,
     _check_lengths(arrays, {"ancestors": rows * width})
     ancestors, token = arrays["ancestors"].reshape(rows, width), np.arange(width, dtype=np.int32)
     depths = np.bitwise_count(ancestors).astype(np.int32) - 1
-    real = token < arrays["decode_len"][:, None]
+    # A row that `place_decodes` moves may then have more tokens than at its earliest place.
+    real = token < np.maximum(arrays["decode_len"], arrays["late_len"])[:, None]
     for t in range(width):
         others = ancestors[:, t] ^ (1 << t)
         below = others | others >> 1

@@ -5,15 +5,18 @@ KDA has most of this in common: see `op_kda`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from copy import copy
 from functools import partial
 from itertools import product
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from kernel_cases import Inputs, Recurrence, inverse_softplus, random, sums_of_decays
-from mambacache.kernels import StateTensor, gated_delta_rule_log
+from kernel_cases import Inputs, Recurrence, Row, inverse_softplus, plan_arrays, random, sums_of_decays
+from mambacache import kernels
+from mambacache.kernels import StateIndices, StateTensor, gated_delta_rule_log
 
 
 class DeltaRuleOp(Recurrence):
@@ -63,16 +66,19 @@ class DeltaRuleOp(Recurrence):
         g = -self.parameters["A_log"].exp()[:, None] * step
         return q, k, x["v"], g, x["b"].sigmoid() * self.beta_scale
 
-    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def steps(self, inputs: Inputs, S: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the output and the state after every token, in float64."""
         q, k, v, g, beta = self._terms(inputs)
-        outputs, states = torch.zeros_like(v), []
         for t in range(len(q)):
             S = S * g[t, :, None].exp()
             u = beta[t, :, None] * (v[t] - torch.einsum("hvk,hk->hv", S, k[t]))
             S = S + u[:, :, None] * k[t, :, None, :]
-            outputs[t] = torch.einsum("hvk,hk->hv", S, q[t]) / q.shape[-1] ** 0.5
-            states.append(S)
-        return outputs, states
+            yield torch.einsum("hvk,hk->hv", S, q[t]) / q.shape[-1] ** 0.5, S
+
+    def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
+        steps = list(self.steps(inputs, S))
+        outputs = torch.stack([output for output, _ in steps]) if steps else inputs["v"].double()
+        return outputs, [state for _, state in steps]
 
     def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         _, value_width, key_width = self.state_shape
@@ -84,6 +90,52 @@ class DeltaRuleOp(Recurrence):
         u = beta[..., None] * (v - torch.einsum("thvk,thk->thv", before, g.exp() * k))
         raw, sums = inputs["k"].double(), sums_of_decays(g)
         return raw, inverse_norm(raw), u, sums[..., 0] if sums.shape[-1] == 1 else sums
+
+
+class TokenRows:
+    """Prefill rows of equal length, each with a state of its own, whose outputs are compared token by token."""
+
+    def __init__(
+        self, op: DeltaRuleOp, rows: int, inputs: Inputs, scales: tuple[float, ...], device: str, strided: bool = False
+    ) -> None:
+        """Take inputs [rows * length, ...]. The states of rows have these scales in turn."""
+        self.op, self.rows, self.device = op, rows, device
+        self.length = len(inputs["q"]) // rows
+        if strided:
+            widths = [x[0].numel() for x in inputs.values()]
+            wide = torch.cat([x.flatten(1) for x in inputs.values()], dim=1)
+            parts = zip(inputs.items(), wide.split(widths, dim=1), strict=True)
+            inputs = {name: part.unflatten(1, x.shape[1:]) for (name, x), part in parts}
+        self.inputs = {name: x.to(device) for name, x in inputs.items()}
+        sizes = torch.tensor(scales).repeat(rows)[:rows, None, None, None]
+        self.states = (sizes * random(rows, *op.state_shape, seed=7, dtype=torch.float32)).to(device)
+        self.exact = self._exact()
+
+    def _exact(self) -> Tensor:
+        """Return the outputs [tokens, heads, V] of the recurrence in float64, all rows at once as heads of one."""
+        heads = self.op.state_shape[0]
+        every = copy(self.op)
+        every.key_heads, every.value_heads = (count * self.rows for count in (self.op.key_heads, heads))
+        every.parameters = {
+            name: x.to(self.device).repeat(self.rows, *[1] * (x.dim() - 1)) if isinstance(x, Tensor) else x
+            for name, x in self.op.parameters.items()
+        }
+        inputs = {
+            name: x.unflatten(0, (self.rows, self.length)).transpose(0, 1).flatten(1, 2)
+            for name, x in self.inputs.items()
+        }
+        outputs = torch.stack([output for output, _ in every.steps(inputs, self.states.double().flatten(0, 1))])
+        return outputs.unflatten(1, (self.rows, heads)).transpose(0, 1).flatten(0, 1)
+
+    def errors(self, library: ModuleType = kernels, **options: torch.dtype) -> Tensor:
+        """Return the RMS error of each token and head [tokens, heads], relative to the RMS of what is exact."""
+        dst = range(1 + self.rows, 1 + 2 * self.rows)
+        plan = [Row(self.length, src=1 + i, dst=block) for i, block in enumerate(dst)]
+        indices = StateIndices.from_arrays(plan_arrays([], plan), self.device)
+        pool = torch.full((1 + 2 * self.rows, *self.op.state_shape), torch.nan, device=self.device)
+        pool[1 : 1 + self.rows] = self.states
+        error = self.op.run(self.inputs, pool, (), indices, library, **options).double() - self.exact
+        return (error.square().mean(-1) / self.exact.square().mean(-1)).sqrt()
 
 
 def inverse_norm(x: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from functools import partial
 
 import pytest
 import torch
@@ -25,8 +27,11 @@ from gpu_cases import (
     every_case,
     pairwise_cases,
 )
-from kernel_cases import Op, Recurrence
+from kernel_cases import Inputs, Op, Recurrence
 from kernel_ops import EVERY_HARD_CASE, FAMILIES, RULERS
+from mambacache.kernels import reference
+from op_gated_delta_rule import DeltaRuleOp, TokenRows, zero_keys
+from op_kda import KDAOp
 from test_kernels_accuracy import WORST_TOKEN, errors, run_decode, run_prefill
 
 SLACK = 5e-7  # four units in the last place of fp32, which elementary functions alone may lose
@@ -126,3 +131,49 @@ def test_large_inputs(case: Case) -> None:
     for name in LARGE[case.op]:
         batch.inputs[name].mul_(30 if FP16 in case.dtypes else 1e13)
     check(batch, case.dtypes)
+
+
+def small_keys(inputs: Inputs, gate: str) -> None:
+    """Squares of their norms are a hundredth of what is added to these."""
+    inputs["k"] = inputs["k"] * 1e-5
+
+
+def betas_of_one(inputs: Inputs, gate: str) -> None:
+    inputs["b"] = torch.full_like(inputs["b"], 30.0)
+
+
+SPOILED = {"normal": None, "beta 1": betas_of_one, "small keys": small_keys, "zero keys": zero_keys}
+ROWS_OF_BRANCH = {"tiles of 64 rows": (1, 192), "tiles of 128 rows": (40, 64), "persistent": (140, 64)}
+# Relative errors of a token that always pass, for states of ordinary size and for others. KDA rounds the operands of
+# products of two tokens, so that an output is less exact where it is a small difference of such products.
+FLOORS = {"kda": (2**-6, 2**-4), "gated_delta_rule": (2**-7, 2**-7)}
+DELTA_RULES = {"kda": partial(KDAOp, 8, 128, 128), "gated_delta_rule": partial(DeltaRuleOp, 8, 8, 128, 128)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("scales", [(1.0,), (1e20, 1e-30)], ids=["", "scaled states"])
+@pytest.mark.parametrize(("rows", "length"), ROWS_OF_BRANCH.values(), ids=ROWS_OF_BRANCH.keys())
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())
+@pytest.mark.parametrize("op", [make() for make in DELTA_RULES.values()], ids=DELTA_RULES.keys())
+def test_no_token_is_much_worse_than_in_chunks_with_rounded_operands(
+    op: DeltaRuleOp,
+    spoil: Callable[[Inputs, str], None] | None,
+    rows: int,
+    length: int,
+    scales: tuple[float, ...],
+    strided: bool,
+) -> None:
+    """In bf16, for gates without a bias: at most three times the error that the reference has for the same token.
+
+    A token whose key is zero is left out: its output has products with other tokens alone.
+    """
+    op = copy(op)
+    op.spoil = spoil
+    op.parameters = op.parameters | {name: torch.zeros_like(op.parameters[name]) for name in ("A_log", "dt_bias")}
+    inputs = op.inputs(rows * length, BF16)
+    tokens = TokenRows(op, rows, inputs, scales, "cuda", strided)
+    ruler = tokens.errors(reference, operand_dtype=BF16)
+    ratios = tokens.errors() / ruler.clamp(min=FLOORS[op.name][len(scales) - 1])
+    ratios = ratios[inputs["k"].any(-1).to("cuda")]
+    assert ratios.max() <= 3, f"{float(ratios.max()):.1f} times in the worst of {int((ratios > 3).sum())} tokens"

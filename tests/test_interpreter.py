@@ -24,7 +24,7 @@ from gpu_cases import DEVICE, FP16, FP32, NORM_OPTIONS, Batch, Dtypes, Make, Mix
 from kernel_cases import Recurrence, assert_bitwise
 from mambacache.kernels import api, gpu, reference
 from op_conv1d import Conv1dOp
-from op_gated_delta_rule import DeltaRuleOp
+from op_gated_delta_rule import DeltaRuleOp, TokenRows
 from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
@@ -80,6 +80,19 @@ def test_accuracy(make: Make, dtypes: Dtypes) -> None:
     mix = TOKEN_BY_TOKEN if isinstance(op, SelectiveScanOp) else MIX
     for what, (error, _) in errors_and_ruler(Batch(op, mix, dtypes)).items():
         assert error < BOUND[dtypes[0]], what
+
+
+@pytest.mark.parametrize("make", [partial(KDAOp, 2, 32, 16), partial(DeltaRuleOp, 1, 2, 32, 16)], ids=["kda", "gdn"])
+def test_states_of_any_magnitude_leave_every_token_exact(make: Callable[[], DeltaRuleOp]) -> None:
+    """An early token's values may be 1e20 times a late one's: no small factor between them may be lost.
+
+    The floor is what fp32 rounds off sums of log decays near 100.
+    """
+    op = make()
+    for name in ("A_log", "dt_bias"):
+        op.parameters[name].zero_()
+    rows = TokenRows(op, 2, op.inputs(2 * 100, FP32), (1e20, 1e-30), "cpu")
+    assert (rows.errors() <= 3 * rows.errors(reference).clamp(min=2**-16)).all()
 
 
 @pytest.fixture

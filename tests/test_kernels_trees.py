@@ -12,8 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache_calls import allocate, make, run_step, started
 from log_cases import CASES, DEVICE, SOURCES, Case
-from mambacache.kernels import StateIndices, StatePool, StateTensor, api, gpu, keep_paths, paged_attention, reference
+from mambacache.kernels import (
+    StateIndices,
+    StatePool,
+    StateTensor,
+    api,
+    gpu,
+    keep_paths,
+    paged_attention,
+    place_decodes,
+    reference,
+)
+from mambacache.plan import PLACEHOLDER, StepPlan
+from symbolic import text
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
 KERNELS = [gpu] if DEVICE == "cuda" else [reference, gpu]  # these in Triton's interpreter
@@ -151,6 +164,94 @@ def test_a_draft_that_is_no_number_spoils_what_follows_on_it_alone(
             found, wanted = run.step([(0, slot, 3, 7) for slot in (2, 3)], [spoiled, tokens], [tree] * 2)
             others = [token for token in range(len(tree)) if bad not in path_to(tree, token)]
             assert torch.equal(found[others], wanted[others]), (tree, bad)
+
+
+def steps_with_a_tree_and_a_late_row() -> tuple[StepPlan, StepPlan]:
+    """Return a step of request b and the next one of both requests.
+
+    The first step has two drafts at position 29. The second one has a tree at 20, and a row at 30, 31 or 32.
+    """
+    cache = make(max_draft_tokens=7)
+    for request, prompt in (("a", 20), ("b", 29)):
+        started(cache, request, text(prompt, seed=prompt))
+        run_step(cache, request, prompt, sampled=10)
+    first = cache.plan([allocate(cache, "b", 1, drafts=(PLACEHOLDER,) * 2)])
+    cache.issued(first.steps)
+    tree = cache.allocate("a", 1, drafts=(11, 12, 13, 21, 22, 31), parents=(0, 1, 2, 1, 4, 0))
+    assert tree is not None
+    return first, cache.plan([tree, allocate(cache, "b", 1, drafts=(PLACEHOLDER,) * 7)])
+
+
+TREE_BESIDE = [-1, 0, 1, 2, 1, 4, 0]
+
+
+@pytest.mark.parametrize(("start", "fixed"), [(30, False), (31, False), (32, False), (32, True)])
+@pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
+@pytest.mark.parametrize("name", CASES)
+def test_a_tree_and_a_late_row_of_one_plan_give_their_recurrences(
+    name: str, library: ModuleType, start: int, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "backend", lambda x: library)
+    case, dtype = CASES[name](), torch.float32
+    first, second = steps_with_a_tree_and_a_late_row()
+    generator = torch.Generator().manual_seed(start)
+    before = [0.3 * torch.randn(case.state_shape, generator=generator).to(DEVICE) for _ in "ab"]
+    states = torch.full((32, *case.state_shape), torch.nan, device=DEVICE)
+    (a, b), logs = second.steps, StatePool([case.log(dtype, dtype)], 32, DEVICE)
+    states[a.src], states[first.steps[0].src] = before
+    logs.buffer.fill_(255)
+    tokens = [[torch.randn(8, *x, generator=generator).to(DEVICE) for x in case.shapes] for _ in range(3)]
+    earlier, of_tree, of_late = tokens
+
+    def run(plan: StepPlan, starts: list[int], rows: list[list[Tensor]]) -> tuple[StateIndices, Tensor]:
+        count, width = plan.num_decodes, plan.tokens_per_decode
+        if fixed:
+            indices = StateIndices.decode_buffers(4, width, DEVICE).fill(plan.arrays, count)
+        else:
+            indices = StateIndices.from_arrays(plan.arrays, DEVICE)
+        place_decodes(indices, torch.tensor(starts, device=DEVICE))
+        out = torch.full((count * width, *case.width), torch.nan, device=DEVICE)
+        batch = [torch.cat([x[:width] for x in each]) for each in zip(*rows, strict=True)]
+        case.run(batch, states, list(logs.layers[0]), indices, out=out)
+        return indices, out.unflatten(0, (count, width))
+
+    run(first, [29], [earlier])
+    indices, (tree_outputs, late_outputs) = run(second, [20, start], [of_tree, of_late])
+    length = 8 if start == 32 else 32 - start
+    if not fixed:
+        positions = [20, 21, 22, 23, 22, 23, 21, 0, *range(start, start + length), *[0] * (8 - length)]
+        assert indices.positions.tolist() == positions
+    assert (a.start, b.start, int(indices.decode_len[1])) == (20, 30, length)
+
+    def step(state: Tensor, given: list[Tensor], token: int) -> tuple[Tensor, Tensor]:
+        return case.step(state, [x[token].double() for x in given])
+
+    after = {-1: before[0].double()}
+    for token, parent in enumerate(TREE_BESIDE):
+        wanted, after[token] = step(after[parent], of_tree, token)
+        torch.testing.assert_close(tree_outputs[token].double(), wanted, atol=2e-5, rtol=2e-5)
+    state = before[1].double()
+    for token in range(start - 29):
+        state = step(state, earlier, token)[1]
+    for token in range(length):
+        wanted, state = step(state, of_late, token)
+        torch.testing.assert_close(late_outputs[token].double(), wanted, atol=2e-5, rtol=2e-5)
+    assert not late_outputs[length:].any()
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_masks_are_checked_for_the_tokens_that_a_late_row_may_get(late: int) -> None:
+    arrays = {"decode_src": [1], "decode_dst": [2], "decode_len": [1], "late_len": [late], "log_slot": [1]}
+    arrays |= {"log_start": [0], "log_end": [15], "query_start_loc": [4], "ancestors": [1, 3, 5, 0]}
+    given = {name: np.array(x, np.int32) for name, x in arrays.items()}
+    if not late:
+        assert StateIndices.from_arrays(given, "cpu").depths.tolist() == [0]
+        return
+    with pytest.raises(ValueError, match="has a dst or a late_len"):
+        StateIndices.from_arrays(given, "cpu")
+    given["ancestors"] = np.array([1, 0, 0, 0], np.int32)
+    with pytest.raises(ValueError, match="token 1 of a row"):
+        StateIndices.from_arrays(given, "cpu")
 
 
 def test_only_the_kept_entries_of_named_slots_are_moved() -> None:

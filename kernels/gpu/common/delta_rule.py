@@ -59,33 +59,40 @@ def dot(x, y, acc=None):
 
 
 @triton.jit
-def _parts(x, PRECISE: tl.constexpr):
-    """Two fp16 parts that together hold 22 bits of x, or the first alone."""
-    high = x.to(tl.float16)
-    if PRECISE:
+def _parts(x, DTYPE: tl.constexpr):
+    """Return x in bf16, or two parts that together hold 22 bits of it: fp16, or TF32 where the dtype is fp32."""
+    if DTYPE == tl.bfloat16:
+        return (x.to(tl.bfloat16),)
+    elif DTYPE == tl.float16:
+        high = x.to(tl.float16)
         return high, (x - high.to(tl.float32)).to(tl.float16)
     else:
-        return (high,)
+        high = _nearest_tf32(x)
+        return high, x - high
 
 
 @triton.jit
-def _product(x, y, PRECISE: tl.constexpr):
+def _product(x, y):
     """x y in fp32 from the parts of both."""
-    if PRECISE:
-        return tl.dot(x[0], y[0], tl.dot(x[0], y[1], tl.dot(x[1], y[0])))
+    if len(x) == 2:
+        product = tl.dot(x[0], y[1], tl.dot(x[1], y[0], input_precision="tf32"), input_precision="tf32")
+        return tl.dot(x[0], y[0], product, input_precision="tf32")
     else:
         return tl.dot(x[0], y[0])
 
 
 @triton.jit
-def unit_lower_inverse(system, PRECISE: tl.constexpr):
+def unit_lower_inverse(system, DTYPE: tl.constexpr):
     """(1 + system)^-1 [64, 64]; the diagonal of `system` counts as 0, and above it must be zeros.
 
     The system is that of normalised keys and beta <= 2: then no entry of it, of its inverse or of what is formed on the
-    way exceeds 2, so that fp16 serves as the format of operands: its 11 bits where the result is rounded to bf16, twice
-    11 with `PRECISE`. Blocks of 16 on the diagonal are inverted by merging ever larger pairs of blocks, what they leave
-    by forward substitution. (Products of powers of the triangle would be cheaper and wrong: with correlated keys they
-    grow to 1e9 before they cancel.)
+    way exceeds 2. But entries may be of any smaller size and still count, since they multiply what a state of any
+    magnitude leaves. So operands are bf16 or, for fp32, pairs of TF32, whose exponents are fp32's. Pairs of fp16, with
+    their 22 bits in half the time, lose what is below 2^-24.
+
+    Blocks of 16 on the diagonal are inverted by merging ever larger pairs of blocks, what they leave by forward
+    substitution. (Products of powers of the triangle would be cheaper and wrong: with correlated keys they grow to 1e9
+    before they cancel.)
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -96,18 +103,18 @@ def unit_lower_inverse(system, PRECISE: tl.constexpr):
     inverse = tl.where(i == j, 1.0, tl.where(i ^ j == 1, -inner, 0.0))
     for level in tl.static_range(1, 4):
         pairs = tl.where((i ^ j) >> level == 1, inner, 0.0)
-        parts = _parts(inverse, PRECISE)
-        inverse -= _product(parts, _parts(_product(_parts(pairs, PRECISE), parts, PRECISE), PRECISE), PRECISE)
+        parts = _parts(inverse, DTYPE)
+        inverse -= _product(parts, _parts(_product(_parts(pairs, DTYPE), parts), DTYPE))
 
     # With the blocks' inverse D and the rest R of the system: (1 + system)^-1 = D (1 + R D)^-1.
     diagonal = tl.where(on_diagonal, tl.reshape(inverse, [BLOCKS, BLOCK, 1, BLOCK]), 0.0)
-    diagonal = _parts(tl.reshape(diagonal, [CHUNK, CHUNK]), PRECISE)
-    rest = _parts(tl.reshape(tl.where(on_diagonal, 0.0, blocks), [CHUNK, CHUNK]), PRECISE)
-    coupling = _product(rest, diagonal, PRECISE)
+    diagonal = _parts(tl.reshape(diagonal, [CHUNK, CHUNK]), DTYPE)
+    rest = _parts(tl.reshape(tl.where(on_diagonal, 0.0, blocks), [CHUNK, CHUNK]), DTYPE)
+    coupling = _product(rest, diagonal)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     identity = tl.where(row == column, 1.0, 0.0)
     result = identity - coupling  # right in the first two rows of blocks; every round adds one
-    coupling = _parts(coupling, PRECISE)
+    coupling = _parts(coupling, DTYPE)
     for _ in tl.static_range(BLOCKS - 2):
-        result = identity - _product(coupling, _parts(result, PRECISE), PRECISE)
-    return _product(diagonal, _parts(result, PRECISE), PRECISE)
+        result = identity - _product(coupling, _parts(result, DTYPE))
+    return _product(diagonal, _parts(result, DTYPE))

@@ -46,6 +46,13 @@ def wide(x):
     return gl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
+@gluon.jit
+def narrow(x):
+    """fp32 to bf16, after a choice between x and 0: the compiler would make it one by one between rounded ones."""
+    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
 if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit

@@ -5,7 +5,7 @@ column of blocks from the right,
 
     X_j = D_j - sum_{k > j} X_k C_kj
 
-where a warp needs of others nothing but D and C. As in `delta_rule.unit_lower_inverse` no operand exceeds 2.
+where a warp needs of others nothing but D and C. Operands are bf16: see `delta_rule.unit_lower_inverse`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from .chunks import CHUNK
 from .delta_rule import BLOCK
-from .hopper import barrier
+from .hopper import barrier, narrow
 
 WARPS = gl.constexpr(4)
 
@@ -62,21 +62,17 @@ def diagonal(columns, block):
 
 
 @gluon.jit
-def _half(x, PACKED: gl.constexpr):
-    """fp32 to fp16. PACKED takes the half of the instructions; values of a thread must come in pairs."""
-    if PACKED:
-        code: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-        return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2)
-    else:
-        return x.to(gl.float16)
+def _rounded(x, PACKED: gl.constexpr):
+    """fp32 to bf16. PACKED takes the half of the instructions; values of a thread must come in pairs."""
+    return narrow(x) if PACKED else x.to(gl.bfloat16)
 
 
 @gluon.jit
 def _block_products(x, y, PACKED: gl.constexpr):
-    """x y of each of four blocks [64, 16], in fp32 from fp16 operands."""
+    """x y of each of four blocks [64, 16], in fp32 from bf16 operands."""
     BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
-    x = gl.convert_layout(gl.reshape(_half(x, PACKED), [4, BLOCK, BLOCK]), gl.DotOperandLayout(0, BATCH, 2))
-    y_blocks = gl.reshape(_half(y, PACKED), [4, BLOCK, BLOCK])
+    x = gl.convert_layout(gl.reshape(_rounded(x, PACKED), [4, BLOCK, BLOCK]), gl.DotOperandLayout(0, BATCH, 2))
+    y_blocks = gl.reshape(_rounded(y, PACKED), [4, BLOCK, BLOCK])
     y_blocks = gl.convert_layout(y_blocks, gl.DotOperandLayout(1, BATCH, 2))
     product = mma_v2(x, y_blocks, gl.zeros([4, BLOCK, BLOCK], gl.float32, layout=BATCH))
     return gl.convert_layout(gl.reshape(product, [CHUNK, BLOCK]), y.type.layout)
@@ -97,21 +93,21 @@ def unit_lower_inverse(columns, inner, blocks_s, block, i, j, PACKED: gl.constex
         pairs = gl.where((i ^ j) >> level == 1, inner, 0.0)
         D -= _block_products(D, _block_products(pairs, D, PACKED), PACKED)
 
-    blocks_s[3].store(_half(D, PACKED))
+    blocks_s[3].store(_rounded(D, PACKED))
     barrier()
     zeros = gl.zeros([CHUNK, BLOCK], gl.float32, layout=LAYOUT)
     for k in gl.static_range(3):
-        left = gl.convert_layout(_half(columns[k], PACKED), LEFT)
+        left = gl.convert_layout(_rounded(columns[k], PACKED), LEFT)
         C = mma_v2(left, blocks_s[3].slice(k * BLOCK, BLOCK).load(RIGHT), zeros)
-        blocks_s[k].store(_half(-C, PACKED))
+        blocks_s[k].store(_rounded(-C, PACKED))
     barrier()
     X3 = gl.where(block == 3, D, 0.0)
-    left3 = gl.convert_layout(_half(X3, PACKED), LEFT)
+    left3 = gl.convert_layout(_rounded(X3, PACKED), LEFT)
     X2 = mma_v2(left3, blocks_s[2].slice(3 * BLOCK, BLOCK).load(RIGHT), gl.where(block == 2, D, 0.0))
-    left2 = gl.convert_layout(_half(X2, PACKED), LEFT)
+    left2 = gl.convert_layout(_rounded(X2, PACKED), LEFT)
     X1 = mma_v2(left3, blocks_s[1].slice(3 * BLOCK, BLOCK).load(RIGHT), gl.where(block == 1, D, 0.0))
     X1 = mma_v2(left2, blocks_s[1].slice(2 * BLOCK, BLOCK).load(RIGHT), X1)
-    left1 = gl.convert_layout(_half(X1, PACKED), LEFT)
+    left1 = gl.convert_layout(_rounded(X1, PACKED), LEFT)
     X0 = mma_v2(left3, blocks_s[0].slice(3 * BLOCK, BLOCK).load(RIGHT), gl.where(block == 0, D, 0.0))
     X0 = mma_v2(left2, blocks_s[0].slice(2 * BLOCK, BLOCK).load(RIGHT), X0)
     X0 = mma_v2(left1, blocks_s[0].slice(BLOCK, BLOCK).load(RIGHT), X0)

@@ -316,7 +316,7 @@ def _delta_prefill_kernel(
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
     of_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, BLOCK_K], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
-    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], gl.float16)
+    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], BF16)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_tiles = gl.allocate_shared_memory(BF16, [COPIES, CHUNK, BLOCK_K], by_key)
     k_tiles = gl.allocate_shared_memory(BF16, [COPIES, CHUNK, BLOCK_K], by_key)
@@ -326,10 +326,10 @@ def _delta_prefill_kernel(
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * CHUNK], flat)
     totals = gl.allocate_shared_memory(gl.float32, [STAGES, 1], flat)
     blocks_s = (
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
     )
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)

@@ -138,17 +138,17 @@ def _delta_prepare_kernel(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
-    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], gl.float16)
+    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], BF16)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     q_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_K], by_key)
     k_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_K], by_key)
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     # Apart, so that the compiler sees that what is stored is not what is loaded.
     blocks_s = (
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
-        gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
+        gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
     )
     sums_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)

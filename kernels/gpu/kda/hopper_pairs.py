@@ -9,19 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ..common.chunks import CHUNK
 from ..common.delta_rule import BLOCK
-from ..common.hopper import barrier
+from ..common.hopper import barrier, narrow
 from ..common.inverse import rejoined
 
 # The largest log decay of half a span of tokens whose pairs may all meet in its middle, after it or before it: keys of
 # norm 1 are multiplied by its exponential and its inverse.
 MAX_FACTORED_DECAY = gl.constexpr(75.0)
-
-
-@gluon.jit
-def narrow(x):
-    """fp32 to bf16, after a choice between x and 0: the compiler would make it one by one between rounded ones."""
-    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit

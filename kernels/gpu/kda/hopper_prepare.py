@@ -22,6 +22,7 @@ from ..common.hopper import (
     clear_flags,
     copy_tile,
     ends_of_prefills,
+    narrow,
     reinterpret,
     set_flag,
     starts_of_task,
@@ -32,7 +33,7 @@ from ..common.hopper import (
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
 from .hopper_decays import far_sums, halvings, log_decays, near_sums, store_far, store_operands
-from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, narrow, rest
+from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, rest
 
 
 @gluon.jit
@@ -61,18 +62,36 @@ def _gates(b, A_log, dt_bias, t, count, head, STRIDES: gl.constexpr, K: gl.const
 
 
 @gluon.jit
-def _inverse_norms(tiles):
-    """1 / sqrt(|x|^2 + eps) of every row x [4, 16], from the diagonals of x x^T."""
+def _diagonals(blocks):
+    """Return the diagonals of [4, 16, 16], one behind the other [64]."""
+    LAYOUT: gl.constexpr = blocks.type.layout
+    i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    return gl.reshape(gl.sum(gl.where(i == j, blocks, 0.0), axis=2), [CHUNK])
+
+
+@gluon.jit
+def _norms_and_own_scores(q_s, k_s, SCALE: gl.constexpr):
+    """Return SCALE / |q|, 1 / |k| and the product of both with q k of every row, from the diagonals of three products.
+
+    Their operands are the inputs: nothing of a token's product with itself is rounded.
+    """
     BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
-    squares = gl.zeros([4, BLOCK, BLOCK], gl.float32, layout=BATCH)
-    PARTS: gl.constexpr = tiles.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, BATCH, 2)
+    PARTS: gl.constexpr = q_s.shape[0]
+    qq = gl.zeros([4, BLOCK, BLOCK], gl.float32, layout=BATCH)
+    kk, qk = qq, qq
     for part in gl.static_range(PARTS):
-        x = tiles.index(part).reshape([4, BLOCK, tiles.shape[2]])
-        left = x.load(gl.DotOperandLayout(0, BATCH, 2))
-        squares = mma_v2(left, x.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2)), squares)
-    i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
-    j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
-    return gl.rsqrt(gl.sum(gl.where(i == j, squares, 0.0), axis=2) + NORM_EPS)
+        q_rows = q_s.index(part).reshape([4, BLOCK, q_s.shape[2]])
+        k_rows = k_s.index(part).reshape([4, BLOCK, k_s.shape[2]])
+        queries, keys = q_rows.load(LEFT), k_rows.permute((0, 2, 1)).load(RIGHT)
+        qq = mma_v2(queries, q_rows.permute((0, 2, 1)).load(RIGHT), qq)
+        kk = mma_v2(k_rows.load(LEFT), keys, kk)
+        qk = mma_v2(queries, keys, qk)
+    q_norm = gl.rsqrt(_diagonals(qq) + NORM_EPS) * SCALE
+    k_norm = gl.rsqrt(_diagonals(kk) + NORM_EPS)
+    return q_norm, k_norm, _diagonals(qk) * (q_norm * k_norm)
 
 
 @gluon.jit
@@ -153,9 +172,10 @@ def _kda_prepare_kernel(
     OF_COLUMN: gl.constexpr = gl.SliceLayout(0, WIDE)
     LIMIT: gl.constexpr = MAX_FACTORED_DECAY * LOG2_E
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, PART], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
-    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], gl.float16)
+    of_blocks: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK], BF16)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     q_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
@@ -164,10 +184,10 @@ def _kda_prepare_kernel(
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     left_s = tile_s if PART == CHUNK else gl.allocate_shared_memory(BF16, [CHUNK, PART], by_key)
     # Apart, so that the compiler sees that what is stored is not what is loaded.
-    C0_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
-    C1_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
-    C2_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
-    D_s = gl.allocate_shared_memory(gl.float16, [CHUNK, BLOCK], of_blocks)
+    C0_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
+    C1_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
+    C2_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
+    D_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     # Decays are summed up before the inverse takes this room.
     runs_s = reinterpret(C0_s, gl.float32, [RUNS, PART], plain)
     starts_s = reinterpret(C1_s, gl.float32, [RUNS, PART], plain)
@@ -178,6 +198,7 @@ def _kda_prepare_kernel(
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
+    own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     inputs_s, halves_s = (q_s, k_s, g_s), (first_s, second_s)
     quarters_s, norms_s = (middle_of_first_s, middle_of_second_s), (q_norms_s, k_norms_s)
     sources = q, k, g
@@ -207,8 +228,10 @@ def _kda_prepare_kernel(
         betas_s.store(1 / (1 + gl.exp(-beta.to(gl.float32))))
         async_copy.wait_group(0)
         barrier()
-        q_norms_s.store(gl.reshape(_inverse_norms(q_s), [CHUNK]) * K**-0.5)
-        k_norms_s.store(gl.reshape(_inverse_norms(k_s), [CHUNK]))
+        q_norm, k_norm, own_scores = _norms_and_own_scores(q_s, k_s, K**-0.5)
+        q_norms_s.store(q_norm)
+        k_norms_s.store(k_norm)
+        own_s.store(own_scores)
         place = head.to(gl.int64) * num_tokens + t
         operand = operands + place * K
         total = totals + task.to(gl.int64) * K
@@ -284,6 +307,9 @@ def _kda_prepare_kernel(
         tile_s.store(inverse.to(BF16))
         barrier()
         gl.store(tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
+        # Over what other threads have stored above, several barriers ago.
+        step = gl.arange(0, CHUNK, layout=FLAT)
+        gl.store(score_tile + step * (CHUNK + 1), own_s.load(FLAT).to(BF16), mask=step < count)
         set_flag(flags + task)
         task, t, count, head = next_task, next_t, next_count, next_head
     async_copy.wait_group(0)

@@ -157,6 +157,7 @@ def _prepare_kernel(
     g += row * G_STRIDES[0]
     operands += row * K
     qq, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    qk = tl.zeros([CHUNK, CHUNK], tl.float32)
     for first in tl.range(0, K, BLOCK_C, num_stages=1):
         channel = first + tl.arange(0, BLOCK_C)[None, :]
         mask = filled[:, None] & (channel < K)
@@ -164,6 +165,8 @@ def _prepare_kernel(
         keys = tl.load(k + channel, mask=mask, other=0).to(OPERAND)
         qq = dot(queries, tl.trans(queries), qq)
         kk = dot(keys, tl.trans(keys), kk)
+        if not PRECISE:
+            qk = dot(queries, tl.trans(keys), qk)
     q_power, q_norm = _two_factors(inverse_norms(qq) * K**-0.5)
     k_power, k_norm = _two_factors(inverse_norms(kk))
     scores, products = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -188,11 +191,14 @@ def _prepare_kernel(
         scores, products = _add_pair_products(scores, products, queries, keys, parts, LIMIT)
 
     scores *= q_norm[:, None] * k_norm[None, :]
+    if not PRECISE:  # no decay has rounded what a token's product with itself is made of
+        own = qk * (q_power * q_norm)[:, None] * (k_power * k_norm)[None, :]
+        scores = tl.where(row == column, own, scores)
     products *= k_norm[:, None] * (k_norm * beta)[None, :]
     tile = tiles + place * CHUNK + row * CHUNK + column
     stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
     tl.store(tile + tl.cast(num_tokens, tl.int64) * (HEADS * CHUNK), scores.to(OPERAND), mask=stored)
-    inverse = unit_lower_inverse(products, PRECISE) * beta[:, None]
+    inverse = unit_lower_inverse(products, OPERAND) * beta[:, None]
     tl.store(tile, inverse.to(OPERAND), mask=stored)
 
 
