@@ -33,7 +33,7 @@ def register() -> None:
 
     from mambacache.vllm import config, models
 
-    for architecture in models.ARCHITECTURES:
+    for architecture in models.ARCHITECTURES.keys() & ModelRegistry.models.keys():
         ModelRegistry.register_model(architecture, f"mambacache.vllm.models:{architecture}")
         config.hook(architecture, has_attention=architecture not in models.ATTENTION_FREE)
     for architecture, reason in models.LEFT.items():

@@ -103,8 +103,11 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
             _one_page_a_request(vllm_config)
         elif not cache.user_specified_block_size:
             cache.block_size, cache.user_specified_block_size = CHUNK, True
-        if vllm_config.speculative_config is not None and not _may_run_ahead(vllm_config):
+        drafts = vllm_config.speculative_config
+        if drafts is not None and not _may_run_ahead(vllm_config):
             vllm_config.scheduler_config.async_scheduling = False
+        if drafts is not None and getattr(drafts, "disable_lookahead_block_hashes", True):
+            drafts.disable_eagle_block_drop = True  # else the KV block before a state is never hit, nor the state
         vllm_config.scheduler_config.scheduler_cls = SCHEDULER
         vllm_config.parallel_config.worker_cls = WORKER
         metrics.show(vllm_config.instance_id)

@@ -64,7 +64,11 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "AttentionMetadataBuilder.build": ("self common_prefix_len common_attn_metadata fast_build",),
     },
     "v1/kv_cache_interface.py": {"KVCacheSpec.block_size": ("",), "AttentionSpec.tokens_per_state": ("",)},
-    "model_executor/models/registry.py": {"_ModelRegistry.register_model": ("self model_arch model_cls",)},
+    "model_executor/models/registry.py": {
+        "_ModelRegistry.models": ("",),
+        "_ModelRegistry.register_model": ("self model_arch model_cls",),
+    },
+    "config/speculative.py": {"SpeculativeConfig.disable_eagle_block_drop": ("",)},
     "v1/worker/gpu_worker.py": {
         "Worker.load_model": ("self * load_dummy_weights",),
         "Worker.execute_model": ("self scheduler_output",),

@@ -9,21 +9,48 @@ from typing import Any
 from mambacache.vllm.config import PAGES, serves
 
 _MODULES = {
-    "qwen3_next": ["Qwen3NextForCausalLM"],
-    "qwen3_5": ["Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"],
-    "olmo_hybrid": ["OlmoHybridForCausalLM"],
-    "vllm.models.kimi_k3": ["KimiLinearForCausalLM"],
+    "alice_ai": ["AliceAIForCausalLM"],
+    "clef_flash": ["ClefFlashForJointSchema"],
+    "colbert": ["ColBERTLfm2Model"],
+    "colqwen3_5": ["ColQwen3_5"],
     "falcon_h1": ["FalconH1ForCausalLM"],
     "granitemoehybrid": ["GraniteMoeHybridForCausalLM"],
-    "nemotron_h": ["NemotronHForCausalLM"],
-    "zamba2": ["Zamba2ForCausalLM"],
-    "jamba": ["JambaForCausalLM"],
+    "interns2_mobius": ["InternS2MobiusForConditionalGeneration"],
+    "interns2_preview": ["InternS2PreviewForConditionalGeneration"],
+    "jamba": ["JambaForCausalLM", "JambaForSequenceClassification"],
     "lfm2": ["Lfm2ForCausalLM"],
     "lfm2_moe": ["Lfm2MoeForCausalLM"],
+    "lfm2_vl": ["Lfm2VlForConditionalGeneration"],
     "mamba": ["MambaForCausalLM", "FalconMambaForCausalLM"],
     "mamba2": ["Mamba2ForCausalLM"],
+    "minicpm_ocr": ["MiniCPMOcrForConditionalGeneration"],
+    "minicpmv4_6": ["MiniCPMV4_6ForConditionalGeneration"],
+    "minicpmv4_7": ["MiniCPMV4_7ForConditionalGeneration"],
+    "nano_nemotron_vl": [
+        "NemotronH_Nano_VL_V2",
+        "NemotronH_Nano_Omni_Reasoning_V3",
+        "NemotronH_Omni_Reasoning_V3",
+        "NemotronH_Super_Omni_Reasoning_V3",
+    ],
+    "nemotron_h": ["NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"],
+    "olmo_hybrid": ["OlmoHybridForCausalLM"],
+    "qwen3_5": [
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+    ],
+    "qwen3_next": ["Qwen3NextForCausalLM"],
+    "vllm.models.kimi_k3": ["KimiLinearForCausalLM"],
+    "zamba2": ["Zamba2ForCausalLM"],
 }
-_CLASSES = {"FalconMambaForCausalLM": "MambaForCausalLM"}  # where it has not the name of the architecture
+_CLASSES = {  # where a class has another name than its architecture
+    "ColQwen3_5": "ColQwen3_5Model",
+    "FalconMambaForCausalLM": "MambaForCausalLM",
+    "Lfm2VlForConditionalGeneration": "Lfm2VLForConditionalGeneration",
+    **dict.fromkeys(_MODULES["nano_nemotron_vl"], "NemotronH_Nano_VL_V2"),
+    "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
+}
 ARCHITECTURES = {name: module for module, names in _MODULES.items() for name in names}
 ATTENTION_FREE = {*_MODULES["mamba"], *_MODULES["mamba2"]}
 
@@ -34,26 +61,7 @@ _FOREIGN = {
     "KimiK3DeltaAttention": ["KimiK3ForConditionalGeneration"],
     "Qwen4ExpPLELayer": ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"],
 }
-_UNTRIED = {
-    "images": [
-        "InternS2MobiusForConditionalGeneration",
-        "InternS2PreviewForConditionalGeneration",
-        "Lfm2VlForConditionalGeneration",
-        "MiniCPMOcrForConditionalGeneration",
-        "MiniCPMV4_6ForConditionalGeneration",
-        "MiniCPMV4_7ForConditionalGeneration",
-        "NemotronH_Nano_Omni_Reasoning_V3",
-        "NemotronH_Nano_VL_V2",
-        "NemotronH_Omni_Reasoning_V3",
-        "NemotronH_Super_Omni_Reasoning_V3",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-    ],
-    "pooling": ["ClefFlashForJointSchema", "ColBERTLfm2Model", "ColQwen3_5", "JambaForSequenceClassification"],
-    "its kind": ["AliceAIForCausalLM", "NemotronHPuzzleForCausalLM"],
-}
 LEFT = {name: f"its layer {layer} is not ours" for layer, names in _FOREIGN.items() for name in names}
-LEFT |= {name: f"the plugin was not tried with {what}" for what, names in _UNTRIED.items() for name in names}
 """Architectures with recurrent layers that stay vLLM's, and why."""
 
 

@@ -1,5 +1,6 @@
-"""One tiny model served by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`; a NAME that
-ends in "+ngram" has it verify drafts.
+"""One tiny model served by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`.
+
+A NAME that ends in "+ngram" or "+mtp" has it verify drafts, of n-grams or of a layer of its own.
 
 vLLM keeps globals of a model, so that each model has a process of its own.
 """
@@ -12,7 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -25,7 +25,8 @@ os.environ |= {
 }
 
 import torch
-from real_shapes import olmo_weights
+from composite_models import COMPOSITES, QWEN, TEXT_ONLY, add_processor, save_composite
+from real_shapes import add_predictor, olmo_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from watched import LAST_ANSWER
@@ -72,7 +73,11 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "additional_config": {"mambacache": {"num_state_blocks": 64}},
 }
-NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}},
+    "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
+}
 CORES = ("_forward_core", "_forward", "conv_ssm_forward", "forward_impl", "forward_native")
 """The methods that run on all tokens of a step, by layer."""
 
@@ -87,6 +92,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": HEADS,
     "olmo_hybrid_rope": HEADS,
     "nemotron_h": {**NEMOTRON_H, **STEPS},
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
     "zamba2": {"num_key_value_heads": 4, **STEPS},
     "zamba2_adapters": STEPS,
 }
@@ -110,22 +117,19 @@ def let_run_on_a_cpu(name: str) -> None:
             return [each.view(like.shape) for each, like in zip(flat, heads, strict=True)]
 
         RotaryEmbedding.forward = rotate_flat
-    elif name.startswith("qwen3_5"):  # imports torchvision, which must not be installed; so nobody may inspect it apart
-        sys.modules |= dict.fromkeys(
-            ["torchvision", "torchvision.transforms", "torchvision.transforms.v2"], MagicMock()
-        )
-        from vllm import ModelRegistry
-        from vllm.plugins import load_general_plugins
-
-        from mambacache.vllm import models
-
-        load_general_plugins()
-        for architecture in ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"):
-            ModelRegistry.register_model(architecture, getattr(models, architecture))
 
 
-def published(name: str, directory: Path) -> Path:
-    """A checkpoint with its weights under the names that vLLM looks for."""
+def save(name: str, directory: Path) -> Path:
+    """Saves a model for transformers, and gives the folder of the same weights as vLLM looks for them."""
+    if name in COMPOSITES:
+        return save_composite(name, directory, **CHANGES.get(COMPOSITES[name].text, {}))
+    kind = name.removesuffix("_puzzle")
+    save_tiny_model(kind, directory, **CHANGES.get(kind, {}))
+    if kind != name:
+        path = directory / "config.json"
+        path.write_text(path.read_text().replace("NemotronHForCausalLM", "NemotronHPuzzleForCausalLM"))
+    if name == "qwen3_5":
+        add_processor(directory)
     if not name.startswith("olmo_hybrid"):
         return directory
     weights = olmo_weights(load_file(directory / "model.safetensors"))
@@ -133,6 +137,13 @@ def published(name: str, directory: Path) -> Path:
     AutoConfig.from_pretrained(directory).save_pretrained(served)
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
     return served
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """vLLM's, beside `OPTIONS`: of two Qwen3.5 one has its vision tower."""
+    if name in COMPOSITES:
+        return COMPOSITES[name].options
+    return {"qwen3_5": {"skip_tokenizer_init": False}, "qwen3_5_moe": TEXT_ONLY}.get(name, {})
 
 
 def pad(layer: Any) -> Callable[[], None]:
@@ -176,26 +187,26 @@ def count_drafts(states: Any) -> dict[str, int]:
     return counts
 
 
-def draft_from(answers: dict[tuple[int, ...], list[int]], runner: Any) -> None:
-    """Has vLLM draft what these prompts were answered, now and then with a token of it wrong."""
-    rng = random.Random(0)
+def draft_from(answers: dict[tuple[int, ...], list[int]], scheduler: Any) -> None:
+    """Has the drafts be what these prompts were answered, now and then with a token of it wrong."""
+    rng, update = random.Random(0), scheduler.update_draft_token_ids
 
-    def propose(
-        most: int, sampled: list[list[int]], lengths: Any, tokens: Any, *args: Any, **kwargs: Any
-    ) -> list[list[int]]:
-        guesses = []
-        for i, given in enumerate(sampled):
-            known = tuple(tokens[i, : lengths[i]].tolist())
-            rest = [
-                answer[len(known) - len(prompt) :]
-                for prompt, answer in answers.items()
-                if known[: len(prompt)] == prompt
-            ]
-            guess = [token if rng.random() < 0.8 else 1 for token in rest[-1][: rng.randint(0, most)]]
-            guesses.append(guess if given else [])
-        return guesses
+    def guess(name: str, drafts: list[int]) -> list[int]:
+        known = tuple(scheduler.requests[name].all_token_ids)
+        rest = [
+            answer[len(known) - len(prompt) :] for prompt, answer in answers.items() if known[: len(prompt)] == prompt
+        ]
+        return [token if rng.random() < 0.8 else 1 for token in rest[-1][: rng.randint(0, len(drafts))]]
 
-    runner.drafter.propose = propose
+    def replaced(drafts: Any) -> None:
+        known = [name in scheduler.requests for name in drafts.req_ids]
+        drafts.draft_token_ids = [
+            guess(name, guesses) if there else guesses
+            for name, guesses, there in zip(drafts.req_ids, drafts.draft_token_ids, known, strict=True)
+        ]
+        update(drafts)
+
+    scheduler.update_draft_token_ids = replaced
 
 
 def check(original: Original, outputs: list[Any], hits: list[int]) -> None:
@@ -212,8 +223,10 @@ def main(name: str, directory: Path) -> None:
 
     name, _, drafts = name.partition("+")
     let_run_on_a_cpu(name)
-    save_tiny_model(name, directory, **CHANGES.get(name, {}))
-    llm = LLM(str(published(name, directory)), **OPTIONS | (NGRAM if drafts else {}))
+    served = save(name, directory)
+    if drafts == "mtp":
+        add_predictor(served, large=1.0)
+    llm = LLM(str(served), **OPTIONS | options_of(name) | DRAFTS[drafts])
     params = SamplingParams(temperature=0, max_tokens=24 if drafts else 8, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
     counts = count_drafts(core.scheduler.states)
@@ -225,7 +238,7 @@ def main(name: str, directory: Path) -> None:
         check(original, outputs, hits)
         if drafts:
             answers = [list(output.outputs[0].token_ids) for output in outputs]
-            draft_from(dict(zip(map(tuple, PROMPTS), answers, strict=True)), runner)
+            draft_from(dict(zip(map(tuple, PROMPTS), answers, strict=True)), core.scheduler)
     for dummy in dummies:
         dummy()
     assert not drafts or min(counts.values()) > 20, counts

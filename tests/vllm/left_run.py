@@ -13,25 +13,28 @@ from unittest.mock import patch
 
 from family_run import CHANGES  # sets the environment
 from transformers import AutoConfig
+from vllm import ModelRegistry
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.jamba import JambaForCausalLM
 from vllm.model_executor.models.utils import init_vllm_registered_model
 from watched import LAST_ANSWER
 
+from mambacache.vllm.config import hook_left
 from mambacache.vllm.layers.mamba import Mamba1
 from mambacache.vllm.log import logger
 from tiny_models import save_tiny_model
 
-SERVED, LEFT = "JambaForCausalLM", "JambaForSequenceClassification"
+SERVED, LEFT = "JambaForCausalLM", "LeftForCausalLM"
 
 
 def configure(directory: Path, architecture: str) -> tuple[VllmConfig, list[str]]:
     """As for `vllm serve`; and what the plugin's log says of it."""
-    names = {"architectures": [architecture], "num_labels": 2}
+    names = {"architectures": [architecture]}
     arguments = EngineArgs(
         str(directory), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, hf_overrides=names
     )
@@ -62,8 +65,10 @@ def main(name: str, directory: Path) -> None:
     save_tiny_model(name, directory, **CHANGES[name])
     served, said = configure(directory, SERVED)
     assert said == [f"mambacache serves the recurrent states of {SERVED}; MAMBACACHE=0 leaves them to vLLM"]
+    ModelRegistry.register_model(LEFT, JambaForCausalLM)
+    hook_left(LEFT, "a test wants it so")
     left, said = configure(directory, LEFT)
-    assert said == [f"mambacache leaves {LEFT} to vLLM: the plugin was not tried with pooling"]
+    assert said == [f"mambacache leaves {LEFT} to vLLM: a test wants it so"]
     assert left.scheduler_config.scheduler_cls is None and "mambacache" not in left.parallel_config.worker_cls
     assert left.model_config.is_hybrid and left.cache_config.mamba_block_size
     with set_current_vllm_config(served):

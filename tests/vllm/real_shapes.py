@@ -16,11 +16,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from tiny_models import randomize
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "checkpoint_configs.json").read_text())
+PUBLISHED["Qwen3.5-9B (text part)"] = {"model_type": "qwen3_5_text"}  # the class's own sizes
 VOCABULARY = 512
 LARGE = 8.0  # embeddings, beside what layers add to them
 LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+ROTATION: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    }
 }
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 # vLLM does not clamp step sizes at the smallest as transformers does.
@@ -54,7 +64,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_moe": ("LFM2-8B-A1B", {**CONVOLUTIONS, "num_experts": 8, "num_experts_per_tok": 8}),
     "olmo_hybrid": ("OLMo-Hybrid-7B", LAYERS),
     "falcon_mamba": ("Falcon-Mamba-7B", {"num_hidden_layers": 2}),
+    "qwen3_5": ("Qwen3.5-9B (text part)", {**LAYERS, **ROTATION}),
+    "qwen3_5_moe": (
+        "Qwen3.5-35B-A3B (text part)",
+        {**LAYERS, **ROTATION, "num_experts": 8, "num_experts_per_tok": 8},
+    ),
+    "lfm2_vl": ("LFM2-700M", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
 }
+WITH_IMAGES = {
+    "qwen3_5": {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
+    "qwen3_5_moe": {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"},
+    "lfm2_vl": {
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "model_type": "lfm2_vl",
+        "vision_config": {"model_type": "siglip2_vision_model"},
+    },
+}
+"""The settings of checkpoints whose text part has such layers; vLLM serves them without the rest."""
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -75,19 +101,24 @@ def save(name: str, directory: Path, device: str) -> Path:
     return for_vllm(name, directory)
 
 
-def add_predictor(directory: Path) -> None:
-    """Gives a saved Qwen3-Next a layer that predicts one token more (MTP), which is often right: its output layer reads
-    a token's embedding in the model too, to which the layers of either add little."""
-    path, index = directory / "model.safetensors", config_of("qwen3_next").layer_types.index("full_attention")
+def add_predictor(directory: Path, large: float = LARGE) -> None:
+    """Gives a saved Qwen3-Next or Qwen3.5 a layer that predicts one token more (MTP).
+
+    It is often right where embeddings are large: its output layer reads a token's embedding, as the model's does, and
+    the layers of either add little.
+    """
+    path, settings = directory / "model.safetensors", json.loads((directory / "config.json").read_text())
+    index = settings.get("text_config", settings)["layer_types"].index("full_attention")
     weights = load_file(path)
-    embedding = weights["model.embed_tokens.weight"]
-    embedding *= LARGE
-    mtp = {key.replace(f"model.layers.{index}.", "mtp.layers.0."): each for key, each in weights.items()}
+    prefix = next(key for key in weights if key.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+    embedding = weights[f"{prefix}embed_tokens.weight"]
+    embedding *= large
+    mtp = {key.replace(f"{prefix}layers.{index}.", "mtp.layers.0."): each for key, each in weights.items()}
     weights |= {key: each.clone() for key, each in mtp.items() if key.startswith("mtp.")}
-    as_large = LARGE * torch.eye(embedding.shape[1], dtype=embedding.dtype)
+    as_large = large * torch.eye(embedding.shape[1], dtype=embedding.dtype)
     weights["mtp.fc.weight"] = torch.cat([as_large, torch.zeros_like(as_large)], dim=1)  # of the state it takes nothing
     for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
-        weights[f"mtp.{norm}.weight"] = torch.zeros_like(weights["model.norm.weight"])
+        weights[f"mtp.{norm}.weight"] = torch.zeros_like(weights[f"{prefix}norm.weight"])
     save_file(weights, path, metadata={"format": "pt"})
 
 
@@ -127,14 +158,17 @@ def for_vllm(name: str, directory: Path) -> Path:
         }
         settings = {key: value for key, value in settings.items() if key not in ("layer_types", "mlp_layer_types")}
         weights = {key.replace("layers.0.block_sparse_moe", "layers.0.mlp"): each for key, each in weights.items()}
-    elif name == "lfm2":
+    elif name in ("lfm2", "lfm2_vl"):
         settings |= {"conv_dim": settings["hidden_size"], "block_dim": settings["hidden_size"]}
         settings |= {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
     elif name == "olmo_hybrid":
         weights = olmo_weights(weights)
-    else:
+    elif name not in WITH_IMAGES:
         served.rmdir()
         return directory
+    if name in WITH_IMAGES:
+        settings = {"dtype": "bfloat16", **WITH_IMAGES[name], "text_config": settings}
+        weights = {key.replace("model.", "model.language_model.", 1): each for key, each in weights.items()}
     (served / "config.json").write_text(json.dumps(settings))
     save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
     return served

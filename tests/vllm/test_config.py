@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from simulation import model_config
-from vllm.config import CacheConfig, DeviceConfig, ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -155,6 +162,17 @@ def test_hook_names_scheduler_worker_and_block_size(hooked: list[Any]) -> None:
     assert settled.parallel_config.worker_cls == "mambacache.vllm.worker.StateWorker"
     assert settled.cache_config.block_size == 64
     assert vllm_config(block_size=32).cache_config.block_size == 32
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_no_kv_block_of_a_hit_is_dropped_for_drafts(hooked: list[Any], lookahead: bool) -> None:
+    """vLLM 0.33 needs to drop none while its hashes look ahead; 0.32 would always."""
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
+    looks_ahead = hasattr(drafts, "disable_lookahead_block_hashes") and lookahead
+    if not lookahead and hasattr(drafts, "disable_lookahead_block_hashes"):
+        drafts.disable_lookahead_block_hashes = True
+    settled = vllm_config(speculative_config=drafts)
+    assert settled.speculative_config.disable_eagle_block_drop == (not looks_ahead)
 
 
 def test_a_model_that_is_left_to_vllm_is_named_in_the_log(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,25 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "falcon_mamba",
 )
 CHOSEN = FAMILIES if FULL else FAMILIES[:3]
+WITH_IMAGES = (  # classes, without any in the requests
+    "qwen3_5+mtp",
+    "qwen3_5_moe",
+    "lfm2_vl",
+    "nemotron_nano_vl",
+    "minicpmv4_6",
+    "minicpmv4_7",
+    "interns2_preview",
+    "interns2_mobius",
+)
+OTHER_NAMES = ("nemotron_h_puzzle",)  # of a class
+DRAFTED = ("qwen3_5+ngram", "qwen3_5_moe+mtp") if FULL else ()
 
 
-@pytest.mark.parametrize("name", [*CHOSEN, *(f"{name}+ngram" for name in CHOSEN)])
+@pytest.mark.parametrize("name", [*CHOSEN, *(f"{name}+ngram" for name in CHOSEN), *WITH_IMAGES, *OTHER_NAMES, *DRAFTED])
 def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tmp_path: Path) -> None:
     run("family_run.py", name, tmp_path)
 
 
-def test_a_kimi_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
-    run("kimi_run.py", "kimi_linear", tmp_path)
+@pytest.mark.parametrize("name", ["kimi_linear", "alice_ai"])
+def test_a_kda_layer_gives_what_transformers_gives(name: str, tmp_path: Path) -> None:
+    run("kimi_run.py", name, tmp_path)

@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import asdict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from vllm.model_executor.models.registry import _ModelInfo
 from watched import run
 
 from mambacache.vllm import models
 from mambacache.vllm.config import is_cpu
+from mambacache.vllm.contract import HOOKS, LAYERS
 
 VLLM = Path(find_spec("vllm").origin).parent
 MARKS = {"HasInnerState", "IsHybrid"}
+HIDDEN = {"is_hybrid", "is_attention_free", "has_inner_state"}
+NEWER = {"AliceAIForCausalLM", "ClefFlashForJointSchema", "MiniCPMOcrForConditionalGeneration"}
+"""Architectures that vLLM 0.33 has and 0.32 has not."""
+OF_REGISTERED_PARTS = {
+    name
+    for name, module in models.ARCHITECTURES.items()
+    if module in ("lfm2_vl", "nano_nemotron_vl", "vllm.models.kimi_k3")
+}
+"""Those whose file imports no layers: it asks for another served class by name, or lies elsewhere."""
 
 
+@cache
 def bases() -> dict[str, set[str]]:
     """The bases of all model classes of the installed vLLM, by name; its files are read, since few can be imported."""
     found: dict[str, set[str]] = {}
-    for folder in ("model_executor/models", "models"):
+    for folder in ("model_executor/layers/mamba", "model_executor/models", "models"):
         for path in (VLLM / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     found.setdefault(node.name, set()).update(each.id for each in node.bases if hasattr(each, "id"))
+    return found
+
+
+def imported(module: str, seen: set[str]) -> set[str]:
+    """The names that a file of a model imports, and the files of models that it imports from."""
+    path = VLLM.joinpath(*module.split(".")).with_suffix(".py")
+    if module in seen or not path.exists():
+        return set()
+    seen.add(module)
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {each.name for each in node.names}
+            near = f"{module.rpartition('.')[0]}.{node.module}" if node.level else node.module.removeprefix("vllm.")
+            found |= imported(near, seen) if near.startswith("model_executor.models.") else set()
     return found
 
 
@@ -46,9 +75,35 @@ def test_each_architecture_with_recurrent_layers_is_served_or_left_with_a_reason
 
     found = {architecture for architecture, name in registered().items() if recurrent(name)}
     assert len(found) > 30 and not models.ARCHITECTURES.keys() & models.LEFT.keys()
-    newer = {"AliceAIForCausalLM", "ClefFlashForJointSchema", "MiniCPMOcrForConditionalGeneration"}  # than 0.32
     assert found <= models.ARCHITECTURES.keys() | models.LEFT.keys()
-    assert (models.ARCHITECTURES.keys() | models.LEFT.keys()) - newer <= found
+    assert (models.ARCHITECTURES.keys() | models.LEFT.keys()) - NEWER <= found
+
+
+def test_a_served_class_has_no_recurrent_layer_but_ours() -> None:
+    known = bases()
+    ours = {name.partition(".")[0] for file in HOOKS if file.startswith(LAYERS) for name in HOOKS[file]} - {"MambaBase"}
+
+    def recurrent(name: str) -> bool:
+        return name == "MambaBase" or any(map(recurrent, known.get(name, set()) - {name}))
+
+    layers = {name for name in known if recurrent(name)} - {"MambaBase"}
+    assert ours < layers
+    for name in models.ARCHITECTURES.keys() & registered().keys():
+        found = imported(f"model_executor.models.{models.ARCHITECTURES[name]}", set()) & layers
+        assert found <= ours, (name, found)
+        assert found or name in OF_REGISTERED_PARTS, name
+
+
+@pytest.mark.skipif(not is_cpu(), reason="of the next vLLM there are files alone")
+def test_a_served_class_differs_from_vllms_own_in_three_facts_alone() -> None:
+    served = models.ARCHITECTURES.keys() & registered().keys()
+    assert models.ARCHITECTURES.keys() - served == NEWER
+    for name in served:
+        cls = getattr(models, name)
+        ours, own = (asdict(_ModelInfo.from_model_cls(each)) for each in (cls, cls.__mro__[2]))
+        assert {fact for fact in ours if ours[fact] != own[fact]} <= HIDDEN | {"architecture"}, name
+        assert own["is_hybrid"] or own["is_attention_free"], name
+        assert not any(ours[fact] for fact in HIDDEN), name
 
 
 @pytest.mark.skipif(not is_cpu(), reason="of the next vLLM there are files alone")

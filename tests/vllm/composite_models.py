@@ -1,0 +1,181 @@
+"""Tiny checkpoints of classes whose text part is one of the tiny models, with the names of weights and settings that
+published checkpoints have.
+
+Their own folder holds what transformers loads, and its folder `served` is for vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from tiny_models import VOCABULARY, save_tiny_model
+
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Tokens after those of prompts."""
+TEXT_ONLY = {"language_model_only": True}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+QWEN: dict[str, Any] = {
+    "vocab_size": VOCABULARY + len(MARKS),
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+QWEN_TOKENS = {
+    name: VOCABULARY + place
+    for place, name in enumerate(("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"))
+}
+BANKS = 2
+
+Weights = dict[str, torch.Tensor]
+
+
+class NanoConfig(PreTrainedConfig):
+    """The settings of Nemotron Nano, whose own class comes with its checkpoints."""
+
+    model_type = "NemotronH_Nano_VL_V2"
+
+    def __init__(self, text_config: Any = None, vision_config: Any = None, **kwargs: Any) -> None:
+        self.text_config = AutoConfig.for_model(**text_config) if isinstance(text_config, dict) else text_config
+        self.vision_config = PreTrainedConfig(**vision_config) if isinstance(vision_config, dict) else vision_config
+        super().__init__(**kwargs)
+
+
+AutoConfig.register(NanoConfig.model_type, NanoConfig)
+
+
+def named(layers: str, head: str) -> Callable[[Weights], Weights]:
+    """A function that puts these prefixes in place of `model.` and `lm_head.`."""
+    return lambda weights: {
+        layers + key.removeprefix("model.") if key.startswith("model.") else head + key.removeprefix("lm_head."): weight
+        for key, weight in weights.items()
+    }
+
+
+def bank_of(key: str) -> str | None:
+    """The name under which Intern-S2-Mobius has a weight that layers share."""
+    layer, _, rest = key.removeprefix("model.layers.").partition(".mlp.")
+    return f"model.meta_mlp.{int(layer) % BANKS}.{rest}" if rest.startswith(("gate.", "experts.")) else None
+
+
+def as_banks(weights: Weights) -> Weights:
+    weights = {bank_of(key) or key: weight for key, weight in weights.items()}
+    return named("model.language_model.", "lm_head.")(weights)
+
+
+class Composite(NamedTuple):
+    """
+    Attributes:
+        text: the tiny model of its text part.
+        settings: those of the checkpoint, beside the text part's.
+        names: gives weights the names of the checkpoint.
+        options: vLLM's.
+        changes: those of the text part's settings.
+    """
+
+    text: str
+    settings: dict[str, Any]
+    names: Callable[[Weights], Weights]
+    options: dict[str, Any] = TEXT_ONLY
+    changes: dict[str, Any] = {}  # noqa: RUF012
+
+
+def _qwen(text: str, architecture: str, model_type: str, **changes: Any) -> Composite:
+    settings = {"architectures": [architecture], "model_type": model_type}
+    return Composite(text, settings, named("model.language_model.", "lm_head."), changes=QWEN | changes)
+
+
+_NANO = {
+    "model_type": NanoConfig.model_type,
+    "vision_config": {"args": {"model": "vit_small_patch16_224"}, "patch_size": 16},
+    "force_image_size": 32,
+    "patch_size": 16,
+    "template": "",
+    "downsample_ratio": 0.5,
+    "ps_version": "v2",
+    "image_tag_type": "internvl",
+    "vit_hidden_size": 32,
+    "projector_hidden_size": 32,
+    "norm_mean": [0.5] * 3,
+    "norm_std": [0.5] * 3,
+}
+COMPOSITES: dict[str, Composite] = {
+    "lfm2_vl": Composite(
+        "lfm2",
+        {
+            "architectures": ["Lfm2VlForConditionalGeneration"],
+            "model_type": "lfm2_vl",
+            "vision_config": {"model_type": "siglip2_vision_model", **TOWER},
+            "projector_hidden_size": 32,
+        },
+        named("model.language_model.", "lm_head."),
+    ),
+    "nemotron_nano_vl": Composite(
+        "nemotron_h",
+        {"architectures": ["NemotronH_Nano_VL_V2"], **_NANO},
+        lambda weights: {f"language_model.{key}": weight for key, weight in weights.items()},
+        {**TEXT_ONLY, "skip_tokenizer_init": False},
+    ),
+    "minicpmv4_6": _qwen("qwen3_5_text", "MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6"),
+    "minicpmv4_7": _qwen("qwen3_5_text", "MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7"),
+    "interns2_preview": _qwen("qwen3_5_moe_text", "InternS2PreviewForConditionalGeneration", "qwen3_5_moe"),
+    "interns2_mobius": _qwen(
+        "qwen3_5_moe_text", "InternS2MobiusForConditionalGeneration", "qwen3_5_moe", num_blocks=BANKS
+    )._replace(names=as_banks),
+}
+
+
+def save_composite(name: str, directory: Path, **changes: Any) -> Path:
+    """Saves a model of `COMPOSITES`, and gives the folder that vLLM serves."""
+    composite = COMPOSITES[name]
+    save_tiny_model(composite.text, directory, **changes | composite.changes)
+    weights = load_file(directory / "model.safetensors")
+    if composite.names is as_banks:
+        shared = {bank: weights[key] for key in weights if (bank := bank_of(key))}
+        weights = {key: shared[bank_of(key) or key].clone() if bank_of(key) else weights[key] for key in weights}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    served = directory / "served"
+    served.mkdir()
+    text = json.loads((directory / "config.json").read_text())
+    settings = {"image_token_id": VOCABULARY, "dtype": "float32", **composite.settings, "text_config": text}
+    (served / "config.json").write_text(json.dumps(settings))
+    save_file(composite.names(weights), served / "model.safetensors", metadata={"format": "pt"})
+    words().save_pretrained(served)
+    return served
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are the numbers of tokens."""
+    tokens = {str(token): token for token in range(VOCABULARY)}
+    tokens |= {mark: VOCABULARY + place for place, mark in enumerate(MARKS)}
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(list(MARKS))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", unk_token="0")
+
+
+def add_processor(directory: Path) -> None:
+    """Gives a saved Qwen3.5 what vLLM reads its images with: it runs its vision tower once when it starts."""
+    path, size = directory / "config.json", {"shortest_edge": 1024, "longest_edge": 4096}
+    path.write_text(json.dumps(json.loads(path.read_text()) | QWEN_TOKENS))
+    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size)
+    videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=size)
+    Qwen3VLProcessor(images, words(), videos).save_pretrained(directory)
