@@ -49,12 +49,23 @@ class Capture:
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
         hidden = self._forward(*args, **inputs)
         ids, positions = inputs["input_ids"], inputs["positions"]
+        positions = positions[0] if positions.dim() == 2 else positions  # in text all three of M-RoPE are one
         self._hidden = hidden
-        known = self.tokens.to(ids.device)[:, positions.clamp(max=self.tokens.shape[1] - 1)] == ids
+        last = self.tokens.shape[1] - 1
+        known = (self.tokens.to(ids.device)[:, positions.clamp(max=last)] == ids) & (positions <= last)
         self._place = torch.stack([known.int().argmax(0), positions], 1)
-        self.logits.append(self._compute(hidden[known.any(0)]).float().cpu())
-        self.places.append(self._place[known.any(0)].cpu())
+        right = self._no_draft_was_wrong(known.any(0).tolist(), self._place.tolist())
+        self.logits.append(self._compute(hidden[right]).float().cpu())
+        self.places.append(self._place[right].cpu())
         return hidden
+
+    def _no_draft_was_wrong(self, known: list[bool], places: list[list[int]]) -> torch.Tensor:
+        """Whether a token is the sequence's own, and all that stand before it in its row of the batch are."""
+        right = known[:1]
+        for place, (request, position) in enumerate(places[1:], 1):
+            before, at = places[place - 1]
+            right.append(known[place] and (position != at + 1 or (right[-1] and request == before)))
+        return torch.tensor(right, device=self._hidden.device)
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
         """As if the next token of the sequence were certain."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_shapes import add_predictor, save
+from real_shapes import WITH_IMAGES, add_predictor, save
 
 FOLDER = Path(__file__).resolve().parent
 NEAR = 0.1  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's; 0.031 was measured
@@ -19,15 +19,16 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
+TWO = MTP | {"num_speculative_tokens": 2}
 CASES = [(name, None) for name in ("qwen3_next", "kimi_linear", "nemotron_h", "falcon_mamba", "lfm2")]
 
 
-@pytest.mark.parametrize(("name", "drafts"), [*CASES, ("qwen3_next", MTP)])
+@pytest.mark.parametrize(("name", "drafts"), [*CASES, ("qwen3_next", MTP), ("qwen3_5", TWO), ("qwen3_5_moe", TWO)])
 def test_every_token_is_the_one_that_a_prefill_expects(
     name: str, drafts: dict[str, object] | None, tmp_path: Path
 ) -> None:
     served, out = save(name, tmp_path / "model", "cuda"), tmp_path / "out.json"
-    options: dict[str, object] = {}
+    options: dict[str, object] = {"language_model_only": True} if name in WITH_IMAGES else {}
     if drafts is not None:
         add_predictor(served)
         options["speculative_config"] = drafts
