@@ -92,7 +92,7 @@ test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 	$(VLLM_TEST) tests/vllm
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
 		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py tests/vllm/test_metrics.py \
-		tests/vllm/test_models.py
+		tests/vllm/test_models.py tests/vllm/test_kv_watch.py
 
 # On a machine with a CUDA device, in the environment that has its torch: eight minutes are aimed at; and the whole grid.
 pytest-gpu: MARK := gpu and not gpu_full

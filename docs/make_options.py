@@ -10,8 +10,9 @@ HEAD = """# Options
 
 Made of the docstrings by docs/make_options.py. On the command line the model comes first, and each other option of the
 first two tables is a flag, `--top-k` for `top_k`; the engine's seed is `--engine-seed`. `generate` and `chat` are
-greedy unless told otherwise, and give 64 tokens or as many as fit; `plan` takes the first table alone. What an `LLM`
-takes for vLLM's sake, such as `tensor_parallel_size=1`, changes nothing.
+greedy unless told otherwise, and give 64 tokens or as many as fit. `plan` takes the first table and `--memory`; with
+`--state-bytes`, `--tensor-parallel-size` or `--quantization fp8` it plans for vLLM with the plugin. What an `LLM` takes
+for vLLM's sake, such as `tensor_parallel_size=1`, changes nothing.
 """
 PARTS = {
     "LLM": (EngineConfig, "`LLM(model, **options)`. None stands for a default."),

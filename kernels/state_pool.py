@@ -12,6 +12,9 @@ import torch
 ALIGNMENT = 256
 """Bytes at whose multiples every tensor of a slab begins."""
 
+BLOCKS_AT_ONCE = 64
+"""Blocks that `StatePool.finite` copies at a time."""
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -96,6 +99,20 @@ class StatePool:
             for tensor, offset in zip(tensors, offsets, strict=False)
             if tensor.per_token
         )
+
+    @torch.inference_mode()
+    def finite(self, blocks: Sequence[int]) -> list[bool]:
+        """Return for each block whether all its values are finite. The null block counts as finite.
+
+        Waits for the device: for blocks of a request whose logits were NaN.
+        """
+        ids = torch.tensor(blocks, dtype=torch.int64, device=self.buffer.device)
+        tensors = [tensor for layer in self.layers for tensor in layer]
+        sound = [
+            torch.stack([tensor[some].isfinite().flatten(1).all(1) for tensor in tensors]).all(0)
+            for some in ids.split(BLOCKS_AT_ONCE)
+        ]
+        return (torch.cat(sound) | (ids == 0)).tolist() if blocks else []
 
 
 def _padded(tensor: StateTensor) -> int:

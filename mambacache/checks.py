@@ -83,8 +83,39 @@ def check_bounds(config: CacheConfig, kv_tokens: int | None, max_tokens: int | N
             check_integer(name, value, 0)
 
 
+def check_text(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a str."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is of type {type(value).__name__}: give a str")
+
+
+def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
+    """Return prefix hashes as a list.
+
+    Raises:
+        ValueError: they are no sequence of bytes.
+    """
+    found = list(_as_tuple("hashes", hashes))
+    for each in found:
+        if type(each) is not bytes:
+            raise ValueError(f"hashes holds a {type(each).__name__}: give hashes of type bytes, as in CacheEvent")
+    return found
+
+
+def check_key(key: object, depth: int = 4) -> None:
+    """Raise ValueError unless the repr of a key tells it from every other key.
+
+    The repr of any other type may leave values out, as for a large array: two images would share a hash.
+    """
+    if type(key) is tuple and depth:
+        for part in key:
+            check_key(part, depth - 1)
+    elif type(key) not in (str, bytes, int):
+        raise ValueError(f"a key in extra_keys is of type {type(key).__name__}: give a str, bytes, an int, or a tuple")
+
+
 def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_size: int) -> dict[int, bytes]:
-    """What enters the hash of each block beside its tokens.
+    """Return a digest of the keys of each block that has any.
 
     Raises:
         ValueError: `extra_keys` are no pairs of a position in the prompt and a key.
@@ -94,6 +125,7 @@ def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"extra_keys holds {pair!r}: give pairs (position, key)")
         check_integer("a position in extra_keys", pair[0], 0, num_tokens - 1)
+        check_key(pair[1])
         block = pair[0] // block_size
         keys[block] = keys.get(block, b"") + repr((int(pair[0]) % block_size, pair[1])).encode()
     return {block: blake2b(key, digest_size=16).digest() for block, key in keys.items()}

@@ -22,11 +22,17 @@ KV_TOKENS_PER_HOST_STATE = 10_000
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
+MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
+"""Stop strings of one request, and characters of each: every new token is compared with all of them."""
+
 NO_LIMIT = sys.maxsize
 """What `SamplingParams.max_tokens` holds where None was given."""
 
 LARGEST_TOP_K = (1 << 31) - 1
 """It goes to the device as an int32; no vocabulary is as large, so that more than this means the same."""
+
+MAX_ANSWERS = 1 << 14
+"""Answers for one prompt. The engine makes them in one go, and other requests wait for that."""
 
 HOST_BYTES_PER_TOKEN = 1 << 18
 """PCIe 5 moves so many in about 5 us, in which an H200 prefills a token of a model with 1 B active parameters."""
@@ -50,6 +56,8 @@ def _check_blocks(config: CacheConfig | EngineConfig) -> None:
 @dataclass(frozen=True)
 class CacheConfig:
     """What a `PrefixCache` manages. Counts of blocks leave out the null block, id 0.
+
+    Amounts of memory may be given as text, such as "20GiB" or "500MB".
 
     Args:
         num_state_blocks: blocks of the state pool, without `slab` ids 1 to this number; at least 2.
@@ -185,13 +193,14 @@ class SamplingParams:
         seed: any integer; makes draws repeatable whatever else runs. None draws a fresh seed for the request.
         max_tokens: answer tokens at most; None for as many as the model and its KV pool take.
         min_tokens: answer tokens that come before any end token, stop token or stop string.
-        stop: a string or strings that end the answer; they are cut off from the text.
+        stop: a string or strings that end the answer, 64 of 1,024 characters at most; they are cut off from the text.
         stop_token_ids: tokens that end the answer, beside the model's own end tokens.
         include_stop_str_in_output: leave the stop string, or the text of the stop token, in the text.
         skip_special_tokens: leave special tokens out of the text.
         ignore_eos: go on after the model's own end tokens.
-        n: answers for the prompt; they share its state and its KV.
-        logprobs: give the log probabilities of each answer token and of so many most likely ones; None for none.
+        n: answers for the prompt, 16,384 at most; they share its state and its KV.
+        logprobs: give the log probabilities of each answer token and of so many most likely ones, at most the engine's
+            `max_logprobs`; None for none.
         prompt_logprobs: the same for each prompt token; the prompt is then computed in full.
         checkpoint_at: token positions, rounded down to blocks, whose state is worth keeping.
         read_cache: whether the request may use what is cached.
@@ -258,11 +267,18 @@ class SamplingParams:
             0 <= self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}: set it between 0 and max_tokens, which is {self.max_tokens}",
         )
-        require(self.n >= 1, f"n is {self.n}: set it to 1 or more")
+        require(1 <= self.n <= MAX_ANSWERS, f"n is {self.n}: set it between 1 and {MAX_ANSWERS:,}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"{name} is {value}: set it to 0 or more, or to None")
-        require(all(self.stop or ()), "stop holds an empty string: remove it")
+        stops = self.stop or ()
+        require(len(stops) <= MAX_STOPS, f"stop holds {len(stops):,} strings: set it to {MAX_STOPS} or fewer")
+        longest = max(map(len, stops), default=0)
+        require(
+            longest <= MAX_STOP_LENGTH,
+            f"stop holds a string of {longest:,} characters: shorten it to {MAX_STOP_LENGTH:,} or fewer",
+        )
+        require(all(stops), "stop holds an empty string: remove it")
         require(all(p >= 0 for p in self.checkpoint_at), "checkpoint_at holds a negative position: remove it")
 
     @property
@@ -279,6 +295,8 @@ class SamplingParams:
 class EngineConfig:
     """How an `LLM` runs. None stands for a default.
 
+    Amounts of memory may be given as text, such as "20GiB" or "500MB".
+
     Args:
         model: directory of a checkpoint, or a Hub id.
         tokenizer: directory or Hub id of another tokenizer; None for the checkpoint's own.
@@ -291,6 +309,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens that one step computes at most.
         max_num_seqs: requests that run at a time.
         max_model_len: tokens of prompt and answer together; None for the model's own limit.
+        max_logprobs: the largest number that `logprobs` and `prompt_logprobs` of a request may have; -1 for no limit.
         long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
         enable_prefix_caching: False computes every prompt in full and keeps nothing.
         checkpoint_budget_bytes: memory for cached states, apart from those of running requests, 0 for none. None for
@@ -334,6 +353,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    max_logprobs: int = 20
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     checkpoint_budget_bytes: int | None = None
@@ -371,6 +391,9 @@ class EngineConfig:
         require(
             self.max_model_len is None or self.max_model_len >= 1,
             f"max_model_len is {self.max_model_len}: set it to 1 or more, or to None",
+        )
+        require(
+            self.max_logprobs >= -1, f"max_logprobs is {self.max_logprobs}: set it to 0 or more, or to -1 for no limit"
         )
         require(
             self.long_prefill_token_threshold >= 0,

@@ -8,12 +8,15 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from mambacache.units import is_bytes, parse_bytes
+
 # What fields are annotated with: the types taken, what they become, and their name in an error.
 KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
     "bool": ((bool,), bool, "True or False"),
     "int": ((Integral,), int, "an integer"),
     "float": ((Real,), float, "a number"),
     "str": ((str,), str, "a string"),
+    "bytes": ((Integral, str), parse_bytes, 'bytes, or to a size such as "20GiB"'),
     "str | Path": ((str, Path), lambda value: value, "a string or a path"),
 }
 
@@ -31,13 +34,14 @@ def is_integer(value: Any) -> bool:
 
 def hold_to_annotations(config: Any) -> None:
     """Refuses fields of another type than their annotation's. What numpy calls a number becomes Python's own, a list a
-    tuple, and None the default."""
+    tuple, None the default, and a size such as "20GiB" its bytes."""
     for option in fields(config):
         value = getattr(config, option.name)
         if value is None and option.default is not MISSING:
             value = option.default
         else:
-            value = _typed(option.name, str(option.type).removesuffix(" | None"), value)
+            kind = "bytes" if is_bytes(option.name) else str(option.type).removesuffix(" | None")
+            value = _typed(option.name, kind, value)
         object.__setattr__(config, option.name, value)
 
 
@@ -68,5 +72,7 @@ def _typed(name: str, kind: str, value: Any) -> Any:
     )
     try:
         return convert(value)
+    except ValueError:
+        raise ValueError(f"{name} is {value!r}: set it to {what}") from None
     except OverflowError as error:
         raise ValueError(f"{name} is beyond the largest float: set it to a smaller number") from error

@@ -132,6 +132,7 @@ class BlockFile(NamedTuple):
     block_hash: bytes
     exact: bool  # computed as a cold prefill computes it
     born: int  # number of the issue that wrote the block; 0 for one before this process
+    writer: int = 0  # number of the request that wrote the block; 0 for one before this process
 
 
 class Transfer(NamedTuple):
@@ -365,7 +366,8 @@ def _kv_arrays(
     pages = np.frombuffer(bytearray().join(tables.pages), np.int32)
     starts = np.cumsum([0, *map(len, tables.pages)], dtype=np.int32)
     block, offset = np.divmod(positions, size)
-    slots = [np.where(positions < 0, -1, pages[starts[:num_decodes, None] + block] * size + offset).ravel()]
+    held = block < np.array(tables.num_shared[:num_decodes], np.int64)[:, None]  # others wrote these slots
+    slots = [np.where(held | (positions < 0), -1, pages[starts[:num_decodes, None] + block] * size + offset).ravel()]
     offsets = np.arange(size, dtype=np.int32)
     for i, step in enumerate(steps[num_decodes:], num_decodes):
         start, end = step.start, step.start + step.num_tokens

@@ -17,6 +17,10 @@ class Loss(StrEnum):
     ONLY_NEAR = "only near"  # strict_reuse, and what is there was not computed as a cold prompt is
     NOT_ASKED = "not asked for"  # the cache is off, or the request does not read it
 
+    def __repr__(self) -> str:
+        """Return that of the plain string, so that `losses` print as a user would write them."""
+        return repr(self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
@@ -49,6 +53,14 @@ class CacheEvent:
     block_hash: bytes
     num_tokens: int  # the prefix that the hash stands for; 0 where it was removed
     request_id: str  # who stored it; "" where it was removed
+
+
+class CachedBlock(NamedTuple):
+    """The block of one prefix hash: its state and its KV page on the device, each 0 where it is not cached."""
+
+    block_hash: bytes
+    state: int
+    page: int
 
 
 @dataclass(slots=True)
@@ -175,3 +187,4 @@ class Progress(NamedTuple):
     computed: int  # by issued steps
     prefill_end: int  # known at its admission: up to there it prefills
     in_flight: int  # that issued steps will give
+    proven: int  # the blocks behind this position are its own, and no finite logits followed them yet

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+
+
+def is_bytes(name: str) -> bool:
+    """Return whether the setting of this name is a number of bytes, as `kv_cache_bytes` is."""
+    return "bytes" in name.split("_")
 
 
 def parse_bytes(value: object) -> int:
@@ -14,7 +20,9 @@ def parse_bytes(value: object) -> int:
     Raises:
         ValueError: it is neither.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower())
-    if match is None or isinstance(value, bool):
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower(), re.ASCII)
+    if match is None:
         raise ValueError(f'{value!r} is no amount of memory: give bytes, or such as "20GiB"')
     return int(float(match[1]) * UNITS[match[2] or ""])

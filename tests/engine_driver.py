@@ -25,8 +25,9 @@ from mambacache.scheduler.drafts import DraftFunction
 from state_watch import StateWatch
 from tiny_models import VOCABULARY, save_tiny_model
 
-TIE = 1e-3
-"""Two tokens whose logits differ by less may change places when the order of additions changes."""
+TIE = 4e-4
+"""Two tokens whose logits differ by less may change places when the order of additions changes: logits agree within
+2e-4, and each of the two may move by as much."""
 
 DRAFT_BYTES = 1 << 28
 """Of which a draft model's states and KV take a part."""

@@ -66,6 +66,20 @@ class Mixes:
             nodes.append(prompt + said)
             yield prompt, said
 
+    def rounds(self, sessions: int, rounds: int, calls: int) -> Iterator[Asked]:
+        """Rounds of `calls` requests, of which each answer ends in thoughts and a tool call; the user's next message
+        comes with the calls and their results, and without the thoughts."""
+        system = self.text(600)
+        for _ in range(sessions):
+            history = system
+            for _ in range(rounds):
+                history = prompt = [*history, *self.text(150)]
+                for left in reversed(range(calls)):
+                    thoughts, call, result = self.text(130), self.text(30), self.text(600 if left else 0)
+                    yield prompt, [*thoughts, *call]
+                    prompt = [*prompt, *thoughts, *call, *result]
+                    history = [*history, *call, *result]
+
     def changes(self, requests: int) -> Iterator[Asked]:
         """Documents for the first half, chats for the second."""
         yield from self.documents(requests // 2)

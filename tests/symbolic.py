@@ -134,6 +134,10 @@ class RowOfStep:
         return self.flat.stop - self.flat.start
 
 
+Written = tuple[list[RowOfStep], dict[str, np.ndarray], list[int]]
+"""The rows and arrays of a step, and the pages that it copied to."""
+
+
 class SymbolicRunner:
     """Executes `StepPlan.arrays`, and raises AssertionError where they break the rules of a step.
 
@@ -198,8 +202,9 @@ class SymbolicRunner:
                 pages = pool.reshape(-1, self._size)
                 pages[target] = pages[source]
         self._keep_paths(plan)
+        self.wrote = rows, arrays, [target for _, target in plan.kv_copies]
         if fail:
-            self._tear(rows, arrays, [target for _, target in plan.kv_copies])
+            self.tear(self.wrote)
             raise StepFailed("the step fails")
 
         ids = [step.request_id for step in plan.steps]
@@ -328,7 +333,9 @@ class SymbolicRunner:
         for row in rows:
             assert row.src not in owner or (owner[row.src] is row and row.dst == [row.src] and row.decode)
 
-    def _tear(self, rows: Sequence[RowOfStep], arrays: dict[str, np.ndarray], copied: Sequence[int]) -> None:
+    def tear(self, wrote: Written) -> None:
+        """Poison all that a step wrote."""
+        rows, arrays, copied = wrote
         for block in (b for row in rows for b in row.dst if b):
             self.poison_state(block)
         for row in rows:

@@ -18,7 +18,7 @@ from mambacache.report import CacheEvent, Hit, Wait
 from mambacache.scheduler.drafts import DraftTree, one_by_one
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
-from symbolic import StepFailed, SymbolicRunner, answer, true_page, true_state
+from symbolic import StepFailed, SymbolicRunner, Written, answer, true_page, true_state
 from symbolic_jobs import Job, Mix
 
 MAX_STEPS = 20_000
@@ -30,7 +30,8 @@ def unheld(pool: BlockPool) -> list[int]:
 
 
 class CheckedCache(PrefixCache):
-    """Compares every admission with `CacheModel`, and every stored block with what it must hold."""
+    """Compares every admission with `CacheModel`, every stored block with its tokens, and every plan with the states
+    that its requests ask for."""
 
     def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
         super().__init__(config, files)
@@ -49,6 +50,7 @@ class CheckedCache(PrefixCache):
         self._owners: dict[str, CachedRequest] = {}
         self._names: dict[tuple[str, bytes], Prefix] = {}
         self._consumed: dict[int, int] = {}
+        self._wanted: dict[int, set[int]] = {}  # by life, positions of states that were asked for
 
     @property
     def states(self) -> BlockPool:
@@ -98,6 +100,8 @@ class CheckedCache(PrefixCache):
                 writing, boundary = s.waits
                 assert found == Wait("prefix", writing.request.request_id, boundary)
                 self._check_wait(s, writing, hit)
+                self._wanted.setdefault(writing.number, set()).add(boundary)
+            assert found.reason != "no room" or not self._has_room(s, hit, coverage), "there is room"
             return found
         assert writer is None, f"{request_id} runs though {writer} computes its prefix"
         assert (found.num_tokens, found.junction, found.exact) == (hit, junction, exact)
@@ -107,8 +111,19 @@ class CheckedCache(PrefixCache):
             assert s.life.shared_pages * self.config.block_size == coverage
         report = s.life.report
         assert sum(report.losses.values()) == report.ceiling - report.hit
+        assert self._lacking() <= self._available(self.kv) + self._pages_of_a_slab(), (
+            "a prompt runs without pages for it"
+        )
+        assert s.life.reserve is not None, "a prompt runs without a block for its state"
+        self._wanted[s.life.number] = self._asked_for(s, junction)
         self.hits.append((request_id, found))
         return found
+
+    def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
+        planned = super().plan_rows(steps)
+        self.sync()
+        self.quietly(lambda: self._check_planned(planned))
+        return planned
 
     def allocate(self, request_id: str, num_tokens: int, **options: Any) -> SequenceStep | None:
         step = super().allocate(request_id, num_tokens, **options)
@@ -126,11 +141,15 @@ class CheckedCache(PrefixCache):
         for row in [row for row in rows if not row.life.ended and not row.step.late]:
             self._computes(row.life, row.step, 1 if row.step.drafts else row.step.num_tokens)
         self.sync()
+        for row in [row for row in rows if row.step.prefill and not row.life.ended]:
+            self._check_kept(row.life, row.step.start + row.step.num_tokens)
         self.quietly(self.check)
 
-    def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
+    def accept(
+        self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]], *, not_finite: Iterable[str] = ()
+    ) -> None:
         rows = [row for step in steps if (row := self._books.rows.get(step.row)) is not None]
-        super().accept(steps, token_ids)
+        super().accept(steps, token_ids, not_finite=not_finite)
         for row in [row for row in rows if not row.life.ended]:
             life, step = row.life, row.step
             given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
@@ -151,18 +170,25 @@ class CheckedCache(PrefixCache):
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         self._ready()
         held = self.committed()
-        issued = any(row.issue for step in steps if (row := self._books.rows.get(step.row)) is not None)
+        rows = self._books.rows
+        issued = any(step.row in rows.freed or (step.row in rows and rows[step.row].issue) for step in steps)
         super().cancel(steps)
         assert issued or held <= self.committed(), "a failed step loses what was cached"
         self.sync()
         self.quietly(self.check)
 
     def preempt(self, request_id: str) -> None:
+        self._ready()
+        held = self.committed()
         super().preempt(request_id)
+        assert held <= self.committed(), "a preemption loses a cached block"
         self.sync()
 
     def free(self, request_id: str, *, finished: bool, wrong_from: int | None = None) -> None:
+        self._ready()
+        held = self.committed()
         super().free(request_id, finished=finished, wrong_from=wrong_from)
+        assert wrong_from is not None or held <= self.committed(), "a request that ends takes a cached block along"
         self.sync()
 
     def reset(self) -> None:
@@ -277,6 +303,93 @@ class CheckedCache(PrefixCache):
                 break
             self.model.seen.add(prefix)
 
+    # --- room ---
+
+    def _available(self, pool: BlockPool | None) -> int:
+        """Blocks that nobody holds; with one memory for states and pages, also the ones that the other kind gives."""
+        if pool is None:
+            return 0
+        return pool.num_available if self._books.slabs is not None else pool.references[1:].count(0)
+
+    def _pages_of_a_slab(self) -> int:
+        """The pages that an admission may lose to the state that it takes."""
+        return self.config.slab[1] if self.config.slab is not None else 0
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _lacking(self) -> int:
+        """Pages that the running prompts have yet to take."""
+        lives = [request.life for request in self._books.requests.values() if request.life is not None]
+        lacks = [self._blocks(life.prefill_end) - len(life.pages) for life in lives]
+        return sum(max(each, 0) for each in lacks) if self.kv is not None else 0
+
+    def _has_room(self, s: CachedRequest, hit: int, coverage: int) -> bool:
+        """Whether there is a block for the running state of a request and a page for each block of its tokens."""
+        size, idle = self.config.block_size, 0
+        held = self.states.lookup(s.chain[hit // size]) if hit else None
+        states = self._available(self.states) - (held is not None and not self.states.references[held])
+        if self.kv is None or not states:
+            return states > 0
+        for block_hash in s.chain[1 : coverage // size + 1]:
+            page = self.kv.lookup(block_hash)
+            idle += page is not None and not self.kv.references[page]
+        own = self._blocks(len(s.tokens)) - coverage // size
+        return own <= self._available(self.kv) - idle - self._lacking()
+
+    # --- states that were asked for ---
+
+    def _asked_for(self, s: CachedRequest, junction: int) -> set[int]:
+        """The positions where an admitted request leaves a state, if there is room: the ends of its prompt and of all
+        its tokens, the junction, and the marks."""
+        size, turn = self.config.block_size, s.turn
+        lengths = s.prompt_len, len(s.tokens)
+        wanted = {(length - 1) // size * size for length in lengths}
+        if turn is None or not turn.at_end or self._books.chains.branching:  # else nobody else leaves there
+            wanted.add(junction)
+        most = self.config.max_checkpoints if self.config.max_checkpoints is not None else self.config.num_state_blocks
+        marks = sorted({*s.marks} - {0}, key=lambda position: (abs(position - s.prompt_len), position))
+        return wanted | {*marks[: max(min(8, most // 4), 1)]}
+
+    def _check_planned(self, planned: Sequence[SequenceStep]) -> None:
+        """A state that was asked for inside a row is written by this step, or is cached, or there is no room for it."""
+        lives = {step.row: self._books.rows[step.row].life for step in planned}
+        written = {
+            self._prefix(lives[step.row], p): p <= lives[step.row].near_from
+            for step in planned
+            for p in step.checkpoints
+        }
+        for step in [step for step in planned if step.prefill]:
+            life, end = lives[step.row], step.start + step.num_tokens
+            for position in (
+                sorted(self._wanted.get(life.number, ())) if life.request.store and not life.request.stale else ()
+            ):
+                if step.start < position < end:
+                    prefix = self._prefix(life, position)
+                    there = [held[prefix] for held in (written, self.model.states) if prefix in held]
+                    assert any(there) or (there and position > life.near_from) or self._full(), "a state is not written"
+
+    def _check_kept(self, life: Life, end: int) -> None:
+        """A state that was asked for where a step ends is cached, unless the budget of cached states is used up."""
+        stores = life.request.store and not life.request.stale
+        if stores and end in self._wanted.get(life.number, ()):
+            assert self._prefix(life, end) in self.model.states or self._spent(), "a state is not kept"
+
+    def _prefix(self, life: Life, position: int) -> Prefix:
+        return life.request.salt, life.request.tokens.tobytes()[: position * 4]
+
+    def _full(self) -> bool:
+        """Whether no state can be added, and none can be evicted for a state that was asked for."""
+        return not self._available(self.states) or (self._spent() and not len(self.states.idle))
+
+    def _spent(self) -> bool:
+        """Whether the budget of cached states is used up, or will be once all planned rows have run."""
+        most = self.config.max_checkpoints
+        unwritten = sum(len(row.checkpoints) for row in self._books.rows.values() if not row.issue)
+        return most is not None and self.states.num_committed + unwritten >= most
+
+    # --- who computes the same ---
+
     def _writer(self, s: CachedRequest, hit: int) -> str | None:
         """Who is about to compute a longer prefix of this request than it hits."""
         if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
@@ -318,6 +431,8 @@ class Driver:
         self.steps = 0
         self.tokens_computed = 0
         self.plans: deque[tuple[StepPlan, list[list[int]]]] = deque()
+        self.wrote: dict[int, Written] = {}  # by the identity of a plan in flight
+        self.doomed: StepPlan | None = None  # the plan that fails when it is read
         self._expected: dict[str, list[int]] = {}
 
     def run(self) -> Driver:
@@ -382,6 +497,9 @@ class Driver:
         self.tokens_computed += sum(step.num_tokens for step in plan.steps)
         self.scheduler.issued(plan)
         self.plans.append((plan, outputs))
+        if self.steps in self.mix.late_fails:
+            self.doomed = plan
+        self.wrote[id(plan)] = self.cache.runner.wrote
         if len(self.plans) > self.mix.ahead:
             self.read()
 
@@ -393,10 +511,23 @@ class Driver:
         return False
 
     def read(self) -> None:
+        if self.plans[0][0] is self.doomed:
+            self.fail_all()
+            return
         plan, outputs = self.plans.popleft()
+        self.wrote.pop(id(plan), None)
         self.scheduler.update(plan, outputs)
         for request in self.scheduler._running:
             assert self.cache.runs(request.request_id)
+
+    def fail_all(self) -> None:
+        """Fail the oldest issued step, and the steps behind it. Nothing that they wrote is sound."""
+        error: BaseException = StepFailed("the step fails on the device")
+        for plan, _ in self.plans:
+            self.cache.runner.tear(self.wrote.pop(id(plan)))
+        while self.plans:
+            self.scheduler.failed(self.plans.popleft()[0], error)
+            error = KeyboardInterrupt("the step before it failed")
 
     def check(self) -> None:
         """After the end: the tokens of every request, no leak, and no committed block that changed."""

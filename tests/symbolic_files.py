@@ -26,16 +26,18 @@ class SymbolicFiles:
         self.present, self.key, self.limit = True, 0, limit
         self.kept: dict[Key, tuple[bool, int, list[np.ndarray]]] = {}
         self.coming: dict[Key, int] = {}  # by which transfer
+        self.writers: dict[Key, int] = {}  # requests of this process
         self.prefixes: dict[bytes, Prefix] = {}
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
         file = self.kept.get((kind, block_hash))
         return file[0] if file is not None else None
 
-    def drop(self, block_hashes: Iterable[bytes]) -> None:
+    def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
         for key in [(kind, block_hash) for block_hash in block_hashes for kind in KINDS]:
-            self.kept.pop(key, None)
-            self.coming.pop(key, None)
+            if writer in (None, self.writers.get(key)):
+                self.kept.pop(key, None)
+                self.coming.pop(key, None)
 
     def drop_born(self, since: int) -> None:
         """Of what is being written all is given up."""
@@ -51,6 +53,7 @@ class SymbolicFiles:
         """Another process knows nothing of issues, nor of what was being written."""
         self.kept = {key: (exact, 0, rows) for key, (exact, _, rows) in self.kept.items()}
         self.coming.clear()
+        self.writers.clear()
 
     def check(self) -> None:
         """Every file holds what its hash stands for."""
@@ -79,7 +82,7 @@ class FiledMemory(HostMemory):
             super().launch(transfer)
             return
         tier, found = self._cache._books.tier, []
-        for kind, slot, block_hash, exact, _ in transfer.files:
+        for kind, slot, block_hash, exact, *_ in transfer.files:
             assert slot and (tier.states, tier.pages)[KINDS.index(kind)].references[slot], "a slot that may be taken"
             if transfer.to_host:
                 self.slots[KINDS.index(kind)][0][slot] = False
@@ -107,7 +110,8 @@ class FiledMemory(HostMemory):
 
     def _write(self, transfer: Transfer, failed: bool) -> bool:
         files = self.files
-        for kind, slot, block_hash, exact, born in transfer.files:
+        for kind, slot, block_hash, exact, born, writer in transfer.files:
+            files.writers[kind, block_hash] = writer
             wanted = files.coming.get((kind, block_hash)) == transfer.number
             if wanted:
                 del files.coming[kind, block_hash]
@@ -131,6 +135,9 @@ class FiledCache(TieredCache):
     def check_contents(self) -> None:
         super().check_contents()
         self.files.check()
+
+    def _filed(self) -> list[tuple[str, bytes]]:
+        return [key for key, file in self.files.kept.items() if file[0] or not self.config.strict_reuse]
 
     def flush(self) -> int:
         """As an engine does that is closed; how many transfers that took."""

@@ -38,7 +38,8 @@ class Mix:
     ahead: int = 0  # steps that are scheduled and issued before the tokens of the oldest are read
     draft_errors: int | None = None  # None: no drafts; else every so many proposed tokens one is wrong
     trees: bool = False  # whether drafts have branches
-    fails: frozenset[int] = frozenset()  # steps that fail
+    fails: frozenset[int] = frozenset()  # steps that fail before they are issued
+    late_fails: frozenset[int] = frozenset()  # steps that fail after they were issued, when their tokens are read
     bad: int | None = None  # the job whose every step fails
     resets: frozenset[int] = frozenset()
     cache: dict[str, Any] = field(default_factory=dict)  # of CacheConfig

@@ -7,9 +7,11 @@ from typing import Any
 
 from cache_model import Prefix
 from mambacache.cache.files import Files
+from mambacache.cache.pool import BlockPool
+from mambacache.cache.request import CachedRequest
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
-from mambacache.report import CacheEvent
+from mambacache.report import CacheEvent, Hit, Wait
 from symbolic import true_page, true_state
 from symbolic_driver import CheckedCache, Driver
 from symbolic_jobs import Mix
@@ -95,6 +97,58 @@ class TieredCache(CheckedCache):
         finally:
             self._arriving = False
         self.quietly(self.check)
+
+    def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
+        self._ready()
+        s = self._books.requests.get(request_id)
+        if s is None or s.life is not None or not s.read or self.config.max_checkpoints == 0:
+            return super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
+        reach, with_files = self._reach(s, kv_tokens, False), self._reach(s, kv_tokens, True)
+        loading, may_load = s.load, s.may_load and self._worth_loading(s, reach, kv_tokens)
+        found = super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
+        if s.load is not None and s.load is not loading and found == Wait("loading", request_id, found.until):
+            assert found.until in (reach, with_files), "a load goes elsewhere than a prompt may resume"
+        elif isinstance(found, Hit) and may_load:
+            assert found.num_tokens >= reach, "a prefix on the host is not loaded"
+        return found
+
+    def _reach(self, s: CachedRequest, kv_tokens: int | None, with_files: bool) -> int:
+        """Return the position where a request may resume with the blocks of device and host, and of files."""
+        tier, size, strict, reach = self._books.tier, self.config.block_size, self.config.strict_reuse, 0
+        usable = {
+            kind: {h for pool in pools for block, h in enumerate(pool.hashes) if pool.exact[block] or not strict}
+            for kind, pools in (("state", (self.states, tier.states)), ("kv", (self._books.pages.pool, tier.pages)))
+        }
+        for kind, block_hash in self._filed() if with_files else ():
+            usable[kind].add(block_hash)
+        for depth in range(1, (len(s.tokens) - 1) // size + 1):
+            by_host = kv_tokens is None or depth * size <= kv_tokens
+            if not (s.chain[depth] in usable["kv"] if self.kv is not None else by_host):
+                break
+            reach = depth * size if s.chain[depth] in usable["state"] else reach
+        return reach
+
+    def _filed(self) -> list[tuple[str, bytes]]:
+        """Return kind and hash of the blocks in files that may be reused."""
+        return []
+
+    def _worth_loading(self, s: CachedRequest, reach: int, kv_tokens: int | None) -> bool:
+        """Whether there is plenty of room for a load up to a position, and its bytes are worth it."""
+        config, size = self.config, self.config.block_size
+        hit = self.model.match((s.salt, s.tokens.tobytes()), kv_tokens)[0]
+        lacks = (
+            [self._lookup(self.kv, h) is None for h in s.chain[1 : reach // size + 1]] if self.kv is not None else []
+        )
+        lacks_state = self._lookup(self.states, s.chain[reach // size]) is None
+        moved = lacks_state * config.state_bytes + sum(lacks) * config.page_bytes
+        pages = self._blocks(len(s.tokens)) + len(lacks) + self._lacking()
+        room = self._available(self.states) > 2 and (self.kv is None or self._available(self.kv) >= pages)
+        return room and config.slab is None and moved <= config.host_bytes_per_token * (reach - hit)
+
+    def _lookup(self, pool: BlockPool, block_hash: bytes) -> int | None:
+        """Return the block of a hash that may be reused, or None."""
+        block = pool.lookup(block_hash)
+        return block if block is not None and (pool.exact[block] or not self.config.strict_reuse) else None
 
     def prefix_of(self, event: CacheEvent) -> Prefix:
         known = self._prefixes.get(event.block_hash)

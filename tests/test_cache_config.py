@@ -60,7 +60,7 @@ def test_cache_config_takes_the_least_that_works(drafts: int) -> None:
         ({"min_p": -0.1}, "min_p is -0.1: set it between 0 and 1"),
         ({"min_p": 1.1}, "min_p is 1.1: set it between 0 and 1"),
         ({"max_tokens": 0}, "max_tokens is 0: set it to 1 or more"),
-        ({"n": 0}, "n is 0: set it to 1 or more"),
+        ({"n": 0}, "n is 0: set it between 1 and 16,384"),
         ({"logprobs": -1}, "logprobs is -1: set it to 0 or more, or to None"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1: set it to 0 or more, or to None"),
         ({"stop": ["word", ""]}, "stop holds an empty string: remove it"),

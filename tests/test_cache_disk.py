@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from cache_calls import hit, run_step
+from mambacache.cache.chains import Rank
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
@@ -33,6 +37,7 @@ def keep(cache: PrefixCache, transfer: Transfer, failed: bool = False) -> None:
     assert isinstance(files, SymbolicFiles)
     for file in transfer.files if not transfer.to_host and not failed else ():
         files.kept[file.kind, file.block_hash] = file.exact, file.born, []
+        files.writers[file.kind, file.block_hash] = file.writer
     cache.transferred(transfer, failed=failed)
 
 
@@ -92,6 +97,56 @@ def test_what_arrives_on_the_host_is_written_unless_it_is_there() -> None:
     assert written == []
 
 
+@pytest.mark.parametrize("end", ["finished", "aborted", "kv evicted"])
+def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
+    """States that nobody asked for too: where an answer was aborted, at intervals, and without KV on a host."""
+    files = SymbolicFiles()
+    cache = on(files, checkpoint_interval=64)
+    books, before = cache._books, dict[int, int]()
+    for seed in range(3):
+        cache.add(str(seed), text(LENGTH, seed))
+        cache.admit(str(seed))
+        run_step(cache, str(seed), LENGTH, 7)
+        for _ in range(100):
+            run_step(cache, str(seed), 1, 7)
+        cache.free(str(seed), finished=end == "finished")
+    ranks = [books.pool.rank[block] for block, held in enumerate(books.pool.hashes) if held is not None]
+    assert Rank.SPARE in ranks and Rank.FIRST in ranks
+    if end == "kv evicted":
+        cache.kv_evicted([each for each in books.pool.hashes if each is not None])
+    for seed in range(3):
+        before[seed] = hit(cache, [*text(LENGTH, seed), *[7] * 101])
+    assert set(before.values()) == {256}
+    end_all(cache, flush=True)
+    committed = {each for each in books.pool.hashes if each is not None}
+    assert committed == {block_hash for kind, block_hash in files.kept if kind == "state"}
+    files.restarted()
+    again = on(files)
+    for seed in range(3):
+        again.add(str(seed), [*text(LENGTH, seed), *[7] * 101])
+        assert again.admit(str(seed)) == Wait("loading", str(seed), before[seed])
+
+
+def test_what_is_spare_is_flushed_last() -> None:
+    cache = on(SymbolicFiles(), checkpoint_interval=64)
+    for seed in range(3):
+        answer(cache, str(seed), seed)
+    books, order = cache._books, list[bytes]()
+    asked = {h for b, h in enumerate(books.pool.hashes) if h is not None and books.pool.rank[b] > Rank.SPARE}
+    for transfer in end_all(cache, flush=True):
+        order += [file.block_hash for file in transfer.files if file.kind == "state"]
+    assert len(order) == 9 and set(order[:3]) == asked
+
+
+def test_a_second_flush_writes_what_came_after_the_first() -> None:
+    files = SymbolicFiles()
+    cache = on(files)
+    for seed in range(3):
+        answer(cache, str(seed), seed)
+        end_all(cache, flush=True)
+        assert len(files.kept) == 4 * (seed + 1)
+
+
 def test_flushing_ends_where_nothing_can_be_written() -> None:
     cache = on(SymbolicFiles())
     for seed in range(4):
@@ -99,17 +154,31 @@ def test_flushing_ends_where_nothing_can_be_written() -> None:
     assert len(end_all(cache, flush=True, failed=True)) == 2, "to the host, and to files"
 
 
-def test_what_is_wrong_is_dropped_from_files() -> None:
-    """As of logits that were NaN, from a position on."""
+def test_files_of_blocks_that_a_bad_request_wrote_are_dropped() -> None:
+    files = SymbolicFiles()
+    cache = on(files)
+    cache.add("a", text(LENGTH, 0))
+    cache.admit("a")
+    under_way(cache, "accepted", LENGTH)
+    end_all(cache, flush=True)
+    assert len(files.kept) == 4
+    cache.free("a", finished=False, wrong_from=64)
+    assert [kind for kind, _ in files.kept] == ["kv"], "the page of the first block is sound"
+
+
+def test_a_bad_request_drops_no_file_that_another_process_wrote() -> None:
     files = stored(1)
     cache = on(files)
     cache.transferred(reading(cache, "a"))
     assert cache.admit("a") == Wait("loading", "a", 192)
     cache.transferred(next(t for t in cache.transfers() if not t.to_host))
     cache.admit("a")
-    cache.free("a", finished=False, wrong_from=64)
-    kinds = sorted(kind for kind, _ in files.kept)
-    assert kinds == ["kv"], "the page of the first block alone"
+    before = dict(files.kept)
+    suspects = cache.suspects("a")
+    cache.free("a", finished=False, wrong_from=0)
+    assert files.kept == before and len(suspects) == 3
+    cache.invalidate([block.block_hash for block in suspects])
+    assert not files.kept and cache.stats.host_states["committed"] == cache.stats.host_pages["committed"] == 0
 
 
 def test_a_step_that_fails_after_it_was_issued_takes_its_files_along() -> None:

@@ -114,6 +114,23 @@ def test_states_whose_kv_the_host_lost_go_first(held: bool) -> None:
     all_free(cache)
 
 
+def test_a_state_keeps_its_place_if_the_host_has_its_kv_again() -> None:
+    cache = watched(num_kv_blocks=0, num_state_blocks=5)
+    for name in "abc":
+        cache.add(name, text(70, ord(name)))
+        assert isinstance(cache.admit(name, kv_tokens=0), Hit)
+        run_step(cache, name, 70, 1)
+        cache.free(name, finished=True)
+    hashes = {event.request_id: event.block_hash for event in cache.take_events()}
+    cache.kv_evicted([hashes["a"], hashes["c"]])
+    cache.kv_stored([bytes(16), hashes["a"], hashes["b"]])
+    for i in range(5):
+        cache.add(str(i), text(20, i))
+        assert isinstance(cache.admit(str(i), kv_tokens=0), Hit)
+    assert [event.block_hash for event in cache.take_events()] == [hashes[name] for name in "cba"]
+    all_free(cache)
+
+
 def test_a_prompt_that_is_used_again_outlives_others_in_a_small_record() -> None:
     cache = watched(record_tokens=1000, num_kv_blocks=64)
     for i in (0, 1, 2, 0, 3):
@@ -155,11 +172,11 @@ def test_what_the_cache_knows_of_requests() -> None:
     cache.add("a", text(20, 1))
     assert (cache.request_ids, cache.knows("a"), cache.knows("c"), cache.runs("a")) == (["b", "a"], True, False, False)
     cache.admit("a")
-    assert cache.runs("a") and cache.progress("a") == (0, 20, 0)
+    assert cache.runs("a") and cache.progress("a") == (0, 20, 0, 0)
     steps = under_way(cache, "issued", 20)
-    assert cache.progress("a") == (20, 20, 1)
+    assert cache.progress("a") == (20, 20, 1, 0)
     cache.accept(steps, {"a": [3]})
-    assert cache.progress("a") == (20, 20, 0) and list(cache.tokens("a")) == [*text(20, 1), 3]
+    assert cache.progress("a") == (20, 20, 0, 20) and list(cache.tokens("a")) == [*text(20, 1), 3]
     cache.free("a", finished=True)
     assert cache.request_ids == ["b"]
     all_free(cache)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.cache import pool
 from mambacache.cache.chains import Chains, Rank, Turn
-from mambacache.cache.policy import EvictionOrder
+from mambacache.cache.policy import EvictionOrder, Marks, Policy, Wish
 from policy_mixes import KINDS, Asked, Mixes, ceiling
 
 
@@ -27,15 +29,17 @@ class LeastRecentlyUsed(EvictionOrder):
         return next(iter(self._idle[Rank.SPARE]), None)
 
 
-def hit_tokens(traffic: list[Asked], num_states: int, num_pages: int) -> int:
-    """Of one request after the other."""
-    cache, hits = PrefixCache(CacheConfig(num_states, num_pages, accounting=False)), 0
+def hit_tokens(
+    traffic: list[Asked], num_states: int, num_pages: int, marks: Callable[[int], Sequence[int]] = lambda number: ()
+) -> list[int]:
+    """Run one request after the other, with the marks that belong to its number; return the hit tokens of each."""
+    cache, hits = PrefixCache(CacheConfig(num_states, num_pages, accounting=False)), list[int]()
     for number, (prompt, said) in enumerate(traffic):
         name = str(number)
-        cache.add(name, prompt)
+        cache.add(name, prompt, checkpoint_at=marks(number))
         hit = cache.admit(name)
         assert isinstance(hit, Hit)
-        hits += hit.num_tokens
+        hits.append(hit.num_tokens)
         for token in said:
             planned = ()
             while not (planned and planned[0].samples):
@@ -56,9 +60,56 @@ def test_no_traffic_hits_less_than_with_lru(kind: str, monkeypatch: pytest.Monke
     for num_states, num_pages in ((12, 300), (50, 1200)):
         with monkeypatch.context() as patch:
             patch.setattr(pool, "EvictionOrder", LeastRecentlyUsed)
-            least = hit_tokens(traffic, num_states, num_pages)
-        ours = hit_tokens(traffic, num_states, num_pages)
+            least = sum(hit_tokens(traffic, num_states, num_pages))
+        ours = sum(hit_tokens(traffic, num_states, num_pages))
         assert ours >= least - 0.02 * most, (num_states, ours / most, least / most)
+
+
+@pytest.mark.parametrize("before", [0, 64])
+def test_a_mark_lasts_until_the_next_message_of_a_user(before: int) -> None:
+    """Of a round's requests only the first prompt is the beginning of a later one. Its end is the tail of the turn
+    before the second request, and a mark there hits as much as a mark one block earlier, and as LRU."""
+    calls = 6
+    traffic = list(Mixes(seed=1).rounds(sessions=4, rounds=6, calls=calls))
+
+    def at_end(number: int) -> Sequence[int]:
+        return () if number % calls else [(len(traffic[number][0]) - 1) // 64 * 64 - before]
+
+    hits = hit_tokens(traffic, 16, 2000, at_end)[::calls]
+    assert sum(hits) >= 0.6 * sum(len(prompt) for prompt, _ in traffic[::calls])
+
+
+# --- marks ---
+
+
+def test_a_mark_is_no_mark_once_its_salt_has_newer_ones() -> None:
+    marks = Marks(of_a_salt=2, most=100)
+    for salt, block_hash, rank in (("a", b"1", Rank.FIRST), ("a", b"2", Rank.SPARE), ("b", b"9", Rank.FIRST)):
+        assert marks.add(salt, block_hash, rank) is None
+    assert marks.add("a", b"1", Rank.LATER) is None  # named again
+    assert marks.add("a", b"3", Rank.FIRST) == (b"2", Rank.SPARE)
+    assert [marks.has("a", each) for each in (b"1", b"2", b"3", b"9")] == [True, False, True, False]
+    marks.hit("a", b"1")
+    marks.hit("a", b"2")
+    assert marks.add("a", b"4", Rank.FIRST) == (b"1", Rank.SECOND) and marks.has("b", b"9")
+
+
+def test_the_marks_of_all_salts_are_bounded() -> None:
+    marks = Marks(of_a_salt=4, most=16)
+    for salt in range(1000):
+        for each in range(6):
+            marks.add(str(salt), bytes([each]), Rank.FIRST)
+    assert sum(len(each) for each in marks._salts.values()) == marks._count == 16
+    assert list(marks._salts) == ["996", "997", "998", "999"]
+
+
+def test_of_many_named_positions_those_near_the_end_of_the_prompt_are_marks() -> None:
+    named = [0, *range(64, 10_000, 64)]
+    assert Policy(64, 0, 1000).marks(named, 1000) == {*range(768, 1217, 64)}
+    assert Policy(64, 0, 8).marks(named, 1000) == {960, 1024}
+    assert Policy(64, 0, 1000).marks([64, 64, 0, 9000], 1000) == {64, 9000}
+    wishes = Policy(64, 0, 8).wishes([64, 128, 6400, 9600], {128, 9600}, 0, (200,))
+    assert wishes == {64: Wish.INTERVAL, 128: Wish.MARKED, 9600: Wish.MARKED, 192: Wish.TAIL}
 
 
 # --- what is learnt ---

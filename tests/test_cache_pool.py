@@ -221,6 +221,24 @@ def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
         assert sum(pool.counts()[status] for status in ("free", "writing", "committed")) == 12
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_restored_block_has_the_rank_it_had_before(removed: Removed, held: bool) -> None:
+    pool = BlockPool(2, removed, Chains(64, 100))
+    blocks = pool.take(2)
+    for block, rank in zip(blocks, [Rank.THIRD, Rank.SECOND], strict=True):
+        pool.commit(block, name(block), exact=True, rank=rank)
+        if not held:
+            pool.release(block)
+        pool.demote(block)
+        pool.demote(block)
+    assert pool.restore(name(blocks[0])) and pool.restore(name(blocks[1]), Rank.FOURTH)
+    assert not pool.restore(name(99))
+    assert [pool.rank[block] for block in blocks] == [Rank.THIRD, Rank.FOURTH]
+    for block in blocks if held else ():
+        pool.release(block)
+    assert pool.evict() and pool.lookup(name(blocks[0])) is None
+
+
 def test_a_call_costs_the_same_in_a_large_pool(removed: Removed) -> None:
     def turnover(blocks: int) -> float:
         pool = BlockPool(blocks, removed, Chains(64, blocks))

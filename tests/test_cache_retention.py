@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 import pytest
@@ -43,16 +44,16 @@ def resume(d: Driver, *jobs: Job) -> None:
 def test_wishes_between_two_positions() -> None:
     retention = Policy(64, 128, 10)
     wishes = {64: Wish.TAIL, 256: Wish.MARKED, 320: Wish.JUNCTION}
-    assert retention.wishes((), 0, (1, 64)) == {0: Wish.TAIL}
-    assert retention.wishes((), 0, (65, 128)) == {64: Wish.TAIL}
+    assert retention.wishes((), frozenset(), 0, (1, 64)) == {0: Wish.TAIL}
+    assert retention.wishes((), frozenset(), 0, (65, 128)) == {64: Wish.TAIL}
     found = retention.between(wishes, 64, 512)
     assert sorted(found) == [(Wish.JUNCTION, 320), (Wish.MARKED, 256), (Wish.INTERVAL, 128), (Wish.INTERVAL, 384)]
     assert retention.wish(wishes, 256) is Wish.MARKED
     assert retention.wish(wishes, 128) is Wish.INTERVAL
     assert retention.wish(wishes, 192) is None
     promised, tail, junction, marked, interval, none = [retention.rank(wish, Rank.FIRST) for wish in (*Wish, None)]
-    assert promised is junction is marked is Rank.SECOND and interval is none is Rank.SPARE
-    assert tail is Rank.FIRST and retention.rank(Wish.TAIL, Rank.LATER) is Rank.LATER
+    assert promised is junction is Rank.SECOND and interval is none is Rank.SPARE
+    assert tail is marked is Rank.FIRST and retention.rank(Wish.TAIL, Rank.LATER) is Rank.LATER
     assert retention.rank(Wish.MARKED, Rank.LATER) is Rank.LATER
 
 
@@ -124,6 +125,53 @@ def test_an_interval_of_one_block_on_a_long_prompt_leaves_other_tails() -> None:
     assert finds(d, text(3000, 30)) == 2944
 
 
+def named_everywhere(length: int, seed: int, salt: str = "") -> Job:
+    return Job(text(length, seed), 1, marks=tuple(range(0, length, 64)), salt=salt)
+
+
+@pytest.mark.parametrize("budget", [200, 1000, 8192])
+@pytest.mark.parametrize("num_state_blocks", [16, 24, 100])
+def test_a_prompt_that_is_named_everywhere_leaves_other_prefixes(num_state_blocks: int, budget: int) -> None:
+    prompts = [text(450, seed) for seed in range(10)]
+    d = run([Job(prompt, 1) for prompt in prompts], max_num_seqs=1, num_state_blocks=num_state_blocks,
+            num_kv_blocks=400, budget=budget)  # fmt: skip
+    resume(d, *(Job([*prompt, 1], 1) for prompt in prompts))
+    resume(d, named_everywhere(4500, 20))
+    assert [finds(d, prompt) for prompt in prompts] == [448] * 10
+    assert finds(d, text(4500, 20)) == 4480
+
+
+@pytest.mark.parametrize("salts", [["a"] * 12, ["a", "b", "c"] * 4])
+def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> None:
+    d = run([named_everywhere(1200, seed, salt) for seed, salt in enumerate(salts)], max_num_seqs=1,
+            num_state_blocks=48, num_kv_blocks=1000)  # fmt: skip
+    pool, ranked = d.cache.states, list[str]()
+    for block, block_hash in enumerate(pool.hashes):
+        if block_hash is not None and pool.rank[block] is Rank.SECOND:
+            ranked.append(d.cache._names["state", block_hash][0])
+    assert {salt: ranked.count(salt) for salt in ranked} == dict.fromkeys(salts, 12)
+
+
+@pytest.mark.parametrize("position", [64, 128, 320])
+def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
+    """Before the tail, where the prompt leaves another one, and at the tail."""
+    prompt = [*text(150, 1), *text(200, 2)]
+    d = run([Job(text(200, 1), 1)], num_state_blocks=20)
+    resume(d, Job(prompt, 1, marks=(position,)))
+    block = d.cache.states.lookup(d.cache._books.chain(array("i", prompt), "", {})[position // 64])
+    assert block is not None and d.cache.states.rank[block] is Rank.SECOND
+
+
+def test_a_mark_takes_a_state_that_is_cached_already() -> None:
+    """The second prompt names the tail of the first; the third goes on from the second, and so demotes that tail."""
+    first, said = text(150), [answer(text(150), 70, attention=True)]
+    second = [*first, *said[0], 1, 2]
+    jobs = [Job(first, 70), Job(second, 5, marks=(128,)), Job([*second, *text(40)], 5)]
+    d = run(jobs, max_num_seqs=1, num_state_blocks=20)
+    block = d.cache.states.lookup(d.cache._books.chain(array("i", first), "", {})[2])
+    assert block is not None and d.cache.states.rank[block] is Rank.SECOND
+
+
 def test_without_a_fresh_block_a_state_nobody_asked_for_is_overwritten() -> None:
     d = run([Job(text(30), 130)], num_state_blocks=2, max_num_seqs=1)
     assert cached(d) == [128]
@@ -167,17 +215,17 @@ def test_within_the_checkpoint_budget_only_what_is_asked_for_evicts_tails() -> N
 
 def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
     old, other = Job(text(300), 1, marks=(64, 128)), Job(text(100, 1), 1)
-    d = run([old, other, Job(text(150), 1)], max_num_seqs=1, num_state_blocks=6, budget=8192)
-    # Six blocks: 64, 128 and 256 of the first, 64 of the second, and two that ran. The third prompt hit 128.
+    d = run([old, other, Job(text(150), 1)], max_num_seqs=1, num_state_blocks=8, budget=8192)
+    # Eight blocks: 64, 128 and 256 of the first, 64 of the second, two that ran, two free. The third prompt hit 128.
     assert d.hit(2) == 128
-    resume(d, *(Job(text(100, seed), 1) for seed in (2, 3, 4)))
+    resume(d, *(Job(text(100, seed), 1) for seed in range(2, 7)))
     assert finds(d, text(300)) == 128  # 256 is older, and gone
     assert finds(d, text(128)) == 64  # a mark is kept longer than a tail
     assert finds(d, text(100, 1)) == 0
 
 
 def test_the_states_of_one_prompt_are_evicted_from_its_end() -> None:
-    d = run([Job(text(300), 1, marks=(64, 128, 192))], max_num_seqs=1, num_state_blocks=5, budget=8192)
+    d = run([Job(text(300), 1, marks=(64, 128, 192))], max_num_seqs=1, num_state_blocks=12, budget=8192)
     assert cached(d) == [64, 128, 192, 256]
     d.cache.states.evict()
     assert finds(d, text(300)) == 192

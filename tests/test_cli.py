@@ -156,10 +156,6 @@ def test_request_that_fails(
         ("generate {model}", "there is no prompt: give some after the model, --prompts FILE, or - for standard input"),
         ("generate {model} --prompts {empty}/absent.txt", "cannot use {empty}/absent.txt: no such file or directory"),
         ("generate {model} --prompts {empty}", "cannot use {empty}: is a directory"),
-        ("generate {model} --prompts {lines}", "line 4 of {lines} is no JSON: "),
-        ("generate {model} --prompts {other}", "line 1 of {other} has 'heat', which is no sampling parameter: remove"),
-        ("generate {model} --prompts {wrong}", "line 1 of {wrong}: max_tokens is 'x': set it to an integer"),
-        ("generate {model} --prompts {bytes}", "{bytes} is no UTF-8 text: invalid start byte at byte 2"),
         ("generate {model} x --max-tokens 0", "max_tokens is 0: set it to 1"),
         ("generate {model} x --max-tokens two", "argument --max-tokens: 'two' is no integer"),
         ("generate {model} x --temperature -1", "temperature is -1.0: set it to"),
@@ -167,8 +163,6 @@ def test_request_that_fails(
         ("generate {model} x --kv-cache-bytes 900TB", "are free: lower kv_cache_bytes"),
         ("generate {model} x --device tpu", "device is 'tpu': set it to"),
         ("generate {model} x --stream --n 2", "--stream prints one answer a prompt: leave n at 1"),
-        ("generate {model} --prompts {chat}", "the chat template refuses the messages: "),
-        ("generate {demo} --prompts {chat}", "has no chat template: use generate, with prompts of your own"),
         ("plan {empty}", "holds no readable config.json"),
         ("plan {model} --checkpoint-budget-bytes -1", "no amount of memory"),
         ("plan {model} --memory 1000", "take a device with more memory"),
@@ -181,17 +175,7 @@ def test_request_that_fails(
 def test_errors(
     text_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    files = {
-        "lines": b'\n{"prompt": "x"}\n\n{"prompt": x}\n',
-        "other": b'{"prompt": "x", "heat": 1}',
-        "wrong": b'{"prompt": "x", "max_tokens": "x"}',
-        "chat": b'{"messages": [5]}',
-        "bytes": b"ab\xff",
-    }
-    places = {name: tmp_path / f"{name}.txt" for name in files}
-    for name, content in files.items():
-        places[name].write_bytes(content)
-    places |= {name: tmp_path / name for name in ("empty", "strange")}
+    places = {name: tmp_path / name for name in ("empty", "strange")}
     for name in ("empty", "strange"):
         places[name].mkdir()
     (places["strange"] / "config.json").write_text('{"model_type": "strange"}')
@@ -201,6 +185,69 @@ def test_errors(
     out, err = capsys.readouterr()
     last = err.splitlines()[-1]
     assert not out and last.startswith("mambacache: ") and message.format(**places) in last and "Traceback" not in err
+
+
+LINES: list[tuple[bytes, str]] = [
+    (b'{"prompt": x}', "is no JSON: Expecting value"),
+    (b"[5]", "is no JSON object: write"),
+    (b"{}", "has no prompt: give one of prompt, prompt_token_ids, messages"),
+    (b'{"prompt": "x", "heat": 1}', "has 'heat', which is no sampling parameter: remove it"),
+    (b'{"prompt": "x", "max_tokens": "x"}', ": max_tokens is 'x': set it to an integer"),
+    (b'{"prompt": 5}', "has a prompt of type int: give a text"),
+    (b'{"prompt": "\xff"}', "is no UTF-8 text at character 13: encode it anew"),
+    (b'{"prompt": "\\ud800"}', ": the prompt cannot be encoded by the tokenizer"),
+    (b'{"prompt": ""}', ": the prompt is empty: give at least one token"),
+    (b'{"prompt_token_ids": [5, 999]}', ": the prompt holds token 999, out of the vocabulary"),
+    (b'{"prompt": "x", "max_tokens": 1000000}', ": the prompt has 1 tokens and max_tokens is 1000000"),
+    (b'{"prompt": "x", "logprobs": 21}', ": logprobs of the prompt is 21 and this engine gives 20 at most"),
+    (b'{"messages": [5]}', ": the chat template refuses the messages: "),
+]
+"""Lines that are no prompts, or that the engine refuses, and what is said of each."""
+
+
+@pytest.mark.parametrize("place", ["file", "-"])
+def test_a_line_that_is_refused_costs_itself(
+    text_model: Path,
+    tmp_path: Path,
+    text: Callable[[str], str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+) -> None:
+    """The others are answered; its own object says which line of which file it is."""
+    good = json.dumps({"prompt": PROMPT}).encode()
+    content = b"\n".join([good, b"", *(line for line, _ in LINES), good, b""])
+    (tmp_path / "asked.jsonl").write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+    source = ["-"] if place == "-" else ["--prompts", str(tmp_path / "asked.jsonl")]
+    assert main(generate(text_model, "--jsonl", *source)) == 1
+    first, *refused, last = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert first["text"] == last["text"] == text(PROMPT) and first["error"] is last["error"] is None
+    assert last["cache"]["hit"] == 64 and last["index"] == len(LINES) + 1
+    assert [each["index"] for each in refused] == list(range(1, len(LINES) + 1))
+    name = "standard input" if place == "-" else tmp_path / "asked.jsonl"
+    for number, (each, (_, said)) in enumerate(zip(refused, LINES, strict=True), 3):
+        assert each["error"].startswith(f"line {number} of {name}") and said in each["error"]
+        assert each.keys() == first.keys() and each["finish_reason"] == "error" and each["token_ids"] == []
+
+
+@pytest.mark.parametrize("form", [[], ["--stream"]])
+def test_a_prompt_that_is_refused_among_others(
+    text_model: Path, tmp_path: Path, text: Callable[[str], str], capfd: pytest.CaptureFixture[str], form: list[str]
+) -> None:
+    (tmp_path / "asked.txt").write_bytes(b"\xff\ntwo\n")
+    assert main(generate(text_model, *form, "", PROMPT, "--prompts", str(tmp_path / "asked.txt"))) == 1
+    out, err = capfd.readouterr()
+    assert [line for line in out.splitlines() if line] == [text(PROMPT), text("two")]
+    assert "error: prompt 1: the prompt is empty: give at least one token\n" in err
+    assert f"error: line 1 of {tmp_path}/asked.txt is no UTF-8 text at character 1: encode it anew\n" in err
+
+
+def test_lines_that_are_no_prompts_need_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": x}')
+    assert main(["generate", "no/model", "--jsonl", "--prompts", str(tmp_path / "asked.jsonl")]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["error"].startswith(f"line 1 of {tmp_path}/asked.jsonl is no JSON: ")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0")])

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
 from mambacache import LLM
 from mambacache.cli import main
@@ -74,7 +76,7 @@ def test_plan_for_a_device_that_is_not_here(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     memory = 80 * 10**9
-    assert main(["plan", str(config_only), "--device", "cuda", "--memory", "80GB"]) == 0
+    assert main(["plan", str(config_only), "--device", "cuda", "--dtype", "auto", "--memory", "80GB"]) == 0
     rows = table(capsys.readouterr().out)
     slabs, size = numbers(rows["shared by both"])[:2]
     assert "at most" in rows["cached states"] and "rounding loses" in rows["shared by both"]
@@ -171,21 +173,140 @@ def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixt
     assert "takes 16384 tokens: set it to 16384 or less" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("--memory 80GB", "a GPU with 80,000,000,000 bytes, weights in bfloat16"),
+        ("--memory 80GB --device auto", "a GPU with 80,000,000,000 bytes, weights in bfloat16"),
+        ("--memory 80GB --device cuda", "a GPU with 80,000,000,000 bytes, weights in bfloat16"),
+        ("--memory 80GB --dtype auto", "a GPU with 80,000,000,000 bytes, weights in float32"),
+        ("--memory 80GB --device cpu", "a CPU with 80,000,000,000 bytes, weights in float32"),
+        ("", "this machine's CPU, weights in float32"),
+        ("--dtype bfloat16", "this machine's CPU, weights in bfloat16"),
+    ],
+)
+def test_the_first_line_says_the_device_that_is_planned_for(
+    config_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, line: str
+) -> None:
+    """Memory of so many bytes is a GPU's, and weights there are in bfloat16, unless the user says otherwise."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["plan", str(config_only), *arguments.split()]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"{'planned for':<28}{line} (--device, --memory and --dtype change that)"
+    rows = table("\n".join(rest))
+    half = "bfloat16" in line
+    assert numbers(rows["one state"])[0] == (STATE - 3 * 1024 if half else STATE)
+    assert numbers(rows["one KV block"])[0] == (PAGE // 2 if half else PAGE)
+    assert ("85%" if "GPU" in line else "25%") in rows["states and KV"]
+
+
 def test_weights_of_a_quantised_checkpoint_are_those_of_its_files(
     config_only: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where there are none, an unquantised model's, and it says so."""
+    """Where there are none, those of FP8 are counted; for others it is said that they are not."""
     config = json.loads((config_only / "config.json").read_text())
-    (config_only / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    whole = sizing.weight_bytes(model_skeleton(config_only))
-    assert main(["plan", str(config_only), *SMALL]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{config_only} is quantised") and numbers(table(out)["weights"])[0] == whole
+    for method in ("awq", "fp8"):
+        quantised = config | {"quantization_config": {"quant_method": method}}
+        (config_only / "config.json").write_text(json.dumps(quantised))
+        model = model_skeleton(config_only)
+        expected = sizing.weight_bytes(model) if method == "awq" else sizing.fp8_weight_bytes(model)
+        assert main(["plan", str(config_only), *SMALL]) == 0
+        out = capsys.readouterr().out
+        assert numbers(table(out)["weights"])[0] == expected
+        assert (f"{config_only} is quantised and its files are not here" in out.splitlines()[1]) == (method == "awq")
     for number in range(2):
         (config_only / f"{number}.safetensors").write_bytes(bytes(3000))
     assert main(["plan", str(config_only), *SMALL]) == 0
     out = capsys.readouterr().out
     assert "is quantised" not in out and numbers(table(out)["weights"])[0] == 6000
+
+
+# --- vLLM with the plugin ---
+
+CHECKPOINTS = json.loads((Path(__file__).parent / "checkpoint_configs.json").read_text())
+
+
+def plan_plugin(checkpoint: str, folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, str]:
+    (folder / "config.json").write_text(json.dumps(CHECKPOINTS[checkpoint]))
+    assert main(["plan", str(folder), *flags]) == 0
+    return table(capsys.readouterr().out)
+
+
+# Of one layer, as vLLM cuts it: rows and channels of the window, elements of the matrices; and numbers of KV a token.
+# Groups that are fewer than GPUs are on each of them, and so is one KV head; latent attention keeps 512 + 64 on all.
+SHARDS = [
+    ("Qwen3-Next-80B-A3B", 1, 36, 3, 2 * 16 * 128 + 32 * 128, 32 * 128 * 128, 12 * 2 * 2 * 256),
+    ("Qwen3-Next-80B-A3B", 4, 36, 3, 4 * 2 * 128 + 8 * 128, 8 * 128 * 128, 12 * 1 * 2 * 256),
+    ("Granite-4.0-H-Small", 2, 36, 3, 64 * 64 + 2 * 128, 64 * 64 * 128, 4 * 4 * 2 * 128),
+    ("Falcon-Mamba-7B", 2, 64, 3, 4096, 4096 * 16, 0),
+    ("LFM2-700M", 2, 10, 2, 768, 0, 6 * 4 * 2 * 64),
+    ("Kimi-Linear-48B-A3B", 2, 20, 3, 3 * 16 * 128, 16 * 128 * 128, 7 * 576),
+]
+
+
+@pytest.mark.parametrize(("name", "gpus", "layers", "rows", "channels", "matrix", "kv"), SHARDS)
+def test_plan_for_several_gpus(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    gpus: int,
+    layers: int,
+    rows: int,
+    channels: int,
+    matrix: int,
+    kv: int,
+) -> None:
+    said = plan_plugin(name, tmp_path, capsys, "--memory=400GB", f"--tensor-parallel-size={gpus}", "--state-bytes=8GB")
+    state = layers * (rows * channels * 2 + matrix * 4)
+    assert numbers(said["one state"])[0] == state
+    assert f"on {gpus} GPUs with" in said["planned for"] or gpus == 1
+    assert numbers(said["state_bytes"]) == [8 * 10**9] and "gpu_memory_utilization 0.92" in said["memory"]
+    log, [states], running = (numbers(said[key]) for key in ("one token log", "states", "requests at a time"))
+    taken = (states + 1) * state + (running[0] + 1) * log[0]
+    assert 8 * 10**9 - 2 * (state + log[0]) < taken <= 8 * 10**9 and running[0] <= states
+    left = numbers(said["weights"].replace(",", ""))
+    blocks = [] if not kv else [(left[1] - taken) // (64 * kv * 2)]
+    assert numbers(said["KV blocks"])[:1] == blocks
+
+
+def test_states_take_half_of_what_weights_leave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in the plugin where state_bytes is not set."""
+    flags = ("--memory=160GB", "--tensor-parallel-size=4", "--gpu-memory-utilization=0.5", "--max-num-seqs=7")
+    rows = plan_plugin("Qwen3-Next-80B-A3B", tmp_path, capsys, *flags)
+    weights = sizing.weight_bytes(model_skeleton(tmp_path, "bfloat16", "cuda")) // 4
+    assert numbers(rows["weights"].replace(",", "")) == [weights, 80 * 10**9 - weights]
+    assert numbers(rows["state_bytes"].replace(",", ""))[0] == (80 * 10**9 - weights) // 2
+    assert numbers(rows["requests at a time"])[0] == 7
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next-80B-A3B", "Kimi-Linear-48B-A3B", "Granite-4.0-H-Tiny"])
+def test_weights_in_fp8_are_those_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    rows = plan_plugin(name, tmp_path, capsys, "--memory=141GB", "--quantization=fp8")
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CHECKPOINTS[name]), dtype=torch.bfloat16)
+        fp8 = replace_with_fp8_linear(whole, ["lm_head"], FineGrainedFP8Config())
+    expected = sum(x.numel() * x.element_size() for x in (*fp8.parameters(), *fp8.buffers()))
+    assert numbers(rows["weights"])[0] == pytest.approx(expected, rel=1e-3)
+    assert rows["planned for"].endswith("weights in fp8")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tensor-parallel-size=3", "tensor_parallel_size is 3 and a recurrent layer has 2 key heads: set it to a"),
+        ("--tensor-parallel-size=0", "tensor_parallel_size is 0: set it to 1 or more"),
+        ("--state-bytes=2GB", "on each GPU the weights take "),
+        ("--state-bytes=1000", "raise state_bytes"),
+        ("--state-bytes=1MB --device=cpu", "the plugin is planned for GPUs: leave out --device"),
+    ],
+)
+def test_plans_of_the_plugin_that_are_refused(
+    config_only: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    assert main(["plan", str(config_only), "--memory=2GB", *flags.split()]) == 1
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("nothing", ["--checkpoint-budget-bytes=0", "--no-enable-prefix-caching"])

@@ -63,8 +63,3 @@ def files_with(word: str, folders: Iterable[str]) -> set[str]:
 def test_an_index_array_stands_in_few_files(name: str) -> None:
     files = {path for path in files_with(name, ("mambacache", "kernels")) if "kernels/gpu" not in path}
     assert {"mambacache/plan.py", "kernels/indices.py"} <= files and len(files) <= 8
-
-
-def test_the_cache_stays_small() -> None:
-    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "mambacache" / "cache").glob("*.py")}
-    assert sum(lines.values()) <= 3504 and max(lines.values()) <= 355

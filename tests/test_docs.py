@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_driver import TIE
 from mambacache.demo.run import expected_hits
 from mambacache.kernels import state_bytes
 from mambacache.models.adapt import MODEL_TYPES, adapt
@@ -221,6 +222,36 @@ def test_options_are_those_of_the_dataclasses(monkeypatch: pytest.MonkeyPatch) -
     from make_options import page
 
     assert PAGES["docs/options.md"] == page()
+
+
+def test_bounds_and_lengths_are_those_of_the_code() -> None:
+    """Of ties, and of the engine in an example."""
+    assert re.findall(r"two best logits are closer than (\S+),", PAGES["tests/README.md"]) == [
+        f"{TIE:.0e}".replace("-0", "-")
+    ]
+    lines = str(len((ROOT / "examples" / "host_engine.py").read_text().splitlines()))
+    assert re.findall(r"an engine in (\d+)\s+lines", README) == [lines]
+    assert re.findall(r"a host in (\d+) lines", PAGES["docs/embedding.md"]) == [lines]
+
+
+def test_log_lines_of_the_plugin_are_those_of_the_code() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "mambacache" / "vllm").glob("*.py"))
+    formats = re.findall(r'logger\.\w+\(\s*"([^"]+)"', code)
+    patterns = [re.escape(each) for each in formats]
+    for field, pattern in (("%d", r"[\d,]+"), ("%.2f", r"\d+\.\d\d"), ("%s", ".+")):
+        patterns = [each.replace(re.escape(field), pattern) for each in patterns]
+    section = PAGES["docs/vllm.md"].partition("## What one sees")[2]
+    [sample] = re.findall(r"```text\n(.*?)\n```", section.partition("## Settings")[0], re.S)
+    assert len(sample.splitlines()) == 3
+    for line in sample.splitlines():
+        assert any(re.fullmatch(pattern, line) for pattern in patterns), line
+
+
+def test_options_that_the_plugin_refuses_are_listed() -> None:
+    code = (ROOT / "mambacache" / "vllm" / "config.py").read_text()
+    options = set(re.findall(r"--[a-z][a-z-]+|VLLM_[A-Z0-9_]+", code.partition("def is_cpu")[0]))
+    section = PAGES["docs/vllm.md"].partition("## What is refused")[2].partition("## How it stays")[0]
+    assert len(options) > 10 and {each for each in options if f"`{each}`" not in section} == set()
 
 
 def test_all_model_types_and_losses_are_listed() -> None:

@@ -13,6 +13,7 @@ from engine_driver import Engines, Original, answer, ask, greedy, hits, speak, t
 from mambacache import DraftTree, SamplingParams
 from mambacache.engine.outputs import Logprobs
 from mambacache.scheduler.request import Request
+from tiny_models import VOCABULARY
 
 Originals = Callable[[str], Original]
 
@@ -24,6 +25,14 @@ def assert_logprobs(entries: list[Logprobs] | None, logits: torch.Tensor, tokens
         best = exact.topk(top).indices.tolist()
         assert list(entry) == [token, *(t for t in best if t != token)]
         assert entry == pytest.approx({t: exact[t].item() for t in entry}, abs=2e-4)
+
+
+def assert_prompt_logprobs(
+    entries: list[Logprobs | None] | None, logits: torch.Tensor, prompt: list[int], top: int
+) -> None:
+    """As vLLM gives them: an entry for each prompt token, None for the first."""
+    assert entries is not None and len(entries) == len(prompt) and entries[0] is None
+    assert_logprobs([entry for entry in entries if entry is not None], logits, prompt[1:], top)
 
 
 # --- several answers to a prompt ---
@@ -171,7 +180,7 @@ def test_logprobs(engine: Engines, original: Originals, budget: int) -> None:
         assert_logprobs(outputs[2].outputs[0].logprobs, exact, answer(outputs[2]), 0)
         assert outputs[1].outputs[0].logprobs is None and outputs[0].prompt_logprobs is None
         exact = original("qwen3_next").logits(prompts[2])[:-1]
-        assert_logprobs(outputs[2].prompt_logprobs, exact, prompts[2][1:], 3)
+        assert_prompt_logprobs(outputs[2].prompt_logprobs, exact, prompts[2], 3)
     assert hits(outputs) == [64, 0, 0]
 
 
@@ -193,6 +202,32 @@ def test_logprobs_after_preemption_and_with_drafts(engine: Engines, original: Or
         llm = engine(num_kv_blocks=6, **options)
         for prompt, output in zip(prompts, ask(llm, prompts, params), strict=True):
             exact = original("qwen3_next").logits([*prompt, *answer(output)])
-            assert_logprobs(output.prompt_logprobs, exact[: len(prompt) - 1], prompt[1:], 0)
+            assert_prompt_logprobs(output.prompt_logprobs, exact[: len(prompt) - 1], prompt, 0)
             assert_logprobs(output.outputs[0].logprobs, exact[len(prompt) - 1 : -1], answer(output), 1)
         assert llm.stats.preemptions > 0
+
+
+def test_prompt_logprobs_of_one_token(engine: Engines) -> None:
+    [output] = ask(engine(), [[5]], greedy(1, prompt_logprobs=1))
+    assert output.prompt_logprobs == [None]
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 20), ({"max_logprobs": 3}, 3), ({"max_logprobs": 0}, 0)])
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_log_probabilities_are_bounded(engine: Engines, options: dict[str, int], most: int, name: str) -> None:
+    """One request may not make all others wait for thousands of them."""
+    llm = engine(**options)
+    prompts = [tokens_of(30, 8), tokens_of(31, 8)]
+    with pytest.raises(ValueError, match=rf"^{name} of prompt 1 is {most + 1} and this engine gives {most} at most"):
+        ask(llm, prompts, [greedy(2), greedy(2, **{name: most + 1})])
+    for output in ask(llm, prompts, greedy(2, logprobs=most, prompt_logprobs=most)):
+        for entry in [*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())[1:]]:
+            assert entry is not None and most <= len(entry) <= most + 1
+
+
+def test_log_probabilities_without_a_bound(engine: Engines) -> None:
+    """More than there are tokens are all of them."""
+    llm = engine(max_logprobs=-1)
+    [output] = ask(llm, [tokens_of(32, 8)], greedy(1, logprobs=10**6))
+    [entry] = output.outputs[0].logprobs or ()
+    assert len(entry) == VOCABULARY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def run(model: Path, act: Callable[[AsyncLLM], Awaitable[None]]) -> None:
             await act(llm)
             stats = await llm.stats()
             assert stats.state_blocks["writing"] == stats.kv_blocks["writing"] == 0
-            assert llm._llm.idle and not llm._consumers
+            assert llm._llm.idle and not llm._consumers and not llm._coming
         assert not llm._thread.is_alive()
         with pytest.raises(RuntimeError, match="this AsyncLLM is closed: make a new one"):
             await last(llm, PROMPTS[0], PARAMS[0])
@@ -130,8 +130,8 @@ def test_errors_of_one_request(model: Path, expected: list[list[int]]) -> None:
     """What is wrong with a prompt, an id or its tokens concerns nobody else."""
 
     async def act(llm: AsyncLLM) -> None:
-        tokenizer = llm._llm.get_tokenizer()
-        encode, decode = tokenizer.encode, tokenizer.decode
+        encodes, tokenizer = llm._encoder.tokenizer, llm._llm.get_tokenizer()
+        encode, decode = encodes.encode, tokenizer.decode
         bad = byte_tokenizer().encode("!")[0]
 
         def encoding(text: str, **options: Any) -> list[int]:
@@ -144,7 +144,7 @@ def test_errors_of_one_request(model: Path, expected: list[list[int]]) -> None:
                 raise KeyError("planted")
             return decode(tokens, **options)
 
-        tokenizer.encode, tokenizer.decode = encoding, decoding
+        encodes.encode, tokenizer.decode = encoding, decoding
         others = [asyncio.create_task(last(llm, PROMPTS[i], PARAMS[i], f"mine-{i}")) for i in range(6)]
         await asyncio.sleep(0)
         for prompt, params, request_id, message in (
@@ -184,5 +184,50 @@ def test_step_that_raises(model: Path, expected: list[list[int]]) -> None:
         assert len(set(map(id, errors))) == 6
         scheduler.schedule = schedule  # type: ignore[method-assign]
         assert answer(await last(llm, PROMPTS[1], PARAMS[1])) == expected[1]
+
+    run(model, act)
+
+
+def test_conversations_at_once(model: Path) -> None:
+    """Each is answered as `LLM.chat` answers it."""
+    conversations = [[{"role": "user", "content": text * 30}] for text in ("one ", "two ")]
+    with LLM(model, **SMALL) as llm:
+        expected = [answer(output) for output in llm.chat(conversations, greedy(6), use_tqdm=False)]
+
+    async def act(llm: AsyncLLM) -> None:
+        streams = [llm.chat(messages, greedy(6)) for messages in conversations]
+        ends = await asyncio.gather(*map(end_of, streams))
+        assert [answer(output) for output in ends] == expected
+        assert ends[0].prompt == "<user>" + "one " * 30 + "</><assistant>"
+        with pytest.raises(ValueError, match="give a list of messages"):
+            await end_of(llm.chat(["text"]))  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="UndefinedError"):
+            await end_of(llm.chat(conversations[0], chat_template="{{ nothing.at_all }}"))
+        assert answer(await end_of(llm.stream(PROMPTS[0], PARAMS[0]))) == answer(await last(llm, PROMPTS[0], PARAMS[0]))
+
+    run(model, act)
+
+
+async def end_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in stream][-1]
+
+
+def test_an_aborted_request_ends_with_what_it_has(model: Path, expected: list[list[int]]) -> None:
+    """Its reader is told, and the others are answered as ever."""
+
+    async def act(llm: AsyncLLM) -> None:
+        others = [asyncio.create_task(last(llm, PROMPTS[i], PARAMS[i])) for i in range(6)]
+        text, outputs = "", []
+        async for output in llm.generate(PROMPTS[7], greedy(5000), "mine"):
+            outputs.append(output)
+            text += output.outputs[0].delta
+            if len(answer(output)) >= 5 and not output.finished:
+                await llm.abort("mine")
+        assert output.outputs[0].finish_reason == "abort" and 5 <= len(answer(output)) < 5000
+        assert text == output.outputs[0].text and output.finished
+        await llm.abort("mine")
+        await llm.abort("nobody's")
+        assert [answer(await other) for other in others] == expected[:6]
+        assert len(answer(await last(llm, PROMPTS[7], greedy(3), "mine"))) == 3
 
     run(model, act)

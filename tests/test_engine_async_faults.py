@@ -10,9 +10,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from engine_driver import answer, byte_tokenizer, greedy, save_text_model, tokens_of
 from mambacache import LLM, AsyncLLM, RequestOutput, SamplingParams
@@ -51,7 +53,7 @@ async def ended(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.005)
 
 
-async def check_closed(readers: list[asyncio.Task[Any]], cause: type[BaseException]) -> None:
+async def check_closed(readers: list[asyncio.Task[Any]], cause: type[BaseException | None]) -> None:
     errors = await asyncio.gather(*readers, return_exceptions=True)
     for error in errors:
         assert isinstance(error, RuntimeError) and "is closed: make a new one" in str(error)
@@ -241,13 +243,80 @@ def test_draft_source_that_leaves(model: Path) -> None:
     run(model, act, draft=leaving, max_draft_tokens=2)
 
 
-@broken_off
-def test_tokenizer_that_leaves(model: Path) -> None:
+def test_tokenizer_that_leaves_costs_its_own_request(model: Path) -> None:
     async def act(llm: AsyncLLM) -> None:
-        llm._llm.get_tokenizer().encode = leaving
-        await check_closed([asyncio.create_task(answered(llm, "text"))], SystemExit)
+        with patch.object(PreTrainedTokenizerFast, "encode", leaving):
+            with pytest.raises(ValueError, match=r"the prompt cannot be encoded .SystemExit: planted.: change it"):
+                await answered(llm, "text")
+            assert len(answer((await answered(llm, PROMPT, greedy(5)))[-1])) == 5
 
     run(model, act)
+
+
+def test_encoding_holds_up_no_step(model: Path) -> None:
+    """A prompt that takes long to encode delays neither others nor the end of the engine."""
+    begun, released = threading.Event(), threading.Event()
+    encode = PreTrainedTokenizerFast.encode
+
+    def encoding(self: Any, text: str, **options: Any) -> list[int]:
+        if text == "slow":
+            begun.set()
+            released.wait()
+        return encode(self, text, **options)
+
+    async def act(llm: AsyncLLM) -> None:
+        slow = [asyncio.create_task(answered(llm, "slow", greedy(3), f"slow-{i}")) for i in range(3)]
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        try:
+            assert len(answer((await asyncio.wait_for(answered(llm, PROMPT, greedy(5)), 20))[-1])) == 5
+            slow[1].cancel()
+            await llm.abort("slow-2")
+        finally:
+            released.set()
+        first, cancelled, aborted = await asyncio.gather(*slow, return_exceptions=True)
+        assert len(answer(first[-1])) == 3 and isinstance(cancelled, asyncio.CancelledError)
+        assert aborted[-1].outputs[0].finish_reason == "abort"
+
+    with patch.object(PreTrainedTokenizerFast, "encode", encoding):
+        run(model, act)
+
+
+def test_prompts_under_encoding_when_the_engine_closes(model: Path) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def encoding(self: Any, text: str, **options: Any) -> list[int]:
+        begun.set()
+        released.wait()
+        return [5]
+
+    async def act(llm: AsyncLLM) -> None:
+        readers = [asyncio.create_task(answered(llm, "text")) for _ in range(2)]
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        await llm.close()
+        released.set()
+        await check_closed(readers, type(None))
+
+    with patch.object(PreTrainedTokenizerFast, "encode", encoding):
+        run(model, act)
+
+
+def test_calls_out_of_a_tokenizer_are_refused(model: Path) -> None:
+    """They would wait for the very thread that waits for them."""
+
+    def encoding(self: Any, text: str, **options: Any) -> list[int]:
+        asyncio.run(answered(llms[0], "another text"))
+        return [5]
+
+    async def act(llm: AsyncLLM) -> None:
+        llms.append(llm)
+        with pytest.raises(ValueError, match="its own tokenizer or draft source"):
+            await answered(llm, "text")
+
+    llms: list[AsyncLLM] = []
+    with patch.object(PreTrainedTokenizerFast, "encode", encoding):
+        run(model, act)
 
 
 @broken_off

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mambacache import EngineConfig, SamplingParams
+from mambacache import CacheConfig, EngineConfig, SamplingParams
 from mambacache.config import LARGEST_TOP_K, NO_LIMIT
 from mambacache.runner.sampler import draw_parameters
 
@@ -19,6 +20,7 @@ from mambacache.runner.sampler import draw_parameters
     [
         ({"stop": "word"}, {"stop": ("word",)}),
         ({"stop": ["a", "b"]}, {"stop": ("a", "b")}),
+        ({"stop": ["a" * 1024] * 64}, {"stop": ("a" * 1024,) * 64}),
         ({"stop": None, "stop_token_ids": None, "checkpoint_at": None}, {"stop": (), "stop_token_ids": ()}),
         ({"stop_token_ids": {7}, "checkpoint_at": range(2)}, {"stop_token_ids": (7,), "checkpoint_at": (0, 1)}),
         ({"stop_token_ids": np.array([3, 4])}, {"stop_token_ids": (3, 4)}),
@@ -68,6 +70,8 @@ WRONG_PARAMETERS: list[tuple[dict[str, Any], str]] = [
     ({"stop": 5}, "stop is 5: set it to a list"),
     ({"stop": b"end"}, "stop is b'end': set it to a list"),
     ({"stop": ""}, "stop holds an empty string: remove it"),
+    ({"stop": ["a"] * 65}, "stop holds 65 strings: set it to 64 or fewer"),
+    ({"stop": "a" * 1025}, "stop holds a string of 1,025 characters: shorten it to 1,024 or fewer"),
     ({"stop_token_ids": [1.0]}, "an item of stop_token_ids is 1.0: set it to an integer"),
     ({"stop_token_ids": [False]}, "an item of stop_token_ids is False: set it to an integer"),
     ({"stop_token_ids": "12"}, "stop_token_ids is '12': set it to a list"),
@@ -139,8 +143,11 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": "8"}, "max_num_seqs is '8': set it to an integer"),
     ({"max_num_seqs": True}, "max_num_seqs is True: set it to an integer"),
     ({"max_num_batched_tokens": 1e3}, "max_num_batched_tokens is 1000.0: set it to an integer"),
-    ({"kv_cache_bytes": "1GB"}, "kv_cache_bytes is '1GB': set it to an integer"),
-    ({"checkpoint_budget_bytes": 1e9}, "checkpoint_budget_bytes is 1000000000.0: set it to an integer"),
+    ({"kv_cache_bytes": "plenty"}, "kv_cache_bytes is 'plenty': set it to bytes, or to a size such as \"20GiB\""),
+    ({"kv_cache_bytes": "-1GB"}, "kv_cache_bytes is '-1GB': set it to bytes, or to a size such as"),
+    ({"checkpoint_budget_bytes": 1e9}, "checkpoint_budget_bytes is 1000000000.0: set it to bytes, or to a size such"),
+    ({"host_cache_bytes": True}, "host_cache_bytes is True: set it to bytes, or to a size such"),
+    ({"max_logprobs": -2}, "max_logprobs is -2: set it to 0 or more, or to -1 for no limit"),
     ({"enable_prefix_caching": 0}, "enable_prefix_caching is 0: set it to True or False"),
     ({"strict_reuse": "yes"}, "strict_reuse is 'yes': set it to True or False"),
     ({"seed": 0.5}, "seed is 0.5: set it to an integer"),
@@ -156,3 +163,21 @@ def test_options_of_a_wrong_type(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         EngineConfig(**{"model": "model", **options})
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+BYTES = [
+    (config, option.name)
+    for config in (EngineConfig, CacheConfig)
+    for option in fields(config)
+    if "bytes" in option.name
+]
+
+
+@pytest.mark.parametrize(("config", "name"), BYTES, ids=[f"{config.__name__}-{name}" for config, name in BYTES])
+def test_sizes_are_taken_as_text(config: type, name: str, tmp_path: Path) -> None:
+    """Wherever a number of bytes is."""
+    of_engine: dict[str, Any] = {"model": "m", "host_cache_bytes": 1, "disk_cache_dir": tmp_path}
+    needed = of_engine if config is EngineConfig else {"num_state_blocks": 2}
+    for given, count in (("50MB", 50_000_000), ("1.5 KiB", 1536), ("7", 7), (np.int64(9), 9)):
+        value = getattr(config(**needed | {name: given}), name)
+        assert value == count and type(value) is int

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cache_calls import allocate
 from engine_driver import Engines, Original, answer, ask, greedy, hits, report_of, tokens_of
@@ -89,6 +90,39 @@ def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines) -> None:
     computed = 64 * (1 + llm._stepper.steps_ahead)
     assert (report_of(first).hit, first.outputs[0].finish_reason) == (computed, "error")
     assert (report_of(second).hit, second.outputs[0].finish_reason) == (0, "length")
+
+
+def test_a_bad_prompt_leaves_the_prefix_that_it_hit(engine: Engines, original: Originals) -> None:
+    llm = engine()
+    prefix, weights = prompt_of(3, 150), embedding(llm, BAD).clone()
+    ask(llm, [prefix], greedy(1))
+    embedding(llm, BAD).fill_(torch.nan)
+    outputs = ask(llm, [[*prefix, BAD, *prompt_of(4, 90)]], greedy(2)) + ask(llm, [prefix], greedy(3))
+    assert outputs[0].outputs[0].finish_reason == "error" and hits(outputs) == [128, 128]
+    original("qwen3_next").check_all([prefix], outputs[1:])
+    embedding(llm, BAD).copy_(weights)
+
+
+@pytest.mark.parametrize("kind", ["state", "page"])
+def test_a_bad_block_is_found_once_and_then_dropped(engine: Engines, original: Originals, kind: str) -> None:
+    """Something else has spoilt a cached block: the first request that resumes there ends, the next one is right."""
+    llm = engine()
+    prompts = [prompt_of(3, 150), prompt_of(5, 150)]
+    ask(llm, prompts, greedy(1))
+    cache = llm._stepper._scheduler.cache
+    cache.add("look", prompts[0])
+    cache.admit("look")
+    spoilt = cache.suspects("look")[0]
+    cache.free("look", finished=False)
+    pool = llm.runner.states if kind == "state" else llm.runner.pages
+    block = spoilt.state if kind == "state" else spoilt.page
+    assert pool is not None and block
+    with _disable_current_modes():  # this is the fault that the watch over the pool looks for
+        pool.slabs[block, -pool.block_bytes // 8 :].fill_(0xFF)  # NaN in every dtype, in the last layers
+    first, again = ask(llm, prompts, greedy(3)), ask(llm, prompts, greedy(3))
+    assert [output.outputs[0].finish_reason for output in first] == ["error", "length"] and hits(first) == [128, 128]
+    original("qwen3_next").check_all(prompts, again)
+    assert hits(again) == [0, 128]
 
 
 # --- the cache itself ---

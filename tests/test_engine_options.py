@@ -44,7 +44,9 @@ def set_in(path: Path, **values: Any) -> None:
 def test_typed_options_are_the_fields() -> None:
     annotations = {option.name: option.type for option in fields(EngineConfig) if option.name != "model"}
     assert {name: hint for name, hint in get_type_hints(EngineOptions).items()} == {
-        name: hint for name, hint in get_type_hints(EngineConfig).items() if name != "model"
+        name: hint | str if "bytes" in name else hint  # sizes are taken as text too
+        for name, hint in get_type_hints(EngineConfig).items()
+        if name != "model"
     }
     assert list(EngineOptions.__annotations__) == list(annotations)
     assert set(get_type_hints(Options)) == set(annotations) | set(HARMLESS) | set(UNUSED)
@@ -232,6 +234,13 @@ def test_what_outputs_tell(engine: Engines, text_model: Path) -> None:
     assert llm.generate({"prompt": "hi"}, greedy(1), use_tqdm=False)[0].prompt == "hi"
     chat = llm.chat([{"role": "user", "content": "hi"}], greedy(1), use_tqdm=False)[0]
     assert chat.prompt == "<user>hi</><assistant>"
+
+
+def test_losses_print_as_plain_text(engine: Engines, text_model: Path) -> None:
+    llm = engine(text_model)
+    _, second = (llm.generate("hello " * 20, greedy(1), use_tqdm=False)[0] for _ in range(2))
+    assert second.cache is not None and f"{second.cache.losses}" == "{'granularity': 55}"
+    assert "losses={'granularity': 55}" in repr(second.cache) and "<" not in repr(llm.stats)
 
 
 def test_one_bad_prompt_among_a_thousand(engine: Engines, text_model: Path) -> None:

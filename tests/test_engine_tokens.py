@@ -8,10 +8,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from engine_driver import MODELS, Engines, Original, answer, ask, floor, greedy, hits, report_of, tokens_of
 from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.report import Loss
+from mambacache.runner.sampler import draw_groups, draw_parameters, likeliest_tokens, sample
 from mambacache.scheduler.request import Request
 
 Originals = Callable[[str], Original]
@@ -227,19 +229,30 @@ def test_preemption(engine: Engines, original: Originals, options: dict[str, Any
     assert llm.stats.preemptions > 0
 
 
-def test_draws_are_repeatable_whatever_else_runs(engine: Engines) -> None:
+def test_draws_are_those_of_the_seed_whatever_else_runs(engine: Engines, original: Originals) -> None:
     params = [
         SamplingParams(temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, seed=i, max_tokens=30, ignore_eos=True)
         for i in range(4)
     ]
     prompts = [tokens_of(50 + i, 118 - 3 * i) for i in range(4)]
-    alone = [answer(output) for output in ask(engine(enable_prefix_caching=False), prompts, params, together=False)]
     llm = engine(num_kv_blocks=8, max_num_batched_tokens=50)
     together = [answer(output) for output in ask(llm, prompts, params)]
-    assert together == alone and len({tuple(tokens) for tokens in alone}) == 4
+    for prompt, its_params, tokens in zip(prompts, params, together, strict=True):
+        assert tokens == drawn(original("qwen3_next").after(prompt, tokens), its_params, len(prompt))
+    assert len({tuple(tokens) for tokens in together}) == 4
     assert llm.stats.preemptions > 0
     other = ask(llm, prompts[:1], SamplingParams(temperature=1.3, seed=9, max_tokens=30, ignore_eos=True))
-    assert answer(other[0]) != alone[0]
+    assert answer(other[0]) != together[0]
+
+
+def drawn(logits: torch.Tensor, params: SamplingParams, position: int) -> list[int]:
+    """Return what a request's seed draws from these logits, [n, vocabulary], at this position and those that follow."""
+    count, each = len(logits), [params] * len(logits)
+    bits = draw_parameters(each, [params.seed or 0] * count, range(position, position + count))
+    indices = torch.arange(count)
+    return sample(
+        logits, likeliest_tokens(logits), indices, indices, torch.from_numpy(bits), draw_groups(each)
+    ).tolist()
 
 
 def test_seed_of_the_engine(engine: Engines) -> None:

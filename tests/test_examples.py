@@ -13,6 +13,7 @@ SHOWN = {
     "generate": "Lima .  (0 of 304 tokens hit, lost: nothing)\nRome .  (256 of 304 tokens hit",
     "stream": "Lima .  (0 of 304 tokens hit)\n['Lima .', 'Rome']\n['Lima .', 'Rome .']\n",
     "chat": "where is Ada ? Lima .  (0 of 304 tokens hit)\nwhere is Max ? Rome .  (256 of 310 tokens hit)",
+    "async_chat": "['Lima .', 'Rome .']\nabort\n",
     "host_engine": "first: 0 of 141 tokens hit\nsecond: 128 of 141 tokens hit\n",
 }
 

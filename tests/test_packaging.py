@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE_FILES = ("pyproject.toml", "Makefile", "README.md", "LICENSE", "mambacache", "kernels")
@@ -112,6 +114,21 @@ def test_wheel_works_away_from_the_checkout(source: Path, tmp_path: Path) -> Non
     shown = run(command, "demo", "--device", "cpu", cwd=tmp_path)
     assert shown.returncode == 0, shown.stdout
     assert "20 of 20 right" in shown.stdout
+
+
+SOUND = {"filelock": "3.20.1", "tqdm": "4.66.3", "jinja2": "3.1.6"}
+"""The first versions without known holes: races on links, code run from arguments, ways out of the sandbox."""
+
+
+def test_no_dependency_may_have_a_known_hole() -> None:
+    needed = [
+        Requirement(each) for each in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ]
+    versions = {each.name: each.specifier for each in needed}
+    for name, sound in SOUND.items():
+        release = [int(part) for part in sound.split(".")]
+        assert versions[name].contains(sound)
+        assert not versions[name].contains(".".join(map(str, [*release[:-1], release[-1] - 1])))
 
 
 def test_type_check_finds_a_mistake_in_a_call_into_the_kernels(source: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import random
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +102,7 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     mix.ahead = draw(st.sampled_from([0, 0, 1, 1, 3]))
     if faults:
         mix.fails = frozenset(draw(st.lists(st.integers(0, 60), max_size=4)))
+        mix.late_fails = frozenset(draw(st.lists(st.integers(0, 40), max_size=6)))
         mix.resets = frozenset(draw(st.lists(st.integers(0, 60), max_size=2)))
         mix.bad = draw(st.one_of(st.none(), st.integers(0, len(jobs) - 1)))
     return mix
@@ -122,3 +124,16 @@ def test_any_mix_with_drafts(mix: Mix) -> None:
 @given(any_mix(faults=True))
 def test_any_mix_with_failing_steps_and_resets(mix: Mix) -> None:
     Driver(mix).run()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_requests_for_one_prompt_come_and_go_while_issued_steps_fail(part: int) -> None:
+    rng = random.Random(part)
+    for _ in range(int(30 * MORE)):
+        prompt = rng.choices(range(VOCAB), k=rng.choice((130, 200)))
+        ends = [rng.choice((None, rng.randrange(40))) for _ in range(4)]
+        jobs = [Job(prompt, 12, arrives=rng.randrange(30), aborts=end) for end in ends]
+        mix = Mix(jobs, budget=rng.choice((64, 300)), ahead=rng.choice((1, 1, 2)))
+        mix.cache = {"num_state_blocks": 12, "num_kv_blocks": 30}
+        mix.late_fails = frozenset(rng.sample(range(30), 6))
+        Driver(mix).run()

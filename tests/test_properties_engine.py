@@ -1,7 +1,8 @@
 """Faults around the books of a whole `LLM`: whoever is not at fault gets what it gets alone, and no block is lost.
 
 One in so many calls raises in a tokenizer, a draft source, or where a step is planned, run or taken; and Ctrl-C falls
-on any line of `engine/` and `runner/`. MAMBACACHE_MIXES multiplies the number of mixes, the same in every run.
+on any line of `engine/`, `runner/` and `scheduler/`. MAMBACACHE_MIXES multiplies the number of mixes, the same in every
+run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from symbolic_jobs import Mix
 from test_properties import MORE
 
 PACKAGE = Path(mambacache.__file__).parent
-TRACED = (str(PACKAGE / "engine"), str(PACKAGE / "runner"))
+TRACED = tuple(str(PACKAGE / name) for name in ("engine", "runner", "scheduler"))
 
 PLANNING = ("schedule", "plan")
 RUNNING = ("launch", "logits", "sample", "issued", "cache issued")
@@ -400,5 +401,5 @@ def test_faults_cost_nobody_else_anything() -> None:
         steps += user.steps
         sites |= {fault.site for fault in user.faults.raised}
         ends |= {completion.finish_reason for output in user.outputs.values() for completion in output.outputs}
-    assert steps > 2000 * MORE and sites >= set(SITES) and len(sites) > 100, "lines of engine/ and runner/ among them"
+    assert steps > 2000 * MORE and sites >= set(SITES) and len(sites) > 100, "lines of these folders among them"
     assert ends >= {"stop", "length", "error", "abort"}

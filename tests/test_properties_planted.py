@@ -1,14 +1,22 @@
-"""The symbolic runner sees mistakes: each planted change of a plan's arrays raises, or gives other tokens."""
+"""The symbolic runner sees mistakes: each planted change of a plan's arrays raises, or gives other tokens. The driver
+sees faults of the cache that change no token: lost hits, states that are not stored, prompts without room."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mambacache.cache.lookup import Found, Lookup
+from mambacache.cache.pages import Pages
+from mambacache.cache.policy import Policy
+from mambacache.cache.request import Life
+from mambacache.cache.states import States
 from mambacache.plan import StepPlan
 from symbolic import answer, text
 from symbolic_driver import Driver, Job, Mix
@@ -88,3 +96,93 @@ def test_a_planted_mistake_is_seen(name: str) -> None:
         return
     with pytest.raises((AssertionError, IndexError)):
         traffic(CHANGES[name])
+
+
+# --- faults that change no token ---
+
+find, coverage, wishes, begin, end = Lookup.find, Pages.coverage, Policy.wishes, States.begin, States.end
+
+
+def hit_of_the_block_before(lookup: Lookup, chain: list[bytes], limit: int, *args: Any, **options: Any) -> Found:
+    return find(lookup, chain, max(limit - 1, 0), *args, **options)
+
+
+def hit_of_the_state_before(lookup: Lookup, chain: list[bytes], *args: Any, **options: Any) -> Found:
+    found = find(lookup, chain, *args, **options)
+    shallower = [depth for depth in range(1, found.hit) if lookup.usable(chain[depth])]
+    return replace(found, hit=max(shallower, default=0))
+
+
+def without_reserve(states: States, life: Life, hit_block: int) -> None:
+    begin(states, life, hit_block)
+    if life.reserve is not None:
+        life.reserve.end()
+        life.reserve = None
+
+
+def states_go_with_their_request(states: States, life: Life, finished: bool) -> None:
+    end(states, life, finished)
+    for block_hash in life.request.chain[1:]:
+        states._pool.drop(block_hash)
+
+
+def wishes_without(**lost: Any) -> Callable[..., Any]:
+    """`Policy.wishes` with other arguments than it is given."""
+
+    def planted(policy: Policy, named: Any, marks: Any, junction: int, lengths: Any) -> Any:
+        given = {"named": named, "marks": marks, "junction": junction, "lengths": lengths}
+        return wishes(policy, **given | lost)
+
+    return planted
+
+
+def one_page_is_forgotten(pages: Pages, life: Life) -> int:
+    return max(pages._blocks(life.prefill_end) - len(life.pages) - 1, 0)
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "no fault": (Lookup, "find", find),
+    "one block too shallow": (Lookup, "find", hit_of_the_block_before),
+    "the state before the deepest": (Lookup, "find", hit_of_the_state_before),
+    "no junction is told": (Lookup, "find", lambda *args, **kw: replace(find(*args, **kw), junction=0)),
+    "near states under strict_reuse": (
+        Lookup, "usable", lambda lookup, block_hash: lookup._states.lookup(block_hash) is not None,
+    ),
+    "near pages under strict_reuse": (Pages, "coverage", lambda pages, chain, strict: coverage(pages, chain, False)),
+    "no look at pages": (Pages, "has_room", lambda *args: True),
+    "one page is forgotten": (Pages, "_lack", one_page_is_forgotten),
+    "never much room": (Pages, "has_room", lambda pages, chain, covered, length: pages.pool.num_available > 10),
+    "no block for the running state": (States, "begin", without_reserve),
+    "no state at a junction": (Policy, "wishes", wishes_without(junction=0)),
+    "no state at a tail": (Policy, "wishes", wishes_without(lengths=(1,))),
+    "no state at a mark": (Policy, "wishes", wishes_without(named=(), marks=frozenset())),
+    "no state for who waits": (Policy, "promise", lambda *args: None),
+    "states go with their request": (States, "end", states_go_with_their_request),
+}  # fmt: skip
+
+
+def crowd(seed: int) -> Mix:
+    """Prompts that leave each other at many places, in pools that are roomy or tight."""
+    rng, attention = random.Random(seed), seed % 4 > 0
+    stems, jobs = [text(400, stem) for stem in range(2)], list[Job]()
+    for number in range(12):
+        prompt = rng.choice(stems)[: rng.choice([100, 150, 200, 300])] + text(rng.randint(1, 80), number)
+        marks = (rng.choice([64, 192]),)
+        if jobs and rng.random() < 0.4:  # the next turn of a chat
+            before = rng.choice(jobs)
+            prompt = before.prompt + answer(before.prompt, before.max_tokens, attention=attention) + text(30, number)
+        jobs.append(Job(prompt, rng.choice([2, 70]), arrives=rng.choice([0, 30, 60]), marks=marks))
+    cache = {
+        "num_state_blocks": rng.choice([6, 40]), "num_kv_blocks": rng.choice([16, 18, 60]) * attention,
+        "has_attention": attention, "strict_reuse": rng.random() < 0.5,
+    }  # fmt: skip
+    return Mix([job for job in jobs if len(job.prompt) < 800], budget=rng.choice([150, 600]), cache=cache)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_that_changes_no_token_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, fault = FAULTS[name]
+    monkeypatch.setattr(owner, attribute, fault)
+    with nullcontext() if name == "no fault" else pytest.raises(AssertionError):
+        for seed in range(30):
+            Driver(crowd(seed)).run()

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mambacache.cache.loads import Loads
+from mambacache.cache.lookup import Found
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from symbolic import text
@@ -246,3 +248,26 @@ def test_a_planted_mistake_is_seen(
     pools: dict[str, Any] = {"num_state_blocks": 6, "num_kv_blocks": 14, "max_num_seqs": 2}
     with pytest.raises((AssertionError, IndexError)) if planted is not None else nullcontext():
         tiered(jobs, **pools)
+
+
+reach = Loads._depth
+
+
+def the_state_before(loads: Loads, chain: list[bytes], found: Found, limit: int, filed: bool = False) -> int:
+    return reach(loads, chain, found, max(reach(loads, chain, found, limit, filed) - 1, found.hit), filed)
+
+
+LOST: dict[str, tuple[str, Callable[..., Any]]] = {
+    "no fault": ("_depth", reach),
+    "the state before the deepest": ("_depth", the_state_before),
+    "nothing is loaded": ("fetch", lambda *args: None),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_fault_that_loses_hits_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attribute, fault = LOST[name]
+    monkeypatch.setattr(Loads, attribute, fault)
+    jobs = [Job(text(250, i % 4) + text(30, i), 6, arrives=4 * i) for i in range(24)]
+    with pytest.raises(AssertionError) if name != "no fault" else nullcontext():
+        tiered(jobs, num_state_blocks=6, num_kv_blocks=24, max_num_seqs=2)

@@ -279,6 +279,66 @@ def test_reset_of_what_cannot_be_written_is_said(
     assert tiers.disk.key != before and tiers.disk.exact("state", state(1).block_hash) is None
 
 
+def test_a_reset_is_on_the_disk_when_it_returns(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stops right after it begins with the new epoch: the file is synced before it takes its name, and
+    the directory after that."""
+    tiers = start()
+    assert not tiers.run(False, state(1))
+    folder, done = tmp_path / "cache", []
+    fsync, replace = os.fsync, Path.replace
+
+    def syncing(file: int) -> None:
+        done.append(("synced", os.readlink(f"/proc/self/fd/{file}"), os.fstat(file).st_size))
+        fsync(file)
+
+    def replacing(path: Path, target: Path) -> Path:
+        done.append(("replaced", str(path), str(target)))
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(Path, "replace", replacing)
+    tiers.disk.clear()
+    new = str(folder / "epoch.new")
+    assert done[:2] == [("synced", new, 16), ("replaced", new, str(folder / "epoch"))]
+    assert [each[:2] for each in done[2:]] == [("synced", str(folder))]
+
+
+def modes(path: Path) -> set[int]:
+    return {each.stat().st_mode & 0o777 for each in path.iterdir()}
+
+
+@pytest.mark.parametrize("umask", [0, 0o022])
+def test_other_users_can_read_nothing(start: Start, tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        tiers = start()
+        assert not tiers.run(False, state(1), page(1))
+        tiers.disk.clear()
+        assert not tiers.run(False, state(2), page(2))
+    finally:
+        os.umask(before)
+    folder = tmp_path / "cache"
+    assert folder.stat().st_mode & 0o777 == 0o700 and modes(folder) == {0o600} and len(stored(folder)) == 2
+
+
+def test_a_directory_of_before_is_warned_of_and_its_files_are_closed(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may hold other things, so that its own permissions stay."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "notes").touch(0o644)
+    assert not start().run(False, state(1), page(1))
+    assert f"disk_cache_dir {str(folder)!r} is open to other users: run chmod 700 on it" in caplog.text
+    for name in stored(folder) - {"notes"}:
+        (folder / name).chmod(0o644)
+    after = start()
+    assert after.disk.exact("state", state(1).block_hash) and folder.stat().st_mode & 0o777 == 0o755
+    (folder / "notes").unlink()
+    assert modes(folder) == {0o600}
+
+
 class Held:
     """Holds the thread up before it writes, until it is let go."""
 

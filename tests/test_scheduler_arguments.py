@@ -26,6 +26,13 @@ def test_limits_under_which_nothing_could_run(options: dict[str, int], message: 
         Scheduler(watched(), **{"max_num_batched_tokens": 1, "max_num_seqs": 1, **options})
 
 
+@pytest.mark.parametrize("n", [0, -1, 16_385, 10**9])
+def test_the_number_of_answers_is_bounded(n: int) -> None:
+    with pytest.raises(ValueError, match=f"n is {n}: set it between 1 and 16,384"):
+        SamplingParams(n=n)
+    assert SamplingParams(n=16_384).n == 16_384
+
+
 @pytest.mark.parametrize(
     ("prompt", "siblings", "params", "message"),
     [
@@ -66,6 +73,6 @@ def test_requests_that_a_scheduler_refuses(
     assert step is not None and [row.request_id for row in step.steps] == ["running", "sibling"]
     for name in ("running", "sibling"):
         scheduler.abort(name)
-    cache.cancel(step.steps)
+    scheduler.failed(step, KeyboardInterrupt())
     assert scheduler.idle
     all_free(cache)

@@ -9,7 +9,7 @@ import pytest
 
 from mambacache import SamplingParams
 from mambacache.plan import Guess
-from mambacache.scheduler.drafts import Drafts, DraftTree, on_copies, one_by_one
+from mambacache.scheduler.drafts import DeviceDrafts, Drafts, DraftTree, on_copies, one_by_one
 from mambacache.scheduler.request import Request
 from symbolic import text
 from symbolic_driver import Driver
@@ -123,6 +123,35 @@ def test_each_row_gets_a_token_before_one_gets_drafts() -> None:
     d.run()
     assert any(row.drafts for plan in all_four for row in plan.steps)
     assert {len(plan.steps) for plan in all_four} == {4}
+
+
+@pytest.mark.parametrize("errors", [2, 5, 1000])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_no_step_is_planned_while_drafts_of_two_steps_are_unread(ahead: int, errors: int) -> None:
+    jobs = [Job(text(40 + seed, seed), 30) for seed in range(3)]
+    d = Driver(Mix(jobs, ahead=ahead, draft_errors=errors, cache={
+        "num_state_blocks": 40, "num_kv_blocks": 40, "max_draft_tokens": 3,
+    }))  # fmt: skip
+    d.scheduler._drafts = DeviceDrafts()
+
+    def propose(request_id: str, position: int, limit: int) -> list[int]:
+        done = position - len(d.scheduler.requests[request_id].prompt)
+        right = d._expected[request_id][done : done + limit]
+        return d.mix.drafts([*right, *[0] * (limit - len(right))], done)  # type: ignore[return-value]
+
+    d.cache.runner.propose = propose
+    schedule, unread = d.scheduler.schedule, []
+
+    def scheduling() -> Any:
+        plan = schedule()
+        if plan is not None:
+            unread.append(len(d.plans))
+        return plan
+
+    d.scheduler.schedule = scheduling  # type: ignore[method-assign]
+    d.run()
+    assert d.cache.stats.preemptions == 0 and max(unread) == min(ahead, 2)
+    assert all(request.num_accepted_tokens > 0 for request in d.requests.values())
 
 
 def test_nothing_is_asked_for_nothing() -> None:

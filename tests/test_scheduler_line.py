@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from mambacache.config import SamplingParams
 from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import Request
@@ -101,6 +103,22 @@ def test_whom_others_were_let_ahead_of_first() -> None:
     assert line.longest_passed() is requests[1]
     requests[1].waiting = requests[2].waiting = False
     assert line.longest_passed() is None
+
+
+def test_thousands_of_pushes_keep_the_order() -> None:
+    rng = random.Random(0)
+    arrivals = rng.sample(range(10_000), 5000)
+    line, requests = Line(), {arrival: request for arrival, request in zip(arrivals, arrived(*arrivals), strict=True)}
+    waiting: list[int] = []
+    for arrival in arrivals:
+        line.push(requests[arrival])
+        waiting.append(arrival)
+        if rng.random() < 0.3:
+            gone = waiting.pop(rng.randrange(len(waiting)))
+            requests[gone].waiting = False
+        first = line.first()
+        assert (first.arrival if first is not None else None) == min(waiting, default=None)
+    assert leave(line) == sorted(waiting)
 
 
 def test_requests_that_left_are_not_kept() -> None:

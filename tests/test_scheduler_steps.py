@@ -137,7 +137,7 @@ def test_further_answers_of_a_request_that_was_preempted_meanwhile() -> None:
     s.scheduler.issued(plan)
     assert s.scheduler.schedule() is None  # b begins where the prompt ends, so a does not go on yet
     s.cache.preempt("a")
-    s.scheduler._running.remove(request)
+    del s.scheduler._running[request]
     s.scheduler._line.push(request)
     s.scheduler.update(plan, [[5, 6]])
     plan = s.plan()
@@ -167,6 +167,28 @@ def test_an_abort_while_a_step_is_in_flight() -> None:
     assert request.finish_reason is FinishReason.ABORT and request.output == []
     s.scheduler.abort("b")
     assert s.cache.stats.kv_blocks["writing"] == s.cache.stats.state_blocks["writing"] == 0
+
+
+def test_an_answer_that_ended_does_not_take_another_request_of_its_id_with_it() -> None:
+    s = Steps()
+    first = Request("a", text(100), SamplingParams(max_tokens=3, n=2))
+    first.siblings = [Request("b", first.prompt, first.params)]
+    s.scheduler.add(first)
+    s.scheduler.abort("b")
+    again = s.add("b", text(20, 1), max_tokens=2)
+    s.scheduler.abort("a")
+    assert s.run() == [("b", 0, 20)]
+    s.run()
+    assert again.output == [0, 0] and s.scheduler.idle
+
+
+def test_a_plan_that_was_not_issued_is_put_in_order_when_all_requests_have_ended() -> None:
+    s = Steps({"num_state_blocks": 4})
+    s.add("a", text(100))
+    s.plan()
+    s.scheduler.abort("a")
+    assert not s.scheduler.idle and s.scheduler.schedule() is None and s.scheduler.idle
+    assert s.cache.stats.state_blocks["free"] == 4
 
 
 def test_all_logits_of_the_prompt_skip_the_hit() -> None:

@@ -74,6 +74,36 @@ def test_a_tokenizer_that_cleans_up_spaces_loses_no_letter(tmp_path: Path) -> No
         assert texts[-1] == loaded.decode(tokens).strip() == " ".join(cleaning.convert_ids_to_tokens(tokens))
 
 
+class Counted(str):
+    """A stop string that counts how often it is compared."""
+
+    compared = 0
+
+    def startswith(self, *given: Any) -> bool:
+        Counted.compared += 1
+        return super().startswith(*given)
+
+
+@pytest.mark.parametrize("word", ["x", "ab", "aaaaaaab"])
+def test_a_token_is_compared_with_the_stop_strings_a_few_times(word: str) -> None:
+    """However long they are, and however much of them the text repeats."""
+    stops = [Counted("a" * 1000 + chr(200 + i) * 24) for i in range(64)]
+    Counted.compared = 0
+    text = word * (2000 // len(word))
+    texts, stopped = feed(BYTES, BYTES.encode(text), stops)
+    assert texts[-1] == text and not stopped
+    assert Counted.compared <= 3 * 64 * len(text)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=8), max_size=4))
+def test_text_is_held_back_where_it_may_begin_a_stop_string(text: str, stops: list[str]) -> None:
+    texts, stopped = feed(BYTES, BYTES.encode(text), stops)
+    for count, certain in enumerate(texts[: -1 - stopped], 1):
+        held = next((n for n in range(count, 0, -1) if any(s.startswith(text[count - n : count]) for s in stops)), 0)
+        assert certain == text[: count - held]
+
+
 def test_a_character_comes_when_it_is_whole() -> None:
     texts, _ = feed(BYTES, BYTES.encode("né🚀."))
     assert texts == ["n", "n", "né", "né", "né", "né", "né🚀", "né🚀.", "né🚀."]

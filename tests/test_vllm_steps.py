@@ -163,6 +163,33 @@ def test_decode_buffers_are_filled_where_rows_may_have_changed(context: StepCont
     assert [run(decode("a", 3, 5, 79)), run(decode("a", 5, 0, 80, 0)), run(decode("a", 5, 0, 81, 0))] == [1, 1, 0]
 
 
+@pytest.mark.parametrize("folds_in", range(4))
+@pytest.mark.parametrize("others", [False, True])
+def test_a_graph_after_an_eager_step_has_the_rows_of_its_own_step(
+    context: StepContext, folds_in: int, others: bool
+) -> None:
+    """Steps run eagerly, in a graph, eagerly and in a graph. Row a folds in one of them, beside a row that never does.
+
+    Args:
+        others: the eager steps hold a prompt, too, as is usual.
+    """
+    sender, first, state = Sender(), 79 - folds_in, {"src": 3, "log_start": 6}
+    for step, graph in enumerate([False, True, False, True, True]):
+        position = first + step
+        a = decode("a", state["src"], 5 if position == 79 else 0, position, state["log_start"])
+        b = decode("b", 4, 0, 64 + step, 0)
+        rows = [a, b] if graph or not others else [a, b, prefill("c", 0, 70, 0, 6)]
+        names = [row.request_id for row in rows]
+        context.receive(sender.columns(rows, []), [])
+        context.begin(names, np.array([row.num_tokens for row in rows]), (4, 4) if graph else None)
+        indices, wanted = context.indices(4), StateIndices.from_arrays(layout(rows, 2), "cpu")
+        assert decode_rows(indices)[:2] == decode_rows(wanted), step
+        assert indices.folds[: len(wanted.folds)].tolist() == wanted.folds.tolist(), step
+        context.end()
+        if a.dst:
+            state = {"src": 5, "log_start": 0}
+
+
 def test_runs_without_a_plan_store_nothing(context: StepContext) -> None:
     context.receive(None, [])
     context.begin(["dummy"], ones(["dummy"]))

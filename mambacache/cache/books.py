@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
 from mambacache.accounting.ledger import Ledger, Trace
@@ -18,8 +18,11 @@ from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
 from mambacache.cache.tier import Tier
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
-from mambacache.plan import Guess, Transfer
-from mambacache.report import Hit, RequestReport, Wait
+from mambacache.plan import Guess, SequenceStep, Transfer
+from mambacache.report import CachedBlock, Hit, RequestReport, Wait
+
+STEPS_IN_FLIGHT = 4
+"""Rows of freed requests are kept for as many steps."""
 
 
 class Books:
@@ -29,8 +32,10 @@ class Books:
     def __init__(self, config: CacheConfig, files: Files | None) -> None:
         self._config, self._files = config, files if files is not None else NoFiles()
         self.requests: dict[str, CachedRequest] = {}
-        self.rows = Rows(self.requests)
-        self._life_numbers, self._row_numbers, self._transfer_numbers = count(1), count(1), count(1)
+        self.num_logs = config.num_log_slots or config.num_state_blocks
+        self.rows = Rows(self.requests, most_freed=STEPS_IN_FLIGHT * (config.num_state_blocks + self.num_logs))
+        self.request_numbers, self._life_numbers = count(1), count(1)
+        self._row_numbers, self._transfer_numbers = count(1), count(1)
         self._prompts, self.torn = Prompts(), False
         self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
         self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
@@ -46,9 +51,8 @@ class Books:
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
         self.pages = Pages(config.block_size, page_pool)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
-        num_logs, policy = config.num_log_slots or config.num_state_blocks, self._policy
         self.states = States(
-            self.pool, self.pages, self.lookup, policy, chains, self.ledger, self._row_numbers, num_logs
+            self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers, self.num_logs
         )
         self.tier = Tier(
             config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,
@@ -96,10 +100,17 @@ class Books:
             return None
         writer, boundary = request.waits
         gone = writer.ended or writer.request.stale or writer.computed >= boundary
-        if gone or self.lookup.usable(request.chain[boundary // self._config.block_size]):
+        if gone or self._can_resume(request, boundary // self._config.block_size):
             request.waits = None
             return None
         return Wait("prefix", writer.request.request_id, boundary)
+
+    def _can_resume(self, request: CachedRequest, depth: int) -> bool:
+        """Return whether the state after `depth` blocks and all KV before it are cached. A host's KV is not known."""
+        chain = request.chain[: depth + 1]
+        if self._config.host_keeps_kv or not self.lookup.usable(chain[depth]):
+            return False
+        return not self.pages.present or self.pages.coverage(chain, self._config.strict_reuse) == depth
 
     def admit(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Hit | Wait:
         if (wait := self.still_waits(request)) is not None:
@@ -124,6 +135,7 @@ class Books:
         hit = self.lookup.hit(request, found)
         self.tier.hit(request.chain, found.hit)
         self.lookup.wait_no_more(request)
+        request.resumed = hit.num_tokens
         life = self._begin(request, hit.num_tokens, len(request.tokens))
         life.published = life.written = life.announced = found.hit
         life.near_from = self.lookup.near_from(request, found)
@@ -135,7 +147,10 @@ class Books:
             request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
         at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
         junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
-        life.wishes = self._policy.wishes(request.marks, junction, (request.prompt_len, life.prefill_end))
+        life.marks = self._policy.marks(request.marks, request.prompt_len)
+        lengths = request.prompt_len, life.prefill_end
+        life.wishes = self._policy.wishes(request.marks, life.marks, junction, lengths)
+        self.states.mark(life, found.coverage * self._config.block_size)
         ceiling = hit.num_tokens + sum(hit.losses.values())
         life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses, *request.loaded(found.hit))
         request.loads_anew()
@@ -156,7 +171,7 @@ class Books:
             extend_chain(chain, tokens, size, parent.keys)
             made[child_id] = CachedRequest(
                 child_id, size, tokens, length, parent.salt, parent.keys, (), parent.read, parent.store, chain,
-                report=parent.report, turn=parent.turn, stale=parent.stale,
+                next(self.request_numbers), report=parent.report, turn=parent.turn, stale=parent.stale, sound=length,
             )  # fmt: skip
         self.requests.update(made)
         running: list[str] = []
@@ -203,18 +218,30 @@ class Books:
 
     def forget(self, request: CachedRequest, finished: bool, wrong_from: int | None) -> None:
         if wrong_from is not None:
-            wrong = request.chain[wrong_from // self._config.block_size + 1 :]
-            for block_hash in wrong:
-                self.pool.drop(block_hash)
-                self.pages.pool.drop(block_hash)
-            self.tier.drop(wrong)
+            self.drop(request.chain[wrong_from // self._config.block_size + 1 :], request.number)
         self.tier.loads.leave(request)
         del self.requests[request.request_id]
         if request.life is not None:
             self.end_life(request.life, finished)
         self.lookup.wait_no_more(request)
-        for row in request.issued:
-            del self.rows[row.step.row]
+        self.rows.free(request)
+
+    def drop(self, block_hashes: Collection[bytes], writer: int | None = None) -> None:
+        """Forget the cached blocks of these hashes, unless another request than `writer` wrote them."""
+        for block_hash in block_hashes:
+            self.pool.drop(block_hash, writer=writer)
+            self.pages.pool.drop(block_hash, writer=writer)
+        self.tier.drop(block_hashes, writer)
+
+    def suspects(self, request: CachedRequest) -> list[CachedBlock]:
+        """See `PrefixCache.suspects`."""
+        size, found = self._config.block_size, list[CachedBlock]()
+        for depth in range(request.resumed // size, request.sound // size, -1):
+            block_hash = request.chain[depth]
+            state, page = (pool.lookup(block_hash) or 0 for pool in (self.pool, self.pages.pool))
+            if state or page:
+                found.append(CachedBlock(block_hash, state, page))
+        return found
 
     def abandon(self) -> None:
         for row in [row for row in self.rows.values() if not row.issue]:
@@ -242,7 +269,7 @@ class Books:
 
     # --- rows ---
 
-    def drop(self, row: Row) -> None:
+    def drop_row(self, row: Row) -> None:
         if row.life.ended:
             self._end_row(row)
         else:
@@ -267,7 +294,12 @@ class Books:
         request.issued.append(row)
         request.in_flight += row.step.samples
 
-    def accept(self, taken: Sequence[tuple[Row, array[int]]]) -> None:
+    def accept(
+        self, steps: Sequence[SequenceStep], taken: Sequence[tuple[Row, array[int]]], not_finite: Collection[str]
+    ) -> None:
+        for step, freed in self.rows.pop_freed(steps):
+            if step.request_id in not_finite:
+                self.drop(freed.unproven, freed.writer)
         self.accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
         for row, known, tokens in self.accepting:
             life, request = row.life, row.life.request
@@ -275,6 +307,11 @@ class Books:
             request.issued.remove(row)
             request.tokens[known:] = tokens
             request.in_flight -= row.step.samples
+            if row.step.request_id in not_finite:
+                self.drop(request.chain[request.sound // self._config.block_size + 1 :], request.number)
+                request.store = False
+            elif tokens:
+                request.sound = len(request.tokens) - 1
             self.lookup.lengthen(life)
             if not life.ended:
                 self.states.accept(row)
@@ -282,13 +319,15 @@ class Books:
 
     def decoded(self, life: Life, tokens: array[int]) -> None:
         life.request.tokens.extend(tokens)
+        life.request.sound = len(life.request.tokens) - 1
         self.lookup.lengthen(life)
         life.computed += len(tokens)
         self.states.num_issued += len(tokens)
         self.ledger.computed(life.trace, life.computed)
 
-    def cancel(self, rows: Sequence[Row]) -> None:
-        since = min((row.issue for row in rows if row.issue), default=0)
+    def cancel(self, steps: Sequence[SequenceStep], rows: Sequence[Row]) -> None:
+        issues = [row.issue for row in rows if row.issue]
+        since = min(issues + [freed.issue for _, freed in self.rows.pop_freed(steps)], default=0)
         for row in rows:
             issued = row.life.request.issued
             if row in issued:

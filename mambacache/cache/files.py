@@ -21,8 +21,8 @@ class Files(Protocol):
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
         """Whether the block in a file was computed exactly; None if there is no such file."""
 
-    def drop(self, block_hashes: Iterable[bytes]) -> None:
-        """What has one of these hashes is wrong."""
+    def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
+        """Delete the files of these hashes, unless another request than `writer` wrote their blocks."""
 
     def drop_born(self, since: int) -> None:
         """So is what was written by this issue of this process or a later one."""
@@ -40,7 +40,7 @@ class NoFiles:
     def exact(self, kind: str, block_hash: bytes) -> None:
         return None
 
-    def drop(self, block_hashes: Iterable[bytes]) -> None:
+    def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
         """Nothing is there."""
 
     def drop_born(self, since: int) -> None:

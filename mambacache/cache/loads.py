@@ -169,7 +169,7 @@ class Loads:
         move, files = Move(Transfer(0, True, (), ()), load=load), []
         for kind, i in lacks:
             slot, exact = slots[kind, i], bool(self._files.exact(kind, chain[i]))
-            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, Rank.FIRST, 0, i))
+            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, Rank.FIRST, 0, 0, i))
             files.append(BlockFile(kind, slot.block, chain[i], exact, 0))
         move.transfer = move.transfer._replace(files=tuple(files))
         request.may_read = False

@@ -86,7 +86,7 @@ class Lookup:
         self._max_seen = config.max_seen_blocks
         self._host_kv = config.host_keeps_kv
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._writers: dict[bytes, list[Life]] = {}
+        self._writers: dict[bytes, dict[Life, None]] = {}
         self._waiting: dict[bytes, int] = {}  # how many requests wait that could resume after this block
 
     # --- what was computed ---
@@ -185,7 +185,7 @@ class Lookup:
     def writes(self, life: Life, chain: Chain) -> None:
         """A running request that stores will compute the blocks of its chain that are known by now."""
         for depth in range(life.announced + 1, len(chain)):
-            self._writers.setdefault(chain[depth], []).append(life)
+            self._writers.setdefault(chain[depth], {})[life] = None
         life.announced = len(chain) - 1
 
     def wrote(self, life: Life, chain: Chain, depth: int) -> None:
@@ -195,7 +195,7 @@ class Lookup:
             if len(lives) == 1:
                 del self._writers[block_hash]
             else:
-                lives.remove(life)
+                del lives[life]
         life.written = max(depth, life.written)
         life.announced = max(life.announced, life.written)
 

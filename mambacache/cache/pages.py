@@ -91,8 +91,9 @@ class Pages:
         """Names the page of block `depth` - 1; whether it is new."""
         if depth <= life.shared_pages or not self.present:
             return False
-        exact = depth * self.block_size <= life.near_from
-        return self.pool.commit(life.pages[depth - 1], block_hash, exact=exact, rank=Rank.FIRST, born=born)
+        exact, writer = depth * self.block_size <= life.near_from, life.request.number
+        page = life.pages[depth - 1]
+        return self.pool.commit(page, block_hash, exact=exact, rank=Rank.FIRST, born=born, writer=writer)
 
     def tables(self, lives: Sequence[Life]) -> PageTables | None:
         """What a plan needs of the pages of these lives."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from enum import IntEnum
+from heapq import nsmallest
 from math import inf
 
 from mambacache.cache.chains import Chains, Rank
@@ -17,7 +18,14 @@ class Wish(IntEnum):
     TAIL = 1  # the prompt's last boundary: an identical prompt resumes there
     JUNCTION = 2  # the prompt leaves there what others computed
     MARKED = 3  # the caller named it
-    INTERVAL = 4
+    INTERVAL = 4  # or the caller named more than its marks
+
+
+MOST_MARKS = 8
+"""Marks of one request, at most."""
+
+SHARE_OF_MARKS = 4
+"""The marks of one salt hold a quarter of the states, at most."""
 
 
 class Policy:
@@ -37,10 +45,27 @@ class Policy:
         self._interval = interval
         self.max_checkpoints = max_checkpoints
 
-    def wishes(self, marks: Iterable[int], junction: int, lengths: Iterable[int]) -> dict[int, Wish]:
-        """The positions that a request begins its life with: its marks, its junction (0: none), the tails of these
-        lengths (its prompt, and all it knew at admission)."""
-        wishes = dict.fromkeys(marks, Wish.MARKED)
+    @property
+    def most_marks(self) -> int:
+        """States that the marks of one salt may hold."""
+        return max(self.max_checkpoints // SHARE_OF_MARKS, 1)
+
+    def marks(self, named: Iterable[int], prompt_len: int) -> frozenset[int]:
+        """Return the marks among the positions that a caller named: the nearest to the end of its prompt."""
+        most = min(MOST_MARKS, self.most_marks)
+        return frozenset(nsmallest(most, {*named} - {0}, key=lambda position: (abs(position - prompt_len), position)))
+
+    def wishes(self, named: Iterable[int], marks: Set[int], junction: int, lengths: Sequence[int]) -> dict[int, Wish]:
+        """Return the positions that a request wishes for when its life begins.
+
+        Args:
+            named: the positions that its caller named. Behind its tokens only marks count.
+            marks: the marks among these positions.
+            junction: the position where it leaves the prompts of others; 0 for none.
+            lengths: the lengths of its prompt and of all its tokens at admission; each has a tail.
+        """
+        inside = [position for position in named if position < lengths[-1] and position not in marks]
+        wishes = dict.fromkeys(inside, Wish.INTERVAL) | dict.fromkeys(marks, Wish.MARKED)
         if junction:
             wishes[junction] = Wish.JUNCTION
         for length in lengths:
@@ -72,15 +97,56 @@ class Policy:
         return wish is not None and wish is not Wish.INTERVAL
 
     def rank(self, wish: Wish | None, rank: Rank) -> Rank:
-        """Of a state that was asked for thus, in a chain of this rank."""
+        """Return the rank of a state in a chain of this rank. `States` raises it for a mark."""
         if not self.asked(wish):
             return Rank.SPARE
-        return rank if wish is Wish.TAIL else max(rank, Rank.SECOND)
+        return max(rank, Rank.SECOND) if wish in (Wish.PROMISED, Wish.JUNCTION) else rank
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
         """Whether a state at the end of a step is given up once the request's next one is committed: in an answer, only
         the last boundary is of use to the next turn."""
         return position > prefill_end and self.wish(wishes, position) is None
+
+
+class Marks:
+    """The states that callers named last, by hash. A mark stays one when other requests use its state.
+
+    Args:
+        of_a_salt: marks of one salt, at most.
+        most: marks of all salts, at most.
+    """
+
+    def __init__(self, of_a_salt: int, most: int) -> None:
+        self._of_a_salt, self._most, self._count = of_a_salt, most, 0
+        self._salts: OrderedDict[str, OrderedDict[bytes, Rank]] = OrderedDict()  # the last ones to be named are last
+
+    def add(self, salt: str, block_hash: bytes, rank: Rank) -> tuple[bytes, Rank] | None:
+        """Note a mark, whose state would have this rank without it.
+
+        Returns:
+            The hash of the state that lost its mark for it, and its rank without a mark; None if no state did.
+        """
+        marks = self._salts.setdefault(salt, OrderedDict())
+        self._salts.move_to_end(salt)
+        self._count += block_hash not in marks
+        marks[block_hash] = marks.pop(block_hash, rank)
+        if len(marks) <= self._of_a_salt and self._count <= self._most:
+            return None
+        oldest = salt if len(marks) > self._of_a_salt else next(iter(self._salts))
+        lost = self._salts[oldest].popitem(last=False)
+        self._count -= 1
+        if not self._salts[oldest]:
+            del self._salts[oldest]
+        return lost
+
+    def has(self, salt: str, block_hash: bytes) -> bool:
+        """Whether the state of this hash is a mark."""
+        return block_hash in self._salts.get(salt, ())
+
+    def hit(self, salt: str, block_hash: bytes) -> None:
+        """A state was hit. If it is a mark, it ranks as SECOND even after it loses its mark."""
+        if self.has(salt, block_hash):
+            self._salts[salt][block_hash] = max(self._salts[salt][block_hash], Rank.SECOND)
 
 
 class EvictionOrder:
@@ -189,11 +255,10 @@ class EvictionOrder:
                     found, most = block, cold
         return found
 
-    def asked(self) -> list[int]:
-        """The blocks that somebody asked for, of each rank those first that go first."""
-        return [
-            block for rank in range(Rank.FIRST, len(Rank)) for each in (self._back, self._idle) for block in each[rank]
-        ]
+    def by_rank(self) -> list[int]:
+        """Return all blocks, of each rank those first that go first; spare blocks come last."""
+        ranks = [*range(Rank.FIRST, len(Rank)), Rank.SPARE]
+        return [block for rank in ranks for each in (self._back, self._idle) for block in each[rank]]
 
     def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
         weights = self._chains.weights

@@ -53,7 +53,9 @@ class BlockPool:
         self.exact = [False] * num_ids
         self.rank = [Rank.SPARE] * num_ids
         self._useless = [False] * num_ids  # goes first once it has no references
+        self._rank_before = [Rank.SPARE] * num_ids  # the rank of a useless block before `demote`
         self.born = [0] * num_ids  # number of the issue that wrote a COMMITTED block
+        self.writer = [0] * num_ids  # number of the request that wrote it; 0 for a block from an earlier process
 
     @property
     def num_available(self) -> int:
@@ -147,7 +149,9 @@ class BlockPool:
 
     # --- hashes ---
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0) -> bool:
+    def commit(
+        self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0
+    ) -> bool:
         """Names a WRITING block by its hash; False, and it stays private, if a block at least as exact has it."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
@@ -159,7 +163,7 @@ class BlockPool:
         self.hashes[block] = block_hash
         self.exact[block] = exact
         self.rank[block], self._useless[block] = rank, False
-        self.born[block] = born
+        self.born[block], self.writer[block] = born, writer
         return True
 
     def promote(self, block: int, rank: Rank) -> None:
@@ -169,11 +173,21 @@ class BlockPool:
             self.idle.add(block, rank)
         self.rank[block], self._useless[block] = rank, False
 
-    def restore(self, block_hash: bytes, rank: Rank) -> bool:
-        """Takes back `demote` of the COMMITTED block of a hash; False if there is none."""
+    def lower(self, block: int, rank: Rank) -> None:
+        """Give a COMMITTED block that was not demoted a lower rank, which is no use of it."""
+        if not self.references[block]:
+            self.idle.put_back(block, rank, self.idle.remove(block, self.rank[block]))
+        self.rank[block] = rank
+
+    def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
+        """Take back `demote` of the COMMITTED block of a hash, and return whether there is such a block.
+
+        Args:
+            rank: the block's rank from now on; None for its rank before `demote`.
+        """
         block = self._blocks.get(block_hash)
         if block is not None and self._useless[block]:
-            self.promote(block, rank)
+            self.promote(block, self._rank_before[block] if rank is None else rank)
         return block is not None
 
     def demote(self, block: int) -> None:
@@ -183,6 +197,7 @@ class BlockPool:
         if not self.references[block]:
             self.idle.remove(block, self.rank[block])
             self.idle.put_first(block)
+        self._rank_before[block] = self.rank[block]
         self.rank[block], self._useless[block] = Rank.SPARE, True
 
     def evict(self, asked: bool = True) -> bool:
@@ -199,10 +214,13 @@ class BlockPool:
             raise RuntimeError(f"block {block} has {self.references[block]} holders and cannot be withdrawn")
         self._forget(block)
 
-    def drop(self, block_hash: bytes, evicted: bool = False) -> None:
-        """Forgets a hash; its block is freed, or stays private to those who hold it."""
+    def drop(self, block_hash: bytes, *, evicted: bool = False, writer: int | None = None) -> None:
+        """Forget a hash, unless another request than `writer` wrote its block.
+
+        The block is freed, or stays private to its holders.
+        """
         block = self._blocks.get(block_hash)
-        if block is not None:
+        if block is not None and writer in (None, self.writer[block]):
             self._forget(block, evicted)
 
     def drop_born(self, since: int) -> None:

@@ -10,10 +10,18 @@ from mambacache.cache.moves import check_under_way
 from mambacache.cache.repair import check, mend, totals
 from mambacache.cache.request import CachedRequest, Life
 from mambacache.cache.rows import check_decoded, check_fork, check_next_row
-from mambacache.checks import block_keys, boundaries, check_bounds, check_integer, prompt_array
+from mambacache.checks import (
+    block_keys,
+    boundaries,
+    check_bounds,
+    check_integer,
+    check_text,
+    prefix_hashes,
+    prompt_array,
+)
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan, Transfer, build_plan
-from mambacache.report import CacheEvent, CacheStats, Hit, Progress, RequestReport, Wait
+from mambacache.report import CachedBlock, CacheEvent, CacheStats, Hit, Progress, RequestReport, Wait
 
 
 class PrefixCache:
@@ -46,8 +54,10 @@ class PrefixCache:
         Args:
             token_ids: integers from 0 on, in a sequence, a numpy array or a tensor.
             salt: requests with different salts share nothing.
-            extra_keys: (position, key) pairs; a key enters the hash of its position's block, by its repr (an image).
-            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block.
+            extra_keys: (position, key) pairs, as for an image. A key enters the hash of its position's block. It is a
+                str, bytes, an int, or a tuple of these.
+            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block. The eight nearest to
+                the prompt's end may evict other states; those of one salt hold at most a quarter of all states.
             read: whether the request may use what is cached.
             store: whether what it computes is cached.
 
@@ -55,15 +65,19 @@ class PrefixCache:
             ValueError: the prompt is empty, or too long for the KV pool; the id is taken; an argument is of no use.
         """
         size = self.config.block_size
+        check_text("a request id", request_id)
+        check_text("salt", salt)
         if request_id in self._books.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or free that request first")
         tokens = prompt_array(request_id, token_ids, self.config.num_kv_blocks * size)
         keys, marks = block_keys(extra_keys, len(tokens), size), boundaries(checkpoint_at, size)
         chain = self._books.chain(tokens, salt, keys)
         read, store = bool(read), bool(store)
-        request = CachedRequest(request_id, size, tokens, len(tokens), salt, keys, marks, read, store, chain)
         with self._books as books:
-            books.requests[request_id] = request
+            request = books.requests[request_id] = CachedRequest(
+                request_id, size, tokens, len(tokens), salt, keys, marks, read, store, chain,
+                next(books.request_numbers),
+            )  # fmt: skip
             books.lookup.wait(request)
 
     def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
@@ -136,11 +150,39 @@ class PrefixCache:
             books.ledger.preempted()
 
     def free(self, request_id: str, *, finished: bool, wrong_from: int | None = None) -> None:
-        """Forgets a request; what it committed stays. `finished` is False for an aborted one. Of one whose logits were
-        NaN give `wrong_from`: what is cached of its tokens beyond that position, by whomever, is found no more."""
+        """Forget a request; its committed blocks stay cached.
+
+        Args:
+            finished: False for an aborted request.
+            wrong_from: where its logits were NaN, the position of the last token with sound logits before it. The
+                blocks that the request's rows wrote behind this position are dropped.
+
+        Raises:
+            ValueError: the request is not known, or `wrong_from` is no position in it.
+        """
         request = self._known(request_id)
+        finished = bool(finished)
+        if wrong_from is not None:
+            check_integer("wrong_from", wrong_from, 0, len(request.tokens))
         with self._books as books:
             books.forget(request, finished, wrong_from)
+
+    def suspects(self, request_id: str) -> list[CachedBlock]:
+        """Return the blocks that a request resumed from and that none of its own finite logits have proved, the deepest
+        first. Call it when the request's logits are NaN: test these blocks on the device and `invalidate` the bad ones.
+        """
+        request = self._known(request_id)
+        return self._books.suspects(request)
+
+    def invalidate(self, hashes: Iterable[bytes]) -> None:
+        """Forget the states and the KV pages of these prefix hashes, on the device and below it.
+
+        Raises:
+            ValueError: a hash is not of type bytes.
+        """
+        gone = prefix_hashes(hashes)
+        with self._books as books:
+            books.drop(gone)
 
     def abandon(self) -> None:
         """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
@@ -152,7 +194,8 @@ class PrefixCache:
     def progress(self, request_id: str) -> Progress:
         """How far a running request came."""
         life = self._running(request_id)
-        return Progress(life.computed, life.prefill_end, life.request.in_flight)
+        request = life.request
+        return Progress(life.computed, life.prefill_end, request.in_flight, max(request.sound, request.resumed))
 
     def chunk(self, request_id: str, budget: int) -> int:
         """How many tokens to run now, 1 to `budget`: all that is left of the prompt, else up to the last boundary in
@@ -182,7 +225,7 @@ class PrefixCache:
                 or 0 for the known token. Before the next row runs, what is `kept` of it must be moved.
             decode: a single token of the prompt runs in the decode kernels (its state is then near).
         """
-        life = self._running(request_id)
+        life, decode = self._running(request_id), bool(decode)
         guesses = check_next_row(life, num_tokens, drafts, parents, decode, self.config.max_draft_tokens)
         books = self._books
         books.torn = True  # as `with books` does, which takes as long as a third of the rest
@@ -196,7 +239,7 @@ class PrefixCache:
             if row.issue:
                 raise RuntimeError(f"the row of request {step.request_id!r} was issued: accept or cancel it")
             with self._books as books:
-                books.drop(row)
+                books.drop_row(row)
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
         """The rows of a step with their checkpoints, for hosts whose workers order the batch (`plan.layout`)."""
@@ -222,16 +265,21 @@ class PrefixCache:
             for row in rows:
                 books.issued(row)
 
-    def accept(self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]) -> None:
+    def accept(
+        self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]], *, not_finite: Iterable[str] = ()
+    ) -> None:
         """The step's tokens have been read. Rows of one request are accepted in the order in which they were issued.
 
         Args:
             token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
                 request that stopped runs no further step.
+            not_finite: ids of the requests of this step with NaN or infinite logits, freed requests included. The
+                blocks that their rows wrote since their last finite logits are dropped, and no more are stored.
         """
+        bad = frozenset(not_finite)
         taken = self._books.rows.to_accept(steps, token_ids)
         with self._books as books:
-            books.accept(taken)
+            books.accept(steps, taken, bad)
 
     def decoded(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Steps that were read, and only added these tokens to a request's log: as if rows had been allocated, planned,
@@ -242,22 +290,26 @@ class PrefixCache:
             books.decoded(life, tokens)
 
     def under_way(self, step: SequenceStep) -> bool:
-        """Whether a row was allocated, and neither accepted, cancelled nor dropped, nor lost with its request."""
-        row = self._books.rows.get(step.row)
-        return row is not None and row.life.number == step.life
+        """Return whether a row was allocated, and neither accepted, cancelled nor dropped. A row that was issued stays
+        under way when its request is freed."""
+        rows = self._books.rows
+        row = rows.get(step.row)
+        return row.life.number == step.life if row is not None else step.row in rows.freed
 
     def counts(self, step: SequenceStep) -> bool:
         """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
-        return self.under_way(step) and not self._kept.rows[step.row].life.void
+        row = self._books.rows.get(step.row)
+        return row is not None and row.life.number == step.life and not row.life.void
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         """The step failed, before it was issued or on the device: its requests are preempted, and nothing of it stays.
 
-        After `issued`, all that was committed since is dropped, and who resumed from it is preempted too.
+        After `issued`, all that was committed since is dropped, and the requests that resumed from it are preempted
+        too. Pass every row of the step, those of freed requests too.
         """
         rows = self._books.rows.find(steps, ending=True)
         with self._books as books:
-            books.cancel(rows)
+            books.cancel(steps, rows)
 
     # --- the tiers in host memory and in files ---
 
@@ -265,6 +317,7 @@ class PrefixCache:
         """What is to be copied between device, host and files: all transfers under way, the oldest first. To be called
         between steps, after `admit`: launch those with new numbers, behind what the device was told before. Whoever
         never calls it has no such tier. With `flush` all that no file has goes there, bit by bit."""
+        flush = bool(flush)
         with self._books as books:
             return books.tier.transfers(flush)
 
@@ -275,8 +328,9 @@ class PrefixCache:
             RuntimeError: it is not under way.
         """
         check_under_way(transfer, self._books.tier.moves)
+        failed = bool(failed)
         with self._books as books:
-            books.tier.transferred(transfer.number, bool(failed))
+            books.tier.transferred(transfer.number, failed)
 
     # --- the cache as a whole ---
 
@@ -313,11 +367,26 @@ class PrefixCache:
         return self._books.lookup.block_row(life)
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
-        """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first."""
-        gone = list(hashes)
+        """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first.
+
+        Raises:
+            ValueError: a hash is not of type bytes.
+        """
+        gone = prefix_hashes(hashes)
         with self._books as books:
             for block in filter(None, map(books.pool.lookup, gone)):
                 books.pool.demote(block)
+
+    def kv_stored(self, hashes: Iterable[bytes]) -> None:
+        """The host has the KV of these blocks again: takes back `kv_evicted`.
+
+        Raises:
+            ValueError: a hash is not of type bytes.
+        """
+        back = prefix_hashes(hashes)
+        with self._books as books:
+            for block_hash in back:
+                books.pool.restore(block_hash)
 
     def reset(self) -> None:
         """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""

@@ -51,6 +51,7 @@ def mend(books: Books) -> None:
     books.ledger.start_over()
     for request in books.requests.values():
         request.life = request.leaving = request.load = None
+        request.resumed = 0
         request.loads_anew()
         request.issued, request.in_flight = [], 0
         books.rehash(request)
@@ -65,6 +66,7 @@ def mend(books: Books) -> None:
             books.rows.lost.add(row.step.row)
     rows = [row for request in books.requests.values() for row in request.issued]
     books.rows.clear()
+    books.rows.freed.clear()  # nothing that they wrote is cached any more
     books.rows.update((row.step.row, row) for row in rows)
     books.accepting = []
     books.torn = False

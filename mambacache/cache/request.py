@@ -33,6 +33,7 @@ class CachedRequest:
     read: bool
     store: bool
     chain: list[bytes]  # the root, then the hash of each whole block of known tokens
+    number: int  # no other request of the cache has it
     report: RequestReport | None = None  # made when it first ran
     life: Life | None = None  # None while it waits
     waits: tuple[Life, int] | None = None  # who is about to compute a prefix of it, and up to where
@@ -46,6 +47,8 @@ class CachedRequest:
     in_flight: int = 0  # how many of them will give a token
     leaving: Row | None = None  # planned in a life that ended, and neither issued nor given up
     turn: Turn | None = None  # of a chain; known from the first admission on, of what is stored
+    sound: int = 0  # finite logits followed this many of its tokens
+    resumed: int = 0  # tokens that its last admission hit
     stale: bool = False  # holds blocks from before a reset: commits nothing more
 
     @property
@@ -102,6 +105,7 @@ class Life:
     written: int = 0  # blocks up to here are computed; those up to `announced` are known to `Lookup`
     announced: int = 0
     wishes: dict[int, Wish] = field(default_factory=dict)
+    marks: frozenset[int] = frozenset()  # positions that the caller named, as far as they are marks
     pending: list[Commit] = field(default_factory=list)  # in order
     checkpoint: tuple[int, bytes] | None = None  # the last state committed where a step ended, and its hash
     row: Row | None = None  # allocated and not issued

@@ -1,22 +1,57 @@
-"""The rows under way, which of them a caller may mean, and what may come next."""
+"""The rows in flight, the rows that a caller may name, and the check of a request's next row."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from mambacache.cache.request import CachedRequest, Life, Row
 from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array, tree_parents
 from mambacache.plan import FOLD, NO_GUESS, PLACEHOLDER, Guess, SequenceStep
 
 
-class Rows(dict[int, Row]):
-    """Rows by their number, from `allocate` until they are accepted, cancelled, dropped, or lost with their request."""
+class FreedRow(NamedTuple):
+    """An issued row of a freed request.
 
-    def __init__(self, requests: Mapping[str, CachedRequest]) -> None:
+    Args:
+        issue: its number among all issued rows.
+        writer: the number of its request.
+        unproven: prefix hashes of the request's blocks that no finite logits followed.
+    """
+
+    issue: int
+    writer: int
+    unproven: Sequence[bytes]
+
+
+class Rows(dict[int, Row]):
+    """Rows by their number, from `allocate` until they are accepted, cancelled, dropped, or lost with their request.
+
+    An issued row of a freed request stays in `freed` until its step is accepted or cancelled. A host that tells neither
+    loses the oldest entries beyond `most_freed`.
+    """
+
+    def __init__(self, requests: Mapping[str, CachedRequest], most_freed: int) -> None:
         super().__init__()
         self._requests = requests
+        self._most_freed = most_freed
+        self.freed: OrderedDict[int, FreedRow] = OrderedDict()
         self.lost: set[int] = set()  # not issued when the books were rebuilt: never to be issued
+
+    def free(self, request: CachedRequest) -> None:
+        """Move the issued rows of a request to `freed`."""
+        unproven = request.chain[request.sound // request.block_size + 1 :]
+        for row in request.issued:
+            del self[row.step.row]
+            self.freed[row.step.row] = FreedRow(row.issue, request.number, unproven)
+        while len(self.freed) > self._most_freed:
+            self.freed.popitem(last=False)
+
+    def pop_freed(self, steps: Iterable[SequenceStep]) -> list[tuple[SequenceStep, FreedRow]]:
+        """Remove the freed rows of a step, which is over, and return them."""
+        return [(step, freed) for step in steps if (freed := self.freed.pop(step.row, None))] if self.freed else []
 
     def find(self, steps: Sequence[SequenceStep], ending: bool = False) -> list[Row]:
         """The rows of these steps, without those whose life is over and for which nothing is left to do.

@@ -10,9 +10,9 @@ from mambacache.cache.chains import Chains, Rank, Turn
 from mambacache.cache.checkpoints import Checkpoints
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Policy
+from mambacache.cache.policy import Marks, Policy
 from mambacache.cache.pool import BlockPool, Lease
-from mambacache.cache.request import Commit, Life, Row
+from mambacache.cache.request import CachedRequest, Commit, Life, Row
 from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, SequenceStep
 
 
@@ -41,6 +41,7 @@ class States:
         self._ledger = ledger
         self._numbers = numbers  # of rows
         self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
+        self.marks = Marks(policy.most_marks, policy.max_checkpoints)
         self.num_issued = 0  # rows
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
         self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth of a state
@@ -52,7 +53,14 @@ class States:
         if hit_block:
             life.state = self._pool.share(hit_block)
             self._pool.promote(hit_block, max(self._pool.rank[hit_block], Rank.SECOND))
+            self.marks.hit(life.request.salt, life.request.chain[life.hit // self._size])
         life.reserve = self._pool.lease()
+
+    def mark(self, life: Life, end: int) -> None:
+        """Mark the cached states at a life's marks, up to the position `end`."""
+        for position in sorted(life.marks) if life.request.store else ():
+            if position <= end:
+                self._mark(life.request, position)
 
     def fork(self, parent: Life, child: Life) -> bool:
         """The child goes on from the parent's state; False, and nothing has changed, without room for a page."""
@@ -281,8 +289,9 @@ class States:
         end = life.checkpoint[0] // self._size if life.checkpoint is not None else 0
         useless = self._chains.useless(turn, end)
         if end > turn.tail and end not in useless and (last := pool.lookup(request.chain[end])):
-            pool.promote(last, turn.rank)
-        for block in filter(None, [pool.lookup(request.chain[depth]) for depth in useless]):
+            pool.promote(last, max(pool.rank[last], turn.rank))
+        unmarked = [request.chain[d] for d in useless if not self.marks.has(request.salt, request.chain[d])]
+        for block in filter(None, map(pool.lookup, unmarked)):
             if not pool.references[block]:
                 pool.demote(block)
 
@@ -331,9 +340,23 @@ class States:
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
         rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.rank)
-        if self._pool.commit(block, block_hash, exact=position <= life.near_from, rank=rank, born=self.num_issued):
+        exact, writer = position <= life.near_from, life.request.number
+        if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued, writer=writer):
             self.prefix[block] = life.request.chain, position // self._size
             self._ledger.stored("state", block_hash, position, life.request.request_id)
+        if position in life.marks or self.marks.has(life.request.salt, block_hash):
+            self._mark(life.request, position)
+
+    def _mark(self, request: CachedRequest, position: int) -> None:
+        """Make a mark of the state at a position, if it is cached: it ranks as SECOND at least."""
+        pool, block_hash = self._pool, request.chain[position // self._size]
+        if (block := pool.lookup(block_hash)) is None:
+            return
+        lost = self.marks.add(request.salt, block_hash, pool.rank[block])
+        pool.promote(block, max(pool.rank[block], Rank.SECOND))
+        held = pool.lookup(lost[0]) if lost is not None else None
+        if lost is not None and held is not None and pool.rank[held] is Rank.SECOND:
+            pool.lower(held, lost[1])
 
     def _advance(self, life: Life) -> None:
         """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""

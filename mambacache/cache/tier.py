@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import count
 from math import inf
 
@@ -91,6 +91,8 @@ class Tier:
             self._copy_out(min(self._limits()))
         if self._unwritten and not to_files:
             self._write_out()
+        if flush and not self.moves:
+            self._unflushed, self._lacked = None, {}  # a later flush looks at all states again
         return tuple([move.transfer for move in self.moves.values()])
 
     def _moving(self, files: bool) -> bool:
@@ -124,7 +126,7 @@ class Tier:
         else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
         begun; a state is left alone once that does not help."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
-        self._unflushed = states.idle.asked() if self._unflushed is None else self._unflushed
+        self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
             state = self._unflushed.pop(0)
             if states.hashes[state] is None:
@@ -224,7 +226,7 @@ class Tier:
             host = self._host[kind]
             if (slot := host.lookup(block_hash)) is not None:
                 move.leases.append(host.lend(slot))
-                files.append(BlockFile(kind, slot, block_hash, host.exact[slot], host.born[slot]))
+                files.append(BlockFile(kind, slot, block_hash, host.exact[slot], host.born[slot], host.writer[slot]))
         move.transfer = move.transfer._replace(files=tuple(files))
         self._begin(move)
 
@@ -277,13 +279,14 @@ class Tier:
         self.states.drop_born(since)
         self.pages.drop_born(since)
 
-    def drop(self, block_hashes: Sequence[bytes]) -> None:
-        """So is what has one of these hashes."""
-        self.void()
-        self._files.drop(block_hashes)
+    def drop(self, block_hashes: Collection[bytes], writer: int | None) -> None:
+        """Forget the blocks of these hashes, on their way to the device too; see `BlockPool.drop`."""
+        self._files.drop(block_hashes, writer)
         for block_hash in block_hashes:
-            self.states.drop(block_hash)
-            self.pages.drop(block_hash)
+            self.states.drop(block_hash, writer=writer)
+            self.pages.drop(block_hash, writer=writer)
+        for move in self.moves.values():
+            move.lose(block_hashes, writer)
 
     def clear(self) -> None:
         """Forgets every hash."""

@@ -6,55 +6,79 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mambacache.cli.options import given_fields
 from mambacache.cli.prompts import Asked, read, tokens_of_chat
 from mambacache.config import EngineConfig, SamplingParams
+from mambacache.engine.outputs import Completion, RequestMetrics, RequestOutput
 
 if TYPE_CHECKING:
     from mambacache.engine.llm import LLM
-    from mambacache.engine.outputs import Completion, RequestOutput
+    from mambacache.engine.prompts import Encoded, Prompt
 
 DEFAULTS = {"temperature": 0.0, "max_tokens": 64}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers all prompts; 1 if one of them failed."""
+    """Answer all prompts. Return 0, or 1 if any of them failed or was refused."""
     asked = read(args.prompt, args.prompts, DEFAULTS | given_fields(args, SamplingParams))
     if args.stream and any(each.params.n > 1 for each in asked):
         raise ValueError("--stream prints one answer a prompt: leave n at 1")
     config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # what it refuses, before torch is loaded
+    if all(each.error is not None for each in asked):  # no model is needed
+        return _print(args, asked, (_refused(str(each.error)) for each in asked))
     from mambacache.engine.llm import LLM
 
-    failed = False
     with LLM(config.model, **given_fields(args, EngineConfig)) as llm:
-        for index, (each, output) in enumerate(zip(asked, _outputs(llm, asked, args.stream), strict=True)):
-            failed |= any(answer.error is not None for answer in output.outputs)
-            if args.jsonl:
-                for answer in output.outputs:
-                    print(json.dumps(_finite(_as_json(index, each, output, answer)), allow_nan=False))
-            else:
-                if not args.stream:
-                    print(*(answer.text for answer in output.outputs), sep="\n")
-                print(cache_line(output), file=sys.stderr)
+        return _print(args, asked, _outputs(llm, asked, args.stream))
+
+
+def _print(args: argparse.Namespace, asked: Sequence[Asked], outputs: Iterable[RequestOutput]) -> int:
+    """Print the outputs as they come, and return the exit status."""
+    failed = False
+    for index, (each, output) in enumerate(zip(asked, outputs, strict=True)):
+        failed |= any(answer.error is not None for answer in output.outputs)
+        if args.jsonl:
+            for answer in output.outputs:
+                print(json.dumps(_finite(_as_json(index, each, output, answer)), allow_nan=False))
+        else:
+            if not args.stream:
+                print(*(answer.text for answer in output.outputs), sep="\n")
+            print(cache_line(output), file=sys.stderr)
     return 1 if failed else 0
 
 
 def _outputs(llm: LLM, asked: Sequence[Asked], stream: bool) -> Iterator[RequestOutput]:
-    """The output of each prompt, in their order."""
-    prompts = [tokens_of_chat(llm, each.prompt) if each.is_chat else each.prompt for each in asked]  # type: ignore[arg-type]
-    params = [each.params for each in asked]
-    if stream:
-        return (print_stream(llm, *each) for each in zip(prompts, params, strict=True))
-    return iter(llm.generate(prompts, params))
+    """Yield the output of each prompt, in their order. The output of a refused prompt has its error."""
+    ready = [_encoded(llm, each) for each in asked]
+    prompts = [each for each in ready if not isinstance(each, RequestOutput)]
+    answered = (print_stream(llm, each) for each in prompts) if stream else iter(llm.generate(prompts))
+    for each in ready:
+        yield each if isinstance(each, RequestOutput) else next(answered)
 
 
-def print_stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
+def _encoded(llm: LLM, asked: Asked) -> Encoded | RequestOutput:
+    if asked.error is not None:
+        return _refused(asked.error)
+    try:
+        prompt: Prompt = tokens_of_chat(llm, asked.prompt) if asked.is_chat else asked.prompt  # type: ignore[arg-type]
+        return llm.encoder(prompt, asked.params)
+    except ValueError as error:
+        return _refused(f"{asked.where}: {error}")
+
+
+def _refused(error: str) -> RequestOutput:
+    """Return the output of a prompt that never ran."""
+    return RequestOutput("", [], [Completion(0, finish_reason="error", error=error)], RequestMetrics(time.time()))
+
+
+def print_stream(llm: LLM, prompt: Encoded) -> RequestOutput:
     """Prints an answer as it comes, and a line's end after it."""
     output = None
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt):
         print(output.outputs[0].delta, end="", flush=True)
     print(flush=True)
     assert output is not None, "a stream ends with an output"

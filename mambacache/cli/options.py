@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mambacache.config import EngineConfig, SamplingParams
-from mambacache.units import parse_bytes
+from mambacache.units import is_bytes, parse_bytes
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 SAMPLING = {option.name for option in fields(SamplingParams)}
@@ -75,7 +75,7 @@ def _kind(option: Field[Any]) -> str:
 
 def _metavar(option: Field[Any]) -> str:
     names = {"int": "N", "float": "X", "str": "NAME", "str | Path": "NAME"}
-    return "BYTES" if option.name.endswith("_bytes") else names.get(_kind(option), "JSON")
+    return "BYTES" if is_bytes(option.name) else names.get(_kind(option), "JSON")
 
 
 def _reader(option: Field[Any]) -> Callable[[str], Any]:
@@ -84,7 +84,7 @@ def _reader(option: Field[Any]) -> Callable[[str], Any]:
     if kind in ("str", "str | Path"):
         return str
     readers: dict[str, Callable[[str], Any]] = {"int": _integer, "float": _number}
-    read = size if option.name.endswith("_bytes") else readers.get(kind, _json)
+    read = size if is_bytes(option.name) else readers.get(kind, _json)
     return lambda text: None if text.lower() == "none" else read(text)
 
 

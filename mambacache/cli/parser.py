@@ -18,6 +18,7 @@ PROMPTS = (
     '"prompt_token_ids" or "messages", and sampling parameters of its own; - for standard input'
 )
 
+MEMORY = "of a GPU to plan for, such as 80GB, in bfloat16 unless --dtype says otherwise; in place of what is here"
 
 FLAG = re.compile(r"-(?!\d*\.?\d+$)\S+")
 """What argparse takes for a flag: no `-` alone, no negative number, nothing with a space in it."""
@@ -73,7 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     sizes.set_defaults(run=plan.run)
     sizes.add_argument("model", metavar="MODEL", help=MODEL)
-    sizes.add_argument("--memory", type=size, help="to plan for, such as 80GB, in place of what is free here")
+    sizes.add_argument("--memory", type=size, metavar="BYTES", help=MEMORY)
+    sizes.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs of vLLM with the plugin")
+    sizes.add_argument("--state-bytes", type=size, metavar="BYTES", help="its states and token logs on each GPU")
+    sizes.add_argument("--quantization", choices=["fp8"], help="of its weights")
 
     show = commands.add_parser(
         "demo", help="20 questions about one document, with the cache and without it", allow_abbrev=False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,11 +22,18 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt as it was written: a text, token ids, or messages."""
+    """A prompt as it was written: a text, token ids, or messages; or a line that is none.
 
+    Attributes:
+        where: it was written, counted from 1.
+        error: why the line is no prompt; it names the line.
+    """
+
+    where: str
     prompt: str | list[Any]
     params: SamplingParams
     is_chat: bool = False
+    error: str | None = None
 
 
 def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> list[Asked]:
@@ -35,15 +43,15 @@ def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> l
         options: sampling parameters of all prompts that have none of their own.
 
     Raises:
-        ValueError: there is none, a line is no JSON, or a value is of no use.
+        ValueError: there is none, or an option is of no use.
         OSError: the file cannot be read.
     """
     params = SamplingParams(**options)
     asked: list[Asked] = []
-    for prompt in prompts:
-        asked += _of_lines(STDIN, options) if prompt == STDIN else [Asked(prompt, params)]
+    for number, prompt in enumerate(prompts, 1):
+        asked += _of_lines(STDIN, params, options) if prompt == STDIN else [Asked(f"prompt {number}", prompt, params)]
     if file is not None:
-        asked += _of_lines(file, options)
+        asked += _of_lines(file, params, options)
     if not asked:
         raise ValueError("there is no prompt: give some after the model, --prompts FILE, or - for standard input")
     return asked
@@ -73,19 +81,38 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
         ) from error
 
 
-def _of_lines(file: str, options: dict[str, Any]) -> Iterator[Asked]:
-    """A prompt a line, blank ones left out; JSON objects if the first of them begins as one."""
+def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> list[Asked]:
+    """Return the prompts of a file, one a line. Blank lines are left out. The lines are JSON objects if the first one
+    begins as such. A line that is no prompt has an error, and the others are read all the same."""
     name = "standard input" if file == STDIN else file
+    text = _text(file).removeprefix("\ufeff")  # the mark that some editors put before a UTF-8 text
+    lines = [(f"line {number} of {name}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    is_json = bool(lines) and lines[0][1].lstrip().startswith("{")
+    asked = []
+    for where, line in lines:
+        try:
+            _check_utf8(line, where)
+            prompt = _of_json(line, where, options) if is_json else Asked(where, line.removesuffix("\r"), params)
+        except ValueError as error:
+            prompt = Asked(where, line, params, error=str(error))
+        asked.append(prompt)
+    return asked
+
+
+def _text(file: str) -> str:
+    """Return a file's text. Bytes that are no UTF-8 become surrogates."""
+    if file != STDIN:
+        return Path(file).read_text(encoding="utf-8", errors="surrogateescape")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+    return sys.stdin.read()
+
+
+def _check_utf8(line: str, where: str) -> None:
     try:
-        text = sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no UTF-8 text: {error.reason} at byte {error.start}") from error
-    text = text.removeprefix("\ufeff")  # the mark that some editors put before a UTF-8 text
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines or not lines[0][1].lstrip().startswith("{"):
-        params = SamplingParams(**options)
-        return (Asked(line.removesuffix("\r"), params) for _, line in lines)
-    return (_of_json(line, f"line {number} of {name}", options) for number, line in lines)
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} is no UTF-8 text at character {error.start + 1}: encode it anew") from None
 
 
 def _of_json(line: str, where: str, options: dict[str, Any]) -> Asked:
@@ -110,4 +137,4 @@ def _of_json(line: str, where: str, options: dict[str, Any]) -> Asked:
         params = SamplingParams(**options | given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return Asked(prompt, params, is_chat=form == "messages")
+    return Asked(where, prompt, params, is_chat=form == "messages")

@@ -70,7 +70,7 @@ class Answers:
             completions,
             RequestMetrics(time.time()),
             text,
-            prompt_logprobs=None if params.prompt_logprobs is None else [],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
     def sampling(self, step: SequenceStep) -> RowSampling:
@@ -102,7 +102,8 @@ class Answers:
         if output.finished:
             return  # by the step before, whose tokens were not read when this one was launched
         if output.prompt_logprobs is not None and step.prompt_logits:  # a second time after a preemption
-            output.prompt_logprobs[step.start : step.start + step.num_tokens] = row.prompt_logprobs
+            first = step.start + 1  # a row's logits are those of the tokens that follow
+            output.prompt_logprobs[first : first + step.num_tokens] = row.prompt_logprobs
         if self.params.logprobs is None:
             return
         if len(row.logprobs) == len(self.requests) and step.prefill and not self.requests[0].output:

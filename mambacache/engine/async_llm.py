@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
@@ -18,12 +18,12 @@ from mambacache.config import SamplingParams
 from mambacache.engine.llm import LLM
 from mambacache.engine.options import Options
 from mambacache.engine.outputs import RequestOutput
-from mambacache.engine.prompts import Prompt
+from mambacache.engine.prompts import Encoded, Messages, Prompt
 from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftFunction
 
 CLOSED = "this AsyncLLM is closed: make a new one"
-INSIDE = "a step of this AsyncLLM is running: its own tokenizer or draft source cannot wait for it"
+INSIDE = "this AsyncLLM waits for its own tokenizer or draft source, which cannot wait for it: call it from elsewhere"
 GONE = "the thread of this AsyncLLM is not in this process: make an engine after the fork"
 
 T = TypeVar("T")
@@ -34,7 +34,8 @@ class _Consumer:
     """Who reads the outputs of one request, and what is not read yet: one output at most, and the error after it."""
 
     loop: asyncio.AbstractEventLoop
-    request_id: str | None = None  # once it is in line
+    request_id: str | None  # the caller's, or the engine's once it is in line
+    aborted: bool = False  # before it was in line
     _output: RequestOutput | None = None
     _error: Exception | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)  # set while anything is unread
@@ -74,7 +75,8 @@ class AsyncLLM:
     """Answers any number of prompts at once, each as its own stream.
 
     One thread owns the `LLM` and runs steps while there is work; a stream that is read more slowly gets the tokens of
-    several steps at once. Loading blocks the caller. Use it as an asynchronous context manager, or await `close`.
+    several steps at once. Another thread encodes texts, with a tokenizer of its own, so that a long one holds up no
+    step. Loading blocks the caller. Use it as an asynchronous context manager, or await `close`.
 
     Args:
         model, draft, options: as of `LLM`, which raises the same errors.
@@ -82,7 +84,12 @@ class AsyncLLM:
 
     def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
         self._llm = LLM(model, draft=draft, **options)
-        self._tokenizer = deepcopy(self._llm.get_tokenizer())  # before the thread begins to use the other
+        # Copies are made before the thread begins to use the engine's own tokenizer.
+        self._tokenizer = deepcopy(self._llm.get_tokenizer())
+        self._encoder = replace(self._llm.encoder, tokenizer=deepcopy(self._llm.get_tokenizer()))
+        self._own_threads: set[threading.Thread] = set()
+        self._texts = ThreadPoolExecutor(1, "mambacache texts", self._note_thread)
+        self._coming: set[_Consumer] = set()  # of requests that are not in line yet
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: close
         self._consumers: dict[str, _Consumer] = {}  # by the id of their request; the thread's own
         self._lock = threading.Lock()
@@ -97,9 +104,9 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Answers one prompt, with an output of its own after each step that added to it; `delta` is the new text.
 
         Who reads slowly gets what several steps added as one output: none of its text is left out. Whoever stops
@@ -111,17 +118,34 @@ class AsyncLLM:
                 anything did; or the device has failed.
             Exception: from a step that failed as a whole, in a copy for each reader.
         """
-        consumer = _Consumer(asyncio.get_running_loop())
-        self._tell(lambda: self._submit(consumer, prompt, sampling_params, request_id))
-        try:
-            while True:
-                output = await consumer.take()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            with suppress(RuntimeError):  # closed: its request has ended
-                self._tell(lambda: self._abort(consumer))
+        in_line = self._texts if _is_text(prompt) else None
+        return self._answers(lambda: self._encoder(prompt, sampling_params), in_line, request_id)
+
+    stream = generate  # as LLM calls it
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answers one conversation, rendered by the tokenizer's chat template, as `generate` answers a prompt.
+
+        Raises:
+            ValueError, RuntimeError, Exception: see `generate` and `LLM.chat`.
+        """
+
+        def encode() -> Encoded:
+            [prompt] = self._encoder.render([messages], **template_options)
+            return self._encoder(prompt, sampling_params)
+
+        return self._answers(encode, self._texts, request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request. Its reader gets a last output with the finish reason "abort". Blocks that it committed stay
+        cached. An unknown id is ignored: its request may have ended."""
+        await self._ask(lambda: self._end(request_id))
 
     async def stats(self) -> CacheStats:
         """As of `LLM.stats`."""
@@ -148,19 +172,65 @@ class AsyncLLM:
                 self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    async def _answers(
+        self, encode: Callable[[], Encoded], in_line: ThreadPoolExecutor | None, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answer a prompt that `encode` makes in a thread: in line with other texts, or of asyncio's own."""
+        consumer = _Consumer(asyncio.get_running_loop(), request_id)
+        try:
+            encoded = await self._encoded(consumer, encode, in_line)
+            self._tell(lambda: self._submit(consumer, encoded))
+            while True:
+                output = await consumer.take()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            self._coming.discard(consumer)
+            with suppress(RuntimeError):  # closed: its request has ended
+                self._tell(lambda: self._abort(consumer))
+
+    async def _encoded(
+        self, consumer: _Consumer, encode: Callable[[], Encoded], in_line: ThreadPoolExecutor | None
+    ) -> Encoded:
+        self._check_thread()
+        with self._lock:  # nothing comes after the threads have ended
+            self._check_open()
+            self._coming.add(consumer)
+            future = consumer.loop.run_in_executor(in_line, self._encode, encode)
+        return await future
+
+    def _encode(self, encode: Callable[[], Encoded]) -> Encoded:
+        if self._closed:
+            raise self._closed_error()
+        try:
+            return encode()
+        except Exception:
+            raise
+        except BaseException as error:  # it would end the event loop of the reader
+            raise ValueError(
+                f"the prompt cannot be encoded ({type(error).__name__}: {error}): change it, or give token ids"
+            ) from error
+
     def _tell(self, command: Callable[[], None]) -> None:
         self._check_thread()
         with self._lock:  # nothing comes after the command that closes
-            if self._closed:
-                raise self._closed_error()
-            if not self._thread.is_alive():
-                raise RuntimeError(GONE)
+            self._check_open()
             self._commands.put(command)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._closed_error()
+        if not self._thread.is_alive():
+            raise RuntimeError(GONE)
+
     def _check_thread(self) -> None:
-        """Whoever waits for the thread inside of it, in an event loop of its own, would wait for ever."""
-        if threading.current_thread() is self._thread:
+        """Whoever waits for a thread inside of it, in an event loop of its own, would wait for ever."""
+        if threading.current_thread() in self._own_threads:
             raise RuntimeError(INSIDE)
+
+    def _note_thread(self) -> None:
+        self._own_threads.add(threading.current_thread())
 
     def _closed_error(self) -> RuntimeError:
         error = RuntimeError(CLOSED)
@@ -183,6 +253,7 @@ class AsyncLLM:
     # --- in the thread ---
 
     def _work(self) -> None:
+        self._note_thread()
         try:
             while self._run_commands():
                 self._step()
@@ -192,6 +263,7 @@ class AsyncLLM:
         finally:
             with self._lock:
                 self._closed = True
+            self._texts.shutdown(wait=False)
             try:
                 self._end_all(self._closed_error)
                 self._llm.close()
@@ -226,13 +298,12 @@ class AsyncLLM:
             self._consumers.pop(request_id, None)
             self._llm.abort(request_id)
 
-    def _submit(
-        self, consumer: _Consumer, prompt: Prompt, params: SamplingParams | None, request_id: str | None
-    ) -> None:
+    def _submit(self, consumer: _Consumer, encoded: Encoded) -> None:
+        self._coming.discard(consumer)
         try:
             if self._closed:  # the engine may not be, if closing it failed
                 raise self._closed_error()
-            consumer.request_id = self._llm.submit(prompt, params, request_id)
+            consumer.request_id = self._llm.submit(encoded, request_id=consumer.request_id)
         except Exception as error:
             consumer.give(error)
         except BaseException as error:  # it goes on to end the thread, which does not know this reader
@@ -241,12 +312,24 @@ class AsyncLLM:
             raise
         else:
             self._consumers[consumer.request_id] = consumer
+            if consumer.aborted:
+                self._end(consumer.request_id)
 
     def _abort(self, consumer: _Consumer) -> None:
         request_id = consumer.request_id
         if request_id is not None and self._consumers.get(request_id) is consumer:  # else it has ended
             del self._consumers[request_id]
             self._llm.abort(request_id)
+
+    def _end(self, request_id: str) -> None:
+        for coming in list(self._coming):
+            coming.aborted |= coming.request_id == request_id
+        consumer = self._consumers.get(request_id)
+        if consumer is not None:
+            answers = self._llm._stepper.answers[request_id]
+            self._llm.abort(request_id)
+            del self._consumers[request_id]
+            consumer.give(_snapshot(answers.hand_out()))
 
     def _end_all(self, make_error: Callable[[], Exception]) -> None:
         """Gives each reader an error, and only then aborts: whatever that raises, nobody waits."""
@@ -256,6 +339,11 @@ class AsyncLLM:
         for request_id in ended:
             with suppress(Exception):
                 self._llm.abort(request_id)
+
+
+def _is_text(prompt: Prompt) -> bool:
+    """Return whether a prompt is for the tokenizer."""
+    return isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt)
 
 
 def _own(error: Exception) -> Exception:

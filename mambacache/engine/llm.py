@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 import re
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -20,13 +18,10 @@ from mambacache.engine.answers import Answers
 from mambacache.engine.options import Options, engine_config
 from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.parts import build
-from mambacache.engine.prompts import Prompt, listed
+from mambacache.engine.prompts import Encoder, Messages, Prompt, listed
 from mambacache.engine.stepper import alone
-from mambacache.engine.text import chat_prompts
 from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftFunction
-
-Messages = Sequence[dict[str, Any]]
 
 OWN_ID = re.compile(r"request-(\d{1,18})(?:/|$)")
 """What the ids look like that requests get which bring none, and their further answers."""
@@ -55,9 +50,11 @@ class LLM:
         self.config = engine_config(model, options)
         parts = build(self.config, draft)
         self.sizes, self.cache, self.runner = parts.core.sizes, parts.core.cache, parts.core.runner
-        self._stepper, self._limits = parts.core.stepper, parts.core.limits
+        self._stepper = parts.core.stepper
         self._draft_model, self.tokenizer = parts.draft_model, parts.tokenizer
-        self._end_tokens, self._default_sampling = parts.end_tokens, parts.default_sampling
+        self._end_tokens = parts.end_tokens
+        caches = self.config.enable_prefix_caching
+        self.encoder = Encoder(parts.core.limits, self.tokenizer, parts.default_sampling, caches)
         self._next_id = 0
         self._rng = random.Random(self.config.seed)
 
@@ -94,7 +91,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """How prompts are sampled that come without parameters: as the checkpoint's generation_config.json says."""
-        return self._default_sampling
+        return self.encoder.default
 
     # --- one call for all ---
 
@@ -109,7 +106,8 @@ class LLM:
         """Answers prompts, in their order.
 
         Args:
-            prompts: one, or a list of them: texts, token ids, {"prompt": text} or {"prompt_token_ids": token ids}.
+            prompts: one, or a list of them: texts, token ids, {"prompt": text}, {"prompt_token_ids": token ids}, or
+                what `encoder` gave.
             sampling_params: for all, or one for each prompt; None for `get_default_sampling_params`.
 
         Raises:
@@ -143,19 +141,11 @@ class LLM:
             ValueError, RuntimeError: see `generate`; or there is no chat template, or it fails, and the message says
                 for which conversation.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(f"{self.config.model} has no chat template: use generate with prompts of your own")
         if not isinstance(messages, list | tuple):
             raise ValueError(f"messages is {messages!r}: give a list of messages, or a list of such lists")
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Sequence[Messages] = [messages] if single else messages
-        prompts, rewritten = chat_prompts(self.tokenizer, conversations, **template_options)
-        if rewritten:
-            warnings.warn(
-                "the chat template rewrites earlier turns, so that only what comes before them can be reused: keep "
-                "them as they were answered, or use a template that does",
-                stacklevel=2,
-            )
+        prompts = self.encoder.render(conversations, **template_options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -239,23 +229,16 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None, name: str, request_id: str | None = None
     ) -> Answers:
         """The answers that a prompt asks for; they are not in line yet."""
-        tokens = self._limits.tokens_of(prompt, name, self.tokenizer)
-        given = self._default_sampling if params is None else params
-        params = self._limits.fit(given, len(tokens), name, clip=params is None)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"{name} has stop strings and {self.config.model} has no tokenizer: use stop_token_ids")
-        if not self.config.enable_prefix_caching:
-            params = replace(params, read_cache=False, store_cache=False)
-        seed = self._rng.getrandbits(63) if params.seed is None else params.seed
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        encoded = self.encoder(prompt, params, name)
+        seed = self._rng.getrandbits(63) if encoded.params.seed is None else encoded.params.seed
         answers = Answers(
             self._id(request_id),
-            tokens,
-            params,
+            encoded.tokens,
+            encoded.params,
             self._end_tokens,
             self.tokenizer,
             seed,
-            text if isinstance(text, str) else None,
+            encoded.text,
         )
         if any(request.request_id in self._stepper.answers for request in answers.requests):
             raise ValueError(f"request id {request_id!r} is in use: choose another")

@@ -22,15 +22,16 @@ class EngineOptions(TypedDict, total=False):
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int | None
+    max_logprobs: int
     long_prefill_token_threshold: int
     enable_prefix_caching: bool
-    checkpoint_budget_bytes: int | None
-    kv_cache_bytes: int | None
-    host_cache_bytes: int
-    host_bytes_per_token: int
+    checkpoint_budget_bytes: int | str | None
+    kv_cache_bytes: int | str | None
+    host_cache_bytes: int | str
+    host_bytes_per_token: int | str
     disk_cache_dir: str | Path | None
-    disk_cache_bytes: int | None
-    disk_bytes_per_token: int
+    disk_cache_bytes: int | str | None
+    disk_bytes_per_token: int | str
     gpu_memory_utilization: float | None
     checkpoint_interval: int
     strict_reuse: bool

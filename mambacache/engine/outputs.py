@@ -57,7 +57,7 @@ class RequestOutput:
         prompt: its text, if that was given.
         time_to_first_token: seconds from submission to the first token; None before it.
         cache: what was reused of the prompt, and why not more; None before the request first ran.
-        prompt_logprobs: one entry for each prompt token but the first, if asked for.
+        prompt_logprobs: one entry for each prompt token, if asked for; None for the first, before which nothing stands.
     """
 
     request_id: str
@@ -67,7 +67,7 @@ class RequestOutput:
     prompt: str | None = None
     time_to_first_token: float | None = None
     cache: RequestReport | None = None
-    prompt_logprobs: list[Logprobs] | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None
 
     @property
     def num_cached_tokens(self) -> int | None:

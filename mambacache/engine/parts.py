@@ -182,7 +182,8 @@ def _core(
         vocab_size=vocab_size,
     )
     stepper = Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files))
-    return Core(sizes, cache, runner, stepper, Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens))
+    limits = Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens, config.max_logprobs)
+    return Core(sizes, cache, runner, stepper, limits)
 
 
 def _check_draft_model(config: EngineConfig, tokenizer: Any, vocab_size: int, device: str) -> None:

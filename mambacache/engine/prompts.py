@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import reprlib
+import warnings
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Number
-from typing import Any
+from typing import Any, Union
 
 import numpy as np
 import torch
 
 from mambacache.config import NO_LIMIT, SamplingParams
-from mambacache.engine.text import Tokenizer
+from mambacache.engine.text import Tokenizer, chat_prompts
 from mambacache.field_types import is_integer
 
 TokenIds = Sequence[int] | np.ndarray | torch.Tensor
-Prompt = str | TokenIds | Mapping[str, Any]
-"""A text; token ids, in one dimension; {"prompt": text}; or {"prompt_token_ids": token ids}."""
+Prompt = Union[str, TokenIds, Mapping[str, Any], "Encoded"]
+"""A text; token ids, in one dimension; {"prompt": text}; {"prompt_token_ids": token ids}; or an `Encoded`."""
+
+Messages = Sequence[dict[str, Any]]
+"""A conversation: {"role": ..., "content": ...} for each message."""
 
 FORMS = "a text, token ids, {'prompt': text} or {'prompt_token_ids': token ids}"
 
@@ -40,12 +44,14 @@ class Limits:
         vocab_size: token ids are below it.
         max_model_len: tokens of prompt and answer that the model takes together.
         kv_tokens: that the KV pool holds; 0 where there is none.
+        max_logprobs: the largest number that `logprobs` and `prompt_logprobs` may have; -1 for no limit.
     """
 
     model: str
     vocab_size: int
     max_model_len: int
     kv_tokens: int
+    max_logprobs: int
 
     def tokens_of(self, prompt: Prompt, name: str, tokenizer: Tokenizer | None) -> list[int]:
         """The token ids of a prompt.
@@ -95,6 +101,12 @@ class Limits:
                 f"logit_bias of {name} holds token {outside}, out of the vocabulary: give ids from 0 to "
                 f"{self.vocab_size - 1}"
             )
+        for option in ("logprobs", "prompt_logprobs"):
+            if 0 <= self.max_logprobs < (getattr(params, option) or 0):
+                raise ValueError(
+                    f"{option} of {name} is {getattr(params, option)} and this engine gives {self.max_logprobs} at "
+                    "most: lower it, or raise the engine's max_logprobs"
+                )
         if params.top_k >= self.vocab_size:
             params = replace(params, top_k=0)  # cuts nothing off
         stops = tuple(token for token in params.stop_token_ids or () if 0 <= token < self.vocab_size)
@@ -119,6 +131,81 @@ class Limits:
                 f"{name} has {asked}, and the KV pool holds {self.kv_tokens}: shorten it, or raise kv_cache_bytes"
             )
         return params
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt that an engine accepts.
+
+    Attributes:
+        tokens: its token ids.
+        params: its parameters, with a limit to the answer's length.
+        text: None unless it was given as a text.
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    text: str | None
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes prompts ready for an engine, and changes nothing in it: any thread may have an encoder.
+
+    Args:
+        limits: of the engine.
+        tokenizer: None where prompts are token ids; for one thread at a time.
+        default: the parameters of prompts that come without any.
+        caches: whether requests may read and store cached states.
+    """
+
+    limits: Limits
+    tokenizer: Any
+    default: SamplingParams
+    caches: bool
+
+    def __call__(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "the prompt") -> Encoded:
+        """Return the prompt, encoded and checked.
+
+        Args:
+            params: None for the default ones, or for those of an `Encoded`.
+            name: of the prompt in errors.
+
+        Raises:
+            ValueError: the engine cannot take the prompt or its parameters; the message says what to change.
+        """
+        if isinstance(prompt, Encoded):
+            if params is not None:
+                raise ValueError(f"{name} is encoded and brings its own parameters: leave sampling_params out")
+            return prompt
+        tokens = self.limits.tokens_of(prompt, name, self.tokenizer)
+        given = self.default if params is None else params
+        fitted = self.limits.fit(given, len(tokens), name, clip=params is None)
+        if fitted.stop and self.tokenizer is None:
+            raise ValueError(f"{name} has stop strings and {self.limits.model} has no tokenizer: use stop_token_ids")
+        if not self.caches:
+            fitted = replace(fitted, read_cache=False, store_cache=False)
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        return Encoded(tokens, fitted, text if isinstance(text, str) else None)
+
+    def render(self, conversations: Sequence[Messages], **options: Any) -> list[dict[str, Any]]:
+        """Return the prompts of conversations, rendered by the tokenizer's chat template with these options.
+
+        Warns where the template changes earlier turns.
+
+        Raises:
+            ValueError: there is no chat template, or it refuses a conversation; the message says which.
+        """
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"{self.limits.model} has no chat template: use generate with prompts of your own")
+        prompts, rewritten = chat_prompts(self.tokenizer, conversations, **options)
+        if rewritten:
+            warnings.warn(
+                "the chat template rewrites earlier turns, so that only what comes before them can be reused: keep "
+                "them as they were answered, or use a template that does",
+                stacklevel=3,
+            )
+        return prompts
 
 
 def _of_mapping(prompt: Mapping[str, Any], name: str) -> Any:

@@ -15,9 +15,9 @@ import torch
 
 from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import RequestOutput
-from mambacache.plan import StepPlan
+from mambacache.plan import NOT_FINITE, StepPlan
 from mambacache.runner.host_tier import HostTier
-from mambacache.runner.model_runner import Launched, ModelRunner
+from mambacache.runner.model_runner import Launched, ModelRunner, RowOutput
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 
@@ -209,6 +209,7 @@ class Stepper:
         self._stale.update((answers.request_id, answers) for answers in here)
         try:
             rows = flight.launched.read()
+            self._test_hits(plan, rows)
             for answers, step, row in zip(flight.answers, plan.steps, rows, strict=True):
                 if row.logprobs or row.prompt_logprobs:
                     answers.keep_logprobs(step, row)
@@ -216,6 +217,15 @@ class Stepper:
             self._flights.popleft()
         except Exception as error:
             self._contain(flight, error)
+
+    def _test_hits(self, plan: StepPlan, rows: Sequence[RowOutput]) -> None:
+        """Test the blocks that requests without finite logits resumed from, and drop the bad blocks."""
+        cache = self._scheduler.cache
+        for step, row in zip(plan.steps, rows, strict=True):
+            if NOT_FINITE in row.tokens and cache.counts(step) and (blocks := cache.suspects(step.request_id)):
+                hashes, states, pages = zip(*blocks, strict=True)
+                sound = self._runner.finite(states, pages)
+                cache.invalidate([each for each, is_sound in zip(hashes, sound, strict=True) if not is_sound])
 
     def _move(self, ended: bool = False, flush: bool = False) -> bool:
         """Tells which transfers are over, and launches those that are due; with `ended` only if any is over, with

@@ -37,6 +37,7 @@ class _Read(NamedTuple):
     known: int = 0  # how many of them are in the text
     shown: str = ""  # what these decode to
     text: str = ""
+    held: int = 0  # characters at the text's end that may begin a stop string
     stop: str | None = None  # that ended it
 
 
@@ -108,7 +109,7 @@ class Detokenizer:
         read = self._read
         if read.stop is not None or self._ended:
             return read.text
-        return read.text[: len(read.text) - self._held_back()]
+        return read.text[: len(read.text) - read.held]
 
     @property
     def stop(self) -> str | None:
@@ -155,7 +156,8 @@ class Detokenizer:
             if known > MAX_CONTEXT:
                 window, known = window[read.known :], known - read.known
                 shown = self._decode(window[:known])
-            read = _Read(read.num_tokens, window, known, shown, text)
+            held = self._held_back(text, read.held + len(text) - old)
+            read = _Read(read.num_tokens, window, known, shown, text, held)
         if read.num_tokens <= self._min_tokens:
             return read
         # What ends in the new text; of several the one that begins first.
@@ -175,15 +177,16 @@ class Detokenizer:
             raise TypeError(f"the tokenizer decodes to {type(text).__name__}: it must give a str")
         return text
 
-    def _held_back(self) -> int:
-        """Characters at the end that may begin a stop string."""
-        end = self._read.text[-self._longest_stop :]  # all of it where there is no stop string, which costs nothing
-        return max((_overlap(end, stop) for stop in self._stop), default=0)
+    def _held_back(self, text: str, most: int) -> int:
+        """Return the number of characters at the end that may begin a stop string, at most `most`.
 
-
-def _overlap(text: str, stop: str) -> int:
-    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(stop[:length])), 0)
+        It grows by new characters alone, so that a token costs few comparisons however long the stop strings are.
+        """
+        for length in range(min(most, self._longest_stop - 1), 0, -1):
+            end = text[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
+                return length
+        return 0
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:

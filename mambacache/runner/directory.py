@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
@@ -11,9 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
+from typing import BinaryIO
 from zlib import crc32
 
 from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
 
 HEADER = Struct("<16s48sQI")
 """`MAGIC`, the file's name, bytes that follow, and their checksum."""
@@ -21,6 +25,8 @@ HEADER = Struct("<16s48sQI")
 MAGIC = b"mambacache 1"
 NAME = re.compile(r"[0-9a-f]{32}\.(state|kv)(\.near)?")
 UNFINISHED = ".new"
+OTHERS = 0o077
+"""The permissions of all but the owner: states and KV tell what prompts said."""
 
 
 class DamagedError(Exception):
@@ -49,7 +55,8 @@ class StoredFile:
 class Directory:
     """Reads and writes the files, for one process at a time: it holds a lock until it is closed or forgotten.
 
-    A file gets its name once it is whole. Files of other names are nobody's business here.
+    A file gets its name once it is whole. Files of other names are nobody's business here. Only the owner can read the
+    files, and a directory that is made here; one that was there before keeps its permissions, with a line in the log.
 
     Raises:
         OSError: it cannot be made or written.
@@ -58,8 +65,10 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(path / "lock", timeout=0, thread_local=False)
+        path.mkdir(0o700, parents=True, exist_ok=True)
+        if path.stat().st_mode & OTHERS:
+            logger.warning("disk_cache_dir %r is open to other users: run chmod 700 on it", str(path))
+        self._lock = FileLock(path / "lock", timeout=0, mode=0o600, thread_local=False)
         try:
             self._lock.acquire()
         except Timeout:
@@ -79,22 +88,32 @@ class Directory:
         return ""
 
     def renew(self) -> str:
-        """Begins another epoch, so that nothing written before counts any more.
+        """Begins another epoch, so that nothing written before counts any more, even if the machine stops now.
 
         Raises:
             OSError: it cannot be written, and the old one goes on.
         """
         epoch, unfinished = secrets.token_bytes(16), self.path / f"epoch{UNFINISHED}"
-        unfinished.write_bytes(epoch)
+        with _created(unfinished) as stream:
+            stream.write(epoch)
+            stream.flush()
+            os.fsync(stream.fileno())
         unfinished.replace(self.path / "epoch")
+        directory = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
         return epoch.hex()
 
     def files(self) -> list[StoredFile]:
-        """All that are whole, those first that were used longest ago."""
+        """All that are whole, those first that were used longest ago. Other users can read none of them afterwards."""
         found = []
         for name in self._names():
             with suppress(OSError):  # it may be gone by now
                 of_file, stem, *endings = (self.path / name).stat(), *name.split(".")
+                if of_file.st_mode & OTHERS:
+                    (self.path / name).chmod(0o600)
                 size = of_file.st_size - HEADER.size
                 file = StoredFile(endings[0], bytes.fromhex(stem), "near" not in endings, size)
                 found.append((of_file.st_mtime_ns, file))
@@ -112,7 +131,7 @@ class Directory:
         """
         unfinished = self.path / f"{file.name}{UNFINISHED}"
         try:
-            with unfinished.open("wb") as stream:
+            with _created(unfinished) as stream:
                 stream.write(_header(file, block))
                 stream.write(block)
             unfinished.replace(self.path / file.name)
@@ -156,6 +175,13 @@ class Directory:
         with os.scandir(self.path) as entries:
             names = [entry.name for entry in entries]
         return (name for name in names if name.endswith(ending) and NAME.fullmatch(name.removesuffix(ending)))
+
+
+def _created(path: Path) -> BinaryIO:
+    """Open a new file that only its owner can read; what stood there is deleted."""
+    path.unlink(missing_ok=True)
+    path.touch(0o600, exist_ok=False)
+    return path.open("wb")
 
 
 def _header(file: StoredFile, block: memoryview) -> bytes:

@@ -163,6 +163,7 @@ class DiskTier:
         files = directory.files()
         self._index: OrderedDict[Key, StoredFile] = OrderedDict(((f.kind, f.block_hash), f) for f in files)
         self._born: dict[Key, int] = {}  # of those of this process
+        self._writers: dict[Key, int] = {}  # the requests that wrote them
         self._coming: set[StoredFile] = set()  # which are in the index, and being written
         self.num_bytes = sum(file.num_bytes for file in files)
         self._limit = (directory.room() + self.num_bytes) // 2 if limit is None else limit
@@ -182,10 +183,11 @@ class DiskTier:
         file = self._index.get((kind, block_hash))
         return file.exact if file is not None and file not in self._coming else None
 
-    def drop(self, block_hashes: Iterable[bytes]) -> None:
-        """What has one of these hashes is deleted."""
+    def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
+        """Delete the files of these hashes, unless another request than `writer` wrote their blocks."""
         for key in [(kind, each) for each in block_hashes for kind in ("state", "kv")]:
-            self._remove(key)
+            if writer in (None, self._writers.get(key)):
+                self._remove(key)
 
     def drop_born(self, since: int) -> None:
         """So is what was written by this issue of this process or a later one."""
@@ -196,6 +198,7 @@ class DiskTier:
         """Deletes all, and sees to it that what cannot be deleted counts no more, here or after a restart."""
         self._index.clear()
         self._born.clear()
+        self._writers.clear()
         self._coming.clear()
         self._worker.era += 1
         self.key, self.num_bytes = token_hex(16), 0
@@ -271,7 +274,7 @@ class DiskTier:
             return None
         self._index[key] = file
         self._coming.add(file)
-        self._born[key] = asked.born
+        self._born[key], self._writers[key] = asked.born, asked.writer
         self.num_bytes += file.num_bytes
         return file
 
@@ -290,6 +293,7 @@ class DiskTier:
             self._worker.ask(deletion)
             del self._index[key]
             self._born.pop(key, None)
+            self._writers.pop(key, None)
             self._coming.discard(file)
             self.num_bytes -= file.num_bytes
 

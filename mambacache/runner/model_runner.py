@@ -202,6 +202,13 @@ class ModelRunner:
                 counts = histories.end(batch.indices, begun, tokens.long())
             return Launched(plan, sampling, batch, tokens, scores, counts)
 
+    def finite(self, states: Sequence[int], pages: Sequence[int]) -> list[bool]:
+        """Return for each pair of a state and a KV page whether all their values are finite. Waits for the device."""
+        sound = self.states.finite(states)
+        if self.pages is None:
+            return sound
+        return [both[0] and both[1] for both in zip(sound, self.pages.finite(pages), strict=True)]
+
     def _keep_paths(self, plan: StepPlan) -> None:
         """Moves what trees of drafts have left."""
         arrays = {"log": plan.log_paths, "kv": plan.kv_paths}

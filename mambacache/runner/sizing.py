@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, LEAST_STATES, EngineConfig
 from mambacache.kernels import state_bytes
@@ -34,6 +37,8 @@ MAX_DEFAULT_BLOCKS = 1 << 16
 LEAST_SLABS, MOST_LOST = 8, 0.1
 """Memory is shared in slabs where so many are left beside running states, since fewer divide it too coarsely, and
 rounding loses no more of any."""
+
+FP8_TILE = 128
 
 SPARE_STATES = 2
 """Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
@@ -210,10 +215,32 @@ def weight_bytes(model: Model) -> int:
 
 
 def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
-    """What the weights will take: for a quantised checkpoint its files, or None where they are not in this folder."""
-    if getattr(model.config, "quantization_config", None) is None:
+    """What the weights will take: for a quantised checkpoint its files; where they are not in this folder, what FP8
+    takes, or None for any other kind."""
+    quantised = getattr(model.config, "quantization_config", None)
+    if quantised is None:
         return weight_bytes(model)
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) or None
+    files = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    if files or quantised.get("quant_method") != "fp8":
+        return files or None
+    return fp8_weight_bytes(model, quantised.get("modules_to_not_convert") or ())
+
+
+def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
+    """Return the bytes of all parameters and buffers where linears and experts are FP8, with a scale for each tile of
+    128 x 128; embeddings, norms and what has one of the names in `left` are as they were."""
+    output, seen, total = model.module.get_output_embeddings(), set(), weight_bytes(model)
+    for name, module in model.module.named_modules():
+        if module is output or any(part in name for part in left):
+            continue
+        for weight in module.parameters(recurse=False):
+            is_product = weight.ndim == 3 or (weight.ndim == 2 and isinstance(module, nn.Linear))
+            if is_product and weight not in seen:  # layers may share it
+                *experts, rows, columns = weight.shape
+                tiles = prod(experts) * -(-rows // FP8_TILE) * -(-columns // FP8_TILE)
+                total += weight.numel() * (1 - weight.element_size()) + 4 * tiles
+                seen.add(weight)
+    return total
 
 
 def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> int:

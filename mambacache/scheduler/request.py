@@ -41,6 +41,7 @@ class Request:
     passed_at: int | None = None  # how many admissions there had been when another one was first let ahead of it
     wrong_from: int | None = None  # after so many tokens its logits were not finite
     drafted: int = 0  # drafts of its last row
+    late: bool = False  # whether its last row, when it was planned, had an unknown start
     num_draft_tokens: int = 0  # that were verified
     num_accepted_tokens: int = 0  # that were right
 
@@ -59,12 +60,14 @@ class Request:
         """The answer ends: the logits of a row, after the first `sound` tokens that it gave, were not finite. Before a
         decode row they were: its start is sound."""
         self.wrong_from = 0 if step.prefill else step.start
-        self.finish_reason, known = FinishReason.ERROR, len(self.prompt) + len(self.output) + sound
+        known = len(self.prompt) + len(self.output) + sound
         self.error = (
             f"the model's logits after {known} tokens are NaN or infinite: use another dtype, as float32, or check the "
             "weights"
         )
+        self.finish_reason = FinishReason.ERROR  # last: an exception before leaves a request that runs on
 
     def fail(self, error: BaseException) -> None:
         """The answer ends with an error."""
-        self.finish_reason, self.error = FinishReason.ERROR, f"{type(error).__name__}: {error}"
+        self.error = f"{type(error).__name__}: {error}"
+        self.finish_reason = FinishReason.ERROR

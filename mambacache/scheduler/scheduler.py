@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from bisect import insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD, NO_GUESS, NOT_FINITE, Guess, SequenceStep, StepPlan, Transfer
@@ -59,13 +60,15 @@ class Scheduler:
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
         self._line = Line()
-        self._running: list[Request] = []  # in order of arrival
+        self._running: dict[Request, None] = {}  # as a set: a request leaves it in constant time
         self._suspects: set[Request] = set()  # of a failed step, and not issued since
         self._rows: dict[int, Request] = {}  # whose each row of a plan is, until its tokens are read or it failed
         self._steps: dict[Request, SequenceStep] = {}  # of the step being planned
+        self._victims: list[Request] = []  # running requests that may be preempted in this step, the youngest last
         self._budget = 0
         self._touched: dict[Request, None] = {}  # who got tokens or ended since that was last told
         self._planned: StepPlan | None = None  # neither issued nor failed
+        self._failing: list[SequenceStep] = []  # rows of failed steps that may still be under way
         self._torn = False  # a call was broken off
 
     # --- requests ---
@@ -79,9 +82,8 @@ class Scheduler:
         self._mend()
         params, config = request.params, self.cache.config
         answers = [request, *request.siblings]
-        ids = [each.request_id for each in answers]
-        for request_id in ids:
-            if request_id in self.requests or ids.count(request_id) > 1:
+        for request_id, count in Counter(each.request_id for each in answers).items():
+            if request_id in self.requests or count > 1:
                 raise ValueError(f"request id {request_id!r} is in use: choose another")
         longest, pool = len(request.prompt) + params.max_tokens - 1, config.num_kv_blocks * config.block_size
         if 0 < pool < longest:
@@ -117,17 +119,18 @@ class Scheduler:
         """Ends a request at once; what it committed stays cached. An unknown id is ignored: it may have ended."""
         request = self.requests.get(request_id)
         if request is not None:
-            request.finish_reason = FinishReason.ABORT  # whatever breaks the rest off, it has ended
-            self._mend()
-            self._torn = True
+            torn, self._torn = self._torn or bool(self._failing), True
+            request.finish_reason = FinishReason.ABORT  # from here on the next call ends it, if this one is broken off
+            if torn:
+                self._mend()
             self._end([request])
-            self._touched.pop(request, None)  # who aborts it knows
+            self._touched.pop(request, None)  # the caller knows that it ended
             self._torn = False
 
     @property
     def idle(self) -> bool:
         """Whether no request is there, and nothing is left to be put in order by the next call."""
-        return not self.requests and not self._torn
+        return not (self.requests or self._torn or self._failing or self._planned is not None)
 
     # --- a step ---
 
@@ -137,20 +140,26 @@ class Scheduler:
         self._mend()
         if self._awaits_tokens():
             return None
+        self._victims = sorted(self._running, key=attrgetter("arrival"))
         self._torn, self._steps, self._budget = True, {}, self._max_num_batched_tokens
         if not (self._suspects and self._schedule_alone()):
             self._schedule_all()
-        plan = self.cache.plan(list(self._steps.values())) if self._steps else None
+        self._planned = plan = self.cache.plan(list(self._steps.values())) if self._steps else None
         self._rows.update({step.row: request for request, step in self._steps.items()})
-        self._planned, self._torn = plan, False
+        self._torn = False
         return plan
 
     def _awaits_tokens(self) -> bool:
-        """Whether a running request needs unread tokens: for a fork, the host's drafts, or a penalty. All wait with it:
-        were the others to go ahead, two halves of the batch would take turns from then on."""
+        """Whether a running request needs unread tokens: for a fork, the host's drafts, a penalty, or a row after a
+        late one. All wait with it: were the others to go ahead, two halves of the batch would take turns from then on.
+        """
         drafts = self._drafts is not None and not self._drafts.ahead
-        needy = (r for r in self._running if drafts or r.siblings or r.params.penalizes)
-        return any(not r.waiting and self.cache.progress(r.request_id).in_flight for r in needy)
+        for request in self._running:
+            needy = bool(drafts or request.siblings or request.params.penalizes)
+            most = 0 if needy else 1  # where a late row is the only one in flight, its start is known
+            if (needy or request.late) and self.cache.progress(request.request_id).in_flight > most:
+                return True
+        return False
 
     def _schedule_alone(self) -> bool:
         """After a failed step its requests run one to a step, so that only the one that fails alone ends."""
@@ -163,7 +172,7 @@ class Scheduler:
         return bool(self._steps)
 
     def _schedule_all(self) -> None:
-        running = list(self._running)
+        running = list(self._victims)
         self._schedule_running(running)
         if len(self._running) == len(running) and not self._suspects:
             self._admit()
@@ -216,7 +225,7 @@ class Scheduler:
     def _run(self, request: Request) -> None:
         self._admissions += 1
         request.waiting, request.passed_at = False, None
-        insort(self._running, request, key=lambda r: r.arrival)
+        self._running[request] = None
 
     def _schedule_row(self, request: Request, progress: Progress, drafts: Guess = NO_GUESS) -> bool:
         """Adds a row for a running request, if it has something to run and there is room."""
@@ -235,7 +244,7 @@ class Scheduler:
         if step.prefill and request.params.prompt_logprobs is not None:
             step = step._replace(prompt_logits=True)
         self._budget -= step.num_tokens
-        self._steps[request], request.drafted = step, len(step.drafts)
+        self._steps[request], request.drafted, request.late = step, len(step.drafts), step.late > 0
         return True
 
     def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:
@@ -244,16 +253,16 @@ class Scheduler:
         end = computed + num_tokens
         if end == prefill_end or end % self.cache.config.block_size == 0:
             return num_tokens
-        return 0 if any(step.prefill for step in self._steps.values()) else num_tokens
+        last = next(reversed(self._steps.values()), None)  # prefill rows come after all decode rows
+        return 0 if last is not None and last.prefill else num_tokens
 
     def _preempt_younger(self, request: Request) -> bool:
         """Preempts the youngest request that came after this one and has no row in this step."""
-        for victim in reversed(self._running):
-            if victim.arrival <= request.arrival:
-                return False
+        while self._victims and self._victims[-1].arrival > request.arrival:
+            victim = self._victims.pop()
             if victim not in self._steps:
                 self.cache.preempt(victim.request_id)
-                self._running.remove(victim)
+                del self._running[victim]
                 self._line.push(victim)
                 return True
         return False
@@ -289,24 +298,24 @@ class Scheduler:
 
     def failed(self, plan: StepPlan, error: BaseException) -> list[Request]:
         """The step raised, before it was issued or after: nothing of it counts. Its requests run alone then, one to a
-        step; who failed alone has ended. What is no `Exception` (Ctrl-C) is nobody's fault.
+        step; who failed alone has ended. What is no `Exception` (Ctrl-C) is nobody's fault. A call that is broken off
+        need not be repeated: the next call of any method takes the step back.
 
         Returns:
             The requests that got tokens, or ended, since that was last told.
         """
+        self._failing += plan.steps  # first, for `_mend`: a forgotten row keeps its request in flight for ever
         alone = len(plan.steps) == 1 and self.cache.counts(plan.steps[0])  # else a step before it had failed
+        rows = [self._rows.get(step.row) for step in plan.steps]
         self._torn |= self._planned is not None and self._planned is not plan  # that one never reached its reader
-        self._mend()
+        if self._torn:
+            self._mend()
         self._torn = True
-        self.cache.cancel([step for step in plan.steps if self.cache.under_way(step)])
-        self._planned = None
-        rows = [self._rows.pop(step.row, None) for step in plan.steps]
+        self._take_back()
         requests = [request for request in rows if request is not None and request.finish_reason is None]
-        running = self._running
-        self._running = [request for request in running if self.cache.runs(request.request_id)]
-        for request in running:
-            if not self.cache.runs(request.request_id):
-                self._line.push(request)
+        for request in [each for each in self._running if not self.cache.runs(each.request_id)]:
+            del self._running[request]
+            self._line.push(request)
         if isinstance(error, Exception):
             if alone:
                 for request in requests:
@@ -316,6 +325,14 @@ class Scheduler:
                 self._suspects.update(requests)
         self._torn = False
         return self.take_touched()
+
+    def _take_back(self) -> None:
+        """Cancels the rows of failed steps."""
+        failing = {step.row: step for step in self._failing}  # a step may be told twice
+        self.cache.cancel([step for step in failing.values() if self.cache.under_way(step)])
+        for row in failing:
+            self._rows.pop(row, None)
+        self._failing, self._planned = [], None
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[Request]:
         """The step's tokens were read.
@@ -332,9 +349,12 @@ class Scheduler:
         self._torn = True
         accepted: dict[str, list[int]] = {}
         ends: dict[Request, tuple[list[int], FinishReason | None]] = {}
+        freed_bad: set[str] = set()
         for step, tokens in zip(plan.steps, sampled, strict=True):
             request = self._rows.get(step.row)
             if request is None or request.finish_reason or not (step.samples and self.cache.counts(step)):
+                if NOT_FINITE in tokens:
+                    freed_bad.add(step.request_id)
                 continue  # what it gives is not wanted, or a step before it failed
             given = [tokens[place] for place in agreed(step, tokens)] if step.drafts else tokens[:1]
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
@@ -347,7 +367,7 @@ class Scheduler:
                 start = len(request.prompt) + len(request.output) - 1  # a row that was late ends with its log
                 request.num_draft_tokens += min(len(step.drafts), FOLD - 1 - start % FOLD)
                 request.num_accepted_tokens += len(given) - 1
-        self.cache.accept(plan.steps, accepted)
+        self.cache.accept(plan.steps, accepted, not_finite=freed_bad)
         for request, (taken, reason) in ends.items():
             self._take(request, taken, reason)
         for step, tokens in zip(plan.steps, sampled, strict=True):
@@ -367,9 +387,9 @@ class Scheduler:
             return [], request.finish_reason
 
     def _take(self, request: Request, tokens: Sequence[int], reason: FinishReason | None) -> None:
+        self._touched[request] = None
         request.finish_reason = reason  # first: `_mend` knows which tokens are missing, but not that they were the last
         request.output += tokens
-        self._touched[request] = None
 
     def _fork(self, request: Request, tokens: Sequence[int]) -> None:
         """The prompt is computed: its further answers begin, each with its own first token."""
@@ -378,13 +398,13 @@ class Scheduler:
         ends = {sibling: self._until_stop(sibling, [token]) for sibling, token in begun.items()}
         room = max(self._max_num_seqs - len(self._running), 0)
         children = {sibling.request_id: token for sibling, token in begun.items()}
-        running = self.cache.fork(request.request_id, children, max_running=room)
+        running = set(self.cache.fork(request.request_id, children, max_running=room))
         request.siblings = []
         for sibling, (taken, reason) in ends.items():
             sibling.report = request.report
             self._take(sibling, taken, reason)
             if sibling.request_id in running:
-                insort(self._running, sibling, key=lambda r: r.arrival)
+                self._running[sibling] = None
             else:
                 self._line.push(sibling)
 
@@ -393,19 +413,18 @@ class Scheduler:
         for request in requests:
             for sibling in request.siblings:
                 if sibling.finish_reason is None:
-                    sibling.finish_reason, sibling.error = request.finish_reason, request.error
+                    sibling.error, sibling.finish_reason = request.error, request.finish_reason
         for request in [*requests, *(sibling for each in requests for sibling in each.siblings)]:
-            if request.request_id not in self.requests:
-                continue
+            if self.requests.get(request.request_id) is not request:
+                continue  # it ended before, and the id may be another's by now
             self._touched[request] = None  # all that is told of it, then the rest: this may be broken off anywhere
             self._suspects.discard(request)
             request.waiting = False
             if self.cache.knows(request.request_id):  # a further answer that did not begin is not there
                 finished = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self.cache.free(request.request_id, finished=finished, wrong_from=request.wrong_from)
+            self._running.pop(request, None)
             del self.requests[request.request_id]
-        if requests:
-            self._running = [request for request in self._running if request.finish_reason is None]
         if not self.requests:
             self._rows.clear()
 
@@ -416,13 +435,16 @@ class Scheduler:
 
     def _mend(self) -> None:
         """After a call that was broken off: all requests go back in line, with all tokens that the cache took."""
-        if not self._torn:
+        if not (self._torn or self._failing):
             return
-        cache = self.cache
+        cache, self._torn = self.cache, True
+        if self._planned is not None:
+            self._failing += self._planned.steps
+        self._take_back()
         cache.abandon()
         for request_id in set(cache.request_ids) - set(self.requests):
             cache.free(request_id, finished=False)
-        self._line, self._running, self._steps, self._planned = Line(), [], {}, None
+        self._line, self._running, self._steps = Line(), {}, {}
         unborn: set[Request] = set()
         ended: list[Request] = []
         for request in sorted(self.requests.values(), key=lambda r: r.arrival):  # siblings come after their first

@@ -18,8 +18,8 @@ SERVED = "0.32 and 0.33"
 SCHEDULER = "v1/core/sched/scheduler.py"
 LAYERS = "model_executor/layers/mamba"
 
-# For every file its methods with their parameters, its variables and fields with none; where versions differ, one after
-# the other.
+# The functions and methods of each file with their parameters, and its variables and fields with none. Versions that
+# differ stand one after the other.
 HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     SCHEDULER: {
         "Scheduler.__init__": (
@@ -38,8 +38,24 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "Scheduler.schedule": ("self throttle_prefills",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
     },
-    "v1/request.py": {"Request.all_token_ids": ("",), "Request.num_computed_tokens": ("",)},
+    "v1/request.py": {
+        "Request.all_token_ids": ("",),
+        "Request.num_computed_tokens": ("",),
+        "Request.block_hashes": ("",),
+        "Request.is_finished": ("self",),
+    },
+    "v1/core/block_pool.py": {
+        "BlockPool.hash_block_size": ("",),
+        "BlockPool.get_cached_block": ("self block_hash kv_cache_group_ids",),
+        "BlockPool._emit_block_removed_events": ("self block_hashes",),
+        "BlockPool._insert_block_hash": ("self block_hash_with_group_id block num_tokens",),
+    },
+    "v1/core/kv_cache_utils.py": {
+        "get_block_hash": ("key",),
+        "generate_block_hash_extra_keys": ("request start_token_idx end_token_idx start_mm_idx",),
+    },
     "v1/core/kv_cache_manager.py": {
+        "KVCacheManager.block_pool": ("",),
         "KVCacheManager.allocate_slots": (
             "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens"
             " num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks"
@@ -69,9 +85,14 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "_ModelRegistry.register_model": ("self model_arch model_cls",),
     },
     "config/speculative.py": {"SpeculativeConfig.disable_eagle_block_drop": ("",)},
+    "v1/outputs.py": {
+        "ModelRunnerOutput.num_nans_in_logits": ("",),
+        "AsyncModelRunnerOutput.get_output": ("self",),
+    },
     "v1/worker/gpu_worker.py": {
         "Worker.load_model": ("self * load_dummy_weights",),
         "Worker.execute_model": ("self scheduler_output",),
+        "Worker.sample_tokens": ("self grammar_output",),
     },
     "v1/worker/gpu/model_states/default.py": {
         "DefaultModelState.prepare_attn": (
@@ -127,15 +148,15 @@ def difference(folder: Path | None = None) -> str | None:
 
 
 def _signatures(path: Path) -> dict[str, str]:
-    """The parameters of the methods of all classes of a file; of what has a type, or is set by a constructor, that it
-    is there."""
+    """The parameters of a file's functions, and of the methods of all its classes; of what has a type, or is set by a
+    constructor, that it is there."""
     found = {}
     top = ast.parse(path.read_text()).body
     for prefix, body in [("", top), *((f"{each.name}.", each.body) for each in top if isinstance(each, ast.ClassDef))]:
         for node in body:
             if isinstance(node, ast.AnnAssign):
                 found[f"{prefix}{ast.unparse(node.target)}"] = ""
-            elif isinstance(node, ast.FunctionDef) and prefix:
+            elif isinstance(node, ast.FunctionDef):
                 found[f"{prefix}{node.name}"] = _parameters(node.args)
                 if node.name == "__init__":
                     found |= dict.fromkeys((prefix + name for name in _fields(node)), "")
@@ -144,6 +165,7 @@ def _signatures(path: Path) -> dict[str, str]:
 
 def _fields(init: ast.FunctionDef) -> list[str]:
     assigned = [each for node in ast.walk(init) if isinstance(node, ast.Assign) for each in node.targets]
+    assigned += [node.target for node in ast.walk(init) if isinstance(node, ast.AnnAssign)]
     return [each.attr for each in assigned if isinstance(each, ast.Attribute)]
 
 

@@ -5,10 +5,10 @@ With several API servers prometheus_client itself adds up what the processes of 
 
 from __future__ import annotations
 
-import atexit
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Metric, generate_latest
@@ -16,7 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.report import Loss
-from mambacache.vllm.sizing import left_files, left_path
+from mambacache.vllm.log import logger
+from mambacache.vllm.private_files import folder_of, made_folder_of, remove, remove_left
 
 SECONDS = 1.0
 TOTALS = {
@@ -30,7 +31,8 @@ class Counters:
     """The scheduler's end."""
 
     def __init__(self, vllm_config: Any) -> None:
-        self._path = left_path(vllm_config).with_suffix(".prom")
+        self._instance_id = vllm_config.instance_id
+        self._name = f"{vllm_config.parallel_config.data_parallel_index}.prom"
         self._registry = CollectorRegistry()
         labels = {
             "model_name": vllm_config.model_config.served_model_name,
@@ -46,6 +48,7 @@ class Counters:
         self._told = dict.fromkeys(self._counters, 0)
         self._left: dict[str, int] = {}  # what the file tells
         self._written = 0.0
+        self._warned = False
 
     def tell(self, states: PrefixCache, *, idle: bool) -> None:
         """Once a second at most, or when no request is left; a file that tells all that is left alone."""
@@ -59,10 +62,13 @@ class Counters:
         for name, value in values.items():
             self._counters[name].inc(value - self._told[name])
         self._told = values
-        with suppress(OSError):  # a full disk is no reason to end the engine
-            self._path.with_suffix(".new").write_bytes(generate_latest(self._registry))
-            self._path.with_suffix(".new").replace(self._path)
+        try:
+            made_folder_of(self._instance_id).write(self._name, generate_latest(self._registry))
             self._left = values
+        except OSError as error:  # no reason to end the engine
+            if not self._warned:
+                logger.warning("mambacache: /metrics has no new counters (%s): set TMPDIR to another folder", error)
+            self._warned = True
 
 
 class Shown:
@@ -72,10 +78,13 @@ class Shown:
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
-        for path in left_files(self.instance_id, ".prom"):
-            for found in text_string_to_metric_families(path.read_text()):
-                family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-                family.samples += found.samples
+        with suppress(OSError):
+            folder = folder_of(self.instance_id)
+            for name in folder.names(".prom"):
+                with suppress(OSError, ValueError, LookupError):  # a broken file costs its own counters
+                    for found in [*text_string_to_metric_families(folder.read(name).decode())]:
+                        family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
+                        family.samples += found.samples
         yield from families.values()
 
 
@@ -83,13 +92,13 @@ _shown = Shown()
 
 
 def show(instance_id: str) -> None:
-    """Has /metrics of this process tell the counters of a vLLM, whose files end with this process."""
-    if not _shown.instance_id:
+    """Have /metrics of this process show the counters of a vLLM, whose files end with this process.
+
+    Files of processes that were killed are removed.
+    """
+    registered, _shown.instance_id = bool(_shown.instance_id), instance_id
+    if not registered:
         REGISTRY.register(_shown)
-    _shown.instance_id = instance_id
-    atexit.register(_remove, instance_id)
-
-
-def _remove(instance_id: str) -> None:
-    for path in left_files(instance_id, ""):
-        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        remove_left()
+    Finalize(None, remove, (instance_id,), exitpriority=0)  # a forked process runs no atexit handlers

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
 
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
@@ -15,11 +18,13 @@ from mambacache.config import CacheConfig
 from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
 from mambacache.vllm.config import PAGES, is_cpu
+from mambacache.vllm.kv_watch import KVWatch
 from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.settings import Settings
 from mambacache.vllm.sizing import log_slots, read_blocks
+from mambacache.vllm.soundness import Question
 
 REPORT_SECONDS = 60.0
 FINISHED = (
@@ -27,6 +32,11 @@ FINISHED = (
     RequestStatus.FINISHED_LENGTH_CAPPED,
     RequestStatus.FINISHED_REPETITION,
 )
+
+
+def _salt(request: Any) -> str:
+    """Returns all keys that vLLM's block hashes contain beside tokens and images: adapter, adapter path, cache salt."""
+    return repr(generate_block_hash_extra_keys(request, 0, 0, 0)[0])  # an empty block at 0 overlaps no image
 
 
 class Mixin:
@@ -68,8 +78,12 @@ class Mixin:
         self._refused_streams: set[str] = set()
         self._sender = Sender()
         self._steps_out: dict[int, list[SequenceStep]] = {}  # by the identity of vLLM's output, the oldest first
+        self._suspects: dict[bytes, tuple[int, set[int]]] = {}  # a prefix hash's state, and the pages before it
+        self._asked: dict[int, list[bytes]] = {}  # their hashes, by the identity of the output that asks
         self._reported = time.monotonic()
         self._counters = Counters(self.vllm_config) if self.log_stats else None
+        watched = self._caching and self._has_attention
+        self._watch = KVWatch(self.states, self.kv_cache_manager.block_pool, len(groups)) if watched else None
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
@@ -92,12 +106,11 @@ class Mixin:
             if name not in self.requests:
                 return
         elif name not in self.requests:
-            lora = request.lora_request.lora_name if request.lora_request else ""
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
             self.states.add(
                 name,
                 request.prompt_token_ids,
-                salt=repr((request.cache_salt, lora)),
+                salt=_salt(request),
                 extra_keys=media,
                 read=self._caching and not request.skip_reading_prefix_cache,
             )
@@ -131,17 +144,27 @@ class Mixin:
         self._rows.pop(name, None)
         runs = self.states.runs(name)
         if runs:
-            self._forget_pages(name)
+            self._forget_pages(name, self.states.progress(name).computed)
         super()._preempt_request(request, *args, **kwargs)
         if runs:
             self.states.preempt(name)
 
-    def _forget_pages(self, name: str) -> None:
-        """Of a row that will not run, if there is one: vLLM named its full KV pages already, and would hit them."""
-        pages, start = self.kv_cache_manager.get_block_ids(name), self.states.progress(name).computed
+    def _forget_pages(self, name: str, start: int) -> None:
+        """Forget a request's KV pages behind a position: no row will write them, or a bad row wrote them.
+
+        vLLM names a page when it is allocated, and would hit it.
+        """
+        self.kv_cache_manager.evict_blocks(self._pages(name, start, None))
+
+    def _pages(self, name: str, start: int, end: int | None) -> set[int]:
+        """Return a request's KV pages from the position `start` to `end`, a multiple of the page's size."""
+        pages = self.kv_cache_manager.get_block_ids(name)
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
-        unwritten = {page for own, size in zip(pages, sizes, strict=True) for page in own[start // size :]}
-        self.kv_cache_manager.evict_blocks(unwritten)
+        return {
+            page
+            for own, size in zip(pages, sizes, strict=True)
+            for page in own[start // size : None if end is None else end // size]
+        }
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._gone is not None:  # its last tokens are not accepted yet
@@ -228,31 +251,71 @@ class Mixin:
             self._tell(self.requests[name])
         rows = self.states.plan_rows(steps)
         self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
+        if self._watch is not None:
+            self._watch.follow(self.requests)
         self._step += 1
         if scheduled:
             self._steps_out[id(output)] = list(rows)
         if scheduled or output.finished_req_ids:  # a step without rows still tells workers who has gone
             output.mambacache = self._sender.columns(rows, output.finished_req_ids)
+        if scheduled and self._suspects:
+            output.mambacache_question = self._ask()
+            self._asked[id(output)], self._suspects = list(self._suspects), {}
         if not self.num_spec_tokens:
             self._later |= {row.request_id: self._step for row in rows if row.samples and not row.prefill}
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._gone = []
+        rows = self._steps_out.get(id(scheduler_output), [])
+        self._take_answer(self._asked.pop(id(scheduler_output), []), model_runner_output)
+        not_finite = self._suspect(rows, getattr(model_runner_output, "num_nans_in_logits", None) or {})
         try:
             return super().update_from_output(scheduler_output, model_runner_output)
         finally:
             gone, self._gone = self._gone, None
-            rows = self._steps_out.pop(id(scheduler_output), [])
+            self._steps_out.pop(id(scheduler_output), None)
             sampled, ended = {}, {request.request_id: request for request in gone}
             for name in (row.request_id for row in rows):
                 request = ended.get(name) or self.requests.get(name)
                 if request is not None and self.states.knows(name):
                     sampled[name] = self._new_tokens(request)
-            self.states.accept(rows, sampled)
+            self.states.accept(rows, sampled, not_finite=not_finite)
             for request in gone:
                 self._free(request)
+            if self._watch is not None:
+                self._watch.follow(ChainMap(ended, self.requests))
             self._report()
+
+    # --- logits that are NaN: vLLM counts them with VLLM_COMPUTE_NANS_IN_LOGITS=1 ---
+
+    def _suspect(self, rows: Sequence[SequenceStep], num_nans: Mapping[str, int]) -> list[str]:
+        """Return the requests of a step whose logits were NaN.
+
+        Forget the pages that their rows wrote, and note the blocks that they resumed from: the next step asks the
+        workers whether these are sound.
+        """
+        bad = [row.request_id for row in rows if num_nans.get(row.request_id)]
+        for name in bad:
+            if name not in self.requests or not self.states.runs(name):
+                continue
+            proven = self.states.progress(name).proven
+            read = self._pages(name, 0, proven)
+            self._forget_pages(name, proven)
+            for block in self.states.suspects(name):
+                self._suspects[block.block_hash] = block.state, read
+        return bad
+
+    def _ask(self) -> Question:
+        states, pages = zip(*self._suspects.values(), strict=True)
+        return Question(states, tuple(sorted(set().union(*pages))))
+
+    def _take_answer(self, hashes: Sequence[bytes], model_runner_output: Any) -> None:
+        """Drop the blocks that the workers found to be bad."""
+        found = getattr(model_runner_output, "mambacache_sound", None)
+        if found is not None:
+            self.states.invalidate([each for each, sound in zip(hashes, found.states, strict=True) if not sound])
+            self.kv_cache_manager.evict_blocks(set(found.bad_pages))
 
     def _free(self, request: Any) -> None:
         if self.states.knows(request.request_id):

@@ -6,12 +6,11 @@ It is settled when the weights are there, before vLLM measures what is left for 
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from mambacache.vllm.private_files import folder_of, made_folder_of
 from mambacache.vllm.settings import Settings
 
 CPU_BYTES = 1 << 30
@@ -67,36 +66,42 @@ def least_of_all_ranks(blocks: int) -> int:
 
 
 def write_blocks(vllm_config: Any, blocks: int) -> None:
-    """The first rank leaves the number for the scheduler, which may live in another process of the same machine."""
-    path = left_path(vllm_config)
-    path.with_suffix(".new").write_text(str(blocks))
-    path.with_suffix(".new").replace(path)
+    """Tell the scheduler the number of states, for it may live in another process of the same machine.
+
+    Raises:
+        ValueError: no file can be written, and the settings do not give the number.
+    """
+    if Settings.of(vllm_config).num_state_blocks is not None:
+        return
+    try:
+        made_folder_of(vllm_config.instance_id).write(_name(vllm_config), str(blocks).encode())
+    except OSError as error:
+        raise ValueError(
+            f"mambacache: the workers cannot write the number of states ({error}): set TMPDIR to another folder, or "
+            "num_state_blocks in --additional-config"
+        ) from error
 
 
 def read_blocks(vllm_config: Any) -> int:
-    """What `write_blocks` left, or what the settings say.
+    """Return the number of the settings, or else the number that `write_blocks` left, once.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: there is neither.
     """
-    path, given = left_path(vllm_config), Settings.of(vllm_config).num_state_blocks
-    if not path.exists() and given is None:
+    given, name = Settings.of(vllm_config).num_state_blocks, _name(vllm_config)
+    if given is not None:
+        return given
+    try:
+        folder = folder_of(vllm_config.instance_id)
+        blocks = int(folder.read(name))
+        folder.delete(name)
+    except (OSError, ValueError) as error:
         raise ValueError(
-            "mambacache: the scheduler found no number of states from its workers, which may run on another machine: "
-            "set num_state_blocks in --additional-config"
-        )
-    blocks = int(path.read_text()) if path.exists() else given
-    path.unlink(missing_ok=True)
-    assert blocks is not None
+            f"mambacache: the scheduler found no number of states from its workers ({error}), which may run on another "
+            "machine: set num_state_blocks in --additional-config"
+        ) from error
     return blocks
 
 
-def left_path(vllm_config: Any) -> Path:
-    """What an engine, of a data parallel rank, leaves for other processes."""
-    rank = vllm_config.parallel_config.data_parallel_index  # ranks of a dense model all believe to be rank 0
-    return Path(tempfile.gettempdir()) / f"mambacache-{vllm_config.instance_id}-{rank}"
-
-
-def left_files(instance_id: str, suffix: str) -> list[Path]:
-    """Those of all engines of a vLLM."""
-    return sorted(Path(tempfile.gettempdir()).glob(f"mambacache-{instance_id}-*{suffix}"))
+def _name(vllm_config: Any) -> str:
+    return f"{vllm_config.parallel_config.data_parallel_index}.blocks"  # all ranks of a dense model say rank 0

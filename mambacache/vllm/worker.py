@@ -11,11 +11,14 @@ from mambacache.vllm.config import is_cpu
 from mambacache.vllm.layers import check_all_ours, check_no_drafter, check_stage
 from mambacache.vllm.log import logger
 from mambacache.vllm.sizing import least_of_all_ranks, log_slots, pool_blocks, write_blocks
+from mambacache.vllm.soundness import Answer, answer, attach
 from mambacache.vllm.step_context import StepContext
 
 
 class Mixin:
     """Before one of vLLM's workers."""
+
+    _answer: Answer | None = None  # to the scheduler's question of this step
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -49,10 +52,20 @@ class Mixin:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.states.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)
+        question = getattr(scheduler_output, "mambacache_question", None)
+        if question is not None:
+            self._answer = answer(question, self.states.pool, self.model_runner.kv_caches, self.cache_config)
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
+            return self._answered(super().execute_model(scheduler_output, *args, **kwargs))
         finally:
             self.states.end()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self._answered(super().sample_tokens(*args, **kwargs))
+
+    def _answered(self, output: Any) -> Any:
+        found, self._answer = self._answer, None if output is not None else self._answer
+        return output if output is None or found is None else attach(output, found)
 
 
 def _attach_v1(runner: Any, states: StepContext) -> None:

@@ -12,8 +12,9 @@ VOCABULARY = 50
 
 def keys_of(request: Request) -> dict[int, str]:
     """What tells a request from others with the same tokens, by position: before all, or where an image begins."""
-    lora = request.lora_request.lora_name if request.lora_request else ""
-    return {-1: f"{request.cache_salt} {lora}"} | {
+    lora = request.lora_request
+    adapter = f"{lora.lora_name} {lora.lora_path}" if lora else ""
+    return {-1: f"{request.cache_salt} {adapter}"} | {
         each.mm_position.offset: each.identifier for each in request.mm_features
     }
 

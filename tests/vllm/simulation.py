@@ -11,6 +11,7 @@ import json
 import random
 from collections import deque
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -50,6 +51,8 @@ from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
 
 STOP = 7
+HAS_LOOKAHEAD = "num_hash_lookahead_tokens" in signature(get_request_block_hasher).parameters
+"""Whether a block's hash may cover tokens behind the block, as vLLM 0.33 has it for drafts of the MTP kind."""
 MAX_STEPS = 4000
 IMAGE = 30
 """Tokens of an image."""
@@ -64,6 +67,11 @@ def model_config() -> ModelConfig:
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODEL))
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=4096)
+
+
+def block_hasher(size: int, lookahead: int = 0) -> Any:
+    """Returns vLLM's function that hashes a request's blocks, each with `lookahead` tokens behind it."""
+    return get_request_block_hasher(size, sha256, *([lookahead] if lookahead else []))
 
 
 def make_scheduler(
@@ -285,17 +293,20 @@ class Worker:
 class Simulation:
     """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read;
     with `drafts`, the worker guesses up to so many tokens, of which it tells the scheduler no more than their number if
-    it is `secretive`.
+    it is `secretive`. vLLM's block hashes cover `lookahead` tokens behind their blocks.
 
     Attributes:
         answers: of each request, as they came; `finish_reasons` says why they ended.
         cached: how many tokens of each prompt vLLM says were hit.
         queries, hits: tokens in what vLLM tells of its prefix cache.
         requests: those that were added.
+        lost: the prefix hashes of states whose KV vLLM evicted before them.
     """
 
-    def __init__(self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False, lookahead: int = 0
+    ) -> None:
+        self.scheduler, self._lookahead = scheduler, lookahead
         page = scheduler.block_size if scheduler.states.config.has_attention else None
         self.worker = Worker(page, scheduler._runner_v2)
         self.answers: dict[str, list[int]] = {}
@@ -305,6 +316,7 @@ class Simulation:
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.accepted = 0
+        self.lost: set[bytes] = set()
         self._depth = 2 if ahead else 1
         self._drafts, self._secretive, self._rng = drafts, secretive, random.Random(drafts)
         self._out: deque[tuple[SchedulerOutput, Any]] = deque()
@@ -318,8 +330,23 @@ class Simulation:
             issued(rows)
 
         states.issued = watched
+        self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last of them
+        self._settled: set[bytes] = set()  # states that a finished turn left and its next turn does not need
+        free, books = states.free, states._kept
+        settle = books.states._settle
+
+        def noting_free(name: str, **kwargs: Any) -> None:
+            self._note_prefixes(name)  # those of its last tokens
+            free(name, **kwargs)
+
+        def noting_settle(*args: Any) -> None:
+            before = self._cold()
+            settle(*args)
+            self._settled |= self._cold() - before
+
+        states.free, books.states._settle = noting_free, noting_settle
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(scheduler.block_size, sha256)
+        self._hasher = block_hasher(scheduler.block_size, lookahead)
 
     def add(
         self,
@@ -329,6 +356,7 @@ class Simulation:
         *,
         salt: str = "",
         lora: str = "",
+        lora_path: str = "nowhere",
         images: dict[int, str] | None = None,
         priority: int = 0,
         resumable: bool = False,
@@ -336,7 +364,8 @@ class Simulation:
     ) -> None:
         """`images` are identifiers by position."""
         given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
-        adapter = LoRARequest(lora_name=lora, lora_int_id=1 + sum(lora.encode()), lora_path="nowhere") if lora else None
+        number = 1 + sum(lora.encode())
+        adapter = LoRARequest(lora_name=lora, lora_int_id=number, lora_path=lora_path) if lora else None
         media = [
             MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=position, length=IMAGE))
             for position, identifier in (images or {}).items()
@@ -365,6 +394,7 @@ class Simulation:
             self.read()
         self.scheduler.states.check()
         self._check_later()
+        self._check_cold()
 
     def _check_later(self) -> None:
         """What the cache does not know of yet are steps of decoding requests up to their next fold at most."""
@@ -372,6 +402,38 @@ class Simulation:
             at, more = self.scheduler.states.progress(name), self.scheduler._step - known
             assert at.computed >= at.prefill_end and at.computed % FOLD + more < FOLD, (name, more, at)
             assert at.computed + more == self.requests[name].num_computed_tokens, (name, more, at)
+
+    def _note_prefixes(self, name: str) -> None:
+        chain, hashes = self.scheduler.states._books.requests[name].chain, self.requests[name].block_hashes
+        per_block = self.scheduler.states.config.block_size // self.scheduler.block_size
+        for depth in range(1, min(len(chain) - 1, len(hashes) // max(per_block, 1)) + 1):
+            pages = hashes[: depth * per_block]
+            self._prefixes.setdefault(chain[depth], {})[pages[-1]] = pages
+
+    def _cold(self) -> set[bytes]:
+        """Returns the hashes of the states that are evicted first."""
+        pool = self.scheduler.states._kept.pool  # amid a change of the books, too
+        return {block_hash for block_hash, block in pool._blocks.items() if pool._useless[block]}
+
+    def _check_cold(self) -> None:
+        """A state is evicted first if vLLM has lost KV of its prefix, and else only if its next turn does not need it.
+
+        Where hashes cover a token more, vLLM may have other KV of the prefix, for another next token.
+        """
+        if not self.scheduler.states.config.has_attention:
+            return
+        for name in self.scheduler.states.request_ids:
+            self._note_prefixes(name)
+        states, cold = self.scheduler.states._books.pool._blocks, self._cold()
+        named = {block.block_hash for block in self.scheduler.kv_cache_manager.block_pool.blocks}
+        kv = {get_block_hash(each) for each in named if each is not None}
+        lost = {each for each in states if not any(map(kv.issuperset, self._prefixes.get(each, {}).values()))}
+        self.lost |= lost
+        assert lost <= cold, "a state without KV keeps its rank"
+        assert cold - lost <= self._settled or self._lookahead, "a state with KV is evicted first"
+        hashes = self.scheduler._watch.hashes
+        assert len(hashes.theirs) <= self.scheduler.states.config.num_state_blocks
+        assert hashes.ours == {theirs: ours for ours, theirs in hashes.theirs.items()}
 
     def _check_pages(self) -> None:
         """Every page that vLLM could hit from now on is written, and its hash always means the same."""
@@ -424,6 +486,10 @@ class Simulation:
         states = self.scheduler.states
         states.check()
         assert states.request_ids == []
+        if self.scheduler._watch is not None:
+            self.scheduler._watch.follow({})
+            hashes = self.scheduler._watch.hashes
+            assert hashes.theirs.keys() <= states._books.pool._blocks.keys() and not hashes.unnamed
         counts = states.stats.state_blocks
         assert not counts["writing"] and counts["committed"] == counts["evictable"], counts
         pool = self.scheduler.kv_cache_manager.block_pool

@@ -48,3 +48,8 @@ def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tm
 @pytest.mark.parametrize("name", ["kimi_linear", "alice_ai"])
 def test_a_kda_layer_gives_what_transformers_gives(name: str, tmp_path: Path) -> None:
     run("kimi_run.py", name, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["jamba", "lfm2"])
+def test_lora_adapters_and_drafts_run_in_one_batch(name: str, tmp_path: Path) -> None:
+    run("lora_run.py", name, tmp_path)

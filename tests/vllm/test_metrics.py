@@ -15,7 +15,7 @@ from sequences import VOCABULARY
 from simulation import Simulation, make_scheduler, model_config
 
 from mambacache.report import CacheStats, Loss
-from mambacache.vllm import metrics, scheduler, sizing
+from mambacache.vllm import metrics, scheduler
 
 
 def shown(vllm_config: Any) -> dict[str, float]:
@@ -81,7 +81,7 @@ def test_totals_are_shown_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: py
     )
 
 
-def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     simulation = Simulation(make_scheduler())
     config = simulation.scheduler.vllm_config
     now = [1000.0]
@@ -102,7 +102,7 @@ def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytes
     simulation.drain()
     assert shown(config)["mambacache:prompt_tokens_total 0"] == 210
 
-    file, counters = sizing.left_path(config).with_suffix(".prom"), simulation.scheduler._counters
+    (file,), counters = tmp_path.rglob("*.prom"), simulation.scheduler._counters
     file.write_text("")
     counters.tell(simulation.scheduler.states, idle=True)
     assert file.read_text() == "", "nothing has changed, and the file was written again"

@@ -17,3 +17,8 @@ CASES = ("hits", "few_of_both", "few_pages", "few_states")  # the first two alwa
 @pytest.mark.parametrize("case", CASES if FULL else CASES[:2])
 def test_requests(case: str, steps: str, tmp_path: Path) -> None:
     run("request_run.py", case, tmp_path, steps)
+
+
+@pytest.mark.parametrize("steps", ["one at a time", "ahead"] if FULL else ["ahead"])
+def test_a_request_with_bad_logits_costs_itself_alone(steps: str, tmp_path: Path) -> None:
+    run("nan_run.py", "nan", tmp_path, steps)

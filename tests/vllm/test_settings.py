@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,12 +124,11 @@ def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizing.least_of_all_ranks(50) == 50
 
 
-def test_scheduler_reads_what_the_first_rank_wrote(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing.tempfile, "gettempdir", lambda: str(tmp_path))
+def test_scheduler_reads_what_the_first_rank_wrote(tmp_path: Path) -> None:
     for rank in (0, 1):
         sizing.write_blocks(configured({}, rank=rank), 100 + rank)
     assert [sizing.read_blocks(configured({}, rank=rank)) for rank in (1, 0)] == [101, 100]
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     with pytest.raises(ValueError, match="found no number of states from its workers"):
         sizing.read_blocks(configured({}))
     assert sizing.read_blocks(configured({"num_state_blocks": 12})) == 12

@@ -11,7 +11,7 @@ import torch
 
 from mambacache.kernels import StatePool, StateTensor
 from mambacache.plan import DECODE_ARRAYS, SequenceStep
-from mambacache.vllm.layers.base import in_order
+from mambacache.vllm.layers.base import conv_weight, in_order
 from mambacache.vllm.model_state import UpToTheLog
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.step_context import StepContext
@@ -104,3 +104,10 @@ def test_drafts_beyond_a_log_are_wrong_ones() -> None:
     wanted = [t >= before for before in range(1, 6) for t in range(WIDTH)] + [False]
     assert given[0].tolist() == wanted
     assert given[1].tolist() == [*wanted[:-2], True, False]
+
+
+def test_a_convolution_with_lora_has_its_plain_weight() -> None:
+    plain = torch.randn(8, 4)
+    conv = SimpleNamespace(weight=torch.randn(8, 1, 4), _cpu_unpacked_conv_weight=plain)
+    assert torch.equal(conv_weight(conv), plain)
+    assert torch.equal(conv_weight(SimpleNamespace(weight=conv.weight, base_layer=conv)), plain)

@@ -51,6 +51,13 @@ class StateLayer:
         """Of the step that runs, for activations [F, ...]."""
         return self._context.indices(len(x))
 
+    def project_out(self, y: Tensor, output: Tensor) -> None:
+        """Fill `output` [F, ...] with the output projection of y [F, ...], both in the order of the batch."""
+        order = self._context.order
+        tokens = self.indices(y).num_tokens if order is None else len(order.back)
+        output[:tokens] = self.out_proj(y)[0][:tokens]
+        output[tokens:] = 0
+
 
 Core = Callable[..., None]
 
@@ -86,7 +93,11 @@ class GatedNorm(nn.Module):
 
 
 def conv_weight(conv: Any) -> Tensor:
-    """[dim, W] of a convolution; vLLM's CPU build packs bf16 weights, and keeps a plain copy."""
+    """Return the weight [dim, W] of a convolution, with LoRA or without it.
+
+    vLLM's CPU build packs bf16 weights, and keeps a plain copy.
+    """
+    conv = getattr(conv, "base_layer", conv)  # vLLM wraps each linear layer where LoRA is on
     weight = getattr(conv, "_cpu_unpacked_conv_weight", None)
     if weight is None:
         weight = conv.weight

@@ -12,23 +12,38 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class Mamba1(StateLayer, MambaMixer):
-    """The whole layer is one opaque op, and works on [tokens, channels] where vLLM's own transposes."""
+    """The whole layer is one opaque op, and works on [tokens, channels] where vLLM's own transposes.
+
+    All projections may carry LoRA, which finds the adapter of a token by its place in the batch.
+    """
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
         return selective_scan_log(*self.A.shape, *dtypes)
 
-    @in_order
     def forward_impl(self, hidden_states: Tensor, output: Tensor) -> None:
         x, z = self.in_proj(hidden_states)[0].chunk(2, dim=-1)
-        indices = self.indices(hidden_states)
+        convolved, y = x.new_empty(x.shape), x.new_empty(x.shape)
+        self._convolve(x, convolved)
+        dt, B, C = self._ssm_transform(convolved)
+        self._scan(convolved, dt.transpose(0, 1), B, C, z, y)  # vLLM gives dt as [channels, tokens]
+        self.project_out(y, output)
+
+    @in_order
+    def _convolve(self, x: Tensor, out: Tensor) -> None:
+        indices = self.indices(x)
         tokens = indices.num_tokens
-        windows, states = self._states
-        x = conv1d(x[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
-        dt, B, C = self._ssm_transform(x)
-        dt = dt.transpose(0, 1)  # it comes as [channels, tokens], a view of the projection's own layout
-        y = selective_scan(x, dt, self.A, B, C, self.D, z[:tokens], self._time_proj_bias(), states, self._log, indices)
-        output[:tokens] = self.out_proj(y)[0]
-        output[tokens:] = 0
+        weight, bias, windows = conv_weight(self.conv1d), self.conv1d.bias, self._states[0]
+        conv1d(x[:tokens], weight, bias, windows, self._conv_log, indices, out=out[:tokens])
+        out[tokens:] = 0
+
+    @in_order
+    def _scan(self, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, out: Tensor) -> None:
+        indices = self.indices(x)
+        tokens = indices.num_tokens
+        x, dt, B, C, z = (each[:tokens] for each in (x, dt, B, C, z))
+        bias, states = self._time_proj_bias(), self._states[1]
+        selective_scan(x, dt, self.A, B, C, self.D, z, bias, states, self._log, indices, out=out[:tokens])
+        out[tokens:] = 0
 
 
 class Mamba2(StateLayer, MambaMixer2):

@@ -10,17 +10,24 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class ShortConv(StateLayer, VllmShortConv):
-    """The whole layer is one opaque op."""
+    """The whole layer is one opaque op.
 
-    @in_order
+    Both projections may carry LoRA, which finds the adapter of a token by its place in the batch.
+    """
+
     def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
         B, C, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
-        indices = self.indices(hidden_states)
+        y = x.new_empty(x.shape)
+        self._convolve(x, B, C, y)
+        self.project_out(y, output)
+
+    @in_order
+    def _convolve(self, x: Tensor, B: Tensor, C: Tensor, out: Tensor) -> None:
+        indices = self.indices(x)
         tokens = indices.num_tokens
         (windows,) = self._states
-        weight, bias = conv_weight(self.conv), self.conv.bias
-        y = conv1d(x[:tokens], weight, bias, windows, self._conv_log, indices, None, B[:tokens], C[:tokens])
-        output[:tokens] = self.out_proj(y)[0]
-        output[tokens:] = 0
+        weight, bias, gates = conv_weight(self.conv), self.conv.bias, (B[:tokens], C[:tokens])
+        conv1d(x[:tokens], weight, bias, windows, self._conv_log, indices, None, *gates, out=out[:tokens])
+        out[tokens:] = 0
 
     forward_native = forward_cuda  # which vLLM calls on a CPU
