@@ -176,12 +176,12 @@ def count_drafts(states: Any) -> dict[str, int]:
     """Of those of rows that are accepted from now on."""
     counts, accept = {"right": 0, "wrong": 0}, states.accept
 
-    def counted(rows: Any, given: Any) -> None:
+    def counted(rows: Any, given: Any, **named: Any) -> None:
         for row in rows:
             right = max(len(given.get(row.request_id, ())) - 1, 0)
             counts["right"] += right
             counts["wrong"] += len(row.drafts) - right
-        accept(rows, given)
+        accept(rows, given, **named)
 
     states.accept = counted
     return counts

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from family_run import CHANGES, NGRAM, OPTIONS, PROMPTS, count_drafts, draft_from, let_run_on_a_cpu
+from family_run import CHANGES, DRAFTS, OPTIONS, PROMPTS, count_drafts, draft_from, let_run_on_a_cpu
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ def main(name: str, directory: Path) -> None:
         path, merged = save_adapter(name, directory, number)
         originals[adapter], requests[adapter] = Original(merged), LoRARequest(adapter, number, str(path))
     options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": RANK}
-    llm = LLM(str(directory), **OPTIONS | NGRAM | options)
+    llm = LLM(str(directory), **OPTIONS | DRAFTS["ngram"] | options)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
     counts = count_drafts(core.scheduler.states)
@@ -82,8 +82,7 @@ def main(name: str, directory: Path) -> None:
             originals[adapter].check(prompt, answer)
             merely = originals["none"].after(prompt, answer).argmax(-1).tolist()
             assert adapter == "none" or merely != answer, "the adapter changes nothing"
-        runner = core.model_executor.driver_worker.worker.model_runner
-        draft_from(dict(zip(map(tuple, PROMPTS), answers, strict=True)), runner)
+        draft_from(dict(zip(map(tuple, PROMPTS), answers, strict=True)), core.scheduler)
     assert min(counts.values()) > 20, counts
     core.scheduler.states.check()
     print(LAST_ANSWER, flush=True)
