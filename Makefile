@@ -18,6 +18,8 @@ VLLM_NEXT := 0.33.0
 TORCHVISION := 0.28.0
 VLLM_TEST := $(VLLM_PY) -P -m pytest --numprocesses 2 --dist worksteal -W ignore::DeprecationWarning:torch.jit._script
 VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
+# A package name by which vLLM takes its files for a build for the CPU: its configuration asks what it runs on.
+VLLM_CPU_NAME := tests/vllm/cpu_build
 
 .PHONY: setup demo test lint types pytest test-fast test-transformers test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
 .PHONY: bench-scheduler bench-kernels replay
@@ -91,8 +93,10 @@ test-vllm test-vllm-full: export OMP_NUM_THREADS ?= 1
 test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 	$(VLLM_TEST) tests/vllm
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
-		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_config.py tests/vllm/test_metrics.py \
-		tests/vllm/test_models.py tests/vllm/test_kv_watch.py
+		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_metrics.py tests/vllm/test_models.py \
+		tests/vllm/test_kv_watch.py
+	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES):$(CURDIR)/$(VLLM_CPU_NAME) $(VLLM_TEST) \
+		tests/vllm/test_config.py tests/vllm/test_options.py tests/vllm/test_recipes.py
 
 # On a machine with a CUDA device, in the environment that has its torch: eight minutes are aimed at; and the whole grid.
 pytest-gpu: MARK := gpu and not gpu_full

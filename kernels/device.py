@@ -22,12 +22,13 @@ def processors(index: int) -> int:
 
 @cache
 def check_hopper(index: int) -> None:
-    """Raises ValueError unless a GPU is one that the kernels are made for."""
+    """Raise ValueError unless a GPU is one that the kernels are made for; ROCm's own numbers may look like Hopper's."""
     major, minor = torch.cuda.get_device_capability(index)
-    if major != HOPPER:
+    if major != HOPPER or torch.version.hip is not None:
+        kind = "ROCm" if torch.version.hip is not None else f"compute capability {major}.{minor}"
         raise ValueError(
-            f"cuda:{index} is an {torch.cuda.get_device_name(index)} of compute capability {major}.{minor}, and the"
-            f" kernels are made for {HOPPER}.x, which is Hopper: choose an H100 or H200, or the CPU."
+            f"cuda:{index} is an {torch.cuda.get_device_name(index)} of {kind}, and the kernels"
+            f" are made for {HOPPER}.x, which is Hopper: choose an H100 or H200, or the CPU."
         )
 
 

@@ -249,7 +249,8 @@ def test_log_lines_of_the_plugin_are_those_of_the_code() -> None:
 
 def test_options_that_the_plugin_refuses_are_listed() -> None:
     code = (ROOT / "mambacache" / "vllm" / "config.py").read_text()
-    options = set(re.findall(r"--[a-z][a-z-]+|VLLM_[A-Z0-9_]+", code.partition("def is_cpu")[0]))
+    refusing = code.partition("def refuse(")[2].partition("def is_cpu")[0]
+    options = set(re.findall(r"--[a-z][a-z-]+|VLLM_[A-Z0-9_]+", refusing))
     section = PAGES["docs/vllm.md"].partition("## What is refused")[2].partition("## How it stays")[0]
     assert len(options) > 10 and {each for each in options if f"`{each}`" not in section} == set()
 

@@ -47,6 +47,15 @@ def test_ops_refuse_a_gpu_that_is_not_hopper(gpus: None) -> None:
     assert backend.backend(FakeGpuTensor(2, torch.float64)) is reference  # plain torch
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (9, 4), (9, 5)])  # as ROCm's torch tells an MI250, MI300 and MI355
+def test_ops_refuse_a_gpu_of_rocm(capability: tuple[int, int], gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "AMD Instinct")
+    with pytest.raises(ValueError, match=r"^cuda:0 is an AMD Instinct of ROCm, and the kernels are made for 9\.x"):
+        backend.backend(FakeGpuTensor(0))
+
+
 def test_ops_refuse_a_gpu_that_is_not_the_current_one(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"on cuda:1, but the current device is cuda:0: .* under torch.cuda.device\(1\)"

@@ -148,8 +148,6 @@ class Stepper:
         while self.left:
             self._abort(self.left[0])
             self.left.popleft()
-        if not self._scheduler.requests:
-            self._fail(KeyboardInterrupt("its requests had ended"))  # rows that ran in vain: nobody waits for them
         if self._failure is not None:
             self._end_all(self._failure)
         self._refresh()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
+from mambacache.kernels.device import HOPPER
 from mambacache.kernels.indices import MAX_TOKENS_PER_DECODE
 from mambacache.plan import CHUNK
 from mambacache.vllm import metrics
@@ -18,19 +20,65 @@ DRAFTS = "ngram", "mtp"
 MAX_DRAFTS = MAX_TOKENS_PER_DECODE - 1
 PAGES = "mambacache.0"
 """The layer by which a model without attention has a KV cache; vLLM looks for one number in each name."""
+LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+"""The environment's name for the layout of vLLM's convolution states."""
+
+_OWN_POOL = "states are in mambacache's pool, in a layout of its own"
+_OWN_BLOCKS = "hits come where mambacache has a state and --block-size a KV block"
+_OWN_KERNELS = "recurrent layers run in mambacache's kernels"
+_NO_EFFECT: dict[str, tuple[str, str, Any, str]] = {
+    "--mamba-cache-mode": ("cache_config", "mamba_cache_mode", "none", _OWN_POOL),
+    "--mamba-block-size": ("cache_config", "mamba_block_size", None, _OWN_BLOCKS),
+    "--prefix-match-unit": ("cache_config", "prefix_match_unit", None, _OWN_BLOCKS),
+    "--prefix-cache-retention-interval": (
+        "cache_config",
+        "prefix_cache_retention_interval",
+        0,
+        "checkpoint_interval in --additional-config has a state stored every so many tokens",
+    ),
+    "--enable-mamba-shared-prefix-checkpoint": (
+        "cache_config",
+        "enable_mamba_shared_prefix_checkpoint",
+        False,
+        "mambacache stores a state where prompts part",
+    ),
+    "--mamba-backend": ("mamba_config", "backend", "triton", _OWN_KERNELS),
+    "--mamba-ssu-algorithm": ("mamba_config", "ssu_algorithm", None, _OWN_KERNELS),
+    "--enable-mamba-cache-stochastic-rounding": (
+        "mamba_config",
+        "enable_stochastic_rounding",
+        False,
+        "states are rounded to the nearest number",
+    ),
+    "--mamba-cache-philox-rounds": (
+        "mamba_config",
+        "stochastic_rounding_philox_rounds",
+        0,
+        "states are rounded to the nearest number",
+    ),
+}
+"""vLLM's options for its own states: the part of its configuration, the field, the default, and why they do nothing."""
+_BACKENDS = "--gdn-prefill-backend", "--kda-prefill-backend", "--kda-decode-backend"
+"""Options that vLLM keeps in its `additional_config`."""
+_NO_EFFECT_OF_ENVIRONMENT = {
+    "VLLM_GDN_DECODE_KERNEL": _OWN_KERNELS,
+    "VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE": _OWN_KERNELS,
+    f"{LAYOUT}=DS": _OWN_POOL,
+}
 
 
 def refuse(config: Any) -> None:
-    """Raises ValueError, with a sentence that says what to leave out, for what does not work with the plugin."""
+    """Raise ValueError, with a sentence that says which option to leave out, for one that does not work yet."""
+    refuse_connectors(config)
     parallel = config.parallel_config
     for what, on in {
         **_wrong_drafts(config),
-        "KV connectors (--kv-transfer-config)": config.kv_transfer_config is not None,
         "context parallelism (--decode-context-parallel-size, --prefill-context-parallel-size)": max(
             parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
         )
         > 1,
-        "dual batch overlap (--enable-dbo)": parallel.enable_dbo,
+        "dual batch overlap (--enable-dbo, --ubatch-size)": parallel.enable_dbo
+        or getattr(parallel, "ubatch_size", 0) > 1,
         "another scheduler (--scheduler-cls)": config.scheduler_config.scheduler_cls not in (None, SCHEDULER),
         "another worker (--worker-cls)": parallel.worker_cls not in ("auto", WORKER),
         "prompt embeddings (--enable-prompt-embeds)": config.model_config.enable_prompt_embeds,
@@ -38,12 +86,28 @@ def refuse(config: Any) -> None:
         "windows of another dtype than the model's (--mamba-cache-dtype)": config.cache_config.mamba_cache_dtype
         not in ("auto", str(config.model_config.dtype).removeprefix("torch.")),
         "routed experts in answers (--enable-return-routed-experts)": config.aux_output_config.enabled,
-        "convolution states of layout DS (VLLM_SSM_CONV_STATE_LAYOUT)": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT")
-        not in (None, "SD"),
+        "results that are the same in every batch (VLLM_BATCH_INVARIANT)": os.environ.get("VLLM_BATCH_INVARIANT", "0")
+        not in ("0", ""),
+        "an instance that runs the encoder alone (--mm-encoder-only)": getattr(
+            config.model_config.multimodal_config, "mm_encoder_only", False
+        ),
         **_wrong_runner(config),
     }.items():
         if on:
-            raise ValueError(f"mambacache does not work with {what} yet: leave that out, or set MAMBACACHE=0")
+            raise _refusal(what)
+
+
+def refuse_connectors(config: Any) -> None:
+    """Raise ValueError for a KV connector, which would bring KV without its states.
+
+    vLLM makes one of --kv-offloading-size after the hook: the scheduler asks again.
+    """
+    if config.kv_transfer_config is not None or getattr(config.cache_config, "kv_offloading_size", None) is not None:
+        raise _refusal("KV connectors (--kv-transfer-config, --kv-offloading-size)")
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(f"mambacache does not work with {what} yet: leave that out, or set MAMBACACHE=0")
 
 
 def _wrong_drafts(config: Any) -> dict[str, bool]:
@@ -87,18 +151,42 @@ def is_cpu() -> bool:
     return current_platform.is_cpu()
 
 
+def unserved_device() -> str | None:
+    """Return why the kernels do not serve this device, or None if they do.
+
+    The answer is vLLM's platform's: torch.cuda would make a CUDA context in a front end, and on ROCm its capabilities
+    look like Hopper's.
+    """
+    from vllm.platforms import current_platform
+
+    if is_cpu():
+        return None
+    served = f"its kernels are for NVIDIA GPUs of compute capability {HOPPER}.x (Hopper) and for CPUs"
+    if not current_platform.is_cuda():
+        return f"{served}, and this is {type(current_platform).__name__}"
+    capability = current_platform.get_device_capability()
+    if capability is None:
+        return f"{served}, and this GPU does not tell its own"
+    return None if capability.major == HOPPER else f"{served}, and this GPU has {capability.major}.{capability.minor}"
+
+
 def serves(config: Any) -> bool:
     """Whether a configuration is one of ours: of a model that the hook did not leave to vLLM."""
     return config.scheduler_config.scheduler_cls == SCHEDULER
 
 
 def hook(architecture: str, *, has_attention: bool = True) -> None:
-    """Has vLLM call us, after its own hook, when it settles the configuration of a model of this architecture."""
+    """Have vLLM call us when it settles the configuration of a model of this architecture; on a device that the kernels
+    do not serve, the model is left to vLLM."""
+    if (reason := unserved_device()) is not None:
+        hook_left(architecture, reason)
+        return
 
     def settle(vllm_config: Any) -> None:
         refuse(vllm_config)
         Settings.of(vllm_config)
         cache = vllm_config.cache_config
+        cache.mamba_cache_mode, cache.mamba_block_size = "none", None  # vLLM's own hook of some models sets both
         if not has_attention:
             _one_page_a_request(vllm_config)
         elif not cache.user_specified_block_size:
@@ -113,17 +201,41 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
         metrics.show(vllm_config.instance_id)
         logger.info("mambacache serves the recurrent states of %s; MAMBACACHE=0 leaves them to vLLM", architecture)
 
-    _after_its_own(architecture, settle)
+    _around_its_own(architecture, settle, before=reset_unused)
+
+
+def reset_unused(config: Any) -> None:
+    """Set vLLM's options for its own states to their defaults, with a line in the log for each that was given."""
+    unused = {}
+    for option, (part, field, default, why) in _NO_EFFECT.items():
+        settings = getattr(config, part)
+        given = getattr(settings, field, default)
+        unset = type(given)(default) if isinstance(given, Enum) else default
+        if given != unset:
+            setattr(settings, field, unset)
+            unused[option] = why
+    for option in _BACKENDS:
+        if option.removeprefix("--").replace("-", "_") in (config.additional_config or {}):
+            unused[option] = _OWN_KERNELS
+    for setting, why in _NO_EFFECT_OF_ENVIRONMENT.items():
+        name, _, value = setting.partition("=")
+        if name in os.environ and value in ("", os.environ[name]):
+            unused[setting] = why
+    for option, why in unused.items():
+        logger.warning("mambacache: %s has no effect: %s", option, why)
 
 
 def hook_left(architecture: str, reason: str) -> None:
-    """Has the log say that a model of this architecture is vLLM's, and why."""
-    _after_its_own(
+    """Have the log say that a model of this architecture is vLLM's, and why."""
+    _around_its_own(
         architecture, lambda vllm_config: logger.info("mambacache leaves %s to vLLM: %s", architecture, reason)
     )
 
 
-def _after_its_own(architecture: str, settle: Callable[[Any], None]) -> None:
+def _around_its_own(
+    architecture: str, settle: Callable[[Any], None], before: Callable[[Any], None] = lambda config: None
+) -> None:
+    """Have vLLM call `before` and `settle` before and after its own hook of an architecture."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     original = MODELS_CONFIG_MAP.get(architecture)
@@ -131,6 +243,7 @@ def _after_its_own(architecture: str, settle: Callable[[Any], None]) -> None:
     class StateCacheConfig(original or object):
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
+            before(vllm_config)
             if original is not None:
                 original.verify_and_update_config(vllm_config)
             settle(vllm_config)
@@ -147,6 +260,5 @@ def _one_page_a_request(config: Any) -> None:
     """For a model without attention, see `layers.pages`: so many that they bound nothing, with a watermark too."""
     cache = config.cache_config
     cache.block_size, cache.user_specified_block_size = CHUNK * (config.model_config.max_model_len // CHUNK + 1), True
-    cache.mamba_cache_mode, cache.mamba_block_size = "none", None
     if cache.num_gpu_blocks_override is None:
         cache.num_gpu_blocks_override = 2 * config.scheduler_config.max_num_seqs + 1

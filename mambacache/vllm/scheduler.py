@@ -17,7 +17,7 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
-from mambacache.vllm.config import PAGES, is_cpu
+from mambacache.vllm.config import PAGES, is_cpu, refuse_connectors
 from mambacache.vllm.kv_watch import KVWatch
 from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
@@ -347,5 +347,6 @@ class AsyncStateScheduler(Mixin, AsyncScheduler):
 
 def make(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """What stands in `scheduler_cls`: vLLM knows whether it schedules asynchronously only after the config hook."""
+    refuse_connectors(vllm_config)
     cls = AsyncStateScheduler if vllm_config.scheduler_config.async_scheduling else StateScheduler
     return cls(vllm_config=vllm_config, **kwargs)

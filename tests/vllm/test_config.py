@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.platforms
+from devices import device
 from simulation import model_config
 from vllm.config import (
     CacheConfig,
@@ -20,7 +22,7 @@ from vllm.config import (
     SpeculativeConfig,
     VllmConfig,
 )
-from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu import attn_utils
@@ -45,8 +47,8 @@ def stand_in(**changes: object) -> SimpleNamespace:
             pipeline_parallel_size=1,
         ),
         "scheduler_config": SimpleNamespace(scheduler_cls=None, async_scheduling=None),
-        "model_config": SimpleNamespace(enable_prompt_embeds=False, dtype="torch.bfloat16"),
-        "cache_config": SimpleNamespace(use_replayssm=False, mamba_cache_dtype="auto"),
+        "model_config": SimpleNamespace(enable_prompt_embeds=False, dtype="torch.bfloat16", multimodal_config=None),
+        "cache_config": SimpleNamespace(use_replayssm=False, mamba_cache_dtype="auto", kv_offloading_size=None),
         "aux_output_config": SimpleNamespace(enabled=False),
     }
     for name, value in changes.items():
@@ -95,6 +97,8 @@ def test_drafts_run_ahead_on_a_gpu_without_a_pipeline(
         ({"speculative_config": drafting(num_speculative_tokens=8)}, "more than 7 drafts (num_speculative_tokens)"),
         ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+        ({"cache_config__kv_offloading_size": 0.0}, "--kv-offloading-size"),
+        ({"model_config__multimodal_config": SimpleNamespace(mm_encoder_only=True)}, "--mm-encoder-only"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"parallel_config__enable_dbo": True}, "--enable-dbo"),
@@ -115,15 +119,6 @@ def test_refused_options(changes: dict[str, object], what: str) -> None:
     assert sentence.endswith(" yet: leave that out, or set MAMBACACHE=0")
 
 
-def test_refused_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    config.refuse(stand_in())
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "SD")
-    config.refuse(stand_in())
-    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
-    with pytest.raises(ValueError, match="VLLM_SSM_CONV_STATE_LAYOUT"):
-        config.refuse(stand_in())
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What vLLM's own hook on an architecture is called with."""
@@ -141,14 +136,13 @@ def hooked(calls: list[Any]) -> list[Any]:
     return calls
 
 
-def vllm_config(*, block_size: int | None = None, settings: Any = None, **parts: Any) -> VllmConfig:
+def vllm_config(*, settings: Any = None, cache: dict[str, Any] | None = None, **parts: Any) -> VllmConfig:
     model = copy.copy(model_config())
     model.config_updated = False
-    given = {"block_size": block_size} if block_size else {}
     limits = SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=8, max_model_len=4096, is_encoder_decoder=False)
     return VllmConfig(
         model_config=model,
-        cache_config=CacheConfig(enable_prefix_caching=True, **given),
+        cache_config=CacheConfig(enable_prefix_caching=True, **cache or {}),
         device_config=DeviceConfig("cpu"),
         additional_config={"mambacache": settings or {}},
         **{"scheduler_config": limits, **parts},
@@ -161,7 +155,55 @@ def test_hook_names_scheduler_worker_and_block_size(hooked: list[Any]) -> None:
     assert settled.scheduler_config.scheduler_cls == "mambacache.vllm.scheduler.make"
     assert settled.parallel_config.worker_cls == "mambacache.vllm.worker.StateWorker"
     assert settled.cache_config.block_size == 64
-    assert vllm_config(block_size=32).cache_config.block_size == 32
+    assert vllm_config(cache={"block_size": 32}).cache_config.block_size == 32
+
+
+@pytest.mark.parametrize("given", ["align", "none"])
+@pytest.mark.parametrize("original", [None, MambaModelConfig], ids=["hybrid", "without attention"])
+def test_the_mode_of_vllms_state_cache_is_none(given: Any, original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(config.logger, "warning", lambda text, *values: lines.append(text % values))
+    model_config()
+    monkeypatch.setitem(MODELS_CONFIG_MAP, ARCHITECTURE, original)
+    config.hook(ARCHITECTURE, has_attention=original is None)
+    settled = vllm_config(cache={"mamba_cache_mode": given})
+    assert settled.cache_config.mamba_cache_mode == "none" and settled.cache_config.mamba_block_size is None
+    assert [line.split(" ")[1] for line in lines] == ["--mamba-cache-mode"] * (given == "align")
+
+
+@pytest.mark.parametrize(
+    ("platform", "why"),
+    [
+        (device("CpuPlatform"), None),
+        (device("CudaPlatform", (9, 0)), None),
+        (device("CudaPlatform", (8, 9)), "and this GPU has 8.9"),
+        (device("CudaPlatform", (10, 0)), "and this GPU has 10.0"),
+        (device("CudaPlatform", (12, 1)), "and this GPU has 12.1"),
+        (device("CudaPlatform"), "and this GPU does not tell its own"),
+        (device("RocmPlatform", (9, 4)), "and this is RocmPlatform"),  # of an MI300
+        (device("RocmPlatform", (9, 5)), "and this is RocmPlatform"),
+        (device("XPUPlatform"), "and this is XPUPlatform"),
+    ],
+)
+def test_on_a_device_that_the_kernels_do_not_serve_a_model_is_vllms(
+    platform: Any, why: str | None, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(config.logger, "info", lambda text, *values: lines.append(text % values))
+    monkeypatch.setattr(config, "_wrong_runner", lambda config: {})
+    alone = vllm_config()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: pytest.fail("a context in the front end"))
+    with monkeypatch.context() as there:
+        there.setattr(vllm.platforms, "current_platform", platform)
+        config.hook(ARCHITECTURE)
+    settled = vllm_config()
+    assert config.serves(settled) == (why is None)
+    if why is None:
+        assert lines[-1].startswith(f"mambacache serves the recurrent states of {ARCHITECTURE}")
+    else:
+        assert lines[-1].startswith(f"mambacache leaves {ARCHITECTURE} to vLLM: ") and lines[-1].endswith(why)
+        for part in ("scheduler_config", "parallel_config", "cache_config"):
+            assert repr(getattr(settled, part)) == repr(getattr(alone, part))
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
@@ -191,7 +233,7 @@ def test_a_model_that_is_left_to_vllm_is_named_in_the_log(calls: list[Any], monk
 def test_model_runner_v2_takes_the_pages_of_a_model_without_attention(calls: list[Any]) -> None:
     """One page a request, of a few bytes; vLLM's own functions ask for it, and have its metadata built."""
     config.hook(ARCHITECTURE, has_attention=False)
-    settled = vllm_config(block_size=32)
+    settled = vllm_config(cache={"block_size": 32})
     assert settled.cache_config.block_size == 4096 + 64 and settled.cache_config.num_gpu_blocks_override == 17
     settled.compilation_config.static_forward_context[config.PAGES] = Pages()
     ((name, spec),) = attn_utils.get_kv_cache_spec(settled).items()
@@ -216,25 +258,43 @@ def test_hook_refuses_at_start(hooked: list[Any]) -> None:
 
 
 REGISTER = """
+import logging
 import sys
 from mambacache.vllm import contract, register
+logging.basicConfig(level=logging.INFO)
 {before}
 register(); register()
-if "mambacache.vllm.models" in sys.modules:
-    from vllm import ModelRegistry
-    print(ModelRegistry.models["Qwen3NextForCausalLM"].module_name)
+from vllm import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+registered = ModelRegistry.models["Qwen3NextForCausalLM"].module_name
+print(registered)
+hook = MODELS_CONFIG_MAP.get("Qwen3NextForCausalLM")
+if hook is not None and registered.startswith("vllm."):
+    hook.verify_and_update_config(None)
 """
+OURS, VLLMS = "mambacache.vllm.models", "vllm.model_executor.models.qwen3_next"
+LEFT = "mambacache leaves Qwen3NextForCausalLM to vLLM: "
+OFF = f"{LEFT}mambacache is off, and MAMBACACHE=1 turns it on"
+IN_A_WORKER = "import mambacache.vllm; mambacache.vllm.parent_process = lambda: 'the front end'"
+BLACKWELL = (
+    "from types import SimpleNamespace; from vllm.platforms import current_platform as device;"
+    "device.is_cpu, device.is_cuda = lambda: False, lambda: True;"
+    "device.get_device_capability = lambda: SimpleNamespace(major=10, minor=0)"
+)
 DIFFERS = "contract.difference = lambda: 'vLLM 0.99 changed all'"
 
 
 @pytest.mark.parametrize(
     ("value", "before", "registered", "line"),
     [
-        (None, "", "", ""),
-        ("0", "", "", ""),
-        ("1", "", "mambacache.vllm.models", ""),
-        ("1", DIFFERS, "", "mambacache is off: vLLM 0.99 changed all"),
-        ("yes", "", "", "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0"),
+        (None, "", VLLMS, OFF),
+        ("0", "", VLLMS, OFF),
+        ("0", IN_A_WORKER, VLLMS, ""),
+        ("0", DIFFERS, VLLMS, ""),
+        ("1", "", OURS, ""),
+        ("1", BLACKWELL, VLLMS, f"{LEFT}its kernels are for NVIDIA GPUs of compute capability 9.x (Hopper)"),
+        ("1", DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
+        ("yes", "", VLLMS, "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0"),
     ],
 )
 def test_opt_in(value: str | None, before: str, registered: str, line: str) -> None:
@@ -245,8 +305,7 @@ def test_opt_in(value: str | None, before: str, registered: str, line: str) -> N
     command = [sys.executable, "-P", "-c", REGISTER.format(before=before)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [text for text in done.stdout.splitlines() if text.startswith("mambacache.")] == [registered] * bool(
-        registered
-    )
-    assert line in done.stdout + done.stderr
-    assert bool(line) or "mambacache is off" not in done.stdout + done.stderr
+    modules = [text for text in done.stdout.splitlines() if text.startswith(("mambacache.", "vllm.model"))]
+    assert modules == [registered]
+    said = done.stdout + done.stderr
+    assert said.count(line) == 1 if line else "mambacache is" not in said and "mambacache leaves" not in said

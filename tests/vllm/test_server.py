@@ -20,7 +20,9 @@ from watched import FULL, check_end, output_of, started
 from mambacache.demo import MODEL
 from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vllm_client.py"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "vllm_client.py"
+EXPECTED = [("Lima", 0), ("Rome", 256), ("Lima", 256)]  # what the example prints
 OPTIONS = (
     "--dtype float32 --enforce-eager --max-model-len 8192 --max-num-batched-tokens 2048 --max-num-seqs 8"
     " --enable-prompt-tokens-details --host 127.0.0.1 --served-model-name recall"
@@ -65,6 +67,12 @@ def metrics(port: int) -> dict[str, float]:
     return found
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def until_up(port: int, process: Any, log: Path) -> None:
     until = time.monotonic() + 240
     while True:
@@ -78,10 +86,7 @@ def until_up(port: int, process: Any, log: Path) -> None:
 
 @pytest.mark.parametrize(("sent", "servers"), CHOSEN)
 def test_served_recall(sent: signal.Signals, servers: int, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path / "log"
+    port, log = free_port(), tmp_path / "log"
     command = ["-m", "vllm.entrypoints.cli.main", "serve", MODEL, *OPTIONS.split(), "--port", str(port)]
     command += ["--api-server-count", str(servers)] if servers > 1 else []
     settings = {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -92,6 +97,25 @@ def test_served_recall(sent: signal.Signals, servers: int, tmp_path: Path) -> No
         check_example(port)
         process.send_signal(sent)
         check_end(process, time.monotonic(), log)
+
+
+def test_the_page_s_command_for_a_cpu_serves_the_demo(tmp_path: Path) -> None:
+    """From the folder of the repository, as the page says, and with the example that it names."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    (command,) = re.findall(r"^MAMBACACHE=1 python (-m vllm.*)$", page, re.M)
+    port, log = free_port(), tmp_path / "log"
+    settings = {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with started(*command.split(), "--port", str(port), log=log, cwd=ROOT, **settings) as process:
+        until_up(port, process, log)
+        check_example(port)
+        process.send_signal(signal.SIGTERM)
+        check_end(process, time.monotonic(), log)
+    said = log.read_text()
+    assert "mambacache serves the recurrent states of Qwen3NextForCausalLM; MAMBACACHE=0 leaves them to vLLM" in said
+    answers = re.search(r"```text\n( Lima .*?)```", page, re.S)
+    assert answers is not None and len(answers[1].splitlines()) == len(EXPECTED)
+    for line, (place, hit) in zip(answers[1].splitlines(), EXPECTED, strict=True):
+        assert line == f" {place} .  ({hit} of 304 tokens hit)"
 
 
 def check_answers(port: int) -> None:
@@ -134,7 +158,6 @@ def check_metrics(port: int, log: Path) -> None:
 def check_example(port: int) -> None:
     command = [sys.executable, "-P", EXAMPLE, f"http://127.0.0.1:{port}/v1"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
-    expected = [("Lima", 0), ("Rome", 256), ("Lima", 256)]
     assert [line.split() for line in said] == [
-        f"{place} . ({hit} of 304 tokens hit)".split() for place, hit in expected
+        f"{place} . ({hit} of 304 tokens hit)".split() for place, hit in EXPECTED
     ]

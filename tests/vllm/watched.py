@@ -38,7 +38,7 @@ def output_of(log: Path) -> str:
 
 @contextmanager
 def started(
-    *command: str | Path, log: Path, path: Path = FOLDER, **environment: str
+    *command: str | Path, log: Path, path: Path = FOLDER, cwd: Path | None = None, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A Python script whose output goes to a file; what is left of its session in the end is killed."""
     searched = [FOLDER.parent, FOLDER, path, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -48,6 +48,7 @@ def started(
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, searched)), **environment},
             stdout=file,
             stderr=subprocess.STDOUT,
+            cwd=cwd,
             start_new_session=True,
         )
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from mambacache.kernels import StateIndices, conv1d_log, gated_rms_norm
 from mambacache.kernels.state_pool import StateTensor
+from mambacache.vllm.config import LAYOUT
 from mambacache.vllm.step_context import StepContext
 
 
@@ -26,6 +28,11 @@ class StateLayer:
 
     def get_kv_cache_spec(self, vllm_config: Any) -> None:
         return None
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        """Return vLLM's shapes, with the convolution's window as [W - 1, dim] in vLLM's layout DS too."""
+        window, *states = super().get_state_shape()
+        return (window[::-1] if os.environ.get(LAYOUT) == "DS" else window, *states)
 
     def state_tensors(self) -> list[StateTensor]:
         """A state's tensors in vLLM's shapes and dtypes, which are those of our kernels: conv window first."""

@@ -1,0 +1,217 @@
+"""Every option that concerns recurrent states, in each spelling: it works, is refused, or is said to have no effect.
+
+The options go through vLLM's own parser into its own configuration, which calls the hook.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm
+from simulation import MODEL, make_scheduler
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from watched import run
+
+from mambacache.vllm import config, scheduler
+from mambacache.vllm.settings import Settings
+
+ARCHITECTURE = "LlamaForCausalLM"  # of the simulation; the hook asks nothing of a model
+Configure = Callable[..., Any]
+KERNELS = [*Path(vllm.__file__).parent.glob("_C*.so")]
+
+
+@pytest.fixture
+def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
+    """Gives vLLM's configuration of what stands on a command line, which the hook has settled."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+
+    def configured(*words: str, has_attention: bool = True) -> Any:
+        monkeypatch.delitem(MODELS_CONFIG_MAP, ARCHITECTURE, raising=False)
+        if not has_attention:  # vLLM's own hook of such models
+            monkeypatch.setitem(MODELS_CONFIG_MAP, ARCHITECTURE, MambaModelConfig)
+        config.hook(ARCHITECTURE, has_attention=has_attention)
+        parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+        parser.set_defaults(additional_config={})  # vLLM writes into its default
+        base = f"--model {tmp_path} --skip-tokenizer-init --dtype bfloat16 --max-model-len 4096 --max-num-seqs 8"
+        return EngineArgs.from_cli_args(parser.parse_args([*base.split(), *words])).create_engine_config()
+
+    return configured
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The plugin's warnings."""
+    lines: list[str] = []
+    monkeypatch.setattr(config.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+UNUSED = {
+    "--mamba-block-size": ["--mamba-block-size 128", "--mamba_block_size=128"],
+    "--prefix-match-unit": ["--prefix-match-unit 16", "--prefix_match_unit=16", "--prefix-match-unit 64"],
+    "--prefix-cache-retention-interval": ["--prefix-cache-retention-interval 512"],
+    "--enable-mamba-shared-prefix-checkpoint": ["--enable-mamba-shared-prefix-checkpoint"],
+    "--mamba-backend": ["--mamba-backend flashinfer", "--mamba_backend=FLASHINFER"],
+    "--mamba-ssu-algorithm": ["--mamba-backend flashinfer --mamba-ssu-algorithm horizontal"],
+    "--enable-mamba-cache-stochastic-rounding": [
+        "--enable-mamba-cache-stochastic-rounding --mamba-ssm-cache-dtype float16"
+    ],
+    "--mamba-cache-philox-rounds": ["--mamba-cache-philox-rounds 5"],
+    "--gdn-prefill-backend": [
+        "--gdn-prefill-backend triton",
+        "--additional-config.gdn_prefill_backend triton",
+        '--additional-config {"gdn_prefill_backend":"triton"}',
+    ],
+    "--kda-prefill-backend": ["--kda-prefill-backend triton"],
+    "--kda-decode-backend": ["--kda-decode-backend triton"],
+}
+
+
+@pytest.mark.parametrize(("option", "words"), [(option, each) for option, all_ in UNUSED.items() for each in all_])
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_an_option_for_vllms_own_states_is_said_to_have_no_effect_and_has_none(
+    option: str, words: str, has_attention: bool, configure: Configure, said: list[str]
+) -> None:
+    alone = configure(has_attention=has_attention)
+    assert not said
+    settled = configure(*words.split(), has_attention=has_attention)
+    assert sum(line.startswith(f"mambacache: {option} has no effect: ") for line in said) == 1, said
+    assert {line.split(" ")[1] for line in said} <= {option, *words.replace("=", " ").split()}
+    assert config.serves(settled)
+    assert repr(settled.mamba_config) == repr(alone.mamba_config)
+    for name in vars(settled.cache_config).keys() - {"mamba_ssm_cache_dtype"}:
+        assert getattr(settled.cache_config, name) == getattr(alone.cache_config, name), name
+
+
+def test_an_option_that_is_given_at_its_default_is_not_spoken_of(configure: Configure, said: list[str]) -> None:
+    configure("--mamba-backend", "triton", "--mamba-cache-dtype", "auto", "--mamba-cache-philox-rounds", "0")
+    assert not said
+
+
+@pytest.mark.parametrize("setting", sorted(config._NO_EFFECT_OF_ENVIRONMENT))
+def test_a_variable_for_vllms_own_states_is_said_to_have_no_effect(
+    setting: str, configure: Configure, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, _, value = setting.partition("=")
+    monkeypatch.delenv(name, raising=False)
+    configure()
+    assert not said
+    monkeypatch.setenv(name, value or "0")
+    configure()
+    (line,) = said
+    assert line.startswith(f"mambacache: {setting} has no effect: ")
+
+
+def test_the_layout_that_vllm_has_by_default_is_not_spoken_of(
+    configure: Configure, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(config.LAYOUT, "SD")
+    configure()
+    assert not said
+
+
+CONNECTOR = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
+DRAFTS = '{"method":"ngram","num_speculative_tokens":8}'
+REFUSED = {
+    "--kv-transfer-config, --kv-offloading-size": [
+        f"--kv-transfer-config {CONNECTOR}",
+        "--kv-transfer-config.kv_connector OffloadingConnector --kv-transfer-config.kv_role kv_both",
+        "--kv-offloading-size 1",
+        "--kv_offloading_size=0",
+        "--kv-offloading-size 1 --kv-offloading-backend lmcache",
+    ],
+    "--enable-dbo, --ubatch-size": ["--enable-dbo", "--ubatch-size 2", "--ubatch-size=4"],
+    "--decode-context-parallel-size": ["-tp 2 -dcp 2", "-tp 2 --decode-context-parallel-size 2"],
+    "--scheduler-cls": ["--scheduler-cls other.Scheduler"],
+    "--worker-cls": ["--worker-cls other.Worker"],
+    "--enable-prompt-embeds": ["--enable-prompt-embeds"],
+    "--use-replayssm": ["--use-replayssm"],
+    "--mamba-cache-dtype": ["--mamba-cache-dtype float32", "--mamba_cache_dtype=float16"],
+    "--enable-return-routed-experts": ["--enable-return-routed-experts"],
+    "num_speculative_tokens": [
+        f"--speculative-config {DRAFTS}",
+        f"-sc {DRAFTS}",
+        "--speculative-config.method ngram --speculative-config.num_speculative_tokens 8",
+        "--spec-method ngram --spec-tokens 8",
+    ],
+}
+
+
+@pytest.mark.parametrize(("option", "words"), [(option, each) for option, all_ in REFUSED.items() for each in all_])
+def test_an_option_that_does_not_work_is_refused_in_each_spelling(
+    option: str, words: str, configure: Configure
+) -> None:
+    with pytest.raises(ValueError, match="mambacache does not work with ") as raised:
+        configure(*words.split())
+    assert option in str(raised.value) and "leave that out, or set MAMBACACHE=0" in str(raised.value)
+
+
+def test_batch_invariance_is_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks each layer's backend whether it has it, and ours have none that it could ask."""
+    made = configure()
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    config.refuse(made)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT"):
+        config.refuse(made)
+
+
+WORKS = [
+    "--mamba-ssm-cache-dtype float32",
+    "--mamba-ssm-cache-dtype bfloat16",
+    "--mamba-ssm-cache-dtype float16",
+    "--mamba-cache-dtype bfloat16",
+    "--kv-cache-dtype fp8",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--no-enable-prefix-caching --mamba-cache-dtype auto",
+    "--no-enable-chunked-prefill --max-num-batched-tokens 4096",
+    "--block-size 128",
+    "--disable-hybrid-kv-cache-manager",
+    "--no-disable-hybrid-kv-cache-manager",
+    "--async-scheduling",
+    "--no-async-scheduling",
+    "--scheduling-policy priority",
+    "--max-num-seqs 16",
+    "--ubatch-size 1",
+    '--speculative-config {"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":3}',
+]
+
+
+@pytest.mark.parametrize("words", WORKS)
+def test_an_option_that_works_is_taken_without_a_word(words: str, configure: Configure, said: list[str]) -> None:
+    settled = configure(*words.split())
+    assert config.serves(settled) and not said
+
+
+@pytest.mark.parametrize(
+    ("words", "settings"),
+    [
+        ('--additional-config {"mambacache":{"num_state_blocks":9}}', Settings(num_state_blocks=9)),
+        ("--additional-config.mambacache.num_state_blocks 9", Settings(num_state_blocks=9)),
+        ("--additional-config.mambacache.state_bytes 20GiB", Settings(state_bytes=20 << 30)),
+        ("--additional-config.mambacache.state_bytes=5000", Settings(state_bytes=5000)),
+        ("--additional_config.mambacache.checkpoint_interval 128", Settings(checkpoint_interval=128)),
+    ],
+)
+def test_a_setting_is_read_in_each_spelling(words: str, settings: Settings, configure: Configure) -> None:
+    assert Settings.of(configure(*words.split())) == settings
+
+
+def test_the_scheduler_refuses_a_connector_that_came_after_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm_config = make_scheduler().vllm_config
+    vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
+    with pytest.raises(ValueError, match="KV connectors"):
+        scheduler.make(vllm_config=vllm_config)
+
+
+@pytest.mark.skipif(not KERNELS, reason="of the next vLLM there are Python files alone")
+def test_options_of_vllms_own_states_leave_tokens_and_hits_as_they_are(tmp_path: Path) -> None:
+    run("options_run.py", "recall", tmp_path)
