@@ -81,7 +81,7 @@ class Line:
                 del request.output[length:]
                 request.finish_reason = None
             raise
-        self.told.append(("updated", plan))
+        self.told.append(("updated" if ran else "in vain", plan))
         self.under_way.remove(plan)
         for request in ran:
             if request.finish_reason is not None:

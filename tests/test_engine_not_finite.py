@@ -76,9 +76,11 @@ def test_answer(engine: Engines, original: Originals, drafts: bool) -> None:
     assert hits(again) == [128, 64]
 
 
-def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines) -> None:
-    """Stored by a request that was aborted before it had logits."""
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines, ahead: int) -> None:
+    """Stored by a request that was aborted before it had logits. A step in flight stores its state as well."""
     llm = engine(max_num_batched_tokens=80, checkpoint_interval=64)
+    llm._stepper.steps_ahead = ahead
     bad = [*prompt_of(3, 20), BAD, *prompt_of(4, 180)]
     weights = embedding(llm, BAD).clone()
     embedding(llm, BAD).fill_(torch.nan)
@@ -87,7 +89,7 @@ def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines) -> None:
     llm.abort(aborted)
     embedding(llm, BAD).copy_(weights)
     first, second = (ask(llm, [bad], greedy(2))[0] for _ in range(2))
-    computed = 64 * (1 + llm._stepper.steps_ahead)
+    computed = 64 * (1 + ahead)
     assert (report_of(first).hit, first.outputs[0].finish_reason) == (computed, "error")
     assert (report_of(second).hit, second.outputs[0].finish_reason) == (0, "length")
 

@@ -148,6 +148,8 @@ class Stepper:
         while self.left:
             self._abort(self.left[0])
             self.left.popleft()
+        while self._flights and self._failure is None and not self._scheduler.requests:
+            self._read()  # a failed step would take the states of its ended requests with it
         if self._failure is not None:
             self._end_all(self._failure)
         self._refresh()
