@@ -64,8 +64,10 @@ class Mixin:
         return self._answered(super().sample_tokens(*args, **kwargs))
 
     def _answered(self, output: Any) -> Any:
-        found, self._answer = self._answer, None if output is not None else self._answer
-        return output if output is None or found is None else attach(output, found)
+        if output is None or self._answer is None:
+            return output
+        found, self._answer = self._answer, None
+        return attach(output, found)
 
 
 def _attach_v1(runner: Any, states: StepContext) -> None:
