@@ -232,7 +232,8 @@ class Stepper:
         `flush` all that go to files. What is raised here costs a miss: it is tried again.
 
         Returns:
-            Whether transfers are under way, as far as that is known, or just ended: who waits for one runs soon.
+            Whether transfers are under way, as far as that is known. Without `flush` also whether any just ended: a
+            request that waited for it runs soon.
         """
         if self._tier is None:
             return False
@@ -248,7 +249,7 @@ class Stepper:
             logger.exception("the tier in host memory failed in this step")
             return self._tier_failures < PLANNING_ATTEMPTS
         self._tier_failures = 0
-        return bool(under_way or over)
+        return bool(under_way or (over and not flush))  # the next flush would begin anew
 
     def _wait_for_transfer(self) -> None:
         """Nothing can run: requests that are left may wait for a transfer, or for what one holds."""
