@@ -49,7 +49,7 @@ types: $(READY)
 # -P keeps the checkout off the module search path, where its folder kernels/ would be importable under that name too.
 pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
-	$(PY) -P -m pytest --numprocesses 2 --dist worksteal
+	$(PY) -P -m pytest --numprocesses 2 --dist worksteal -o faulthandler_exit_on_timeout=true
 
 # Cache, scheduler, text and indices: what does not need a model, in under a minute.
 test-fast: export OMP_NUM_THREADS ?= 1
