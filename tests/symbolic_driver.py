@@ -111,7 +111,7 @@ class CheckedCache(PrefixCache):
             assert s.life.shared_pages * self.config.block_size == coverage
         report = s.life.report
         assert sum(report.losses.values()) == report.ceiling - report.hit
-        assert self._lacking() <= self._available(self.kv) + self._pages_of_a_slab(), (
+        assert self._lacking() <= self._available(self.kv) + self._pages_for_states(hit), (
             "a prompt runs without pages for it"
         )
         assert s.life.reserve is not None, "a prompt runs without a block for its state"
@@ -311,9 +311,10 @@ class CheckedCache(PrefixCache):
             return 0
         return pool.num_available if self._books.slabs is not None else pool.references[1:].count(0)
 
-    def _pages_of_a_slab(self) -> int:
-        """The pages that an admission may lose to the state that it takes."""
-        return self.config.slab[1] if self.config.slab is not None else 0
+    def _pages_for_states(self, hit: int) -> int:
+        """The pages that an admission may lose: a slab to the state that it takes, and a slab to the state that it
+        hits."""
+        return self.config.slab[1] * (1 + (hit > 0)) if self.config.slab is not None else 0
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)

@@ -102,6 +102,7 @@ def any_mix(draw: st.DrawFn, drafts: bool = False, faults: bool = False) -> Mix:
     mix.ahead = draw(st.sampled_from([0, 0, 1, 1, 3]))
     if faults:
         mix.fails = frozenset(draw(st.lists(st.integers(0, 60), max_size=4)))
+        mix.late_fails = frozenset(draw(st.lists(st.integers(0, 40), max_size=6)))
         mix.resets = frozenset(draw(st.lists(st.integers(0, 60), max_size=2)))
         mix.bad = draw(st.one_of(st.none(), st.integers(0, len(jobs) - 1)))
     return mix
