@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.scheduler import Scheduler
 from symbolic import StepFailed, SymbolicRunner, Written, answer, true_page, true_state
 from symbolic_jobs import Job, Mix
+from traced import traced
 
 MAX_STEPS = 20_000
 
@@ -62,12 +62,8 @@ class CheckedCache(PrefixCache):
 
     def quietly(self, call: Callable[[], Any]) -> Any:
         """Calls for the checks' own sake, in which no fault is planted."""
-        trace = sys.gettrace()
-        sys.settrace(None)
-        try:
+        with traced(None):
             return call()
-        finally:
-            sys.settrace(trace)
 
     def _ready(self) -> None:
         """The books are whole, and what happened to them is known."""
@@ -114,15 +110,18 @@ class CheckedCache(PrefixCache):
         assert self._lacking() <= self._available(self.kv) + self._pages_for_states(hit), (
             "a prompt runs without pages for it"
         )
-        assert s.life.reserve is not None, "a prompt runs without a block for its state"
+        if self.config.slab is None:  # else its pages may lie in the slab that its state would take
+            assert s.life.reserve is not None, "a prompt runs without a block for its state"
         self._wanted[s.life.number] = self._asked_for(s, junction)
         self.hits.append((request_id, found))
         return found
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
+        self.sync()
+        before = dict(self.model.states)
         planned = super().plan_rows(steps)
         self.sync()
-        self.quietly(lambda: self._check_planned(planned))
+        self.quietly(lambda: self._check_planned(planned, before))
         return planned
 
     def allocate(self, request_id: str, num_tokens: int, **options: Any) -> SequenceStep | None:
@@ -352,8 +351,9 @@ class CheckedCache(PrefixCache):
         marks = sorted({*s.marks} - {0}, key=lambda position: (abs(position - s.prompt_len), position))
         return wanted | {*marks[: max(min(8, most // 4), 1)]}
 
-    def _check_planned(self, planned: Sequence[SequenceStep]) -> None:
-        """A state that was asked for inside a row is written by this step, or is cached, or there is no room for it."""
+    def _check_planned(self, planned: Sequence[SequenceStep], before: Mapping[Prefix, bool]) -> None:
+        """A state that was asked for inside a row is written by this step, or was cached before it, or there is no room
+        for it. This step may evict it for a state that ranks higher."""
         lives = {step.row: self._books.rows[step.row].life for step in planned}
         written = {
             self._prefix(lives[step.row], p): p <= lives[step.row].near_from
@@ -367,7 +367,7 @@ class CheckedCache(PrefixCache):
             ):
                 if step.start < position < end:
                     prefix = self._prefix(life, position)
-                    there = [held[prefix] for held in (written, self.model.states) if prefix in held]
+                    there = [held[prefix] for held in (written, before) if prefix in held]
                     assert any(there) or (there and position > life.near_from) or self._full(), "a state is not written"
 
     def _check_kept(self, life: Life, end: int) -> None:

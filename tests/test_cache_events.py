@@ -6,7 +6,7 @@ import pytest
 
 from cache_calls import allocate, hit, run_step, started
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.prefix_cache import Hit
+from mambacache.cache.prefix_cache import Hit, PrefixCache
 from symbolic import text
 from test_cache_surface import ceiling, look, ran
 from watched_cache import all_free, num_free, under_way, view, watched
@@ -89,15 +89,20 @@ def test_a_row_without_room_evicts_nothing() -> None:
 # --- what is forgotten first ---
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_states_whose_kv_the_host_lost_go_first(held: bool) -> None:
+def with_three_states() -> tuple[PrefixCache, dict[str, bytes]]:
+    """Return a cache whose host keeps the KV, and the prefix hashes of the states of requests a, b and c."""
     cache = watched(num_kv_blocks=0, num_state_blocks=5)
     for name in "abc":
         cache.add(name, text(70, ord(name)))
         assert isinstance(cache.admit(name, kv_tokens=0), Hit)
         run_step(cache, name, 70, 1)
         cache.free(name, finished=True)
-    hashes = {event.request_id: event.block_hash for event in cache.take_events()}
+    return cache, {event.request_id: event.block_hash for event in cache.take_events()}
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_states_whose_kv_the_host_lost_go_first(held: bool) -> None:
+    cache, hashes = with_three_states()
     if held:
         cache.add("reader", text(70, ord("c")))
         assert isinstance(cache.admit("reader", kv_tokens=70), Hit)
@@ -115,13 +120,7 @@ def test_states_whose_kv_the_host_lost_go_first(held: bool) -> None:
 
 
 def test_a_state_keeps_its_place_if_the_host_has_its_kv_again() -> None:
-    cache = watched(num_kv_blocks=0, num_state_blocks=5)
-    for name in "abc":
-        cache.add(name, text(70, ord(name)))
-        assert isinstance(cache.admit(name, kv_tokens=0), Hit)
-        run_step(cache, name, 70, 1)
-        cache.free(name, finished=True)
-    hashes = {event.request_id: event.block_hash for event in cache.take_events()}
+    cache, hashes = with_three_states()
     cache.kv_evicted([hashes["a"], hashes["c"]])
     cache.kv_stored([bytes(16), hashes["a"], hashes["b"]])
     for i in range(5):

@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from mambacache import LLM, SamplingParams
 from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.stepper import Stepper
 from mambacache.scheduler.request import Request
+from traced import traced
 
 ENGINE = str(Path(mambacache.engine.__file__).parent)
 PARAMS = SamplingParams(max_tokens=LENGTH, temperature=0)
@@ -47,16 +47,6 @@ class Interrupt:
                 self.raised = True
                 raise KeyboardInterrupt
         return self
-
-
-@contextmanager
-def traced(tracer: Any) -> Iterator[None]:
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 @contextmanager

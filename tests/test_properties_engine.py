@@ -8,10 +8,9 @@ run.
 from __future__ import annotations
 
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import zip_longest
@@ -31,6 +30,7 @@ from symbolic import VOCAB, answer, text
 from symbolic_engine import SymbolicModel, symbolic_llm
 from symbolic_jobs import Mix
 from test_properties import MORE
+from traced import traced
 
 PACKAGE = Path(mambacache.__file__).parent
 TRACED = tuple(str(PACKAGE / name) for name in ("engine", "runner", "scheduler"))
@@ -110,14 +110,8 @@ class Faults:
                 self._raise(KeyboardInterrupt, f"{Path(code.co_filename).name} {frame.f_lineno}")
         return self._trace
 
-    @contextmanager
-    def traced(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._trace if self.lines else before)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+    def traced(self) -> AbstractContextManager[None]:
+        return traced(self._trace) if self.lines else nullcontext()
 
 
 # --- requests, and what they get alone ---

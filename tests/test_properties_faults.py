@@ -6,9 +6,7 @@ A fault is planted by a trace function, after a random number of lines of these 
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +21,7 @@ from mambacache.scheduler.request import FinishReason
 from symbolic import text
 from symbolic_driver import Driver, Job, Mix
 from test_properties import any_mix, mixes
+from traced import traced
 
 PACKAGE = Path(mambacache.__file__).parent
 FOLDERS = tuple(str(PACKAGE / folder) for folder in ("cache", "scheduler", "accounting"))
@@ -63,14 +62,8 @@ class Faults:
                 raise self.rng.choice(self.kinds)("planted")
         return self._trace
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+    def planted(self) -> AbstractContextManager[None]:
+        return traced(self._trace)
 
 
 class FaultyDriver(Driver):

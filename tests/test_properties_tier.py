@@ -129,7 +129,7 @@ def test_faults_are_planted_all_over_the_tier() -> None:
         cache = {"num_state_blocks": 5, "num_kv_blocks": 12, "num_host_states": 9, "num_host_pages": 30}
         faults = Faults(seed, 150, (KeyboardInterrupt,), TIER)
         places |= FaultyTieredDriver(Mix(jobs, max_num_seqs=2, cache=cache), faults, seed=seed).run().faults.places
-    assert len(places) > 90
+    assert len(places) > 80
 
 
 class IllegalTieredHost(IllegalHost):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from mambacache.plan import StepPlan
 from mambacache.scheduler.request import FinishReason, Request
 from symbolic import text
 from test_scheduler_steps import Steps
+from traced import traced
 from watched_cache import all_free
 
 STRIDE = 5
@@ -45,14 +46,8 @@ class Fault:
                 raise MemoryError
         return self._trace
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+    def planted(self) -> AbstractContextManager[None]:
+        return traced(self._trace)
 
 
 class Host(Steps):

@@ -47,7 +47,7 @@ class CachedRequest:
     in_flight: int = 0  # how many of them will give a token
     leaving: Row | None = None  # planned in a life that ended, and neither issued nor given up
     turn: Turn | None = None  # of a chain; known from the first admission on, of what is stored
-    sound: int = 0  # finite logits followed this many of its tokens
+    sound: int = 0  # the number of its tokens before its last finite logits
     resumed: int = 0  # tokens that its last admission hit
     stale: bool = False  # holds blocks from before a reset: commits nothing more
 
