@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
+from quantised import round_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
@@ -71,6 +73,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2_vl": ("LFM2-700M", {**CONVOLUTIONS, "block_auto_adjust_ff_dim": False}),
 }
+QUANTISED_ONLY = {
+    "nemotron_3": (
+        "Nemotron-3-Nano-30B-A3B",
+        {
+            "hybrid_override_pattern": "ME*E",
+            "num_hidden_layers": 4,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 8,
+            **STEPS,
+        },
+    )
+}
+"""Layers of which only quantised checkpoints are tested."""
 WITH_IMAGES = {
     "qwen3_5": {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
     "qwen3_5_moe": {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"},
@@ -84,21 +99,28 @@ WITH_IMAGES = {
 
 
 def config_of(name: str) -> PreTrainedConfig:
-    checkpoint, changes = SHAPES[name]
+    checkpoint, changes = (SHAPES | QUANTISED_ONLY)[name]
     values = PUBLISHED[checkpoint] | changes | {"vocab_size": VOCABULARY, "pad_token_id": None, "eos_token_id": 1}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 @torch.no_grad()
-def save(name: str, directory: Path, device: str) -> Path:
-    """Saves the model in bf16 for transformers, and gives the folder of the same weights as vLLM reads them."""
+def save(name: str, directory: Path, device: str, form: str | None = None) -> Path:
+    """Save the model in bf16 for transformers, and return the folder of the same weights as vLLM reads them.
+
+    Args:
+        form: of `quantised.FORMS`: the weights are rounded for it, and the folder is another one, ready for `pack`.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.bfloat16)
         randomize(model)
     model.save_pretrained(directory, max_shard_size="100GB")
     del model
-    return for_vllm(name, directory)
+    if form is not None:
+        round_weights(directory, form)
+    served = for_vllm(name, directory)
+    return served if form is None or served != directory else copytree(directory, directory / "served")
 
 
 def add_predictor(directory: Path, large: float = LARGE) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from logits_run import CUT_PROMPTS, DECODED, PROMPTS, sequences
+from quantised import pack
 from real_shapes import SHAPES, WITH_IMAGES, add_predictor, save
 from transformers import AutoModelForCausalLM
 from watched import run as run_script
@@ -82,14 +83,42 @@ def test_errors_against_fp32_are_those_of_vllm(name: str, drafts: dict[str, Any]
     served = save(name, tmp_path / "model", "cuda")
     if drafts:
         add_predictor(served, large=1.0)
-    reference, errors = exact(tmp_path / "model"), {}
+    compare(f"{name}-mtp" if drafts else name, tmp_path / "model", served, **options_of(name), **drafts)
+
+
+def compare(label: str, model: Path, served: Path, **options: Any) -> None:
+    """Fail unless the plugin hits as by hand and errs at most `RATIO` times as much as vLLM alone."""
+    reference, errors = exact(model), {}
     for engine in ("plugin", "vllm"):
-        found = logits(served, engine, tmp_path / f"{engine}.pt", **options_of(name), **drafts)
+        found = logits(served, engine, model.parent / f"{engine}.pt", **options)
         errors[engine] = error(found, reference)
         if engine == "plugin":
             assert found["hits"] == [[0, 0, 0, 0], [640, 256, 64, 0]]
-    note(f"{name}-mtp" if drafts else name, {"rms": errors, "scale": reference.std().item()})
+    note(label, {"rms": errors, "scale": reference.std().item()})
     assert errors["plugin"] <= RATIO * errors["vllm"]
+
+
+FP8_KV = {"kv_cache_dtype": "fp8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "options"),
+    [
+        ("qwen3_5_moe", "block_fp8", FP8_KV | MTP),
+        ("nemotron_3", "modelopt_fp8", FP8_KV),
+        ("qwen3_5_moe", "nvfp4", {}),
+        ("qwen3_5", "awq", {}),
+    ],
+    ids=str,
+)
+def test_errors_of_quantised_checkpoints_are_those_of_vllm(
+    name: str, form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    served = save(name, tmp_path / "model", "cuda", form)
+    if "speculative_config" in options:
+        add_predictor(served, large=1.0)
+    pack(served, form)
+    compare(f"{form}-{name}", tmp_path / "model", served, **options_of(name), **options)
 
 
 def test_errors_of_alice_ais_layer_are_those_of_transformers(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""A small model in AWQ served by vLLM with the plugin, beside its twin in transformers: `awq_run.py NAME DIRECTORY`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "MAMBACACHE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import real_shapes
+import torch
+from quantised import pack
+from transformers import AutoModelForCausalLM
+from watched import LAST_ANSWER
+
+from engine_driver import tokens_of
+
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {**real_shapes.ROTATION["rope_parameters"], "mrope_section": [4, 2, 2]},
+}
+PROMPTS = [[token % 500 + 1 for token in tokens_of(seed, 150)] for seed in range(3)]
+NEAR = 0.05  # of log probabilities, whose activations are bf16
+
+
+def main(name: str, directory: Path) -> None:
+    checkpoint, changes = real_shapes.SHAPES[name]
+    real_shapes.SHAPES[name] = checkpoint, changes | SMALL
+    served = real_shapes.save(name, directory / "twin", "cpu", "awq")
+    pack(served, "awq")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(served),
+        dtype="bfloat16",
+        enforce_eager=True,
+        language_model_only=True,
+        max_model_len=1024,
+        max_num_batched_tokens=100,
+        skip_tokenizer_init=True,
+        additional_config={"mambacache": {"num_state_blocks": 64}},
+    )
+    twin = AutoModelForCausalLM.from_pretrained(directory / "twin", dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
+    for hit in (0, 128):
+        outputs = llm.generate([{"prompt_token_ids": each} for each in PROMPTS], params, use_tqdm=False)
+        assert [output.num_cached_tokens for output in outputs] == [hit] * len(PROMPTS)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            tokens = list(output.outputs[0].token_ids)
+            with torch.inference_mode():
+                logits = twin(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            given = torch.tensor([each[t].logprob for each, t in zip(output.outputs[0].logprobs, tokens, strict=True)])
+            own = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert (own - given).abs().max() < NEAR and (logits.amax(1) - own).max() < NEAR
+    print(LAST_ANSWER, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,173 @@
+"""Small checkpoints with quantised weights, in the layouts of published checkpoints.
+
+All scales are powers of two. So the quantised values are exact in bf16 and in fp32, and a checkpoint that holds them in
+bf16, its twin, has the same weights: `round_weights` makes the twin, and `pack` the quantised checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LAYERS += ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj", "w1", "w2", "w3")
+"""The last names of linear layers that are quantised: no router, no gate of a recurrent layer, no output layer."""
+UNQUANTISED = {"lm_head", "mtp.fc", "visual", "model.visual*"}
+"""Layers in bf16 that a checkpoint of the text part alone does not have."""
+FP8 = torch.float8_e4m3fn
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""The values of three bits; the fourth bit is the sign."""
+BLOCK, GROUP, FP4_GROUP = 128, 128, 16
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The place of each output channel among eight in a word of AWQ."""
+INPUT_SCALE = 2.0**-3
+"""The scale of activations in FP8 for static scales: it holds values up to 56."""
+
+
+def power_of_two(largest: Tensor, most: float) -> Tensor:
+    """Return the least powers of two by which values up to `largest`, divided, are at most `most`."""
+    return torch.exp2((largest.clamp(min=2.0**-20) / most).log2().ceil())
+
+
+def by_block(weight: Tensor, rows: int, columns: int) -> Tensor:
+    """Return the largest absolute value of each block, [ceil(out / rows), ceil(in / columns)]."""
+    padded = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+
+
+def spread(scales: Tensor, rows: int, columns: int, like: Tensor) -> Tensor:
+    """Return the scale of each value of a weight [out, in]."""
+    whole = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    return whole[: like.shape[0], : like.shape[1]]
+
+
+def as_fp4(values: Tensor) -> Tensor:
+    """Return the codes, uint8 from 0 to 15, of the FP4 values that are nearest."""
+    nearest = (values.abs()[..., None] - FP4).abs().argmin(-1)
+    return (nearest + 8 * (values < 0)).to(torch.uint8)
+
+
+def from_fp4(codes: Tensor) -> Tensor:
+    return FP4[(codes & 7).long()] * (1 - 2 * (codes >> 3).float())
+
+
+def in_words(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return codes of 4 bits [n, 8 m] in words of 32 bits, int32 [n, m]."""
+    places = codes.long().unflatten(1, (-1, 8))[..., list(order)]
+    words = (places << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+class Quantised(NamedTuple):
+    """A weight [out, in] in a form.
+
+    Attributes:
+        tensors: of the checkpoint, by what follows the layer's name.
+        values: fp32 [out, in], the values that they stand for.
+    """
+
+    tensors: dict[str, Tensor]
+    values: Tensor
+
+
+def block_fp8(weight: Tensor) -> Quantised:
+    scales = power_of_two(by_block(weight, BLOCK, BLOCK), 448.0)
+    each = spread(scales, BLOCK, BLOCK, weight)
+    quantised = (weight / each).to(FP8)
+    return Quantised({"weight": quantised, "weight_scale_inv": scales}, quantised.float() * each)
+
+
+def modelopt_fp8(weight: Tensor) -> Quantised:
+    scale = power_of_two(weight.abs().max(), 448.0)
+    quantised = (weight / scale).to(FP8)
+    tensors = {"weight": quantised, "weight_scale": scale, "input_scale": torch.tensor(INPUT_SCALE)}
+    return Quantised(tensors, quantised.float() * scale)
+
+
+def nvfp4(weight: Tensor) -> Quantised:
+    """Two scales: one of the whole weight, and one in FP8 for each 16 values of a row."""
+    whole = power_of_two(weight.abs().max(), 6.0 * 256)
+    scales = power_of_two(by_block(weight, 1, FP4_GROUP) / whole, 6.0).clamp(min=2.0**-6)
+    each = spread(scales, 1, FP4_GROUP, weight) * whole
+    codes = as_fp4(weight / each)
+    tensors = {
+        "weight": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": scales.to(FP8),
+        "weight_scale_2": whole,
+        "input_scale": torch.tensor(INPUT_SCALE / 6),
+    }
+    return Quantised(tensors, from_fp4(codes) * each)
+
+
+def awq(weight: Tensor) -> Quantised:
+    """Codes from 0 to 15 with zero at 8, by input channel, and scales of groups of input channels."""
+    scales = power_of_two(by_block(weight, 1, GROUP), 7.0)
+    each = spread(scales, 1, GROUP, weight)
+    codes = (weight / each).round().clamp(-8, 7) + 8
+    zeros = torch.full((scales.shape[1], weight.shape[0]), 8)
+    tensors = {
+        "qweight": in_words(codes.T, AWQ_ORDER),
+        "qzeros": in_words(zeros, AWQ_ORDER),
+        "scales": scales.T.to(torch.float16).contiguous(),
+    }
+    return Quantised(tensors, (codes - 8) * each)
+
+
+FORMS: dict[str, tuple[Callable[[Tensor], Quantised], dict[str, Any], str]] = {
+    "block_fp8": (
+        block_fp8,
+        {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
+        "modules_to_not_convert",
+    ),
+    "modelopt_fp8": (modelopt_fp8, {"quant_method": "modelopt", "quant_algo": "FP8"}, "ignore"),
+    "nvfp4": (
+        nvfp4,
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": FP4_GROUP},
+        "ignore",
+    ),
+    "awq": (
+        awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
+        "modules_to_not_convert",
+    ),
+}
+"""By name: the function, the settings of a checkpoint, and the setting that lists the layers that stay in bf16."""
+
+
+def layers(weights: dict[str, Tensor]) -> Iterator[str]:
+    """Yield the names of all quantised layers of a checkpoint."""
+    for key, weight in weights.items():
+        layer, _, kind = key.rpartition(".")
+        if kind == "weight" and weight.dim() == 2 and layer.rpartition(".")[2] in LAYERS:
+            yield layer
+
+
+def round_weights(directory: Path, form: str) -> None:
+    """Round the weights of a checkpoint in bf16 to the values of a form."""
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for layer in list(layers(weights)):
+        weight = weights[f"{layer}.weight"]
+        weights[f"{layer}.weight"] = FORMS[form][0](weight.float()).values.to(weight.dtype)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def pack(directory: Path, form: str) -> None:
+    """Quantise a checkpoint whose weights are rounded."""
+    quantise, settings, unquantised = FORMS[form]
+    path, config = directory / "model.safetensors", directory / "config.json"
+    weights = load_file(path)
+    chosen = list(layers(weights))
+    kept = {key.removesuffix(".weight") for key, weight in weights.items() if weight.dim() >= 2} - {*chosen}
+    for layer in chosen:
+        found = quantise(weights.pop(f"{layer}.weight").float())
+        weights |= {f"{layer}.{name}": tensor.contiguous() for name, tensor in found.tensors.items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    settings = settings | {unquantised: sorted(kept | UNQUANTISED)}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": settings}))

@@ -1,0 +1,63 @@
+"""Quantised checkpoints and their twins have the same weights, by dequantisers of vLLM and by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantised import AWQ_ORDER, FORMS, pack, round_weights
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+from watched import run
+
+NAMES = ("model.layers.0.linear_attn.in_proj_qkv", "model.layers.0.mlp.experts.3.down_proj")
+OTHERS = ("model.layers.0.linear_attn.in_proj_a", "model.layers.0.mlp.gate", "model.embed_tokens")
+SHAPES = ((256, 384), (200, 256))
+
+
+def dequantised(form: str, layer: dict[str, Tensor]) -> Tensor:
+    """Return fp32 [out, in] of a layer's tensors."""
+    if form == "block_fp8":
+        scales = layer["weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+        weight = layer["weight"].float()
+        return weight * scales[: weight.shape[0], : weight.shape[1]]
+    if form == "modelopt_fp8":
+        return layer["weight"].float() * layer["weight_scale"]
+    if form == "nvfp4":
+        scales = layer["weight_scale"], layer["weight_scale_2"]
+        return dequantize_to_dtype(layer["weight"], *scales, torch.float32, block_size=16, swizzle=False)
+    shifts = torch.tensor([4 * AWQ_ORDER.index(place) for place in range(8)])
+    codes, zeros = ((layer[name][..., None] >> shifts & 15).flatten(1) for name in ("qweight", "qzeros"))
+    groups = layer["scales"].float().repeat_interleave(128, 0)
+    return ((codes - zeros.repeat_interleave(128, 0)) * groups).T
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantised_checkpoint_and_its_twin_have_the_same_weights(form: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(shape) * 0.05 for name, shape in zip(NAMES, SHAPES, strict=True)}
+    weights |= {f"{name}.weight": torch.randn(32, 128) for name in OTHERS}
+    weights = {name: weight.bfloat16() for name, weight in weights.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    round_weights(tmp_path, form)
+    twin = load_file(tmp_path / "model.safetensors")
+    pack(tmp_path, form)
+    packed = load_file(tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    kept = settings[FORMS[form][2]]
+    for name in NAMES:
+        layer = {key.rpartition(".")[2]: each for key, each in packed.items() if key.startswith(f"{name}.")}
+        values = twin[f"{name}.weight"].float()
+        assert torch.equal(dequantised(form, layer), values) and name not in kept
+        before = weights[f"{name}.weight"].float()
+        assert 0 < (values - before).norm() < 0.2 * before.norm()
+    for name in OTHERS:
+        assert torch.equal(packed[f"{name}.weight"], weights[f"{name}.weight"]) and name in kept
+
+
+def test_awq_weights_in_vllm_give_the_tokens_of_their_twin(tmp_path: Path) -> None:
+    run("awq_run.py", "qwen3_5", tmp_path)
