@@ -155,15 +155,16 @@ def test_a_draft_that_is_no_number_spoils_what_follows_on_it_alone(
     run = Run(CASES[name](), torch.float32)
     run.step([(0, 1, 3, 3)], [run.tokens(4, 1)], [chain(4)])
     for seed, tree in enumerate([chain(5), [-1, 0, 1, 0], [-1, 0, 0, 0], [-1, 0, 1, 2, 0, 4, 5], random_tree(rng, 7)]):
-        tokens = run.tokens(len(tree), seed)
-        for bad in range(1, len(tree)):
-            run.logs.slabs[2:4] = run.logs.slabs[1]
-            spoiled = [x.clone() for x in tokens]
-            for x in spoiled:
+        tokens, count = run.tokens(len(tree), seed), len(tree)
+        run.logs.slabs[2 : 2 + count] = run.logs.slabs[1]
+        given = [tokens, *([x.clone() for x in tokens] for _ in range(1, count))]  # one row spoils each draft
+        for bad in range(1, count):
+            for x in given[bad]:
                 x[bad] = rng.choice([torch.nan, torch.inf])
-            found, wanted = run.step([(0, slot, 3, 7) for slot in (2, 3)], [spoiled, tokens], [tree] * 2)
-            others = [token for token in range(len(tree)) if bad not in path_to(tree, token)]
-            assert torch.equal(found[others], wanted[others]), (tree, bad)
+        wanted, *found = run.step([(0, slot, 3, 7) for slot in range(2, 2 + count)], given, [tree] * count)
+        for bad in range(1, count):
+            others = [token for token in range(count) if bad not in path_to(tree, token)]
+            assert torch.equal(found[bad - 1][others], wanted[others]), (tree, bad)
 
 
 def steps_with_a_tree_and_a_late_row() -> tuple[StepPlan, StepPlan]:
