@@ -93,8 +93,8 @@ DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "kda": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
-    "ssd": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
-    "selective_scan": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "ssd": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "selective_scan": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
 }
 """For every op its dtypes; the first pair is what models use."""
 

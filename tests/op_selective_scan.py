@@ -16,6 +16,7 @@ class SelectiveScanOp(Recurrence):
     """Step sizes around 0.3, and decays from 0.03 to 0.9 a token."""
 
     name = "selective_scan"
+    state_dtypes = (*Recurrence.state_dtypes, (torch.bfloat16, torch.float16))
     carries_state = True
 
     def __init__(self, dim: int = 37, width: int = 16, plain: bool = False) -> None:

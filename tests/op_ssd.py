@@ -19,6 +19,7 @@ class SsdOp(Recurrence):
     """`plain` is without gate, D and the bias of the step size."""
 
     name = "ssd"
+    state_dtypes = (*Recurrence.state_dtypes, (torch.bfloat16, torch.float16))
 
     def __init__(
         self,
