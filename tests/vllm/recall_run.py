@@ -1,8 +1,9 @@
 """The trained recall model in vLLM on one GPU or two: `python recall_run.py MODE OUT.pt [2]`.
 
-MODE is that of CUDA graphs: `eager`, `FULL_DECODE_ONLY` (nothing compiled), or `default`. Fails unless all answers are
-right and hit what they should, and no operation but our kernels touches a state. OUT.pt receives the states of layers
-before the first attention, whose kernels differ in graphs, after some prompts that all modes continue alike.
+MODE is that of CUDA graphs: `eager`, `FULL_DECODE_ONLY` (nothing compiled), or `default`. With `sleep` the engine also
+sleeps and wakes. Fails unless all answers are right and hit what they should, and no operation but our kernels touches
+a state. OUT.pt receives the states of layers before the first attention, whose kernels differ in graphs, after some
+prompts that all modes continue alike.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def serve(mode: str, gpus: int) -> Any:
         max_num_seqs=32,
         kv_cache_memory_bytes=4 << 30,
         gpu_memory_utilization=0.2,
+        enable_sleep_mode=mode == "sleep",
         additional_config={"mambacache": {"num_state_blocks": 200}, "gdn_prefill_backend": "triton"},
         **graphs,
     )
@@ -85,8 +87,27 @@ def check_no_copy(llm: Any) -> None:
     assert copies and max(copies) < min(view[0].numel() * view.element_size() for view in views)
 
 
+def context_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.states
+
+
 def pool_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.states.pool
+    return context_of(llm).pool
+
+
+def check_sleep(llm: Any) -> None:
+    """The engine gives the memory of states and token logs back, and answers after it wakes as before."""
+    context = context_of(llm)
+    held = context.pool.buffer.nbytes + context.logs.buffer.nbytes
+    for level in (1, 2):
+        free = torch.cuda.mem_get_info()[0]
+        llm.sleep(level=level)
+        assert torch.cuda.mem_get_info()[0] - free > held, "states stay on the GPU"
+        llm.wake_up(tags=["weights"])
+        if level == 2:
+            llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+        check_recall(llm)
 
 
 def prompt(seed: int, count: int) -> list[int]:
@@ -112,12 +133,14 @@ def check_states(llm: Any, out: Path) -> None:
 
 def main(mode: str, out: Path, gpus: int = 1) -> None:
     llm = serve(mode, gpus)
-    if gpus == 1:
+    if gpus == 1 and mode != "sleep":
         check_states(llm, out)
     llm.reset_prefix_cache()
     check_recall(llm)
     if mode == "eager":
         check_no_copy(llm)
+    elif mode == "sleep":
+        check_sleep(llm)
     states = llm.llm_engine.engine_core.engine_core.scheduler.states
     states.check()
     assert not states.request_ids and not states.stats.state_blocks["writing"]

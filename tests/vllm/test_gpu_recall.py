@@ -41,5 +41,9 @@ def test_two_gpus_give_the_answers_of_one(tmp_path: Path) -> None:
     answer(tmp_path, "FULL_DECODE_ONLY", "2")
 
 
+def test_an_engine_that_slept_answers_as_before(tmp_path: Path) -> None:
+    answer(tmp_path, "sleep")
+
+
 def test_a_request_with_bad_logits_costs_itself_alone(tmp_path: Path) -> None:
     run("nan_run.py", "nan", tmp_path)
