@@ -133,6 +133,7 @@ class BlockFile(NamedTuple):
     exact: bool  # computed as a cold prefill computes it
     born: int  # number of the issue that wrote the block; 0 for one before this process
     writer: int = 0  # number of the request that wrote the block; 0 for one before this process
+    if_room: bool = False  # to be written only if no other file must be given up for it
 
 
 class Transfer(NamedTuple):

@@ -110,12 +110,13 @@ class FiledMemory(HostMemory):
 
     def _write(self, transfer: Transfer, failed: bool) -> bool:
         files = self.files
-        for kind, slot, block_hash, exact, born, writer in transfer.files:
+        for kind, slot, block_hash, exact, born, writer, if_room in transfer.files:
             files.writers[kind, block_hash] = writer
+            room = not if_room or len(files.kept) < files.limit
             wanted = files.coming.get((kind, block_hash)) == transfer.number
             if wanted:
                 del files.coming[kind, block_hash]
-            if wanted and (not failed or self.rng.random() < 0.5):
+            if wanted and room and (not failed or self.rng.random() < 0.5):
                 rows = [np.copy(slots[slot]) for slots in self.slots[KINDS.index(kind)]]
                 files.kept[kind, block_hash] = exact, born, rows
             while len(files.kept) > files.limit:

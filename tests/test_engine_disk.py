@@ -214,6 +214,15 @@ def test_the_bound_holds(start: Restarts, original: Callable[[str], Original], t
     assert hits(outputs) == [128, 128, 128, 0, 0], "those that were used last"
 
 
+def test_spare_states_evict_no_file_when_an_engine_is_closed(start: Restarts) -> None:
+    """States at intervals are spare: the directory has room for the states at the prompts' ends and their KV."""
+    sizes = start().sizes
+    one = sizes.state_bytes + HEADER.size + 2 * (sizes.kv_block_bytes + HEADER.size)
+    bound = len(PROMPTS) * one + sizes.state_bytes // 2
+    assert ask_all(start(checkpoint_interval=64, disk_cache_bytes=bound)) == MISS
+    assert ask_all(start(disk_cache_bytes=bound)) == HIT
+
+
 @pytest.mark.parametrize("bound", [0, 1, None])
 def test_a_bound_that_holds_nothing_is_refused(start: Restarts, bound: int | None) -> None:
     """And what was there stays: `None` stands for a byte less than a state and a page take."""

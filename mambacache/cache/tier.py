@@ -7,7 +7,7 @@ from itertools import count
 from math import inf
 
 from mambacache.accounting.ledger import Ledger
-from mambacache.cache.chains import Chains
+from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.files import Files
 from mambacache.cache.loads import Loads
 from mambacache.cache.moves import Move
@@ -64,6 +64,7 @@ class Tier:
         self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
         self._unwritten: dict[tuple[str, bytes], None] = {}  # what is here and in no file
         self._unflushed: list[int] | None = None  # of `flush`, states that were not looked at
+        self._spare = False  # whether the state that was looked at last is spare
         self._lacked: dict[int, int] = {}  # how much of the one that was looked at last was in no file
         self._writable = True  # as far as the last transfer to files has told
         self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
@@ -83,7 +84,7 @@ class Tier:
         is written before more comes."""
         to_host, to_files = (self._moving(files) for files in (False, True))
         seen = (self._chains.now, self._states.num_available) if self.present else self._seen
-        self._unflushed = self._unflushed if flush else None
+        self._unflushed, self._spare = (self._unflushed, self._spare) if flush else (None, False)
         if flush and self._files.present and self._writable and not (self._unwritten or to_files or to_host):
             self._flush()
         elif not flush and seen != self._seen and not to_host:
@@ -124,13 +125,14 @@ class Tier:
     def _flush(self) -> None:
         """Begins with what is in no file of the state that goes first, and of its pages: what is here is to be written,
         else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
-        begun; a state is left alone once that does not help."""
+        begun; a state is left alone once that does not help. Spare states come last, and evict no file."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
         self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
             state = self._unflushed.pop(0)
             if states.hashes[state] is None:
                 continue
+            self._spare = states.rank[state] is Rank.SPARE
             chain, depth = self._device.prefix[state]
             blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
             lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
@@ -226,7 +228,8 @@ class Tier:
             host = self._host[kind]
             if (slot := host.lookup(block_hash)) is not None:
                 move.leases.append(host.lend(slot))
-                files.append(BlockFile(kind, slot, block_hash, host.exact[slot], host.born[slot], host.writer[slot]))
+                facts = host.exact[slot], host.born[slot], host.writer[slot], self._spare
+                files.append(BlockFile(kind, slot, block_hash, *facts))
         move.transfer = move.transfer._replace(files=tuple(files))
         self._begin(move)
 

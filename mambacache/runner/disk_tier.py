@@ -267,8 +267,10 @@ class DiskTier:
         return self._index[key]
 
     def _to_write(self, asked: BlockFile, block_bytes: int) -> StoredFile | None:
-        """The file to write, for which others were given up if they must; None if there can be no room."""
+        """The file to write, for which others were given up if they must and may; None if there can be no room."""
         key, file = (asked.kind, asked.block_hash), StoredFile(asked.kind, asked.block_hash, asked.exact, block_bytes)
+        if asked.if_room and self.num_bytes + file.num_bytes > self._limit:
+            return None
         self._remove(key)
         if not self._make_room(file.num_bytes):
             return None
