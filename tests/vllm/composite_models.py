@@ -7,7 +7,7 @@ Their own folder holds what transformers loads, and its folder `served` is for v
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,9 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
+    AutoModelForImageTextToText,
+    Lfm2VlImageProcessor,
+    Lfm2VlProcessor,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessor,
@@ -23,10 +26,15 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from tiny_models import VOCABULARY, save_tiny_model
+from tiny_models import VOCABULARY, randomize, save_tiny_model
 
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 """Tokens after those of prompts."""
+LFM2_MARKS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
+"""LFM2-VL has these tokens in their place."""
+MAX_IMAGE_TOKENS = 256
+SIDE = 32
+"""Pixels across and down of the part of an image that becomes a token."""
 TEXT_ONLY = {"language_model_only": True}
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN: dict[str, Any] = {
@@ -89,6 +97,7 @@ class Composite(NamedTuple):
         names: gives weights the names of the checkpoint.
         options: vLLM's.
         changes: those of the text part's settings.
+        add_images: gives the folder that vLLM serves a vision tower and a processor of images.
     """
 
     text: str
@@ -96,6 +105,24 @@ class Composite(NamedTuple):
     names: Callable[[Weights], Weights]
     options: dict[str, Any] = TEXT_ONLY
     changes: dict[str, Any] = {}  # noqa: RUF012
+    add_images: Callable[[Path], None] | None = None
+
+
+def add_lfm2_images(served: Path) -> None:
+    """Gives a saved LFM2-VL random weights of a vision tower and a projector, and a processor of images."""
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(served))
+    randomize(model)
+    model.save_pretrained(served / "images")
+    weights = load_file(served / "images" / "model.safetensors")
+    tower = {
+        key.replace("vision_tower.", "vision_tower.vision_model."): weight
+        for key, weight in weights.items()
+        if not key.startswith(("model.language_model", "lm_head"))
+    }
+    save_file(load_file(served / "model.safetensors") | tower, served / "model.safetensors", {"format": "pt"})
+    images = Lfm2VlImageProcessor(min_image_tokens=4, max_image_tokens=MAX_IMAGE_TOKENS)
+    Lfm2VlProcessor(images, words(LFM2_MARKS)).save_pretrained(served)
 
 
 def _qwen(text: str, architecture: str, model_type: str, **changes: Any) -> Composite:
@@ -123,10 +150,12 @@ COMPOSITES: dict[str, Composite] = {
         {
             "architectures": ["Lfm2VlForConditionalGeneration"],
             "model_type": "lfm2_vl",
-            "vision_config": {"model_type": "siglip2_vision_model", **TOWER},
+            "vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False, **TOWER},
             "projector_hidden_size": 32,
         },
         named("model.language_model.", "lm_head."),
+        changes={"vocab_size": VOCABULARY + len(LFM2_MARKS)},
+        add_images=add_lfm2_images,
     ),
     "nemotron_nano_vl": Composite(
         "nemotron_h",
@@ -159,23 +188,26 @@ def save_composite(name: str, directory: Path, **changes: Any) -> Path:
     (served / "config.json").write_text(json.dumps(settings))
     save_file(composite.names(weights), served / "model.safetensors", metadata={"format": "pt"})
     words().save_pretrained(served)
+    if composite.add_images:
+        composite.add_images(served)
     return served
 
 
-def words() -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are the numbers of tokens."""
+def words(marks: Sequence[str] = MARKS) -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are the numbers of tokens, with these marks after them."""
     tokens = {str(token): token for token in range(VOCABULARY)}
-    tokens |= {mark: VOCABULARY + place for place, mark in enumerate(MARKS)}
+    tokens |= {mark: VOCABULARY + place for place, mark in enumerate(marks)}
     tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(list(MARKS))
+    tokenizer.add_special_tokens(list(marks))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="1", unk_token="0")
 
 
 def add_processor(directory: Path) -> None:
     """Gives a saved Qwen3.5 what vLLM reads its images with: it runs its vision tower once when it starts."""
-    path, size = directory / "config.json", {"shortest_edge": 1024, "longest_edge": 4096}
+    path, size = directory / "config.json", {"shortest_edge": SIDE**2, "longest_edge": MAX_IMAGE_TOKENS * SIDE**2}
     path.write_text(json.dumps(json.loads(path.read_text()) | QWEN_TOKENS))
-    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size)
+    half = [0.5] * 3  # vLLM normalizes both alike
+    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size, image_mean=half, image_std=half)
     videos = Qwen3VLVideoProcessor(patch_size=16, merge_size=2, size=size)
     Qwen3VLProcessor(images, words(), videos).save_pretrained(directory)

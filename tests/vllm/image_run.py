@@ -1,0 +1,310 @@
+"""Requests with images and videos to one tiny model in vLLM with the plugin: `python image_run.py NAME DIRECTORY`.
+
+A NAME that ends in "+ngram" or "+mtp" has vLLM verify drafts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import family_run
+import numpy as np
+import torch
+from composite_models import SIDE, add_processor
+from family_run import DRAFTS, OPTIONS, count_drafts, draft_from
+from PIL import Image
+from real_shapes import add_predictor
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.video_utils import VideoMetadata
+from watched import LAST_ANSWER
+
+from engine_driver import Original, tokens_of
+from tiny_models import VOCABULARY
+
+TOLERANCE = 1e-3
+"""Log-probabilities may differ by less. After another image they differ by ten times as much.
+
+The greedy tokens alone are too coarse: they can stay the same when a state of another image is read.
+"""
+BY_TOKEN = ("input_ids", "mm_token_type_ids")
+"""Inputs of the Hugging Face model with a value for each token: [1, n]."""
+
+
+class Picture(NamedTuple):
+    """A random image that becomes `across` times `down` tokens."""
+
+    seed: int
+    across: int
+    down: int
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """Returns [height, width, 3], bytes."""
+        return enlarged(self.seed, self.down, self.across)
+
+    @property
+    def given(self) -> Image.Image:
+        """Returns the form that vLLM takes."""
+        return Image.fromarray(self.pixels)
+
+
+class Clip(NamedTuple):
+    """A random video of `across` times `down` tokens for each pair of frames.
+
+    Each pair has four tokens more: two are its time, and one stands before and one behind its other tokens.
+    """
+
+    seed: int
+    frames: int
+    across: int
+    down: int
+
+    @property
+    def pixels(self) -> np.ndarray:
+        """Returns [frames, height, width, 3], bytes."""
+        return enlarged(self.seed, self.frames, self.down, self.across)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        count = self.frames
+        return {"fps": 4.0, "duration": count / 4, "total_num_frames": count, "frames_indices": [*range(count)]}
+
+    @property
+    def given(self) -> tuple[np.ndarray, dict[str, Any]]:
+        """Returns the form that vLLM takes."""
+        return self.pixels, self.metadata | {"do_sample_frames": False}
+
+
+def enlarged(seed: int, *shape: int) -> np.ndarray:
+    """Returns random colours, each `SIDE` pixels across and down."""
+    colours = np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8)
+    return colours.repeat(SIDE, -3).repeat(SIDE, -2)
+
+
+Marks = dict[type, str]
+"""The text that stands for an image or a video."""
+QWEN: Marks = {
+    Picture: "<|vision_start|><|image_pad|><|vision_end|>",
+    Clip: "<|vision_start|><|video_pad|><|vision_end|>",
+}
+MARKS: dict[str, Marks] = {"qwen3_5": QWEN, "qwen3_5_moe": QWEN, "lfm2_vl": {Picture: "<image>"}}
+
+
+class Prompt(NamedTuple):
+    """Text, images and videos, in their order."""
+
+    pieces: tuple[tuple[int, ...] | Picture | Clip, ...]
+
+    def media(self, kind: type) -> list[Any]:
+        return [piece for piece in self.pieces if isinstance(piece, kind)]
+
+
+class Scene(NamedTuple):
+    """Two prompts with the same tokens and another last image, and the hits that they must have.
+
+    Attributes:
+        prompt: the first prompt.
+        other: the prompt with another last image or video.
+        before: `other` hits so many tokens of `prompt`, up to the last boundary before that image.
+        again: both hit so many tokens the second time.
+        asked: both hit so many tokens with another question, up to the last boundary before it.
+    """
+
+    prompt: Prompt
+    other: Prompt
+    before: int
+    again: int
+    asked: int
+
+    def with_question(self, seed: int) -> tuple[Prompt, Prompt]:
+        """Returns both prompts with another question."""
+        question = tuple(tokens_of(seed, 30))
+        return Prompt((*self.prompt.pieces[:-1], question)), Prompt((*self.other.pieces[:-1], question))
+
+
+def scene(seed: int, *parts: int | tuple[int, ...], hits: tuple[int, int, int]) -> Scene:
+    """Returns a scene of random text, images and videos.
+
+    Args:
+        parts: a number of tokens for text, (across, down) for an image, (frames, across, down) for a video.
+        hits: the last three attributes of the scene.
+    """
+
+    def piece(part: int | tuple[int, ...], own: int) -> tuple[int, ...] | Picture | Clip:
+        if isinstance(part, int):
+            return tuple(tokens_of(own, part))
+        return Picture(own, *part) if len(part) == 2 else Clip(own, *part)
+
+    pieces = [piece(part, 100 * seed + place) for place, part in enumerate(parts)]
+    last = max(place for place, part in enumerate(parts) if not isinstance(part, int))
+    changed = pieces[last]._replace(seed=-pieces[last].seed % 9973)
+    return Scene(Prompt((*pieces,)), Prompt((*pieces[:last], changed, *pieces[last + 1 :])), *hits)
+
+
+# An image has a token before it and one behind it.
+SCENES = (
+    scene(1, 5, (4, 3), 60, hits=(0, 64, 0)),  # inside the first block
+    scene(2, 40, (10, 7), 30, hits=(0, 128, 64)),  # 64 lies inside the image
+    scene(3, 200, (8, 8), 40, hits=(192, 256, 256)),
+    scene(4, 20, (9, 6), 30, (6, 9), 20, hits=(64, 128, 128)),
+    scene(5, 10, (16, 12), 20, hits=(0, 192, 192)),  # no step has room for the image
+    scene(6, 62, (4, 16), 10, hits=(0, 128, 128)),  # from the last token of a block to the end of another
+    scene(7, 64, (2, 2), 58, hits=(64, 64, 64)),
+    scene(8, 70, (8, 4, 3), 30, hits=(64, 128, 128)),
+    scene(9, 30, (3, 3), 10, (4, 6, 5), 40, hits=(0, 128, 64)),
+)
+
+
+class WithImages(Original):
+    """The Hugging Face model with its vision tower and its processor."""
+
+    def __init__(self, text: Path, whole: Path, marks: Marks) -> None:
+        super().__init__(text)
+        self._module = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
+        self._processor = AutoProcessor.from_pretrained(whole)
+        self._marks = marks
+        self._prompt = Prompt(())
+
+    def asked(self, prompt: Prompt, **options: Any) -> dict[str, Any]:
+        """Returns the prompt as vLLM takes it, with one token for each image and each video."""
+        media = {"image": prompt.media(Picture), "video": prompt.media(Clip)}
+        words = self._processor.tokenizer
+        tokens = [
+            words(self._marks[type(each)])["input_ids"] if type(each) in self._marks else each for each in prompt.pieces
+        ]
+        return {
+            "prompt_token_ids": [*chain(*tokens)],
+            "multi_modal_data": {name: [each.given for each in given] for name, given in media.items() if given},
+            **options,
+        }
+
+    def inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
+        """Returns the inputs of the model."""
+        parts = [self._inputs(piece) for piece in prompt.pieces]
+        keys = {key for part in parts for key in part}
+        return {key: torch.cat([part[key] for part in parts if key in part], dim=int(key in BY_TOKEN)) for key in keys}
+
+    def _inputs(self, piece: tuple[int, ...] | Picture | Clip) -> dict[str, torch.Tensor]:
+        if type(piece) not in self._marks:
+            ids = torch.tensor([piece])
+            return {"input_ids": ids} | ({"mm_token_type_ids": torch.zeros_like(ids)} if Clip in self._marks else {})
+        media: dict[str, Any] = {"return_mm_token_type_ids": Clip in self._marks}
+        if isinstance(piece, Picture):
+            media["images"] = [piece.given]
+        else:
+            media["videos"] = [torch.from_numpy(piece.pixels).movedim(-1, 1)]
+            media |= {"video_metadata": [VideoMetadata(**piece.metadata)], "do_sample_frames": False}
+        inputs = {**self._processor(text=[self._marks[type(piece)]], return_tensors="pt", **media)}
+        del inputs["attention_mask"]
+        return inputs
+
+    def check_prompt(self, prompt: Prompt, output: Any) -> torch.Tensor:
+        """Fails unless an answer is greedy and has the right log-probabilities. Returns these."""
+        [answer], self._prompt = output.outputs, prompt
+        self.check(output.prompt_token_ids, list(answer.token_ids))
+        pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+        found = torch.tensor([each[token].logprob for each, token in pairs])
+        all_right = self.after(output.prompt_token_ids, answer.token_ids).log_softmax(-1)
+        right = all_right.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        assert (found - right).abs().max() < TOLERANCE, (found, right)
+        return found
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        key = (self._prompt, *tokens)
+        if key not in self._logits:
+            inputs = self.inputs(self._prompt)
+            prompt, ids = inputs["input_ids"], torch.tensor([tokens])
+            assert torch.equal(ids[:, : prompt.shape[1]], prompt)
+            kinds = inputs.pop("mm_token_type_ids", None)
+            if kinds is not None:  # the answer is text
+                inputs["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
+            inputs["input_ids"] = ids
+            self._logits[key] = self._module(**inputs, use_cache=False).logits[0]
+        return self._logits[key]
+
+
+def save(name: str, directory: Path) -> Path:
+    """Saves a model that never answers with a mark of an image. Returns the folder that vLLM serves."""
+    served = family_run.save(name, directory)
+    if name == "qwen3_5_moe":
+        add_processor(served)
+    path = served / "model.safetensors"
+    weights = load_file(path)
+    output = "lm_head.weight" if "lm_head.weight" in weights else "model.language_model.embed_tokens.weight"
+    weights[output][VOCABULARY:] = 0
+    save_file(weights, path, metadata={"format": "pt"})
+    return served
+
+
+class Check:
+    """Asks vLLM, and fails unless tokens, log-probabilities and hits are right."""
+
+    def __init__(self, llm: Any, original: WithImages, max_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        self._llm, self._original = llm, original
+        self._params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=0
+        )
+        self.answers: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, *cases: tuple[Prompt, int], **options: Any) -> list[torch.Tensor]:
+        """Submits prompts together, each with the tokens that it must hit. Returns the log-probabilities."""
+        asked = [self._original.asked(prompt, **options) for prompt, _ in cases]
+        outputs = self._llm.generate(asked, self._params, use_tqdm=False)
+        found = [(len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs]
+        assert [hit for _, hit in found] == [hit for _, hit in cases], f"{found} (prompt, hit): {cases}"
+        self.answers |= {tuple(output.prompt_token_ids): list(output.outputs[0].token_ids) for output in outputs}
+        return [self._original.check_prompt(prompt, output) for (prompt, _), output in zip(cases, outputs, strict=True)]
+
+
+def check_one_by_one(check: Check, each: Scene) -> None:
+    """Checks the prompts of a scene one after the other."""
+    [first] = check((each.prompt, 0))
+    [other] = check((each.other, each.before))
+    assert (first - other).abs().max() > 10 * TOLERANCE, "the image makes no difference"
+    for prompt in (each.prompt, each.other):
+        check((prompt, each.again))
+    for prompt in each.with_question(1):
+        check((prompt, each.asked))
+
+
+def main(name: str, directory: Path) -> None:
+    from vllm import LLM
+
+    name, _, drafts = name.partition("+")
+    family_run.let_run_on_a_cpu(name)
+    served, marks = save(name, directory), MARKS[name]
+    if drafts == "mtp":
+        add_predictor(served, large=1.0)
+    llm = LLM(str(served), **OPTIONS | {"skip_tokenizer_init": False} | DRAFTS[drafts])
+    core = llm.llm_engine.engine_core.engine_core
+    counts = count_drafts(core.scheduler.states)
+    check = Check(llm, WithImages(directory, served, marks), max_tokens=12 if drafts else 8)
+    text = Prompt((tuple(tokens_of(99, 150)),))
+    check((text, 0))
+    scenes = [each for each in SCENES if Clip in marks or not each.prompt.media(Clip)]
+    for each in scenes:
+        check_one_by_one(check, each)
+    if drafts:
+        draft_from(check.answers, core.scheduler)
+    # All at once, and nothing is known yet under this salt.
+    cold = [(each.prompt, 0) for each in scenes] + [(each.other, each.before) for each in scenes]
+    check((text, 0), *cold, cache_salt="a")
+    check((text, 128), *((prompt, each.again) for each in scenes for prompt in each[:2]), cache_salt="a")
+    assert not drafts or min(counts.values()) > 20, counts
+    states = core.scheduler.states
+    states.check()
+    blocks = states.stats.state_blocks
+    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+    print(LAST_ANSWER, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

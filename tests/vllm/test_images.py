@@ -1,0 +1,15 @@
+"""Requests with images and videos have the Hugging Face model's log-probabilities, and hits as computed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from watched import FULL, run
+
+CASES = ("qwen3_5+mtp", "lfm2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5+ngram", "qwen3_5_moe+mtp")
+
+
+@pytest.mark.parametrize("name", CASES if FULL else CASES[:2])
+def test_prompts_share_a_prefix_up_to_the_first_image_that_differs(name: str, tmp_path: Path) -> None:
+    run("image_run.py", name, tmp_path)
