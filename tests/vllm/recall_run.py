@@ -29,23 +29,30 @@ VOCABULARY = 136
 ROWS = 8  # a size for which a graph is captured, so that no mode pads
 
 
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 8192,
+    "max_num_seqs": 32,
+    "kv_cache_memory_bytes": 4 << 30,
+    "gpu_memory_utilization": 0.2,
+    "additional_config": {"mambacache": {"num_state_blocks": 200}, "gdn_prefill_backend": "triton"},
+}
+
+
 def serve(mode: str, gpus: int) -> Any:
     from vllm import LLM
 
-    graphs = {"compilation_config": {"mode": 0, "cudagraph_mode": mode}} if mode == "FULL_DECODE_ONLY" else {}
-    return LLM(
-        str(MODEL),
-        dtype="bfloat16",
-        enforce_eager=mode == "eager",
-        tensor_parallel_size=gpus,
-        max_model_len=8192,
-        max_num_seqs=32,
-        kv_cache_memory_bytes=4 << 30,
-        gpu_memory_utilization=0.2,
-        enable_sleep_mode=mode == "sleep",
-        additional_config={"mambacache": {"num_state_blocks": 200}, "gdn_prefill_backend": "triton"},
-        **graphs,
-    )
+    own = {"enforce_eager": mode == "eager", "enable_sleep_mode": mode == "sleep", "tensor_parallel_size": gpus}
+    if mode == "FULL_DECODE_ONLY":
+        own["compilation_config"] = {"mode": 0, "cudagraph_mode": mode}
+    return LLM(str(MODEL), **OPTIONS, **own)
+
+
+def asked() -> list[tuple[str, str]]:
+    """Return prompts of one document with a question each, and the answers."""
+    document = demo_document(DEMO_SEED)
+    questions = demo_questions(document, DEMO_SEED)
+    return [(f"{document.text} {question_text(name)}", answer_text(place)) for name, place in questions]
 
 
 def check_recall(llm: Any) -> None:
@@ -53,16 +60,14 @@ def check_recall(llm: Any) -> None:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    document = demo_document(DEMO_SEED)
-    questions = demo_questions(document, DEMO_SEED)
-    prompts = [f"{document.text} {question_text(name)}" for name, _ in questions]
+    prompts, right = zip(*asked(), strict=True)
     outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
     assert [each.num_cached_tokens for each in outputs] == [0] + [4096] * (len(prompts) - 1)
     assert llm.reset_prefix_cache()
-    together = llm.generate(prompts, params, use_tqdm=False)
+    together = llm.generate([*prompts], params, use_tqdm=False)
     assert sum(each.num_cached_tokens for each in together) == 4096 * (len(prompts) - 1)
     for answers in (outputs, together):
-        assert [each.outputs[0].text.strip() for each in answers] == [answer_text(place) for _, place in questions]
+        assert tuple(each.outputs[0].text.strip() for each in answers) == right
 
 
 def check_no_copy(llm: Any) -> None:

@@ -41,6 +41,11 @@ def test_two_gpus_give_the_answers_of_one(tmp_path: Path) -> None:
     answer(tmp_path, "FULL_DECODE_ONLY", "2")
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_dummy_steps_of_an_idle_rank_change_none_of_its_states(tmp_path: Path) -> None:
+    run("idle_rank_run.py", "recall", tmp_path)
+
+
 def test_an_engine_that_slept_answers_as_before(tmp_path: Path) -> None:
     answer(tmp_path, "sleep")
 
