@@ -110,7 +110,7 @@ pytest-gpu pytest-gpu-full:
 test-vllm-gpu: GPU_WORKERS ?= 6
 test-vllm-gpu: export OMP_NUM_THREADS ?= 1
 test-vllm-gpu:
-	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) tests/vllm/test_gpu_families.py tests/vllm/test_gpu_recall.py tests/vllm/test_gpu_drafts.py
+	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) tests/vllm/test_gpu_*.py
 
 bench-kernels:
 	$(PYTHON) benchmarks/bench_kernels.py --json benchmarks/results/kernels-h200.json

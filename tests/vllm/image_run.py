@@ -160,12 +160,19 @@ SCENES = (
 )
 
 
+def answer_of(output: Any) -> tuple[list[int], torch.Tensor]:
+    """Returns the tokens of vLLM's answer and their log-probabilities."""
+    [answer] = output.outputs
+    pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+    return list(answer.token_ids), torch.tensor([each[token].logprob for each, token in pairs])
+
+
 class WithImages(Original):
     """The Hugging Face model with its vision tower and its processor."""
 
-    def __init__(self, text: Path, whole: Path, marks: Marks) -> None:
+    def __init__(self, text: Path, whole: Path, marks: Marks, device: str = "cpu") -> None:
         super().__init__(text)
-        self._module = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval()
+        self._module = AutoModelForImageTextToText.from_pretrained(whole, dtype=torch.float32).eval().to(device)
         self._processor = AutoProcessor.from_pretrained(whole)
         self._marks = marks
         self._prompt = Prompt(())
@@ -205,14 +212,16 @@ class WithImages(Original):
 
     def check_prompt(self, prompt: Prompt, output: Any) -> torch.Tensor:
         """Fails unless an answer is greedy and has the right log-probabilities. Returns these."""
-        [answer], self._prompt = output.outputs, prompt
-        self.check(output.prompt_token_ids, list(answer.token_ids))
-        pairs = zip(answer.logprobs, answer.token_ids, strict=True)
-        found = torch.tensor([each[token].logprob for each, token in pairs])
-        all_right = self.after(output.prompt_token_ids, answer.token_ids).log_softmax(-1)
-        right = all_right.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        tokens, found = answer_of(output)
+        right = self.right(prompt, output.prompt_token_ids, tokens)
+        self.check(output.prompt_token_ids, tokens)
         assert (found - right).abs().max() < TOLERANCE, (found, right)
         return found
+
+    def right(self, prompt: Prompt, expanded: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Returns the log-probabilities of an answer's tokens behind a prompt, `expanded` as the model takes it."""
+        self._prompt = prompt
+        return self.after(expanded, answer).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
 
     @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -224,8 +233,8 @@ class WithImages(Original):
             kinds = inputs.pop("mm_token_type_ids", None)
             if kinds is not None:  # the answer is text
                 inputs["mm_token_type_ids"] = torch.nn.functional.pad(kinds, (0, ids.shape[1] - kinds.shape[1]))
-            inputs["input_ids"] = ids
-            self._logits[key] = self._module(**inputs, use_cache=False).logits[0]
+            inputs = {name: each.to(self._module.device) for name, each in (inputs | {"input_ids": ids}).items()}
+            self._logits[key] = self._module(**inputs, use_cache=False).logits[0].cpu()
         return self._logits[key]
 
 
