@@ -1,6 +1,7 @@
 """Random mixes of requests on the symbolic model: whatever happens, each request gets the tokens it gets alone.
 
-MAMBACACHE_MIXES multiplies the number of mixes; they are the same in every run.
+MAMBACACHE_MIXES multiplies the number of mixes. They are the same in every run that imports the same modules, since
+hypothesis draws numbers out of these.
 """
 
 from __future__ import annotations
