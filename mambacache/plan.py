@@ -63,9 +63,9 @@ class SequenceStep(NamedTuple):
     hold the one after the row, and is null where a decode row adds to its log alone.
 
     Drafts may form a tree, in preorder: then `parents` says which token of the row, counted from the known one on, each
-    of them comes after. What logs and KV pages hold of them has the places of a row without branches, one token each.
-    Where a tree's row was accepted, what they hold of its path is to be moved before the next row runs (`keep_paths`):
-    from the positions `kept` to the ones right before `start`.
+    of them comes after. In logs and KV pages the tokens of a tree have the places of a row without branches. After a
+    tree's row was accepted, `keep_paths` must move its path before the next row runs: from the positions `kept` to the
+    positions right before `start`.
     """
 
     request_id: str
@@ -80,9 +80,9 @@ class SequenceStep(NamedTuple):
     log_slot: int = 0
     log_start: int = 0
     drafts: tuple[int, ...] = ()
-    checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside what stands in dst
-    prompt_logits: bool = False  # a prefill row whose every token's logits are wanted
-    late: int = 0  # a decode row may begin so many tokens later: as many drafts before it may still be accepted
+    checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, for states beside the state in dst
+    prompt_logits: bool = False  # whether the logits of all tokens of a prefill row are wanted
+    late: int = 0  # the most tokens by which a decode row may begin later, if drafts before it are accepted
     parents: tuple[int, ...] = ()  # empty where each draft comes after the one before it
     kept: tuple[int, ...] = ()
 
@@ -262,7 +262,7 @@ def _ancestors(row: SequenceStep, width: int) -> np.ndarray:
 
 
 def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarray | None:
-    """What `keep_paths` is to do for rows in a slot each, whose entry i is that of positions i, i + size, and so on."""
+    """Return the moves of `keep_paths` for rows with a slot each. Entry i of a slot holds position i modulo `size`."""
     paths = []
     for row, slot in rows:
         places = [position % size for position in row.kept]

@@ -110,8 +110,9 @@ class CheckedCache(PrefixCache):
         assert self._lacking() <= self._available(self.kv) + self._pages_for_states(hit), (
             "a prompt runs without pages for it"
         )
-        if self.config.slab is None:  # else its pages may lie in the slab that its state would take
-            assert s.life.reserve is not None, "a prompt runs without a block for its state"
+        # With shared memory its pages may lie in the last slab that its state could take.
+        taken = self.config.slab is not None and not self._available(self.states)
+        assert s.life.reserve is not None or taken, "a prompt runs without a block for its state"
         self._wanted[s.life.number] = self._asked_for(s, junction)
         self.hits.append((request_id, found))
         return found
@@ -367,7 +368,8 @@ class CheckedCache(PrefixCache):
             ):
                 if step.start < position < end:
                     prefix = self._prefix(life, position)
-                    there = [held[prefix] for held in (written, before) if prefix in held]
+                    cached = before if written else self.model.states  # a written state may have evicted it
+                    there = [held[prefix] for held in (written, cached) if prefix in held]
                     assert any(there) or (there and position > life.near_from) or self._full(), "a state is not written"
 
     def _check_kept(self, life: Life, end: int) -> None:

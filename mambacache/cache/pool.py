@@ -149,9 +149,7 @@ class BlockPool:
 
     # --- hashes ---
 
-    def commit(
-        self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0
-    ) -> bool:
+    def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0) -> bool:
         """Names a WRITING block by its hash; False, and it stays private, if a block at least as exact has it."""
         holder = self._blocks.get(block_hash)
         if holder is not None:

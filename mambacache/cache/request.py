@@ -33,13 +33,13 @@ class CachedRequest:
     read: bool
     store: bool
     chain: list[bytes]  # the root, then the hash of each whole block of known tokens
-    number: int  # no other request of the cache has it
-    report: RequestReport | None = None  # made when it first ran
+    number: int  # unique in the cache
+    report: RequestReport | None = None  # of its first run
     life: Life | None = None  # None while it waits
-    waits: tuple[Life, int] | None = None  # who is about to compute a prefix of it, and up to where
-    load: Load | None = None  # what it waits for from the host's memory, or from files
-    may_load: bool = True  # it has begun no load from the host's memory since it ran last
-    may_read: bool = True  # nor one from files
+    waits: tuple[Life, int] | None = None  # the life that computes a prefix of it, and the position that it waits for
+    load: Load | None = None  # the load from host memory or files that it waits for
+    may_load: bool = True  # False after a load from host memory, until it runs
+    may_read: bool = True  # False after a load from files, until it runs
     hit_before: int | None = None  # after how many blocks it could have resumed without the loads that it waited for
     held_before: int | None = None  # the same with what the host's memory had, without files
     lined: int = 0  # leading blocks of the chain that `Lookup` counts as waited for

@@ -62,10 +62,10 @@ class Tier:
         self._host = {"state": self.states, "kv": self.pages}
         self.moves: dict[int, Move] = {}
         self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
-        self._unwritten: dict[tuple[str, bytes], None] = {}  # what is here and in no file
-        self._unflushed: list[int] | None = None  # of `flush`, states that were not looked at
-        self._spare = False  # whether the state that was looked at last is spare
-        self._lacked: dict[int, int] = {}  # how much of the one that was looked at last was in no file
+        self._unwritten: dict[tuple[str, bytes], None] = {}  # blocks in host memory that have no file
+        self._unflushed: list[int] | None = None  # states that a flush has not come to; None: no flush has begun
+        self._spare = False  # whether the flush has come to a spare state
+        self._lacked: dict[int, int] = {}  # the state that the flush has come to, and how many blocks had no file
         self._writable = True  # as far as the last transfer to files has told
         self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
@@ -101,8 +101,8 @@ class Tier:
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
     def _copy_out(self, limit: float) -> None:
-        """Begins to copy the states that would be lost first, by their own eviction or by that of the KV before them:
-        what is as cold as the pages that go first has pages among them."""
+        """Begin to copy the states that would be lost first. A state is lost by its own eviction or by the eviction of
+        the KV before it: a state as cold as the next pages to be evicted has some of these before it."""
         states = self._states
         left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
         move = Move(Transfer(0, True, (), ()))

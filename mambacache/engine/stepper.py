@@ -91,8 +91,8 @@ class Stepper:
     def advance(self) -> None:
         """Takes the tokens of one step, and brings up to date the outputs of the requests that it brought on.
 
-        What is raised ends the step and not its requests: they are run again, one to a step, and the one whose step
-        fails alone ends with the error. What is no `Exception`, as Ctrl-C, goes on to the caller.
+        An exception ends the step and not its requests. They run again, one to a step, and a request whose step fails
+        alone ends with the error. An exception that is no `Exception`, such as Ctrl-C, goes on to the caller.
 
         Raises:
             RuntimeError: the device has failed; or nothing can run although requests are left.
@@ -249,7 +249,7 @@ class Stepper:
             logger.exception("the tier in host memory failed in this step")
             return self._tier_failures < PLANNING_ATTEMPTS
         self._tier_failures = 0
-        return bool(under_way or (over and not flush))  # the next flush would begin anew
+        return bool(under_way or (over and not flush))  # another flush would begin with all states again
 
     def _wait_for_transfer(self) -> None:
         """Nothing can run: requests that are left may wait for a transfer, or for what one holds."""

@@ -26,7 +26,7 @@ LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 _OWN_POOL = "states are in mambacache's pool, in a layout of its own"
 _OWN_BLOCKS = "hits come where mambacache has a state and --block-size a KV block"
 _OWN_KERNELS = "recurrent layers run in mambacache's kernels"
-_ROUNDED = "states are rounded once in 16 tokens, to the nearest number, which errs less"
+_ROUNDED = "states are rounded to the nearest number, once in 16 tokens"
 _NO_EFFECT: dict[str, tuple[str, str, Any, str]] = {
     "--mamba-cache-mode": ("cache_config", "mamba_cache_mode", "none", _OWN_POOL),
     "--mamba-block-size": ("cache_config", "mamba_block_size", None, _OWN_BLOCKS),

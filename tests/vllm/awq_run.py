@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "MAMBACACHE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
 import real_shapes
 import torch
+from family_run import OPTIONS  # sets the environment
 from quantised import pack
 from transformers import AutoModelForCausalLM
 from watched import LAST_ANSWER
@@ -45,16 +35,7 @@ def main(name: str, directory: Path) -> None:
     pack(served, "awq")
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        str(served),
-        dtype="bfloat16",
-        enforce_eager=True,
-        language_model_only=True,
-        max_model_len=1024,
-        max_num_batched_tokens=100,
-        skip_tokenizer_init=True,
-        additional_config={"mambacache": {"num_state_blocks": 64}},
-    )
+    llm = LLM(str(served), **OPTIONS | {"dtype": "bfloat16", "language_model_only": True})
     twin = AutoModelForCausalLM.from_pretrained(directory / "twin", dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
     for hit in (0, 128):

@@ -29,7 +29,7 @@ from composite_models import COMPOSITES, QWEN, TEXT_ONLY, add_processor, save_co
 from real_shapes import add_predictor, olmo_weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
-from watched import LAST_ANSWER
+from watched import LAST_ANSWER, check_idle
 
 from engine_driver import Original, tokens_of
 from tiny_models import save_tiny_model
@@ -242,10 +242,7 @@ def main(name: str, directory: Path) -> None:
     for dummy in dummies:
         dummy()
     assert not drafts or min(counts.values()) > 20, counts
-    states = core.scheduler.states
-    states.check()
-    blocks = states.stats.state_blocks
-    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+    check_idle(core.scheduler.states)
     print(LAST_ANSWER, flush=True)
 
 

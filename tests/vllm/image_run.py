@@ -21,7 +21,7 @@ from real_shapes import add_predictor
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
-from watched import LAST_ANSWER
+from watched import LAST_ANSWER, check_idle
 
 from engine_driver import Original, tokens_of
 from tiny_models import VOCABULARY
@@ -308,10 +308,7 @@ def main(name: str, directory: Path) -> None:
     check((text, 0), *cold, cache_salt="a")
     check((text, 128), *((prompt, each.again) for each in scenes for prompt in each[:2]), cache_salt="a")
     assert not drafts or min(counts.values()) > 20, counts
-    states = core.scheduler.states
-    states.check()
-    blocks = states.stats.state_blocks
-    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+    check_idle(core.scheduler.states)
     print(LAST_ANSWER, flush=True)
 
 

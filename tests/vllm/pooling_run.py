@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, JambaForSequenceClassification
-from watched import LAST_ANSWER
+from watched import LAST_ANSWER, check_idle
 
 from tiny_models import randomize, save_tiny_model
 
@@ -123,10 +123,7 @@ def main(name: str, directory: Path) -> None:
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             torch.testing.assert_close(output.outputs.data, expected(prompt), rtol=1e-4, atol=1e-5)
         assert [output.num_cached_tokens for output in outputs] == hits
-    states = llm.llm_engine.engine_core.engine_core.scheduler.states
-    states.check()
-    blocks = states.stats.state_blocks
-    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+    check_idle(llm.llm_engine.engine_core.engine_core.scheduler.states)
     print(LAST_ANSWER, flush=True)
 
 

@@ -21,7 +21,7 @@ from family_run import CHANGES, DRAFTS, OPTIONS, count_drafts, options_of  # set
 from real_shapes import add_predictor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from watched import LAST_ANSWER
+from watched import LAST_ANSWER, check_idle
 
 from engine_driver import TIE, Original, floor, tokens_of
 from tiny_models import VOCABULARY, save_tiny_model
@@ -218,9 +218,7 @@ def main(name: str, directory: Path, backend: str) -> None:
         assert ask(llm, original, HITS[1]) == answers
     go_on(llm, original, answers)
     wait_for_a_grammar(llm, original)
-    core.scheduler.states.check()
-    blocks = core.scheduler.states.stats.state_blocks
-    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+    check_idle(core.scheduler.states)
     print(LAST_ANSWER, flush=True)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 FULL = os.environ.get("MAMBACACHE_FAMILIES") == "all"
@@ -66,6 +67,13 @@ def check_end(process: subprocess.Popen[bytes], since: float, log: Path, code: i
         assert time.monotonic() - since < SECONDS, f"{left} after the last answer:\n{output_of(log)}"
         time.sleep(0.05)
     assert process.wait() == code, output_of(log)
+
+
+def check_idle(states: Any) -> None:
+    """Fail unless a scheduler's cache is consistent, and no request holds a state."""
+    states.check()
+    blocks = states.stats.state_blocks
+    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
 
 
 def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 280) -> None:
