@@ -337,6 +337,7 @@ COMPILED_MIXES = (
 rows that leave most processors little to do."""
 
 
+SLOWEST_FIRST = ("selective_scan", "ssd", "kda", "gated_delta_rule", "conv1d")  # to compile
 PROCESS_BYTES = 6 << 30  # of one that compiles, with its batch, and of a test
 
 
@@ -363,13 +364,15 @@ def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
 def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
     """Fills Triton's cache with the kernels of these ops, in a process for each core that the GPU has room for.
 
-    Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op.
+    Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op. The ops that take
+    longest come first, so that all processes end at about the same time.
     """
     processes = min(os.cpu_count() or 1, torch.cuda.mem_get_info()[1] // PROCESS_BYTES)
     different = {variant(*kernel): kernel for kernel in kernels}
+    jobs = sorted(different.values(), key=lambda kernel: SLOWEST_FIRST.index(kernel[0]().name))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(processes, 1), mp_context=spawn) as workers:
-        for job in [workers.submit(run_once, *kernel) for kernel in different.values()]:
+        for job in [workers.submit(run_once, *kernel) for kernel in jobs]:
             job.result()
 
 

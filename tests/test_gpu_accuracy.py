@@ -152,9 +152,7 @@ DELTA_RULES = {"kda": partial(KDAOp, 8, 128, 128), "gated_delta_rule": partial(D
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "strided", [False, pytest.param(True, marks=pytest.mark.gpu_full)], ids=["dense", "strided"]
-)
+@pytest.mark.parametrize("strided", [False, pytest.param(True, marks=pytest.mark.gpu_full)], ids=["dense", "strided"])
 @pytest.mark.parametrize("scales", [(1.0,), (1e20, 1e-30)], ids=["", "scaled states"])
 @pytest.mark.parametrize(("rows", "length"), ROWS_OF_BRANCH.values(), ids=ROWS_OF_BRANCH.keys())
 @pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED.keys())

@@ -15,7 +15,7 @@ from gpu_cases import DTYPES, MODELS, Make
 from kernel_cases import Pool
 from kernel_ops import OPS
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled", "pools_on_the_gpu")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("pools_on_the_gpu")]
 
 COMPANIES = (1, 2, 3) * 5 + (6, 6, 7, 13, 31)  # rows of each kind beside the one that is watched, in 20 batches
 
@@ -43,12 +43,16 @@ SMALL = [
         test,
         make,
         *dtypes,
-        id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes), what]),
-        marks=pytest.mark.gpu_full if what in OF_PLACES and dtypes not in (of_op[0], of_op[-1]) else (),
+        id=f"{kernels}-{what}",
+        marks=[
+            pytest.mark.xdist_group(kernels),  # these compile the same kernels
+            *([pytest.mark.gpu_full] if what in OF_PLACES and dtypes not in (of_op[0], of_op[-1]) else []),
+        ],
     )
     for name, make in OPS.items()
     for of_op in [DTYPES.get(make().name, ())[: None if name in DTYPES else 1]]  # of an op's variants one is enough
     for dtypes in of_op
+    for kernels in ["-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)])]
     for what, test in SHARED.items()
 ]
 REAL_ROWS = [
@@ -76,6 +80,7 @@ def test_small_shapes(
     test(make=make, dtype=dtype, state_dtype=state_dtype)
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("test", [SHARED["split after a hit"], SHARED["company"]], ids=["split", "company"])
 @pytest.mark.parametrize(("make", "dtype", "state_dtype"), REAL_ROWS)
 def test_real_shapes(test: Callable[..., None], make: Make, dtype: torch.dtype, state_dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from log_cases import BLOCKS, CASES, DEVICE, ROWS, SOURCES, TOKENS, Case, delta_rule, state_space
 from mambacache.kernels import StateIndices, api, gpu, reference
+from mambacache.kernels.gpu.common.launch import Launcher
 
 BLANK, CHECKPOINTS, SLOTS, FIRST = (1, 2), (5, 4), (1, 2), (5, 16)  # of each row
 LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -134,6 +136,33 @@ def test_16_bits_are_the_same_however_tokens_are_cut(name: str) -> None:
     case = CASES[name]()
     case.fill(LOW, LOW)
     assert_same(run(case, 3, 2), run(case, 8, 3))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the order of a GPU's programs is its own")
+@pytest.mark.parametrize("name", ["gated delta rule", "kda", "ssd, plain and uneven", "selective scan", "conv1d"])
+def test_programs_side_by_side_may_run_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All programs of a launch run at once, except that some wait for the first programs of their row."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    for module in ("test_interpreter_log", "log_cases"):
+        monkeypatch.setattr(import_module(module), "TOKENS", 16)
+    monkeypatch.setattr(import_module("mambacache.kernels.gpu.ssd.decode"), "MAX_HEADS", 2)
+    case = CASES[name]()
+    case.fill(torch.float32, torch.float32)
+    forwards = run(case, 5, 1)
+    launch, set_place = Launcher.__call__, interpreter_builder.set_grid_idx
+
+    def launch_backwards(self: Launcher, programs: int, *arguments: Any, **options: int) -> None:
+        first, constants = 0, arguments[-1]
+        if "arrivals" in self.kernel.arg_names:
+            first = ROWS * constants.get("PREPARING", constants["HEADS"])
+        backwards = [*reversed(range(first)), *reversed(range(first, programs))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter_builder, "set_grid_idx", lambda x, y, z: set_place(backwards[x], y, z))
+            launch(self, programs, *arguments, **options)
+
+    monkeypatch.setattr(Launcher, "__call__", launch_backwards)
+    assert_same(run(case, 5, 1), forwards)
 
 
 @pytest.mark.parametrize("op", ["delta rule", "state space"])

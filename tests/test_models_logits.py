@@ -24,7 +24,9 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=TINY_MODELS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in TINY_MODELS]
+)
 def models(
     request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Model, Original]:

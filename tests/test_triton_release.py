@@ -167,7 +167,7 @@ print(*sorted(keys.items()))
 @pytest.mark.gpu  # of the releases that serve, the oldest alone makes keys that depend on the order
 def test_what_a_process_compiles_another_finds_whatever_it_calls_first() -> None:
     forwards, backwards = (
-        subprocess.run([sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
+        subprocess.run([sys.executable, "-P", "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
         for order in ("forwards", "backwards")
     )
     assert forwards == backwards and forwards.count("_kernel'") > 30

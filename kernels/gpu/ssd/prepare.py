@@ -84,6 +84,7 @@ def _enter(
     vector,
     scalar,
     there,
+    in_N,
     in_group,
     of_group,
 ):
@@ -92,7 +93,7 @@ def _enter(
     own, asked, mine = raw.to(tl.float32), reads.to(tl.float32), tl.where(there, in_group, False)
     size = tl.minimum(tl.maximum(softplus(step.to(tl.float32) + bias), dt_min), dt_max)
     G += tl.maximum(size * rate, LEAST_DECAY)
-    tl.store(log_B, raw, mask=tl.where(there, of_group, False))
+    tl.store(log_B, raw, mask=tl.where(there, in_N, False))  # in every program of the group: it reads B again
     tl.store(log_dt, size, mask=mine)
     tl.store(log_G, G, mask=mine)
     tl.store(vector, asked, mask=of_group)
@@ -169,7 +170,7 @@ def prepare(
         asked, G = _enter(
             step, raw, reads, G, rate, bias, skip, dt_min, dt_max,
             log_B + end * (GROUPS * N) + channel, log_dt + end * HEADS, log_G + end * HEADS,
-            vectors, scalars, length > 0, in_group, of_group,
+            vectors, scalars, length > 0, in_N, in_group, of_group,
         )  # fmt: skip
         _store_scores(scores, lane, end, Bs, sizes, Gs, asked, G, in_group)
     else:
@@ -188,7 +189,8 @@ def prepare(
             _, G = _enter(
                 step, raw, reads, G, rate, bias, skip, dt_min, dt_max,
                 log_B + here * (GROUPS * N) + channel, log_dt + here * HEADS, log_G + here * HEADS,
-                vectors + t * (GROUPS * N), scalars + t * (HEADS * SCALARS), True, in_group, of_group,
+                vectors + t * (GROUPS * N), scalars + t * (HEADS * SCALARS), True, in_N, in_group,
+                of_group,
             )  # fmt: skip
             every = tl.arange(0, WINDOW)[:, None]
             unmet = ((every < first) | (every >= end + depth)) & in_group[None, :]
