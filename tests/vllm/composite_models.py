@@ -111,7 +111,8 @@ class Composite(NamedTuple):
 def add_lfm2_images(served: Path) -> None:
     """Gives a saved LFM2-VL random weights of a vision tower and a projector, and a processor of images."""
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(served))
+    config = AutoConfig.from_pretrained(served)
+    model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
     randomize(model)
     model.save_pretrained(served / "images")
     weights = load_file(served / "images" / "model.safetensors")

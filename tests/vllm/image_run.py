@@ -243,12 +243,17 @@ def save(name: str, directory: Path) -> Path:
     served = family_run.save(name, directory)
     if name == "qwen3_5_moe":
         add_processor(served)
+    silence_marks(served)
+    return served
+
+
+def silence_marks(served: Path) -> None:
+    """Change the output layer of a saved model, so that no answer holds a mark of an image."""
     path = served / "model.safetensors"
     weights = load_file(path)
     output = "lm_head.weight" if "lm_head.weight" in weights else "model.language_model.embed_tokens.weight"
     weights[output][VOCABULARY:] = 0
     save_file(weights, path, metadata={"format": "pt"})
-    return served
 
 
 class Check:

@@ -75,6 +75,17 @@ class Capture:
         return torch.nn.functional.one_hot(following, VOCABULARY).to(torch.float32) * 100
 
 
+def capture(worker: Any, tokens: torch.Tensor) -> None:
+    worker.capture = Capture(worker.model_runner.get_model(), tokens)
+
+
+def captured(worker: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits since the last call, and whose they are."""
+    found = torch.cat(worker.capture.logits), torch.cat(worker.capture.places)
+    worker.capture.logits, worker.capture.places = [], []
+    return found
+
+
 class NoCuteDsl(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "cutlass" else None
@@ -127,9 +138,8 @@ def main(
         ),
         **options,
     )
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     tokens = sequences(prompts)
-    capture = Capture(runner.get_model(), tokens)
+    llm.collective_rpc(capture, args=(tokens,))
     requests = [
         ({"prompt_token_ids": own[:count].tolist()}, own[count : count + DECODED].tolist())
         for own, count in zip(tokens, prompts, strict=True)
@@ -141,9 +151,9 @@ def main(
         outputs = llm.generate([prompt for prompt, _ in order], params, use_tqdm=False)
         assert [list(each.outputs[0].token_ids) for each in outputs] == [answer for _, answer in order]
         hits.append([each.num_cached_tokens or 0 for each in outputs])
-        seen.append(sum(map(len, capture.places)))
-    logits, places = torch.cat(capture.logits), torch.cat(capture.places)
-    torch.save({"logits": logits, "places": places, "first_round": seen[0], "hits": hits}, out)
+        seen.append(llm.collective_rpc(captured)[0])
+    logits, places = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    torch.save({"logits": logits, "places": places, "first_round": len(seen[0][0]), "hits": hits}, out)
 
 
 if __name__ == "__main__":

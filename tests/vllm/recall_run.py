@@ -8,6 +8,7 @@ prompts that all modes continue alike.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from mambacache.demo import MODEL
 from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_document, demo_questions, question_text
 
 VOCABULARY = 136
+MAPPED = 13  # CU_POINTER_ATTRIBUTE_MAPPED
 ROWS = 8  # a size for which a graph is captured, so that no mode pads
 
 
@@ -100,14 +102,21 @@ def pool_of(llm: Any) -> Any:
     return context_of(llm).pool
 
 
+def is_mapped(buffer: torch.Tensor) -> bool:
+    """Return whether the driver has memory behind a buffer's addresses."""
+    mapped, address = ctypes.c_int(), ctypes.c_uint64(buffer.data_ptr())
+    failed = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(mapped), MAPPED, address)
+    return not failed and bool(mapped.value)
+
+
 def check_sleep(llm: Any) -> None:
     """The engine gives the memory of states and token logs back, and answers after it wakes as before."""
     context = context_of(llm)
-    held = context.pool.buffer.nbytes + context.logs.buffer.nbytes
+    buffers = context.pool.buffer, context.logs.buffer
     for level in (1, 2):
-        free = torch.cuda.mem_get_info()[0]
+        assert all(map(is_mapped, buffers))
         llm.sleep(level=level)
-        assert torch.cuda.mem_get_info()[0] - free > held, "states stay on the GPU"
+        assert not any(map(is_mapped, buffers)), "states stay on the GPU"
         llm.wake_up(tags=["weights"])
         if level == 2:
             llm.collective_rpc("reload_weights")

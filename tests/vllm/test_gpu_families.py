@@ -107,7 +107,9 @@ FP8_KV = {"kv_cache_dtype": "fp8"}
         ("qwen3_5_moe", "block_fp8", FP8_KV | MTP),
         ("nemotron_3", "modelopt_fp8", FP8_KV),
         ("qwen3_5_moe", "nvfp4", {}),
+        ("qwen3_5_moe", "mxfp4", {}),
         ("qwen3_5", "awq", {}),
+        ("qwen3_5_moe", "gptq", MTP),
     ],
     ids=str,
 )
@@ -119,6 +121,12 @@ def test_errors_of_quantised_checkpoints_are_those_of_vllm(
         add_predictor(served, large=1.0)
     pack(served, form)
     compare(f"{form}-{name}", tmp_path / "model", served, **options_of(name), **options)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_errors_on_two_gpus_are_those_of_vllm(tmp_path: Path) -> None:
+    served = save("qwen3_5_moe", tmp_path / "model", "cuda")
+    compare("qwen3_5_moe-tp2", tmp_path / "model", served, tensor_parallel_size=2, **options_of("qwen3_5_moe"))
 
 
 def test_errors_of_alice_ais_layer_are_those_of_transformers(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts with images to layers of Qwen3.5-9B on a GPU, with the plugin and without: `make test-vllm-gpu`."""
+"""Prompts with images to layers of real shapes on a GPU, with the plugin and without: `make test-vllm-gpu`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ RATIO = 1.2
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def test_errors_with_images_are_those_of_vllm(tmp_path: Path) -> None:
-    from image_errors_run import HITS, PROMPTS, save  # they set the environment of a script
-    from image_run import QWEN, WithImages
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
+def test_errors_with_images_are_those_of_vllm(name: str, tmp_path: Path) -> None:
+    from image_errors_run import hits, prompts, save  # they set the environment of a script
+    from image_run import MARKS, WithImages
 
     model, errors = tmp_path / "model", {}
-    save(model, "cuda")
-    original = WithImages(model, model, QWEN, "cuda")
+    served = save(name, model, "cuda")
+    original = WithImages(model, served, MARKS[name], "cuda")
     for engine in ("plugin", "vllm"):
-        run("image_errors_run.py", engine, tmp_path, str(model))
+        run("image_errors_run.py", engine, tmp_path, name, str(model), str(served))
         found = torch.load(tmp_path / engine)
         differences = [
             given - original.right(prompt, expanded, tokens)
             for answers in found["answers"]
-            for prompt, (expanded, tokens, given) in zip(PROMPTS, answers, strict=True)
+            for prompt, (expanded, tokens, given) in zip(prompts(name), answers, strict=True)
         ]
         errors[engine] = torch.cat(differences).square().mean().sqrt().item()
-        assert engine == "vllm" or found["hits"] == HITS
+        assert engine == "vllm" or found["hits"] == hits(name)
     print(errors)
     assert errors["plugin"] <= RATIO * errors["vllm"]

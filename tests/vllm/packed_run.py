@@ -1,4 +1,4 @@
-"""A small model in AWQ served by vLLM with the plugin, beside its twin in transformers: `awq_run.py NAME DIRECTORY`."""
+"""A small Qwen3.5 in 4 bits in vLLM with the plugin, beside its twin in transformers: `packed_run.py FORM FOLDER`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PROMPTS = [[token % 500 + 1 for token in tokens_of(seed, 150)] for seed in range
 NEAR = 0.05  # of log probabilities, whose activations are bf16
 
 
-def main(name: str, directory: Path) -> None:
-    checkpoint, changes = real_shapes.SHAPES[name]
-    real_shapes.SHAPES[name] = checkpoint, changes | SMALL
-    served = real_shapes.save(name, directory / "twin", "cpu", "awq")
-    pack(served, "awq")
+def main(form: str, directory: Path) -> None:
+    checkpoint, changes = real_shapes.SHAPES["qwen3_5"]
+    real_shapes.SHAPES["qwen3_5"] = checkpoint, changes | SMALL
+    served = real_shapes.save("qwen3_5", directory / "twin", "cpu", form)
+    pack(served, form)
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(served), **OPTIONS | {"dtype": "bfloat16", "language_model_only": True})
