@@ -15,6 +15,7 @@ from .api import (
     selective_scan,
     ssd,
 )
+from .compiling import compiling
 from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
 from .indices import FOLD, DecodeBuffers, StateIndices, pack_arrays
 from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log
@@ -31,6 +32,7 @@ __all__ = [
     "add_to_history",
     "choose_experts",
     "combine_experts",
+    "compiling",
     "conv1d",
     "conv1d_log",
     "copy_blocks",

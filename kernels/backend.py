@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .compiling import Zeros, is_compiling
 from .device import check_hopper, check_triton
 
 
-def backend(x: Tensor) -> ModuleType:
+def backend(x: Tensor) -> ModuleType | Zeros:
     """The ops in Triton for a tensor on a GPU, otherwise those in plain torch, which alone know float64.
 
     Triton is imported with the first op on a GPU. It launches on the current device, whatever its arguments lie on.
@@ -32,4 +33,4 @@ def backend(x: Tensor) -> ModuleType:
     check_triton()
     from . import gpu
 
-    return gpu
+    return Zeros(gpu) if is_compiling() else gpu

@@ -20,6 +20,7 @@ MAX_EQUAL_LINES = 12
 # that it begins with.
 LAYERS: dict[str, set[str]] = {
     "plan": set(),
+    "warm_up": {"plan"},
     "report": set(),
     "checks": {"plan", "config"},
     "units": set(),
@@ -30,7 +31,7 @@ LAYERS: dict[str, set[str]] = {
     "scheduler": {"plan", "config", "report", "cache.prefix_cache"},
     "kernels": set(),
     "models": {"plan", "config", "kernels"},
-    "runner": {"plan", "config", "kernels", "models"},
+    "runner": {"plan", "config", "warm_up", "kernels", "models"},
     "engine": set(),
     "engine.outputs": {"report"},
     "engine.text": set(),
@@ -47,13 +48,13 @@ LAYERS: dict[str, set[str]] = {
         "engine.prompts",
         "engine.stepper",
     },
-    "engine.parts": {"config", "cache", "scheduler", "kernels", "models", "runner", "engine"},
+    "engine.parts": {"config", "warm_up", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "engine.async_llm": {"config", "engine", "report", "scheduler"},
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "demo": {"config", "report", "engine", "demo"},
     "demo.task": set(),
     "cli": {"config", "models", "runner", "engine", "demo", "units", "vllm.sizing"},
-    "vllm": {"cache.prefix_cache", "config", "plan", "report", "units", "kernels"},
+    "vllm": {"cache.prefix_cache", "config", "plan", "warm_up", "report", "units", "kernels"},
 }
 # All that these parts may import from other distributions.
 DISTRIBUTIONS: dict[str, set[str]] = {

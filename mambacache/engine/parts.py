@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
@@ -41,27 +40,9 @@ from mambacache.runner.sizing import (
 )
 from mambacache.scheduler.drafts import DeviceDrafts, DraftFunction, DraftSource, on_copies, one_by_one
 from mambacache.scheduler.scheduler import Scheduler
+from mambacache.warm_up import warm_up_batches
 
 logger = logging.getLogger(__name__)
-
-WARM_UP_TOKENS = 4096
-"""Enough for the kernels that one long prompt takes, with two experts a token or more. What decode without graphs takes
-beside them is compiled when it first runs."""
-LONG_PROMPT = 320
-"""Many prompts of so many tokens take others than many short ones, where the budget of a step has room for them."""
-UNEVEN = 2048, 32
-"""So does a prompt of so many tokens beside so many of one, which leaves most processors little to do."""
-
-
-def warm_up_batches(room: int, longest: int, most_rows: int) -> list[list[int]]:
-    """Tokens of the prompts of batches of up to `room` tokens, in `most_rows` rows of up to `longest`.
-
-    A long prompt, many short ones, many long ones, and one long beside short ones: by that forms of prefill are chosen.
-    """
-    rows, length = min(most_rows, room), min(LONG_PROMPT, longest)
-    short = min(UNEVEN[1], rows - 1)
-    uneven = [min(UNEVEN[0], longest, room - short), *[1] * short]
-    return [[min(WARM_UP_TOKENS, longest)], [1] * rows, [length] * min(rows, room // length), uneven]
 
 
 @dataclass(frozen=True)
@@ -160,18 +141,15 @@ def _core(
     sizes = plan_memory(config, model, usable)
     cache = PrefixCache(_cache_config(config, model, sizes), files)
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
+    if isinstance(source, DeviceDrafts):
+        runner.draft(sizes.max_model_len, config.max_draft_tokens, config.block_size)
     if torch.device(device).type == "cuda":
-        room = config.max_num_batched_tokens
-        with tqdm(total=1, desc="kernels", disable=None) as bar:
-            longest = min(room, sizes.max_model_len)
-            runner.warm_up(warm_up_batches(room, longest, sizes.max_num_seqs), config.block_size)
-            bar.update()
+        room, width = config.max_num_batched_tokens, config.max_draft_tokens + 1
+        runner.warm_up(warm_up_batches(room, sizes.max_model_len, sizes.max_num_seqs, width), config.block_size)
         if not config.enforce_eager:
             longest = sizes.max_model_len + config.max_draft_tokens
             max_pages = -(-longest // config.block_size) if model.kv_layers else 0
             runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
-    if isinstance(source, DeviceDrafts):
-        runner.draft(sizes.max_model_len, config.max_draft_tokens, config.block_size)
     vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
     scheduler = Scheduler(
         cache,

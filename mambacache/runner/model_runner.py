@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from mambacache.config import SamplingParams
-from mambacache.kernels import StatePool, keep_paths, pack_arrays
+from mambacache.kernels import StatePool, compiling, keep_paths, pack_arrays
 from mambacache.models.adapt import Model
 from mambacache.plan import NULL_BLOCK, PageTables, SequenceStep, StepPlan, build_plan, pad
 from mambacache.runner.cuda_graphs import DecodeGraphs
 from mambacache.runner.device_batch import DeviceBatch
 from mambacache.runner.ngram import Histories, Known
 from mambacache.runner.sampler import RowSampling, likeliest_tokens, sample, score
+from mambacache.warm_up import CompilerThreads
 
 Logprobs = dict[int, float]
 """Log probabilities of one position: of the token that stands or was sampled there, then of the most likely ones."""
@@ -142,17 +143,25 @@ class ModelRunner:
                 self.model, self.states, self.logs, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
 
-    def warm_up(self, batches: Sequence[Sequence[int]], block_size: int) -> None:
-        """Runs batches of prompts of so many tokens that read and write nothing of the pools: which kernels a batch
-        takes goes by how many and how long its rows are, and no request shall wait for what compiles."""
-        for lengths in batches:
-            steps = [
-                SequenceStep(str(i), 0, 0, 0, length, True, True, NULL_BLOCK, NULL_BLOCK)
-                for i, length in enumerate(lengths)
-            ]
-            counts = [-(-length // block_size) for length in lengths]
+    def warm_up(self, batches: Sequence[Sequence[SequenceStep]], block_size: int) -> None:
+        """Run batches of rows that read and store no state: first only to compile their kernels, side by side."""
+        with torch.cuda.device_of(self.states.buffer):
+            if self.states.buffer.is_cuda:
+                with CompilerThreads() as threads, compiling(threads):
+                    self._run(batches, block_size)
+            self._run(batches, block_size)
+        if self._histories is not None:
+            self._histories.forget()
+
+    def _run(self, batches: Sequence[Sequence[SequenceStep]], block_size: int) -> None:
+        if any(step.drafts for steps in batches for step in steps):  # perhaps of trees
+            unmoved = torch.tensor([[0, 1] + [-1] * 7], dtype=torch.int32, device=self.states.buffer.device)
+            for pool in filter(None, (self.logs, self.pages)):
+                keep_paths(pool, unmoved)
+        for steps in batches:
+            counts = [-(-step.num_tokens // block_size) for step in steps]
             pages = PageTables([array("i", [NULL_BLOCK] * count) for count in counts], counts, [0] * len(steps))
-            tokens = [array("i", bytes(4 * length)) for length in lengths]
+            tokens = [array("i", bytes(4 * step.num_tokens)) for step in steps]
             plan = build_plan(steps, tokens, pages if self.pages is not None else None, block_size)
             self.launch(plan, [RowSampling(SamplingParams(temperature=0), (0,))] * len(steps)).read()
 

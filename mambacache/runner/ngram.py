@@ -52,6 +52,11 @@ class Histories:
         self._lengths = torch.ones(slots + 1, dtype=torch.int64, device=device)  # of the null slot always 1
         self._lives: dict[int, int] = {}  # by slot
 
+    def forget(self) -> None:
+        """Drop all histories."""
+        self._lengths.fill_(1)
+        self._lives.clear()
+
     def begin(self, plan: StepPlan, indices: StateIndices, known: Known, block_size: int | None) -> Begun:
         """Before a step with decode rows: gives them the tokens that the host does not know, and moves those that are
         late."""

@@ -91,8 +91,15 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "v1/worker/gpu_worker.py": {
         "Worker.load_model": ("self * load_dummy_weights",),
+        "Worker.compile_or_warm_up_model": ("self",),
         "Worker.execute_model": ("self scheduler_output",),
         "Worker.sample_tokens": ("self grammar_output",),
+    },
+    "v1/worker/gpu/model_runner.py": {
+        "GPUModelRunner._dummy_run": (
+            "self num_tokens *args skip_attn uniform_decode context_len skip_eplb is_profile valid_dummy_state_slots"
+            " randomize_inputs **kwargs",
+        ),
     },
     "v1/worker/gpu/model_states/default.py": {
         "DefaultModelState.prepare_attn": (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mambacache.kernels import DecodeBuffers, StateIndices, StatePool, pack_arrays, place_decodes
@@ -146,6 +148,17 @@ class StepContext:
         self._steady = not self._late and not self._arrays["decode_dst"].any()
         self._filled = indices if width == 1 else None
         return indices
+
+    @contextmanager
+    def warming(self, rows: Sequence[SequenceStep]) -> Iterator[int]:
+        """Have runs without a plan take these rows, which read and store no state. Yield their tokens."""
+        decodes = [row for row in rows if not row.prefill]
+        indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
+        if any(row.late for row in decodes):
+            place_decodes(indices, torch.zeros(len(decodes), dtype=torch.int64, device=self._device))
+        self._null = {indices.num_tokens: indices}
+        yield indices.num_tokens
+        self._null = {}
 
     def indices(self, num_tokens: int) -> StateIndices:
         """Of the step that runs, for layers that are given so many tokens, padding included."""

@@ -13,6 +13,7 @@ from mambacache.vllm.log import logger
 from mambacache.vllm.sizing import least_of_all_ranks, log_slots, pool_blocks, write_blocks
 from mambacache.vllm.soundness import Answer, answer, attach
 from mambacache.vllm.step_context import StepContext
+from mambacache.vllm.warm_up import warm_up
 
 
 class Mixin:
@@ -49,6 +50,11 @@ class Mixin:
             from mambacache.vllm.model_state import UpToTheLog
 
             runner.rejection_sampler = UpToTheLog(runner.rejection_sampler)
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_cpu():
+            warm_up(self.model_runner, self.states, self.vllm_config)
+        return super().compile_or_warm_up_model(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.states.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import triton
 from logits_run import let_load
 from vllm import LLM, SamplingParams
 
@@ -46,12 +47,25 @@ def watch(core: Any, counts: Counter[str]) -> None:
     states.plan_rows, runner.cudagraph_manager.run_fullgraph = plan_rows, run_fullgraph
 
 
+def note_compiled_kernels() -> list[str]:
+    """Return a list that receives the names of our kernels that compile from now on."""
+    compiled: list[str] = []
+
+    def note(*, fn: Any, **rest: Any) -> None:
+        if fn.module.startswith("mambacache."):
+            compiled.append(fn.name)
+
+    triton.knobs.runtime.jit_post_compile_hook = note
+    return compiled
+
+
 def main() -> None:
     rng, counts = random.Random(0), Counter[str]()
     let_load(json.loads(Path(sys.argv[1], "config.json").read_text()))
     llm = LLM(sys.argv[1], **OPTIONS | json.loads("".join(sys.argv[3:]) or "{}"))
     core = llm.llm_engine.engine_core.engine_core
     watch(core, counts)
+    compiled = note_compiled_kernels()
     shared = [rng.randrange(2, 250) for _ in range(150)]
     prompts = [shared[: rng.choice([0, 70, 150])] + [rng.randrange(2, 250) for _ in range(rng.randint(1, 90))] * 2
                for _ in range(ROWS)]  # fmt: skip
@@ -70,7 +84,7 @@ def main() -> None:
     core.scheduler.states.check()
     result = {
         "scheduler": type(core.scheduler).__name__, "accepted": accepted, **counts, "tokens": len(behind),
-        "behind": sorted(behind)[-20:], "best": sum(each == 0 for each in behind) / len(behind),
+        "compiled": compiled, "behind": sorted(behind)[-20:], "best": sum(each == 0 for each in behind) / len(behind),
     }  # fmt: skip
     Path(sys.argv[2]).write_text(json.dumps(result))
 

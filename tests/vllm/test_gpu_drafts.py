@@ -45,3 +45,4 @@ def test_every_token_is_the_one_that_a_prefill_expects(
     assert found["scheduler"] == "AsyncStateScheduler"
     assert min(found[count] for count in ("accepted", "late", "folded late", "graphs")) > 20, found
     assert max(found["behind"]) < NEAR, found
+    assert found["compiled"] == [], "requests waited for kernels"

@@ -15,6 +15,7 @@ from mambacache.vllm.layers.base import conv_weight, in_order
 from mambacache.vllm.model_state import UpToTheLog
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.step_context import StepContext
+from mambacache.warm_up import warm_up_batches
 from test_kernels_place_decodes import random_case
 
 WIDTH = 4
@@ -111,3 +112,16 @@ def test_a_convolution_with_lora_has_its_plain_weight() -> None:
     conv = SimpleNamespace(weight=torch.randn(8, 1, 4), _cpu_unpacked_conv_weight=plain)
     assert torch.equal(conv_weight(conv), plain)
     assert torch.equal(conv_weight(SimpleNamespace(weight=conv.weight, base_layer=conv)), plain)
+
+
+def test_a_run_without_a_plan_takes_the_rows_of_a_warm_up() -> None:
+    _, states = context()
+    for rows in warm_up_batches(8192, 4096, 64, WIDTH):
+        with states.warming(rows) as tokens:
+            states.begin(["another"], np.array([tokens]))  # as vLLM's dummy runs do
+            indices = states.indices(tokens)
+            decodes = [row.num_tokens for row in rows if not row.prefill]
+            assert indices.decode_len.tolist() == decodes and indices.num_prefills == len(rows) - len(decodes)
+            assert tokens == sum(row.num_tokens for row in rows)
+            assert not any(x.any() for x in (indices.decode_src, indices.decode_dst, indices.src, indices.chunk_dst))
+    assert states.indices(7).num_tokens == 7

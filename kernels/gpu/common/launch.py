@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
+from ...compiling import is_compiling
 from ...indices import StateIndices
 
 
@@ -59,6 +60,8 @@ class Launcher:
         All programs are on axis 0 of the grid: the other two end at 65,535, and a batch may have more rows and chunks.
         Tensors choose a variant by their dtype and by whether they start at a multiple of 16 bytes; the first one has a
         device. Nothing else may choose one: index arrays are int32 and aligned, numbers are not specialised.
+
+        Within `compiling` a variant compiles in a thread, and nothing is launched.
         """
         first = tensors[0]
         assert first is not None
@@ -69,10 +72,13 @@ class Launcher:
         key = (first.get_device(), *dtypes, *aligned, *values, *options.values())
         grid = (programs, 1, 1)
         variant = self.variants.get(key)
-        if variant is not None:
+        if variant is not None and not is_compiling():
             variant[grid](*pointers, *indices.addresses, *numbers, *values)
             return
         arguments = *tensors, *indices.tensors, *numbers
         assert [*constants] == self.kernel.arg_names[len(arguments) :]
+        if is_compiling():
+            self.kernel.warmup(*arguments, grid=grid, **constants, **options)
+            return
         variant = self.kernel[grid](*arguments, **constants, **options)
         self.variants[key] = variant  # None in the interpreter

@@ -1,0 +1,38 @@
+"""Kernels compile before the server is ready, so that no request waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mambacache.kernels import compiling
+from mambacache.plan import SequenceStep
+from mambacache.vllm.log import logger
+from mambacache.vllm.step_context import StepContext
+from mambacache.warm_up import CompilerThreads, warm_up_batches
+
+
+def warm_up(runner: Any, states: StepContext, config: Any) -> None:
+    """Run batches that take every kernel of our layers: first only to compile the kernels, side by side.
+
+    Args:
+        runner: vLLM's model runner, before it captures graphs.
+        config: vLLM's.
+    """
+    scheduler, drafts = config.scheduler_config, config.speculative_config
+    width = 1 + (drafts.num_speculative_tokens if drafts is not None else 0)
+    batches = warm_up_batches(
+        scheduler.max_num_batched_tokens, config.model_config.max_model_len, scheduler.max_num_seqs, width
+    )
+    began = time.monotonic()
+    with CompilerThreads() as threads, compiling(threads):
+        _run(runner, states, batches)
+    _run(runner, states, batches)
+    logger.info("mambacache: kernels were ready after %.0f s", time.monotonic() - began)
+
+
+def _run(runner: Any, states: StepContext, batches: Sequence[Sequence[SequenceStep]]) -> None:
+    for rows in batches:
+        with states.warming(rows) as tokens:
+            runner._dummy_run(tokens, skip_eplb=True)
