@@ -12,21 +12,20 @@ from tqdm import tqdm
 from mambacache.plan import NULL_BLOCK, SequenceStep
 
 WARM_UP_TOKENS = 4096
-"""Enough for the kernels that one long prompt takes, with two experts a token or more."""
+"""The tokens of one long prompt. With two experts a token or more, they take all kernels of experts."""
 LONG_PROMPT = 320
-"""Many prompts of so many tokens take others than many short ones, where the budget of a step has room for them."""
+"""The tokens of each of many long prompts, which take another form of prefill than many short prompts."""
 UNEVEN = 2048, 32
-"""So does a prompt of so many tokens beside so many of one, which leaves most processors little to do."""
+"""The tokens of a prompt, and the number of prompts of one token beside it: most processors have little to do."""
 MIXED = 70, 3
-"""Prompts beside decode rows."""
+"""The tokens of the prompts beside decode rows."""
 
 
 def warm_up_batches(room: int, longest: int, most_rows: int, width: int) -> list[list[SequenceStep]]:
     """Return the rows of batches that take every kernel of a step. They read and store no state.
 
-    The form of prefill depends on the number of the prompts and their lengths: a long prompt, many short prompts, many
-    long prompts, and a long prompt beside short ones. Decode rows have one token or more, and run alone or beside
-    prompts.
+    The number and the lengths of prompts choose the form of prefill. Decode rows have one token or the most tokens, and
+    run alone or beside prompts.
 
     Args:
         room: the most tokens of a batch.

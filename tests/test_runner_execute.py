@@ -14,6 +14,7 @@ from mambacache.config import SamplingParams
 from mambacache.models.adapt import Model, load_model
 from mambacache.runner.model_runner import Logprobs
 from mambacache.runner.sampler import RowSampling
+from mambacache.warm_up import warm_up_batches
 from runner_driver import Driver, Request, Row
 from state_watch import StateWatch
 from tiny_models import VOCABULARY, save_tiny_model
@@ -220,12 +221,14 @@ def test_16_bit_models(name: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba", "mamba2"])
 def test_warming_up_writes_nothing(name: str, tiny_model: Callable[[str], Path]) -> None:
+    """No state, no page, and of token logs only the null slot."""
     runner = Driver(load_model(tiny_model(name))).runner
-    pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
-    before = [pool.buffer.clone() for pool in pools]
+    parts = [runner.states.buffer, runner.logs.slabs[1:], *([runner.pages.buffer] if runner.pages is not None else [])]
+    before = [part.clone() for part in parts]
     mixers, calls = list(runner.model.mixers), []
     for mixer in mixers:
         mixer.register_forward_hook(lambda *_: calls.append(len(calls)))  # type: ignore[attr-defined]
-    runner.warm_up([[130], [1] * 3], 64)
-    assert len(calls) == 2 * len(mixers)
-    assert all(torch.equal(pool.buffer, old) for pool, old in zip(pools, before, strict=True))
+    batches = warm_up_batches(room=150, longest=130, most_rows=8, width=4)
+    runner.warm_up(batches, 64)
+    assert len(calls) == len(batches) * len(mixers)
+    assert all(torch.equal(part, old) for part, old in zip(parts, before, strict=True))
