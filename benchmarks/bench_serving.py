@@ -2,7 +2,9 @@
 
     python benchmarks/bench_serving.py MODEL TRACE [--json OUT.json] [--requests 480] [--rate 4] [OPTIONS]
 
-What it does not know goes to `vllm serve`.
+What it does not know goes to `vllm serve`. With `--stalls` it prints which engine steps took more than 100 ms, and the
+compilations and garbage collections in them. With `--caches FOLDER` compiled kernels are kept there, for each engine
+alone: an empty folder gives the time of a first start.
 
 The trace is in Mooncake's format. Whole sessions are drawn from it, so that the part has the reuse of the whole, and
 sent in their order as a Poisson process. Weights are dummies: times and hits mean something, texts do not.
@@ -45,11 +47,13 @@ class Row:
     """One engine; seconds."""
 
     engine: str
+    ready: float  # from the start of the server until it answers
     first_token_median: float
     first_token_p99: float
     token_median: float  # between tokens, after the first
     hit_tokens: int
     prompt_tokens: int
+    stalls: list[dict[str, Any]] | None  # steps that took long, as benchmarks/stalls/sitecustomize.py notes them
 
 
 class Times(NamedTuple):
@@ -122,11 +126,12 @@ async def replay(client: ClientSession, requests: list[dict[str, Any]], rate: fl
     return list(await asyncio.gather(*running))
 
 
-async def drive(port: int, requests: list[dict[str, Any]], rate: float) -> tuple[list[Times], int, int]:
+async def drive(port: int, requests: list[dict[str, Any]], rate: float, stalls: Path) -> tuple[list[Times], int, int]:
     """The times of each request, the prompt tokens that vLLM looked up, and those that were hit."""
     limits = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=600)}
     async with ClientSession(f"http://127.0.0.1:{port}", **limits) as client:
         await warm_up(client)
+        stalls.write_text("")
         before = counters(port)
         times = await replay(client, requests, rate)
     queries, hits = (b - a for a, b in zip(before, counters(port), strict=True))
@@ -144,11 +149,19 @@ def counters(port: int) -> tuple[int, int]:
     return int(queries), int(hits)
 
 
-def serve(arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def serve(
+    arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes], stalls: Path
+) -> subprocess.Popen[bytes]:
     """Starts a server and waits until it answers."""
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", arguments.model]
     command += ["--load-format", "dummy", "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
     environment = os.environ | {"MAMBACACHE": "1" if engine == "plugin" else "0"}
+    if arguments.stalls:
+        paths = [str(Path(__file__).resolve().parent / "stalls"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"MAMBACACHE_STALLS": str(stalls), "PYTHONPATH": os.pathsep.join(paths)}
+    if arguments.caches is not None:
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
+            environment[name] = str(arguments.caches.resolve() / engine / name)
     process = subprocess.Popen([*command, *arguments.options], env=environment, stdout=log, stderr=subprocess.STDOUT)
     while True:
         if process.poll() is not None:
@@ -165,9 +178,11 @@ def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str,
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile(prefix=f"{engine}-", suffix=".log", delete=False) as log:
-        process = serve(arguments, engine, port, log)
+        stalls, began = Path(log.name).with_suffix(".stalls"), time.perf_counter()
+        process = serve(arguments, engine, port, log, stalls)
+        ready = time.perf_counter() - began
         try:
-            times, queries, hits = asyncio.run(drive(port, requests, arguments.rate))
+            times, queries, hits = asyncio.run(drive(port, requests, arguments.rate, stalls))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -178,7 +193,8 @@ def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str,
         if request["output_length"] > 1
     ]
     p99 = first[min(int(0.99 * len(first)), len(first) - 1)]
-    return Row(engine, statistics.median(first), p99, statistics.median(between), hits, queries)
+    found = [json.loads(line) for line in stalls.read_text().splitlines()] if arguments.stalls else None
+    return Row(engine, ready, statistics.median(first), p99, statistics.median(between), hits, queries, found)
 
 
 def main() -> None:
@@ -189,6 +205,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=480)
     parser.add_argument("--engines", nargs="+", default=["plugin", "vllm"], choices=["plugin", "vllm"])
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
+    parser.add_argument("--stalls", action="store_true", help="print what held engine steps for more than 100 ms")
+    parser.add_argument("--caches", type=Path, help="a folder of compiled kernels")
     parser.add_argument("--longest", type=int, default=32000, help="tokens of a prompt and its answer, at most")
     arguments, arguments.options = parser.parse_known_args()
     requests = sessions(arguments.trace, arguments.requests, arguments.longest)
