@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import triton
 
 from kernel_cases import Row, plan_arrays
 from mambacache.kernels import StateIndices, api, experts, gpu, ngrams, paths
@@ -104,3 +105,25 @@ def test_no_batch_takes_a_kernel_that_was_not_warmed_up(
         batch = random_batch(rng, width)
         driver.runner.warm_up([batch], 64)
         assert taken == known, (sorted(map(str, taken - known)), [(row.prefill, row.num_tokens) for row in batch])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in TINY_MODELS]
+)
+def test_no_step_compiles_a_kernel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    for module in [module for name, module in sys.modules.items() if name.startswith("mambacache.kernels.gpu")]:
+        for launcher in [each for each in vars(module).values() if isinstance(each, Launcher)]:
+            monkeypatch.setattr(launcher, "variants", {})
+            launcher.kernel.device_caches.clear()  # other tests have compiled some kernels in this process
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **rest: compiled.append(fn.name))
+    driver = Driver(load_model(save_tiny_model(name, tmp_path), "bfloat16", "cuda"))
+    driver.runner.draft(8192, 3, 64)
+    driver.runner.warm_up(warm_up_batches(8192, 8192, 64, 4), 64)
+    assert compiled
+    compiled.clear()
+    rng = random.Random(1)
+    for _ in range(200):
+        driver.runner.warm_up([random_batch(rng, 4)], 64)
+    assert not compiled
