@@ -15,7 +15,7 @@ from .api import (
     selective_scan,
     ssd,
 )
-from .compiling import compiling
+from .compilation import compiling
 from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
 from .indices import FOLD, DecodeBuffers, StateIndices, pack_arrays
 from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .compiling import Zeros, is_compiling
+from .compilation import Zeros, is_compiling
 from .device import check_hopper, check_triton
 
 

@@ -29,7 +29,7 @@ class Hopper:
 
 driver.set_active(Hopper())
 from mambacache.kernels import api, compiling, gpu
-from mambacache.kernels.compiling import Zeros
+from mambacache.kernels.compilation import Zeros
 
 compiled = []
 triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **rest: compiled.append(fn.name.split(".")[-1])

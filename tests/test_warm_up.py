@@ -12,7 +12,7 @@ import triton
 
 from kernel_cases import Row, plan_arrays
 from mambacache.kernels import StateIndices, api, experts, gpu, ngrams, paths
-from mambacache.kernels.compiling import Zeros
+from mambacache.kernels.compilation import Zeros
 from mambacache.kernels.gpu.common.chunks import keep_busy
 from mambacache.kernels.gpu.common.launch import Launcher
 from mambacache.kernels.gpu.kda.prefill import MIN_TURNS

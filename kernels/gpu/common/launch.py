@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from ...compiling import is_compiling
+from ...compilation import is_compiling
 from ...indices import StateIndices
 
 
