@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
 
 from mambacache.kernels import StatePool, StateTensor
 from mambacache.plan import Transfer
@@ -51,6 +52,19 @@ def test_there_and_back(device: str) -> None:
     expected[0][[1, 3]] = before[0][[2, 4]]
     expected[1][[2, 7]] = before[1][[9, 5]]
     assert torch.equal(states.slabs, expected[0]) and torch.equal(pages.slabs, expected[1])
+    tier.close()
+
+
+@pytest.mark.gpu
+def test_no_transfer_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda *, fn, **rest: compiled.append(fn.name))
+    pools = [StatePool([[StateTensor((count,), torch.float32)]], 4, "cuda") for count in (412, 636)]
+    tier = HostTier(pools, (3, 3))
+    assert len(compiled) == 2
+    out, back = (Transfer(number, number == 1, ((2, 3),), ((1, 2), (3, 1))) for number in (1, 2))
+    assert run(tier, out) == {out: False} and run(tier, back) == {back: False}
+    assert len(compiled) == 2
     tier.close()
 
 

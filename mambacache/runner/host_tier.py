@@ -55,6 +55,9 @@ class HostTier:
         self._slots = {kind: slots for kind, (_, slots) in zip(("state", "kv"), self._pools, strict=False)}
         self._copies: dict[int, Copy] = {}
         self._told = False  # of a failure
+        if self._stream is not None:
+            with torch.cuda.device(self._device):  # from null to no slot, so that no transfer waits for the compiler
+                self._copy(Copy(Transfer(0, True, ((0, 0),), ((0, 0),))))
 
     @property
     def has_files(self) -> bool:
