@@ -2,9 +2,9 @@
 
     python benchmarks/bench_serving.py MODEL TRACE [--json OUT.json] [--requests 480] [--rate 4] [OPTIONS]
 
-What it does not know goes to `vllm serve`. With `--stalls` it prints which engine steps took more than 100 ms, and the
-compilations and garbage collections in them. With `--caches FOLDER` compiled kernels are kept there, for each engine
-alone: an empty folder gives the time of a first start.
+Unknown options go to `vllm serve`. With `--stalls` a row lists the engine steps of more than 100 ms, with their
+compilations and garbage collections; on several GPUs the workers, which compile, are not watched. `--caches FOLDER`
+keeps compiled kernels there, for each engine alone: an empty folder gives the time of a first start.
 
 The trace is in Mooncake's format. Whole sessions are drawn from it, so that the part has the reuse of the whole, and
 sent in their order as a Poisson process. Weights are dummies: times and hits mean something, texts do not.
@@ -94,8 +94,8 @@ def tokens(request: dict[str, Any]) -> list[int]:
 async def send(client: ClientSession, prompt: list[int], answer: int) -> Times:
     """Pieces are not read: a client that parses each takes longer than the server at some thousand tokens a second.
 
-    Answers are of one letter: among random ones are endless broken characters, on which vLLM's detokeniser, and with it
-    the whole server, takes time quadratic in their length.
+    Answers are of one letter. Random tokens would give endless broken characters. vLLM's detokeniser takes time
+    quadratic in their length, and the whole server waits for it.
     """
     body = {"model": "served", "prompt": prompt, "max_tokens": answer, "temperature": 0, "stream": True}
     body["allowed_token_ids"] = [LETTER]
@@ -126,12 +126,15 @@ async def replay(client: ClientSession, requests: list[dict[str, Any]], rate: fl
     return list(await asyncio.gather(*running))
 
 
-async def drive(port: int, requests: list[dict[str, Any]], rate: float, stalls: Path) -> tuple[list[Times], int, int]:
+async def drive(
+    port: int, requests: list[dict[str, Any]], rate: float, stalls: Path | None
+) -> tuple[list[Times], int, int]:
     """The times of each request, the prompt tokens that vLLM looked up, and those that were hit."""
     limits = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=600)}
     async with ClientSession(f"http://127.0.0.1:{port}", **limits) as client:
         await warm_up(client)
-        stalls.write_text("")
+        if stalls is not None:
+            stalls.write_text("")
         before = counters(port)
         times = await replay(client, requests, rate)
     queries, hits = (b - a for a, b in zip(before, counters(port), strict=True))
@@ -150,13 +153,13 @@ def counters(port: int) -> tuple[int, int]:
 
 
 def serve(
-    arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes], stalls: Path
+    arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes], stalls: Path | None
 ) -> subprocess.Popen[bytes]:
     """Starts a server and waits until it answers."""
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", arguments.model]
     command += ["--load-format", "dummy", "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
     environment = os.environ | {"MAMBACACHE": "1" if engine == "plugin" else "0"}
-    if arguments.stalls:
+    if stalls is not None:
         paths = [str(Path(__file__).resolve().parent / "stalls"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment |= {"MAMBACACHE_STALLS": str(stalls), "PYTHONPATH": os.pathsep.join(paths)}
     if arguments.caches is not None:
@@ -178,7 +181,8 @@ def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str,
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile(prefix=f"{engine}-", suffix=".log", delete=False) as log:
-        stalls, began = Path(log.name).with_suffix(".stalls"), time.perf_counter()
+        stalls = Path(log.name).with_suffix(".stalls") if arguments.stalls else None
+        began = time.perf_counter()
         process = serve(arguments, engine, port, log, stalls)
         ready = time.perf_counter() - began
         try:
@@ -193,7 +197,7 @@ def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str,
         if request["output_length"] > 1
     ]
     p99 = first[min(int(0.99 * len(first)), len(first) - 1)]
-    found = [json.loads(line) for line in stalls.read_text().splitlines()] if arguments.stalls else None
+    found = [json.loads(line) for line in stalls.read_text().splitlines()] if stalls is not None else None
     return Row(engine, ready, statistics.median(first), p99, statistics.median(between), hits, queries, found)
 
 

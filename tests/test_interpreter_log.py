@@ -32,7 +32,7 @@ class Seen:
 
 
 def run(case: Case, tokens: int, seed: int) -> list[Seen]:
-    """Steps of up to so many tokens a row, of which those behind the accepted ones were others.
+    """Run steps of up to `tokens` tokens a row. Wrong tokens stand behind the accepted tokens of a row.
 
     States are folded where a log is full, which begins it anew, and sometimes besides.
     """

@@ -24,6 +24,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+# Tests of one model share a worker, which loads it and compiles its kernels once.
 @pytest.fixture(
     scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in TINY_MODELS]
 )

@@ -84,6 +84,7 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "_ModelRegistry.models": ("",),
         "_ModelRegistry.register_model": ("self model_arch model_cls",),
     },
+    "config/kernel.py": {"KernelConfig.enable_jit_warmup": ("",)},
     "config/speculative.py": {"SpeculativeConfig.disable_eagle_block_drop": ("",)},
     "v1/outputs.py": {
         "ModelRunnerOutput.num_nans_in_logits": ("",),

@@ -52,7 +52,7 @@ class Mixin:
             runner.rejection_sampler = UpToTheLog(runner.rejection_sampler)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_cpu():
+        if not is_cpu() and self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(self.model_runner, self.states, self.vllm_config)
         return super().compile_or_warm_up_model(*args, **kwargs)
 

@@ -110,20 +110,6 @@ def let_load(settings: dict[str, Any]) -> None:
         olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *args: lambda conv, whole: conv.data.copy_(whole)
 
 
-def note_compiled_kernels() -> list[str]:
-    """Return a list that receives the names of our kernels that compile from now on."""
-    compiled: list[str] = []
-
-    def note(*, fn: Any, **rest: Any) -> None:
-        if fn.module.startswith("mambacache."):
-            compiled.append(fn.name)
-
-    import triton
-
-    triton.knobs.runtime.jit_post_compile_hook = note
-    return compiled
-
-
 def main(
     model: str,
     out: Path,
@@ -152,7 +138,7 @@ def main(
         ),
         **options,
     )
-    compiled, tokens = note_compiled_kernels(), sequences(prompts)
+    tokens = sequences(prompts)
     llm.collective_rpc(capture, args=(tokens,))
     requests = [
         ({"prompt_token_ids": own[:count].tolist()}, own[count : count + DECODED].tolist())
@@ -167,8 +153,7 @@ def main(
         hits.append([each.num_cached_tokens or 0 for each in outputs])
         seen.append(llm.collective_rpc(captured)[0])
     logits, places = (torch.cat(parts) for parts in zip(*seen, strict=True))
-    found = {"logits": logits, "places": places, "first_round": len(seen[0][0]), "hits": hits, "compiled": compiled}
-    torch.save(found, out)
+    torch.save({"logits": logits, "places": places, "first_round": len(seen[0][0]), "hits": hits}, out)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ def logits(model: Path, engine: str, out: Path, **options: Any) -> dict[str, Any
     tokens = [count + DECODED - 1 for count in options.get("prompts", PROMPTS)]  # the last of an answer is not run
     wanted = {(request, place) for request, count in enumerate(tokens) for place in range(count)}
     assert wanted <= seen, "not every position was seen"  # a draft after the last token may be right
-    assert found["compiled"] == [], "requests waited for kernels"
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 
 from mambacache.kernels import StatePool, StateTensor
 from mambacache.plan import DECODE_ARRAYS, SequenceStep
+from mambacache.vllm import worker
 from mambacache.vllm.layers.base import conv_weight, in_order
 from mambacache.vllm.model_state import UpToTheLog
 from mambacache.vllm.rows import Sender
@@ -125,3 +126,15 @@ def test_a_run_without_a_plan_takes_the_rows_of_a_warm_up() -> None:
             assert tokens == sum(row.num_tokens for row in rows)
             assert not any(x.any() for x in (indices.decode_src, indices.decode_dst, indices.src, indices.chunk_dst))
     assert states.indices(7).num_tokens == 7
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_kernels_warm_up_unless_vllm_is_told_to_leave_it_out(wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(worker, "is_cpu", lambda: False)
+    monkeypatch.setattr(worker, "warm_up", lambda *_: calls.append("ours"))
+    base = type("Base", (), {"compile_or_warm_up_model": lambda _: calls.append("vLLM's")})
+    made = type("Worker", (worker.Mixin, base), {"model_runner": None, "states": None})()
+    made.vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=wanted))
+    made.compile_or_warm_up_model()
+    assert calls == ["ours"] * wanted + ["vLLM's"]
