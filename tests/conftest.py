@@ -38,10 +38,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    items.sort(key=lambda item: "compiled" in getattr(item, "fixturenames", ()))  # others run while it compiles
+    items.sort(key=_turn)
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _turn(item: pytest.Item) -> int:
+    """Return 0 for a test that needs no `compiled` kernel, 1 for one that does, 2 for a short one with a single `case`.
+
+    The first run while kernels compile. The last are many and short, so that all workers end together.
+    """
+    if "compiled" not in getattr(item, "fixturenames", ()):
+        return 0
+    return 2 if hasattr(item, "callspec") and "case" in item.callspec.params else 1
 
 
 def pytest_runtest_teardown() -> None:
@@ -54,8 +64,11 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a kernel's test again, at most 15 times, while the other workers leave it too little of the GPU's memory."""
-    if "compiled" not in pyfuncitem.fixturenames:
+    """Run a test again, at most 15 times, while the other workers leave it too little of the GPU's memory.
+
+    A test with the fixture `engine` runs once: its engines hold what the first attempt did.
+    """
+    if "engine" in pyfuncitem.fixturenames:
         return None
     import torch
 

@@ -11,7 +11,7 @@ import torch
 import test_kernels_bitwise as bitwise
 import test_kernels_contract as contract
 import test_kernels_out as out
-from gpu_cases import DTYPES, MODELS, Make
+from gpu_cases import DTYPES, FP16, FP32, MODELS, Dtypes, Make
 from kernel_cases import Pool
 from kernel_ops import OPS
 
@@ -36,8 +36,17 @@ SHARED: dict[str, Callable[..., None]] = {
     "company": lambda make, dtype, state_dtype: bitwise.check_in_company(make(), dtype, state_dtype, COMPANIES),
     "drafts": bitwise.test_steps_and_drafts_change_no_bit,
 }
-# What asks where things lie, and compiles a kernel for each such place: it asks it of the first and the last dtypes.
 OF_PLACES = ("out", "unaligned out", "dense slots", "slots at 16 bytes", "no tokens")
+"""Tests that ask where tensors lie. A kernel compiles for each such place, which takes half a minute for some."""
+
+
+def in_the_suite(name: str, dtypes: Dtypes, what: str) -> bool:
+    """Return whether `make pytest-gpu` runs a test, or `make pytest-gpu-full` alone, since its kernels take long."""
+    if what in OF_PLACES:
+        return name in DTYPES and dtypes in (DTYPES[name][0], DTYPES[name][-1])
+    return dtypes != (FP16, FP32)
+
+
 SMALL = [
     pytest.param(
         test,
@@ -46,12 +55,11 @@ SMALL = [
         id=f"{kernels}-{what}",
         marks=[
             pytest.mark.xdist_group(kernels),  # these compile the same kernels
-            *([pytest.mark.gpu_full] if what in OF_PLACES and dtypes not in (of_op[0], of_op[-1]) else []),
+            *([] if in_the_suite(name, dtypes, what) else [pytest.mark.gpu_full]),
         ],
     )
     for name, make in OPS.items()
-    for of_op in [DTYPES.get(make().name, ())[: None if name in DTYPES else 1]]  # of an op's variants one is enough
-    for dtypes in of_op
+    for dtypes in DTYPES.get(make().name, ())[: None if name in DTYPES else 1]  # of an op's variants one is enough
     for kernels in ["-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)])]
     for what, test in SHARED.items()
 ]
