@@ -33,8 +33,10 @@ def alive(session: int) -> list[str]:
 
 
 def output_of(log: Path) -> str:
-    """The end of it."""
-    return log.read_text()[-8000:]
+    """Return the end of a log and its first traceback, which is the cause where processes fail one after another."""
+    text = log.read_text()
+    cause = text.find("Traceback")
+    return (f"{text[cause:][:8000]}\n...\n" if cause >= 0 else "") + text[-8000:]
 
 
 @contextmanager
