@@ -30,12 +30,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def watch(core: Any, counts: Counter[str]) -> None:
-    """Counts rows that may be late, and steps that ran as a full graph."""
+    """Count steps, rows that may be late, and steps that ran as a full graph."""
     states, runner = core.scheduler.states, core.model_executor.driver_worker.worker.model_runner
     plan, replay = states.plan_rows, runner.cudagraph_manager.run_fullgraph
 
     def plan_rows(steps: Any) -> Any:
         rows = plan(steps)
+        counts["steps"] += 1
         counts["late"] += sum(row.late > 0 for row in rows)
         counts["folded late"] += sum(row.late > 0 and row.dst > 0 for row in rows)
         return rows
@@ -57,6 +58,19 @@ def note_compiled_kernels() -> list[str]:
 
     triton.knobs.runtime.jit_post_compile_hook = note
     return compiled
+
+
+def answer_random_batches(llm: LLM, rng: random.Random) -> None:
+    for _ in range(12):
+        prompts = [
+            [rng.randrange(2, 250) for _ in range(rng.choice([1, 3, 64, rng.randint(2, 700)]))] for _ in range(ROWS)
+        ]
+        prompts = prompts[: rng.randint(1, ROWS)]
+        params = [
+            SamplingParams(temperature=0, max_tokens=rng.randint(1, 40), ignore_eos=True, detokenize=False)
+            for _ in prompts
+        ]
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
 
 
 def main() -> None:
@@ -81,6 +95,7 @@ def main() -> None:
     for prompt, answer, found in zip(prompts, answers, llm.generate(whole, params, use_tqdm=False), strict=True):
         for token, logprobs in zip(answer, found.prompt_logprobs[len(prompt) :], strict=True):
             behind.append(max(each.logprob for each in logprobs.values()) - logprobs[token].logprob)
+    answer_random_batches(llm, rng)
     core.scheduler.states.check()
     result = {
         "scheduler": type(core.scheduler).__name__, "accepted": accepted, **counts, "tokens": len(behind),

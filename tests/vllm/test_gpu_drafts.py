@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_shapes import WITH_IMAGES, add_predictor, save
+from real_shapes import SHAPES, WITH_IMAGES, add_predictor, save
 
 FOLDER = Path(__file__).resolve().parent
 NEAR = 0.1  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's; 0.031 was measured
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 TWO = MTP | {"num_speculative_tokens": 2}
-CASES = [(name, None) for name in ("qwen3_next", "kimi_linear", "nemotron_h", "falcon_mamba", "lfm2")]
+CASES = [(name, None) for name in SHAPES if name not in WITH_IMAGES]
 
 
 @pytest.mark.parametrize(("name", "drafts"), [*CASES, ("qwen3_next", MTP), ("qwen3_5", TWO), ("qwen3_5_moe", TWO)])
@@ -45,4 +45,4 @@ def test_every_token_is_the_one_that_a_prefill_expects(
     assert found["scheduler"] == "AsyncStateScheduler"
     assert min(found[count] for count in ("accepted", "late", "folded late", "graphs")) > 20, found
     assert max(found["behind"]) < NEAR, found
-    assert found["compiled"] == [], "requests waited for kernels"
+    assert found["steps"] > 200 and found["compiled"] == [], "requests waited for kernels"
