@@ -104,7 +104,7 @@ pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 14
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
 pytest-gpu pytest-gpu-full:
-	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup -m '$(MARK)'
+	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder -m '$(MARK)'
 
 # With vLLM 0.33 in that environment too: models with real layer shapes, beside vLLM alone.
 test-vllm-gpu: GPU_WORKERS ?= 6
@@ -119,7 +119,7 @@ bench-scheduler: $(READY)
 	$(PY) benchmarks/bench_scheduler.py
 
 # What is hit of a real trace, beside other policies: a quarter of an hour or more, nearly all of it mambacache's rows.
-# Rows go into the file one by one, in place of those of the same runs. Then: python benchmarks/plot.py
+# Rows go into the file one by one, in place of those of the same runs.
 REPLAY := benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz --losses \
 	--json benchmarks/results/replay-conversation.json
 replay: $(READY)

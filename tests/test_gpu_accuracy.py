@@ -69,10 +69,10 @@ LARGE = {
 
 
 def heavy_apart(cases: list[Case]) -> list[ParameterSet]:
-    """Run at most two at a time of the cases whose references in float64 need most memory."""
+    """Run the cases one at a time whose references in float64 need most memory."""
     heavy = [c for c in cases if c.mix == "1 x 33000" or (c.mix == "batch 512" and c.divisor <= 4)]
     light = [pytest.param(c) for c in cases if c not in heavy]
-    return [pytest.param(c, marks=pytest.mark.xdist_group(f"memory {i % 2}")) for i, c in enumerate(heavy)] + light
+    return [pytest.param(c, marks=pytest.mark.xdist_group("memory 1")) for c in heavy] + light
 
 
 def check(batch: Batch, dtypes: Dtypes, slack: float = SLACK) -> None:

@@ -18,7 +18,7 @@ from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled"), pytest.mark.xdist_group("memory")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled"), pytest.mark.xdist_group("memory 0")]
 
 NARROW: dict[str, Make] = {
     "conv1d": partial(Conv1dOp, dim=16),

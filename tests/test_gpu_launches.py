@@ -115,7 +115,7 @@ def test_the_profile_sees_a_planted_copy() -> None:
     assert not all(map(is_ours, launched(copy_and_run)))
 
 
-@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.xdist_group("memory 0")  # one at a time
 @pytest.mark.parametrize("op", MODELS)
 def test_slots_at_the_end_of_a_pool_of_more_than_two_billion_elements(op: str) -> None:
     make, dtypes = first_shape(op, 1)
@@ -139,7 +139,7 @@ def test_slots_at_the_end_of_a_pool_of_more_than_two_billion_elements(op: str) -
         assert_bitwise(small_output, large_output)
 
 
-@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.xdist_group("memory 0")  # one at a time
 @pytest.mark.parametrize("op", MODELS)
 def test_slots_at_the_end_of_a_log_of_more_than_two_billion_elements(op: str) -> None:
     make, dtypes = first_shape(op, 1)
@@ -159,7 +159,7 @@ def test_slots_at_the_end_of_a_log_of_more_than_two_billion_elements(op: str) ->
         assert_bitwise(small, large)
 
 
-@pytest.mark.xdist_group("memory")  # one at a time
+@pytest.mark.xdist_group("memory 0")  # one at a time
 @pytest.mark.parametrize("op", MODELS)
 def test_tokens_beyond_two_billion_elements(op: str) -> None:
     """The last of many rows is what it is alone."""
