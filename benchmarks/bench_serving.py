@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gzip
 import json
 import os
 import random
@@ -65,11 +66,11 @@ class Times(NamedTuple):
 
 
 def sessions(trace: Path, count: int, longest: int) -> list[dict[str, Any]]:
-    """About so many requests of the trace, none above `longest` tokens with its answer."""
+    """Return about `count` requests of the trace, compressed or not, each with at most `longest` tokens in all."""
     groups = defaultdict(list)
-    for line in trace.read_text().splitlines():
-        request = json.loads(line)
-        groups[tuple(request["hash_ids"][:SESSION_IDS])].append(request)
+    with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
+        for request in map(json.loads, lines):
+            groups[tuple(request["hash_ids"][:SESSION_IDS])].append(request)
     fitting = [
         group
         for group in groups.values()
