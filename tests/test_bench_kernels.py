@@ -80,18 +80,16 @@ def test_without_vllm_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert format_row(graph).split()[-6:] == ["200.0", "-", "-", "1073.7", "-", "-"]
 
 
-def test_each_peer_has_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside rows of ops that have one peer, and rows that were measured when all had one."""
-    from table import host_table, peers_said, table
+def test_the_table_names_the_fastest_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that was measured beside vLLM alone names vLLM."""
+    import table
 
-    before = {"op": "ssd", "case": "8 x 1024", "mode": "graph", "ours_us": 196.0, "peer_us": 608.0, "floor_us": 87.0}
-    before |= {"copy_us": None}
-    rows = rows_of(TwoPeers, monkeypatch)
-    lines = table({"rows": [*rows, before, before | {"mode": "eager", "peer_us": 736.0}]}).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    assert cells[0][2:6] == ["graph: ours", "vLLM", "FlashInfer", "ratio"]
-    assert cells[0][7:10] == ["eager: ours", "vLLM", "FlashInfer"]
-    assert cells[2][2:6] == ["200", "900", "500", "2.50x"] and cells[2][7:10] == ["300", "650", "800"]
-    assert cells[3][2:6] == ["196", "608", "", "3.10x"] and cells[3][7:10] == ["196", "736", ""]
-    assert "| `gated_delta_rule` | 200 | 900 | 500 |" in host_table({"rows": [rows[0] | {"mode": "host"}]})
-    assert peers_said(rows[0]) == "500 µs FlashInfer, 900 µs vLLM" and peers_said(before) == "608 µs"
+    before = {"op": "ssd", "case": "8 x 1024", "mode": "graph", "ours_us": 196.0, "peer_us": 608.0, "floor_us": 98.0}
+    rows = [*rows_of(TwoPeers, monkeypatch), before, before | {"case": "batch 16, vLLM replays", "ours_us": 98.0}]
+    cases = {"gated_delta_rule": ("1 x 8192",), "ssd": ("8 x 1024", "batch 16, vLLM replays")}
+    monkeypatch.setattr(table, "CASES", cases)
+    assert table.kernel_table({"rows": rows}).splitlines()[2:] == [
+        "| `gated_delta_rule` | 1 x 8192 | 200 | 500 FlashInfer | 0.40 | 537% |",
+        "| `ssd` | 8 x 1024 | 196 | 608 vLLM | 0.32 | 50% |",
+        "| `ssd` | batch 16 | 98.0 | 608 vLLM replays | 0.16 | 100% |",
+    ]

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "tests" / "README.md", *ROOT.glob("docs/*.md"))
 }
-README = PAGES["README.md"]
+README, PERFORMANCE = PAGES["README.md"], PAGES["docs/performance.md"]
 BLOCKS = [
     (page, kind, block) for page, text in PAGES.items() for kind, block in re.findall(r"```(\w*)\n(.*?)```", text, re.S)
 ]
@@ -102,111 +103,118 @@ def test_demo_output_is_of_the_demo_as_it_is() -> None:
     assert set(shown.splitlines()) - {"..."} <= set((RESULTS / "demo-cpu.log").read_text().splitlines())
 
 
-def test_gpu_times_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import host_table, table
 
-    figures, page = json.loads((RESULTS / "kernels-h200.json").read_text()), PAGES["docs/performance.md"]
-    assert table(figures) in page and host_table(figures) in page
-    commits = [figures["commit"], *figures["commits"].values()]
-    assert all(f"commit {commit[:7]}" in page for commit in commits)
-    compared = [row for row in figures["rows"] if row.get("peer_error")]
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def test_performance_is_a_page_that_is_read() -> None:
+    assert len(PERFORMANCE.split()) <= 1500
+
+
+def test_every_result_is_named_by_a_page() -> None:
+    texts = [text for page, text in PAGES.items() if page != "tests/README.md"]
+    texts += [path.read_text() for path in ROOT.glob("benchmarks/*/README.md")]
+    assert {path.name for path in RESULTS.iterdir() if not any(path.name in text for text in texts)} == set()
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_times_of_kernels_are_those_of_the_benchmark() -> None:
+    from table import fastest_peer, kernel_table
+
+    figures, attention = result("kernels-h200.json"), result("attention-h200.json")["rows"]
+    assert kernel_table(figures) in PERFORMANCE and len(figures["commits"]) == 5 and "from six runs" in PERFORMANCE
+    compared = [row for row in (*figures["rows"], *attention) if row.get("peer_error")]
     assert compared and all(row["ours_error"] <= 1.2 * row["peer_error"] for row in compared)
+    ratios = [row["ours_us"] / row["peer_us"] for row in attention if row["mode"] == "graph"]
+    assert f"takes {min(ratios):.2f} to {max(ratios):.2f} times as long as FlashAttention 3" in PERFORMANCE
+    [called] = [
+        row
+        for row in figures["rows"]
+        if (row["op"], row["case"], row["mode"]) == ("gated_delta_rule", "batch 16", "eager")
+    ]
+    peer, _ = fastest_peer(called)
+    assert f"takes {called['ours_us']:.0f} µs, and vLLM's takes {peer:.0f} (kernels-h200.json)" in PERFORMANCE
 
 
-def test_times_of_attention_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import table
+@pytest.mark.usefixtures("benchmarks")
+def test_hits_are_those_of_the_replay() -> None:
+    from table import REPLAYED, replay_table
 
-    figures, page = json.loads((RESULTS / "attention-h200.json").read_text()), PAGES["docs/performance.md"]
-    assert table(figures) in page and f"commit {figures['commit'][:7]}" in page
-    assert all(row["ours_error"] <= 1.2 * row["peer_error"] for row in figures["rows"] if row.get("peer_error"))
-
-
-def test_times_of_the_engine_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import engine_table, faster, kl_table, turn_table
-
-    figures, page = json.loads((RESULTS / "engine-h200.json").read_text()), PAGES["docs/performance.md"]
-    assert engine_table(figures) in page and f"commit {figures['commit'][:7]}" in page
-    [idle] = figures["idle_share_of_a_decode_step"]
-    assert f"the device waited for the host {idle:.1%} of the time" in page
-    ours = {row["workload"]: row["seconds"] for row in figures["rows"] if row["engine"] == "ours"}
-    for workload in ("64 x (4001 shared + 512)", "decode 64 x 128 after 512"):
-        seconds = faster(figures["rows"], workload)["seconds"]
-        assert f"{ours[workload]:.2f} s against {seconds:.2f}" in " ".join(README.split())
-    vllm = {row["workload"]: row["seconds"] for row in figures["rows"] if row["engine"] == "vllm"}
-    for engine in ("ours", "plugin"):
-        rows = [row for row in figures["rows"] if row["engine"] == engine]
-        assert ", ".join(f"{row['seconds'] / vllm[row['workload']]:.2f}" for row in rows) in page
-    assert kl_table(json.loads((RESULTS / "kl-hits-h200.json").read_text())) in page
-    assert turn_table(json.loads((RESULTS / "multiturn-h200.json").read_text())) in page
-
-
-@pytest.mark.parametrize(
-    ("machine", "turns"),
-    [(5, 1), (7, 2), (9, 3)],
-    ids=["plugin", "plugin again", "our engine"],
-)
-def test_times_of_decode_steps_are_those_of_the_benchmark(machine: int, turns: int) -> None:
-    """Of the machines on which both versions ran."""
-    runs = [run for run in json.loads((RESULTS / "decode-h200.json").read_text()) if run["machine"] == machine]
-    text = (ROOT / "docs/performance.md").read_text()
-    for i, rows in enumerate([each["rows"] for each in runs[0]["rows"]]):
-        for label, name in (("base", "before"), ("log", "with logs")):
-            of = [run["rows"][i] for run in runs if run["label"] == label]
-            cells = [", ".join(f"{each[key]:.3f}" for each in of) for key in ("device_ms", "period_ms", "seconds")]
-            assert len(of) == turns and f"| {rows} rows, {name} | {' | '.join(cells)} |" in text
-
-
-def test_hits_are_those_of_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import REPLAYED, replay_loss_table, replay_table
-
-    figures, page = json.loads((RESULTS / "replay-conversation.json").read_text()), PAGES["docs/performance.md"]
-    assert replay_table(figures) in page and replay_loss_table(figures) in page
+    figures = result("replay-conversation.json")
+    assert replay_table(figures) in PERFORMANCE
     assert {row["policy"] for row in figures["rows"]} == set(REPLAYED)
     shares = {(row["policy"], row["state_gib"]): row["share"] for row in figures["rows"] if row["kv_gib"] == 0}
     budgets = {gib for _, gib in shares}
     assert {25, 60, 160} <= budgets and shares["mambacache", 60] >= 0.38
     assert all(shares["mambacache", gib] == max(shares[p, gib] for p, at in shares if at == gib) for gib in budgets)
-    assert f"{max(row.get('unused') or 0 for row in figures['rows']):.1%} holds nothing" in page
 
 
-def test_vllm_figures_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from table import cut_table, engine_table, error_table, fp8_table, serving_table
+@pytest.mark.usefixtures("benchmarks")
+def test_times_of_vllm_are_those_of_the_benchmarks() -> None:
+    from table import engine_table, serving_table
 
-    page = PAGES["docs/vllm.md"]
-    runs = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"]
+    page, runs = PAGES["docs/vllm.md"], result("vllm-h200.json")["runs"]
     assert [run["in_process"] for run in runs] == [True, False]
     assert all(engine_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
-    errors = json.loads((RESULTS / "vllm-accuracy-h200.json").read_text())
-    assert all(table(errors) in page for table in (error_table, fp8_table, cut_table))
-    serving = json.loads((RESULTS / "serving-h200.json").read_text())
+    assert engine_table(runs[-1]) in PERFORMANCE
+    serving = result("serving-h200.json")
     assert serving_table(serving) in page and f"commit {serving['commit'][:7]}" in page
-    assert all(model["rms"]["plugin"] <= 1.2 * model["rms"]["vllm"] for model in errors["models"].values())
+    plugin, vllm = serving["rows"]
+    median, last, token, hits = (
+        [row[key] for row in (plugin, vllm)]
+        for key in ("first_token_median", "first_token_p99", "token_median", "hit_tokens")
+    )
+    assert f"First token, median: {median[0]:.3f} s and {median[1]:.3f} s" in PERFORMANCE
+    assert f"99th percentile: {last[0]:.2f} s and {last[1]:.2f} s" in PERFORMANCE
+    assert f"Between tokens, median: {1e3 * token[0]:.1f} ms and {1e3 * token[1]:.1f} ms" in PERFORMANCE
+    assert f"Hits: {hits[0]:,} and {hits[1]:,} of {vllm['prompt_tokens']:,} tokens" in PERFORMANCE
 
 
-def test_tier_figures_are_those_of_the_benchmark() -> None:
-    figures, page = json.loads((RESULTS / "host-tier-h200.json").read_text()), PAGES["docs/performance.md"]
-    [row] = figures["rows"]
+@pytest.mark.usefixtures("benchmarks")
+def test_errors_in_vllm_are_those_of_the_tests() -> None:
+    from table import tables
+
+    errors, page = result("vllm-accuracy-h100.json"), PAGES["docs/vllm.md"]
+    assert all(table in page for table in tables(errors)) and f"at {errors['commit'][:7]}" in page
+    models = [model["rms"] for part in ("models", "quantised", "fp8") for model in errors[part].values()]
+    assert all(rms["plugin"] <= 1.005 * rms["vllm"] for rms in models)
+
+
+def test_figures_of_the_tier_are_those_of_the_benchmark() -> None:
+    [row] = result("host-tier-h200.json")["rows"]
     longer = (row["host_hit_ms"] - row["device_hit_ms"]) / row["plain_ms"]
     slower = row["decode_beside_ms"] / row["decode_ms"] - 1
     assert longer <= 1.3 and slower <= 0.03
-    assert f"{row['host_hit_ms']:.2f} ms to the first token" in page and f"takes {row['device_hit_ms']:.2f}," in page
-    assert f"is {longer:.2f} of what" in page and f"{slower:.1%} slower" in page
-    rates = [f"{row['num_bytes'] / row[key] / 1e6:.1f}" for key in ("to_host_ms", "from_host_ms", "plain_ms")]
-    assert f"{rates[0]} GB/s to the host and {rates[1]} back, a plain copy at {rates[2]}" in page
-    assert f"commit {figures['commit'][:7]}" in page
+    times = f"{row['host_hit_ms']:.2f} ms to the first token from host memory and {row['device_hit_ms']:.2f}"
+    assert f"A hit of {row['tokens']:,} tokens takes {times} from the device" in PERFORMANCE
+    assert f"Decode beside transfers is {slower:.1%} slower" in PERFORMANCE
 
 
-def test_figures_of_readme_are_those_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the faster vLLM."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_figures_of_chats_and_answers_are_those_of_the_benchmarks() -> None:
+    chats, kl = result("multiturn-h200.json"), result("kl-hits-h200.json")["kl"]
+    on, off = ([row for row in chats["rows"] if row["cache"] is cache][-1] for cache in (True, False))
+    assert on["turn"] == 8 and f"({chats['chats']} chats," in PERFORMANCE
+    times = f"{1e3 * on['seconds']:.0f} ms to the first token, and {1e3 * off['seconds']:.0f} without the cache"
+    assert f"the last of eight turns takes {times}" in PERFORMANCE
+    batch = "no hit, other batch"
+    compared = [found for found in kl.values() if found[batch]]
+    assert len(compared) == 10
+    for text, writer in (("changes the next token", "prefill"), ("If decode wrote the state, it is", "decode")):
+        ratios = [found[f"hit, state written by {writer}"] / found[batch] for found in compared]
+        assert f"{text} {min(ratios):.2f} to {max(ratios):.2f} times" in PERFORMANCE
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_figures_of_readme_are_those_of_the_benchmark() -> None:
+    """They stand beside the faster vLLM's."""
     from table import faster
 
-    run = json.loads((RESULTS / "vllm-h200.json").read_text())["runs"][0]
+    run = result("vllm-h200.json")["runs"][0]
     rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
     cached, at_once = "64 x (4001 shared + 512)", "64 x (4001 shared + 512) at once, nothing cached"
     hits = [f"{row['hit_tokens'] // 64:,}" for row in (rows[cached, "plugin"], faster(run["rows"], cached))]
