@@ -5,6 +5,7 @@ A NAME that ends in "+ngram" or "+mtp" has vLLM verify drafts.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from itertools import chain
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import family_run
 import numpy as np
 import torch
-from composite_models import SIDE, add_processor
+from composite_models import BANKS, SIDE, add_processor, bank_of
 from family_run import DRAFTS, OPTIONS, count_drafts, draft_from
 from PIL import Image
 from real_shapes import add_predictor
@@ -92,7 +93,14 @@ QWEN: Marks = {
     Picture: "<|vision_start|><|image_pad|><|vision_end|>",
     Clip: "<|vision_start|><|video_pad|><|vision_end|>",
 }
-MARKS: dict[str, Marks] = {"qwen3_5": QWEN, "qwen3_5_moe": QWEN, "lfm2_vl": {Picture: "<image>"}}
+INTERN_S2 = {
+    "interns2_preview": "InternS2PreviewForConditionalGeneration",
+    "interns2_mobius": "InternS2MobiusForConditionalGeneration",
+}
+"""The classes of Intern-S2, which are those of Qwen3.5 in transformers."""
+MARKS: dict[str, Marks] = dict.fromkeys(("qwen3_5", "qwen3_5_moe", *INTERN_S2), QWEN) | {
+    "lfm2_vl": {Picture: "<image>"}
+}
 
 
 class Prompt(NamedTuple):
@@ -238,12 +246,38 @@ class WithImages(Original):
         return self._logits[key]
 
 
-def save(name: str, directory: Path) -> Path:
-    """Saves a model that never answers with a mark of an image. Returns the folder that vLLM serves."""
-    served = family_run.save(name, directory)
-    if name == "qwen3_5_moe":
+def save(name: str, directory: Path) -> tuple[Path, Path]:
+    """Save a model that never answers with a mark of an image.
+
+    Returns:
+        The folder that vLLM serves, and the folder that transformers reads.
+    """
+    served = family_run.save("qwen3_5_moe" if name in INTERN_S2 else name, directory)
+    if name == "qwen3_5_moe" or name in INTERN_S2:
         add_processor(served)
     silence_marks(served)
+    return (save_intern_s2(name, directory) if name in INTERN_S2 else served), served
+
+
+def save_intern_s2(name: str, directory: Path) -> Path:
+    """Save a Qwen3.5 as Intern-S2 too. In Mobius several layers share the experts, and then they do in both."""
+    weights, settings = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
+    settings["architectures"] = [INTERN_S2[name]]
+    if name == "interns2_mobius":
+        settings["text_config"]["num_blocks"] = BANKS
+        banks = {key: bank_of(key.replace("language_model.", "")) for key in weights}
+        shared = {bank: weights[key] for key, bank in banks.items()}
+        weights = {key: shared[bank].clone() if bank else weights[key] for key, bank in banks.items()}
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        weights = {
+            bank.replace("model.", "model.language_model.", 1) if bank else key: weights[key]
+            for key, bank in banks.items()
+        }
+    served = directory / "served"
+    served.mkdir()
+    (served / "config.json").write_text(json.dumps(settings))
+    save_file(weights, served / "model.safetensors", metadata={"format": "pt"})
+    add_processor(served)
     return served
 
 
@@ -294,13 +328,13 @@ def main(name: str, directory: Path) -> None:
 
     name, _, drafts = name.partition("+")
     family_run.let_run_on_a_cpu(name)
-    served, marks = save(name, directory), MARKS[name]
+    (served, whole), marks = save(name, directory), MARKS[name]
     if drafts == "mtp":
         add_predictor(served, large=1.0)
     llm = LLM(str(served), **OPTIONS | {"skip_tokenizer_init": False} | DRAFTS[drafts])
     core = llm.llm_engine.engine_core.engine_core
     counts = count_drafts(core.scheduler.states)
-    check = Check(llm, WithImages(directory, served, marks), max_tokens=12 if drafts else 8)
+    check = Check(llm, WithImages(directory, whole, marks), max_tokens=12 if drafts else 8)
     text = Prompt((tuple(tokens_of(99, 150)),))
     check((text, 0))
     scenes = [each for each in SCENES if Clip in marks or not each.prompt.media(Clip)]

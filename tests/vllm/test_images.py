@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from watched import FULL, run
 
-CASES = ("qwen3_5+mtp", "lfm2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5+ngram", "qwen3_5_moe+mtp")
+CASES = (
+    "qwen3_5+mtp", "lfm2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5+ngram", "qwen3_5_moe+mtp", "interns2_preview",
+    "interns2_mobius",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES if FULL else CASES[:2])
