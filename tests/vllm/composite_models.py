@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -32,6 +33,14 @@ MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 """Tokens after those of prompts."""
 LFM2_MARKS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
 """LFM2-VL has these tokens in their place."""
+MINICPM_MARKS = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "image_start_token": "<image>",
+    "image_end_token": "</image>", "slice_start_token": "<slice>", "slice_end_token": "</slice>",
+    "image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>",
+}  # fmt: skip
+"""MiniCPM-V has these tokens in their place, by the names that its processor has for them."""
+SLICES = 4
+"""Of a large image of MiniCPM-V, at most."""
 MAX_IMAGE_TOKENS = 256
 SIDE = 32
 """Pixels across and down of the part of an image that becomes a token."""
@@ -126,9 +135,52 @@ def add_lfm2_images(served: Path) -> None:
     Lfm2VlProcessor(images, words(LFM2_MARKS)).save_pretrained(served)
 
 
+def add_minicpm_images(served: Path) -> None:
+    """Give a saved MiniCPM-V random weights of a vision tower, and a processor that cuts large images into slices."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(served)
+    model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
+    randomize(model)
+    tower = {
+        key: weight.clone()
+        for key, weight in model.state_dict().items()
+        if not key.startswith(("model.language_model", "lm_head"))
+    }
+    save_file(load_file(served / "model.safetensors") | tower, served / "model.safetensors", {"format": "pt"})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words([*MINICPM_MARKS.values()])._tokenizer, eos_token="1", unk_token="0", pad_token="0",
+        extra_special_tokens=MINICPM_MARKS,
+    )  # fmt: skip
+    size = {"patch_size": 4, "scale_resolution": 128}
+    images = transformers.MiniCPMV4_6ImageProcessor(max_slice_nums=SLICES, **size)
+    videos = transformers.MiniCPMV4_6VideoProcessor(**size)
+    processor = {"minicpmv4_6": "MiniCPMV4_6Processor", "minicpmv4_7": "MiniCPMV4_7Processor"}[config.model_type]
+    getattr(transformers, processor)(images, videos, tokenizer).save_pretrained(served)
+
+
 def _qwen(text: str, architecture: str, model_type: str, **changes: Any) -> Composite:
     settings = {"architectures": [architecture], "model_type": model_type}
     return Composite(text, settings, named("model.language_model.", "lm_head."), changes=QWEN | changes)
+
+
+def _minicpm(version: str) -> Composite:
+    ids = dict(zip(MINICPM_MARKS, range(VOCABULARY, VOCABULARY + len(MINICPM_MARKS)), strict=True))
+    settings = {
+        "architectures": [f"MiniCPMV{version}ForConditionalGeneration"],
+        "model_type": f"minicpmv{version}",
+        "vision_config": {**TOWER, "num_hidden_layers": 2, "patch_size": 4, "image_size": 64},
+        "insert_layer_id": 0,
+        "max_slice_nums": SLICES,
+        "image_token_id": ids["image_token"],
+        "video_token_id": ids["video_token"],
+        "newline_id": VOCABULARY + len(ids),  # the tokenizer has none
+        "uses_mrope_canvas": version == "4_7",
+        **{f"{mark}_id": ids[f"{mark}_token"] for mark in ("image_start", "image_end", "slice_start", "slice_end")},
+    }
+    return Composite(
+        "qwen3_5_text", settings, named("model.language_model.", "lm_head."),
+        changes=QWEN | {"vocab_size": VOCABULARY + len(ids) + 1}, add_images=add_minicpm_images,
+    )  # fmt: skip
 
 
 _NANO = {
@@ -164,8 +216,8 @@ COMPOSITES: dict[str, Composite] = {
         lambda weights: {f"language_model.{key}": weight for key, weight in weights.items()},
         {**TEXT_ONLY, "skip_tokenizer_init": False},
     ),
-    "minicpmv4_6": _qwen("qwen3_5_text", "MiniCPMV4_6ForConditionalGeneration", "minicpmv4_6"),
-    "minicpmv4_7": _qwen("qwen3_5_text", "MiniCPMV4_7ForConditionalGeneration", "minicpmv4_7"),
+    "minicpmv4_6": _minicpm("4_6"),
+    "minicpmv4_7": _minicpm("4_7"),
     "interns2_preview": _qwen("qwen3_5_moe_text", "InternS2PreviewForConditionalGeneration", "qwen3_5_moe"),
     "interns2_mobius": _qwen(
         "qwen3_5_moe_text", "InternS2MobiusForConditionalGeneration", "qwen3_5_moe", num_blocks=BANKS
