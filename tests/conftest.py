@@ -64,17 +64,19 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test again, at most 15 times, while the other workers leave it too little of the GPU's memory.
+    """Run a GPU test again, at most 15 times, while the other workers leave it too little of the GPU's memory.
 
     A test with the fixture `engine` runs once: its engines hold what the first attempt did.
     """
-    if "engine" in pyfuncitem.fixturenames:
+    if "engine" in pyfuncitem.fixturenames or not any(map(pyfuncitem.get_closest_marker, ("gpu", "gpu_full"))):
         return None
     import torch
 
+    names = signature(pyfuncitem.obj).parameters.keys() & pyfuncitem.funcargs.keys()  # others have a default
+    given = {name: pyfuncitem.funcargs[name] for name in names}
     for _ in range(15):
         try:
-            pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in signature(pyfuncitem.obj).parameters})
+            pyfuncitem.obj(**given)
             return True
         except torch.OutOfMemoryError:
             pass  # until here the error holds the test's tensors
