@@ -46,6 +46,7 @@ class StepContext:
         self._indices: StateIndices | None = None
         self.order: Order | None = None  # None: the batch is in that of the indices
         self._null: dict[int, StateIndices] = {}
+        self._null_order: Order | None = None
         self._filled: StateIndices | None = None  # buffers that hold rows of one token each, as of step `_number`
         self._names: list[str] = []  # theirs
         self._places: dict[str, int] = {}  # of each name
@@ -81,7 +82,7 @@ class StepContext:
             positions: on the device, of all tokens of the batch; where rows may be late.
         """
         names = list(names) if self._columns is not None else []
-        self._indices = self.order = None
+        self._indices, self.order = None, self._null_order
         if padded is not None:
             rows, width = padded[0], padded[1] // padded[0]
             self._indices = self._fill(names, rows, width)
@@ -150,15 +151,22 @@ class StepContext:
         return indices
 
     @contextmanager
-    def warming(self, rows: Sequence[SequenceStep]) -> Iterator[int]:
-        """Have runs without a plan take these rows, which read and store no state. Yield their tokens."""
+    def warming(self, rows: Sequence[SequenceStep], gathered: bool) -> Iterator[int]:
+        """Have runs without a plan take these rows, which read and store no state. Yield their tokens.
+
+        Args:
+            gathered: whether activations go through an order. Their copies have other strides than a layer's views.
+        """
         decodes = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
         if any(row.late for row in decodes):
             place_decodes(indices, torch.zeros(len(decodes), dtype=torch.int64, device=self._device))
         self._null = {indices.num_tokens: indices}
+        if gathered:
+            places = np.arange(indices.num_tokens, dtype=np.int32)
+            self._null_order = Order(**pack_arrays({"taken": places, "back": places}, self._device))
         yield indices.num_tokens
-        self._null = {}
+        self._null, self._null_order = {}, None
 
     def indices(self, num_tokens: int) -> StateIndices:
         """Of the step that runs, for layers that are given so many tokens, padding included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from mambacache.kernels import compiling
@@ -16,6 +17,8 @@ from mambacache.warm_up import CompilerThreads, warm_up_batches
 def warm_up(runner: Any, states: StepContext, config: Any) -> None:
     """Run batches that take every kernel of our layers: first only to compile the kernels, side by side.
 
+    With drafts each batch runs twice: steps of decode rows and prompts gather their activations.
+
     Args:
         runner: vLLM's model runner, before it captures graphs.
         config: vLLM's.
@@ -25,14 +28,15 @@ def warm_up(runner: Any, states: StepContext, config: Any) -> None:
     batches = warm_up_batches(
         scheduler.max_num_batched_tokens, config.model_config.max_model_len, scheduler.max_num_seqs, width
     )
+    runs = list(product(batches, [False, True] if width > 1 else [False]))
     began = time.monotonic()
     with CompilerThreads() as threads, compiling(threads):
-        _run(runner, states, batches)
-    _run(runner, states, batches)
+        _run(runner, states, runs)
+    _run(runner, states, runs)
     logger.info("mambacache: kernels were ready after %.0f s", time.monotonic() - began)
 
 
-def _run(runner: Any, states: StepContext, batches: Sequence[Sequence[SequenceStep]]) -> None:
-    for rows in batches:
-        with states.warming(rows) as tokens:
+def _run(runner: Any, states: StepContext, runs: Sequence[tuple[Sequence[SequenceStep], bool]]) -> None:
+    for rows, gathered in runs:
+        with states.warming(rows, gathered) as tokens:
             runner._dummy_run(tokens, skip_eplb=True)

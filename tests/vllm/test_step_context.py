@@ -16,6 +16,7 @@ from mambacache.vllm.layers.base import conv_weight, in_order
 from mambacache.vllm.model_state import UpToTheLog
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.step_context import StepContext
+from mambacache.vllm.warm_up import warm_up
 from mambacache.warm_up import warm_up_batches
 from test_kernels_place_decodes import random_case
 
@@ -39,6 +40,16 @@ class Layer:
         assert torch.equal((rows[:, 0] - 1) % 16, indices.log_end.long())
         out[:decodes] = torch.where(real, rows, 0).flatten()
         out[decodes : indices.num_tokens] = positions[decodes : indices.num_tokens] + 1
+
+
+class StridesLayer(Layer):
+    """Notes the strides of the activations that it is given."""
+
+    strides: tuple[int, ...] = ()
+
+    @in_order
+    def core(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self.strides = x.stride()
 
 
 def context() -> tuple[Layer, StepContext]:
@@ -115,17 +126,44 @@ def test_a_convolution_with_lora_has_its_plain_weight() -> None:
     assert torch.equal(conv_weight(SimpleNamespace(weight=conv.weight, base_layer=conv)), plain)
 
 
-def test_a_run_without_a_plan_takes_the_rows_of_a_warm_up() -> None:
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_run_without_a_plan_takes_the_rows_of_a_warm_up(gathered: bool) -> None:
     _, states = context()
+    layer = StridesLayer()
+    layer.bind_states(states)
     for rows in warm_up_batches(8192, 4096, 64, WIDTH):
-        with states.warming(rows) as tokens:
+        with states.warming(rows, gathered) as tokens:
             states.begin(["another"], np.array([tokens]))  # as vLLM's dummy runs do
             indices = states.indices(tokens)
             decodes = [row.num_tokens for row in rows if not row.prefill]
             assert indices.decode_len.tolist() == decodes and indices.num_prefills == len(rows) - len(decodes)
             assert tokens == sum(row.num_tokens for row in rows)
             assert not any(x.any() for x in (indices.decode_src, indices.decode_dst, indices.src, indices.chunk_dst))
+            half, _ = torch.zeros(tokens, 10).chunk(2, dim=-1)
+            layer.core(half, torch.zeros(tokens, 5))
+            assert layer.strides == ((5, 1) if gathered else (10, 1))
     assert states.indices(7).num_tokens == 7
+
+
+@pytest.mark.parametrize("drafts", [0, WIDTH - 1])
+def test_a_warm_up_with_drafts_gathers_every_batch_too(drafts: int) -> None:
+    """A step of decode rows and prompts gathers, and the prompts may have any form."""
+    runs: list[tuple[int, bool]] = []
+    _, states = context()
+
+    def run(tokens: int, **rest: object) -> None:
+        states.begin([], np.array([tokens]))
+        runs.append((tokens, states.order is not None))
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=64),
+        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        model_config=SimpleNamespace(max_model_len=4096),
+    )
+    warm_up(SimpleNamespace(_dummy_run=run), states, config)
+    batches = [sum(row.num_tokens for row in rows) for rows in warm_up_batches(8192, 4096, 64, 1 + drafts)]
+    wanted = [(tokens, gathered) for tokens in batches for gathered in [False, True][: 1 + bool(drafts)]]
+    assert runs == 2 * wanted
 
 
 @pytest.mark.parametrize("wanted", [True, False])
