@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from about import about
-from kernel_peers import activate_flashinfer
 from random_weights import random_weights
 from tqdm import tqdm
 
@@ -112,8 +111,6 @@ def measure_vllm(arguments: argparse.Namespace, engine: str) -> list[dict[str, A
     from vllm import LLM, SamplingParams
 
     backend = "flashinfer" if engine.endswith("FlashInfer") else "triton"
-    if backend == "flashinfer":
-        activate_flashinfer()
     options = LIMITS | {"additional_config": {"gdn_prefill_backend": backend}} | json.loads(arguments.options)
     llm = LLM(
         model=arguments.model, load_format="dummy", dtype="bfloat16", enable_prefix_caching=True,
