@@ -41,6 +41,8 @@ MINICPM_MARKS = {
 """MiniCPM-V has these tokens in their place, by the names that its processor has for them."""
 SLICES = 4
 """Of a large image of MiniCPM-V, at most."""
+NANO_MARKS = ("<image>", "<video>", "<img>", "</img>")
+"""Nemotron Nano has these tokens in their place."""
 MAX_IMAGE_TOKENS = 256
 SIDE = 32
 """Pixels across and down of the part of an image that becomes a token."""
@@ -158,6 +160,56 @@ def add_minicpm_images(served: Path) -> None:
     getattr(transformers, processor)(images, videos, tokenizer).save_pretrained(served)
 
 
+def add_nano_images(served: Path) -> None:
+    """Give a saved Nemotron Nano random weights of a RADIO tower and a projector.
+
+    Its folder `images` holds what transformers loads: the same weights, and a processor of images.
+    """
+    torch.manual_seed(0)
+    settings, images = AutoConfig.from_pretrained(served), served / "images"
+    tower = settings.vision_config
+    config = AutoConfig.for_model(
+        "nemotron_h_omni",
+        text_config=settings.text_config,
+        vision_config={
+            **NANO_TOWER,
+            "patch_size": tower.patch_size,
+            "max_img_size": tower.args["cpe_max_size"],
+            "num_cls_tokens": len(tower.args["teachers"]),
+            "num_registers": tower.args["register_multiple"] - len(tower.args["teachers"]),
+            "video_temporal_patch_size": tower.video_temporal_patch_size,
+        },
+        vision_hidden_size=settings.vit_hidden_size,
+        projector_hidden_size=settings.projector_hidden_size,
+        image_token_id=settings.image_token_id,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    randomize(model)
+    with torch.no_grad():  # drawn like the rows of an embedding
+        model.vision_model.embeddings.patch_projection.weight.mul_(config.vision_config.patch_dim**-0.5)
+    model.save_pretrained(images)  # with the names of published checkpoints, which have no scales of layers
+    weights = load_file(images / "model.safetensors")
+    weights = {
+        key: weight
+        for key, weight in weights.items()
+        if not key.startswith("language_model") and "layer_scale" not in key
+    }
+    save_file(load_file(served / "model.safetensors") | weights, served / "model.safetensors", {"format": "pt"})
+    (images / "model.safetensors").unlink()
+    (images / "model.safetensors").symlink_to("../model.safetensors")
+    tokenizer = words(NANO_MARKS)
+    tokenizer.save_pretrained(served)
+    transformers.NemotronH_Omni_Reasoning_V3Processor(
+        transformers.NemotronH_Omni_Reasoning_V3ImageProcessor(
+            image_mean=settings.norm_mean, image_std=settings.norm_std, patch_size=settings.patch_size, **NANO_PATCHES
+        ),
+        transformers.NemotronH_Omni_Reasoning_V3VideoProcessor(),
+        tokenizer,
+        transformers.Wav2Vec2FeatureExtractor(),  # it must have one, and no prompt has sounds
+    ).save_pretrained(images)  # fmt: skip
+
+
 def _qwen(text: str, architecture: str, model_type: str, **changes: Any) -> Composite:
     settings = {"architectures": [architecture], "model_type": model_type}
     return Composite(text, settings, named("model.language_model.", "lm_head."), changes=QWEN | changes)
@@ -183,19 +235,39 @@ def _minicpm(version: str) -> Composite:
     )  # fmt: skip
 
 
-_NANO = {
+NANO_TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+NANO_PATCHES = {"min_num_patches": 16, "max_num_patches": 4 * MAX_IMAGE_TOKENS}
+"""Of an image of Nemotron Nano: a smaller or larger one is resized."""
+_NANO: dict[str, Any] = {
     "model_type": NanoConfig.model_type,
-    "vision_config": {"args": {"model": "vit_small_patch16_224"}, "patch_size": 16},
+    "vision_config": {
+        "args": {
+            "model": "vit_small_patch16_224",
+            # vLLM takes these sizes in place of that model's.
+            **NANO_TOWER,
+            "intermediate_size": 128,
+            # Both resize position embeddings. Were this `preferred_resolution`, vLLM would cut them for small images.
+            "cpe_max_size": 128,
+            "register_multiple": 5,
+            "cls_token_per_teacher": True,
+            "teachers": [{"name": "clip"}, {"name": "dino_v2"}, {"name": "sam", "use_summary": False}],
+            **NANO_PATCHES,
+        },
+        "patch_size": 16,
+        "preferred_resolution": [64, 64],
+        "video_temporal_patch_size": 2,
+    },
     "force_image_size": 32,
     "patch_size": 16,
     "template": "",
     "downsample_ratio": 0.5,
+    "use_thumbnail": False,
     "ps_version": "v2",
     "image_tag_type": "internvl",
-    "vit_hidden_size": 32,
-    "projector_hidden_size": 32,
-    "norm_mean": [0.5] * 3,
-    "norm_std": [0.5] * 3,
+    "vit_hidden_size": NANO_TOWER["hidden_size"],
+    "projector_hidden_size": 48,
+    "norm_mean": [0.5, 0.4, 0.3],
+    "norm_std": [0.3, 0.2, 0.25],
 }
 COMPOSITES: dict[str, Composite] = {
     "lfm2_vl": Composite(
@@ -215,6 +287,8 @@ COMPOSITES: dict[str, Composite] = {
         {"architectures": ["NemotronH_Nano_VL_V2"], **_NANO},
         lambda weights: {f"language_model.{key}": weight for key, weight in weights.items()},
         {**TEXT_ONLY, "skip_tokenizer_init": False},
+        changes={"vocab_size": VOCABULARY + len(NANO_MARKS)},
+        add_images=add_nano_images,
     ),
     "minicpmv4_6": _minicpm("4_6"),
     "minicpmv4_7": _minicpm("4_7"),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from inspect import signature
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import family_run
@@ -38,7 +39,7 @@ ALONG = {"input_ids": 1, "mm_token_type_ids": 1}
 
 
 class Picture(NamedTuple):
-    """A random image that becomes `across` times `down` tokens."""
+    """A random image that becomes `across` times `down` tokens, unless it is resized."""
 
     seed: int
     across: int
@@ -100,10 +101,12 @@ INTERN_S2 = {
 }
 """The classes of Intern-S2, which are those of Qwen3.5 in transformers."""
 MINICPM: Marks = {Picture: "<|image_pad|>"}
+NANO = "nemotron_nano_vl"
 MARKS: dict[str, Marks] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", *INTERN_S2), QWEN),
     **dict.fromkeys(("minicpmv4_6", "minicpmv4_7"), MINICPM),
     "lfm2_vl": {Picture: "<image>"},
+    NANO: {Picture: "<image>"},
 }
 
 
@@ -169,6 +172,11 @@ SCENES = (
     scene(7, 64, (2, 2), 58, hits=(64, 64, 64)),
     scene(8, 70, (8, 4, 3), 30, hits=(64, 128, 128)),
     scene(9, 30, (3, 3), 10, (4, 6, 5), 40, hits=(0, 128, 64)),
+)
+# Nemotron Nano resizes images of fewer patches than it takes, and of more: these have 6 tokens and 252.
+RESIZED = (
+    scene(10, 70, (2, 1), 60, hits=(64, 128, 64)),
+    scene(11, 5, (20, 16), 30, hits=(0, 256, 256)),
 )
 
 
@@ -272,6 +280,8 @@ def save(name: str, directory: Path) -> tuple[Path, Path]:
     if name == "qwen3_5_moe" or name in INTERN_S2:
         add_processor(served)
     silence_marks(served)
+    if name == NANO:
+        return served, served / "images"
     return (save_intern_s2(name, directory) if name in INTERN_S2 else served), served
 
 
@@ -301,9 +311,20 @@ def silence_marks(served: Path) -> None:
     """Change the output layer of a saved model, so that no answer holds a mark of an image."""
     path = served / "model.safetensors"
     weights = load_file(path)
-    output = "lm_head.weight" if "lm_head.weight" in weights else "model.language_model.embed_tokens.weight"
+    heads = (key for key in weights if key.endswith("lm_head.weight"))
+    output = next(heads, "model.language_model.embed_tokens.weight")
     weights[output][VOCABULARY:] = 0
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def keep_features() -> None:
+    """Have vLLM's Nemotron Nano keep the features of images in float32.
+
+    It casts them to bfloat16 even where the projector behind them has float32, which then fails.
+    """
+    from vllm.model_executor.models import nano_nemotron_vl
+
+    nano_nemotron_vl.torch = SimpleNamespace(**vars(torch) | {"bfloat16": torch.float32})
 
 
 class Check:
@@ -344,6 +365,8 @@ def main(name: str, directory: Path) -> None:
 
     name, _, drafts = name.partition("+")
     family_run.let_run_on_a_cpu(name)
+    if name == NANO:
+        keep_features()
     (served, whole), marks = save(name, directory), MARKS[name]
     if drafts == "mtp":
         add_predictor(served, large=1.0)
@@ -353,7 +376,8 @@ def main(name: str, directory: Path) -> None:
     check = Check(llm, WithImages(directory, whole, marks), max_tokens=12 if drafts else 8)
     text = Prompt((tuple(tokens_of(99, 150)),))
     check((text, 0))
-    scenes = SLICED if marks is MINICPM else [each for each in SCENES if Clip in marks or not each.prompt.media(Clip)]
+    known = SLICED if marks is MINICPM else (*SCENES, *RESIZED) if name == NANO else SCENES
+    scenes = [each for each in known if Clip in marks or not each.prompt.media(Clip)]
     for each in scenes:
         check_one_by_one(check, each)
     if drafts:

@@ -9,7 +9,7 @@ from watched import FULL, run
 
 CASES = (
     "qwen3_5+mtp", "lfm2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5+ngram", "qwen3_5_moe+mtp", "interns2_preview",
-    "interns2_mobius", "minicpmv4_6", "minicpmv4_7",
+    "interns2_mobius", "minicpmv4_6", "minicpmv4_7", "nemotron_nano_vl",
 )  # fmt: skip
 
 
