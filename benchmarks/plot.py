@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from table import faster
 
 RESULTS = Path(__file__).parent / "results"
-NAME = "vllm-h200"
+NAME = "vllm-qwen3.5-9b-h100"
 BAR = 0.4
 OURS, PEER = "#2a8fb3", "#a9a9a9"
 THEMES = {"": {}, "-dark": dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#e6e6e6")}
@@ -40,9 +40,8 @@ def legend(figure: Figure, ours: str, peer: str) -> None:
     figure.legend(handles, [ours, peer], loc="outside upper right", ncols=2, fontsize=8, frameon=False)
 
 
-def against_vllm(results: dict[str, Any]) -> Figure:
-    """Return the median of each workload and the share of its prompt tokens that were hit, beside the faster vLLM."""
-    run = results["runs"][0]
+def against_vllm(run: dict[str, Any]) -> Figure:
+    """Return the median of each workload and the share of its prompt tokens that were hit, beside vLLM alone."""
     workloads = list(dict.fromkeys(row["workload"] for row in run["rows"]))
     rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
     pairs = [(rows[workload, "plugin"], faster(run["rows"], workload)) for workload in workloads]
@@ -50,8 +49,8 @@ def against_vllm(results: dict[str, Any]) -> Figure:
     texts = [(said(ours), said(peer)) for ours, peer in pairs]
     bars(axes, workloads, *([row["seconds"] for row in side] for side in zip(*pairs, strict=True)), texts)
     axes.margins(x=0.15)
-    axes.set_xlabel(f"seconds, all prompts together ({run['gpu']}, 12 layers of Qwen3-Next's shape)", fontsize=9)
-    legend(figure, "vLLM with mambacache", f"vLLM {run['versions']['vllm']} alone, the faster of its two prefills")
+    axes.set_xlabel(f"seconds, all prompts together ({run['gpu']}, {run['model']})", fontsize=9)
+    legend(figure, "vLLM with mambacache", f"vLLM {run['versions']['vllm']} alone, FlashInfer's prefill")
     return figure
 
 
@@ -61,11 +60,11 @@ def said(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    results = json.loads((RESULTS / f"{NAME}.json").read_text())
+    run = json.loads((RESULTS / f"{NAME}.json").read_text())
     for theme, colors in THEMES.items():
         frame = {"axes.edgecolor": EDGES[theme], "axes.spines.top": False, "axes.spines.right": False}
         with pyplot.rc_context({**colors, **frame, "svg.fonttype": "none", "svg.hashsalt": NAME}):
-            figure = against_vllm(results)
+            figure = against_vllm(run)
             metadata = {"Date": None}  # the same figures give the same file
             figure.savefig(RESULTS / f"{NAME}{theme}.svg", transparent=True, metadata=metadata)
             pyplot.close(figure)

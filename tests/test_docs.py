@@ -158,11 +158,8 @@ def test_hits_are_those_of_the_replay() -> None:
 def test_times_of_vllm_are_those_of_the_benchmarks() -> None:
     from table import engine_table, serving_table
 
-    page, runs = PAGES["docs/vllm.md"], result("vllm-h200.json")["runs"]
-    assert [run["in_process"] for run in runs] == [True, False]
-    assert all(engine_table(run) in page for run in runs) and f"commit {runs[0]['commit'][:7]}" in page
-    assert engine_table(runs[-1]) in PERFORMANCE
-    serving = result("serving-h200.json")
+    assert engine_table(result("vllm-qwen3.5-9b-h100.json")) in PERFORMANCE
+    page, serving = PAGES["docs/vllm.md"], result("serving-h200.json")
     assert serving_table(serving) in page and f"commit {serving['commit'][:7]}" in page
     plugin, vllm = serving["rows"]
     median, last, token, hits = (
@@ -209,20 +206,16 @@ def test_figures_of_chats_and_answers_are_those_of_the_benchmarks() -> None:
         assert f"{text} {min(ratios):.2f} to {max(ratios):.2f} times" in PERFORMANCE
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_figures_of_readme_are_those_of_the_benchmark() -> None:
-    """They stand beside the faster vLLM's."""
-    from table import faster
-
-    run = result("vllm-h200.json")["runs"][0]
-    rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
-    cached, at_once = "64 x (4001 shared + 512)", "64 x (4001 shared + 512) at once, nothing cached"
-    hits = [f"{row['hit_tokens'] // 64:,}" for row in (rows[cached, "plugin"], faster(run["rows"], cached))]
-    assert f"| tokens hit, of 4,513 in each prompt | {' | '.join(hits)} |" in README
-    for what, workload in (("the prefix cached", cached), ("nothing cached, all sent at once", at_once)):
-        pair = rows[workload, "plugin"], faster(run["rows"], workload)
-        times = [f"{row['seconds']:.3f}" for row in pair]
-        assert f"| seconds, {what} | {' | '.join(times)} |" in README
+    rows = result("vllm-qwen3.5-9b-h100.json")["rows"]
+    for shared, own in ((1600, 600), (1500, 700)):
+        workload = f"64 x ({shared} shared by 8 + {own}), all at once"
+        engines = {row["engine"]: row for row in rows if row["workload"] == workload}
+        pair = engines["plugin"], engines["vllm, FlashInfer"]
+        hits, times = [f"{row['hit_tokens']:,}" for row in pair], [f"{row['seconds']:.3f}" for row in pair]
+        [tokens] = {row["prompt_tokens"] for row in pair}
+        assert f"| {shared:,} shared + {own}: tokens hit, of {tokens:,} | {' | '.join(hits)} |" in README
+        assert f"| {shared:,} shared + {own}: seconds | {' | '.join(times)} |" in README
 
 
 def test_options_are_those_of_the_dataclasses(monkeypatch: pytest.MonkeyPatch) -> None:
