@@ -330,12 +330,10 @@ class EngineConfig:
             None for as much as is free.
         checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
         strict_reuse: reuse only what was computed exactly as a cold prompt is.
-        speculative: "ngram" drafts what followed a request's last tokens where they stood before. The directory or Hub
-            id of a checkpoint with the same vocabulary has that model draft; its states and KV take a tenth of what
-            both models' weights leave. None for no drafts, or those of LLM's `draft`. But for "ngram", whose drafts are
-            made on the device, a GPU waits for each step's tokens before the next one begins.
-        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7; needs `speculative`, for which 0 means
-            3, or LLM's `draft`, a function of a request and a limit that gives token ids, or a `DraftTree` of them.
+        speculative: "ngram" drafts the tokens that followed a request's last tokens where they stood before. None for
+            no drafts, or for those of LLM's `draft`.
+        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7. With `speculative` 0 means 3. LLM's
+            `draft`, a function of a request and a limit that gives token ids or a `DraftTree` of them, needs 1 or more.
         enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.
         seed: of the requests that bring none of their own; None for a fresh one.
 
@@ -366,7 +364,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     checkpoint_interval: int = 0
     strict_reuse: bool = False
-    speculative: str | Path | None = None
+    speculative: str | None = None
     max_draft_tokens: int = 0
     enforce_eager: bool = False
     seed: int | None = None
@@ -380,7 +378,7 @@ class EngineConfig:
                 dtype = str(given).removeprefix("torch.")  # what torch calls its own: it is not imported here
                 object.__setattr__(self, name, DTYPE_NAMES.get(dtype, dtype))
         hold_to_annotations(self)
-        for name in ("model", "tokenizer", "disk_cache_dir", "speculative"):
+        for name in ("model", "tokenizer", "disk_cache_dir"):
             unless = "" if name == "model" else ", or leave it out"
             require(getattr(self, name) != "", f"{name} is an empty string: set it to a directory{unless}")
         require(
@@ -398,6 +396,10 @@ class EngineConfig:
         require(
             self.long_prefill_token_threshold >= 0,
             f"long_prefill_token_threshold is {self.long_prefill_token_threshold}: set it to 0 (no cap) or more",
+        )
+        require(
+            self.speculative in (None, "ngram"),
+            f'speculative is {self.speculative!r}: set it to "ngram", or leave it out and give LLM\'s draft=',
         )
         if self.speculative and not self.max_draft_tokens:
             object.__setattr__(self, "max_draft_tokens", DEFAULT_DRAFTS)

@@ -13,14 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mambacache import LLM, EngineConfig, SamplingParams
-from mambacache.engine import parts
-from mambacache.engine.draft_model import DraftModel
 from mambacache.engine.outputs import RequestOutput
 from mambacache.models.adapt import model_skeleton
 from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import CacheStats, RequestReport
 from mambacache.runner.model_runner import Launched, RowOutput
-from mambacache.runner.sizing import free_memory, plan_memory
+from mambacache.runner.sizing import plan_memory
 from mambacache.scheduler.drafts import DraftFunction
 from state_watch import StateWatch
 from tiny_models import VOCABULARY, save_tiny_model
@@ -99,11 +97,6 @@ def run_until_idle(llm: LLM, outputs: dict[str, RequestOutput] | None = None) ->
     return outputs
 
 
-def draft_models(llm: LLM) -> list[DraftModel]:
-    """The model that drafts for an engine, if one does."""
-    return [] if llm._draft_model is None else [llm._draft_model]
-
-
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"
 
 
@@ -172,7 +165,6 @@ class Engines:
         self.device = device
         self._made: list[LLM] = []
         self._add = patch.object(CacheStats, "add", autospec=True, side_effect=self._note(CacheStats.add))
-        self._share = patch.object(parts, "DRAFT_SHARE", DRAFT_BYTES / free_memory(device))  # whatever is free here
 
     def __call__(
         self,
@@ -193,16 +185,14 @@ class Engines:
             "kv_cache_bytes": num_kv_blocks * one.kv_block_bytes,
         }
         llm = LLM(directory, draft=draft, **{**budgets, **options})
-        for runner in (llm.runner, *(model._stepper._runner for model in draft_models(llm))):
-            for pool in filter(None, (runner.states, runner.pages)):
-                pool.buffer.fill_(0xFF)
-            self.watch.add(runner.states.buffer)
+        for pool in filter(None, (llm.runner.states, llm.runner.pages)):
+            pool.buffer.fill_(0xFF)
+        self.watch.add(llm.runner.states.buffer)
         self._made.append(llm)
         return llm
 
     def __enter__(self) -> Engines:
         self._add.start()
-        self._share.start()
         self.watch.__enter__()
         return self
 
@@ -210,7 +200,6 @@ class Engines:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.watch.__exit__(kind, error, trace)
-        self._share.stop()
         self._add.stop()
 
     def check(self) -> None:
@@ -227,11 +216,8 @@ class Engines:
             while (tier := llm._stepper._tier) is not None and tier.under_way:
                 tier.wait()
                 llm.step()
-            for stepper in (model._stepper for model in draft_models(llm)):
-                assert not (stepper._scheduler.requests or stepper.answers or stepper.fresh)
-            for stats in (llm.stats, *(model._cache.stats for model in draft_models(llm))):
-                for blocks in filter(None, (stats.state_blocks, stats.kv_blocks)):
-                    assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
+            for blocks in filter(None, (llm.stats.state_blocks, llm.stats.kv_blocks)):
+                assert blocks["writing"] == 0 and blocks["committed"] == blocks["evictable"]
 
     def _note(self, add: Callable[[CacheStats, RequestReport], None]) -> Callable[[CacheStats, RequestReport], None]:
         def noting(stats: CacheStats, report: RequestReport) -> None:

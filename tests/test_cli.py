@@ -268,10 +268,6 @@ def test_no_memory(
     ("arguments", "model"),
     [
         (["plan", "some/model"], "some/model"),
-        (
-            ["generate", str(MODEL), "hi", *SMALL, "--speculative=ngrams"],
-            "speculative is 'ngrams', which is not \"ngram\" and no draft model: ngrams",
-        ),
     ],
 )
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from mambacache.cli import main
 from mambacache.engine import parts
 from mambacache.models.adapt import Model, model_skeleton
 from mambacache.runner import sizing
-from tiny_models import save_tiny_model
 
 SMALL = ["--device=cpu", "--kv-cache-bytes=4MB", "--checkpoint-budget-bytes=1000000", "--max-num-seqs=4"]
 
@@ -125,17 +124,11 @@ def test_a_share_of_the_memory(config_only: Path, capsys: pytest.CaptureFixture[
     assert "gpu_memory_utilization is 1e-06, which makes 1,000 bytes, and the weights" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("share", "drafts"), [(None, False), (0.2, False), (0.5, False), (0.9, False), (0.5, True)])
+@pytest.mark.parametrize("share", [None, 0.2, 0.5, 0.9])
 def test_plan_and_engine_mean_the_same_share(
-    tmp_path: Path,
-    text_model: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    share: float | None,
-    drafts: bool,
+    text_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, share: float | None
 ) -> None:
-    """Of all memory, less the weights and a draft model, and at most what is free."""
-    small = str(save_tiny_model("mamba2", tmp_path, vocab_size=257)) if drafts else None
+    """The engine's memory is a share of all memory, and at most the free memory; its weights come out of it."""
     total, free = 100 << 20, 60 << 20
     monkeypatch.setattr("os.sysconf", lambda name: total // 4096 if name == "SC_PHYS_PAGES" else 4096)
     loaded: list[int] = []
@@ -149,23 +142,16 @@ def test_plan_and_engine_mean_the_same_share(
     monkeypatch.setattr(parts, "load_model", loading)
     for module in (parts, sizing):
         monkeypatch.setattr(module, "free_memory", lambda device: free - sum(loaded))
-    sizes = LLM(text_model, device="cpu", gpu_memory_utilization=share, max_num_seqs=4, speculative=small).sizes
+    sizes = LLM(text_model, device="cpu", gpu_memory_utilization=share, max_num_seqs=4).sizes
     weights = sum(loaded)
     loaded.clear()  # plan comes before any weights are there
     flags = [] if share is None else ["--gpu-memory-utilization", str(share)]
-    flags += [f"--speculative={small}"] if drafts else []
     assert main(["plan", str(text_model), "--device=cpu", "--max-num-seqs=4", *flags]) == 0
     rows = table(capsys.readouterr().out)
     assert numbers(rows["memory"]) == [min(int(total * (share or 1)), free)]
-    beside = sum(numbers(rows["draft model"])[1:]) if drafts else 0
-    assert numbers(rows["weights"])[0] == weights + beside and bool(beside) == drafts
+    assert numbers(rows["weights"])[0] == weights
     assert numbers(rows["cached states"])[0] == sizes.max_checkpoints
     assert numbers(rows["KV blocks"])[0] == sizes.num_kv_blocks
-
-
-def test_a_draft_model_that_is_none(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(config_only), *SMALL, "--speculative=no/such/one", "--max-draft-tokens=2"]) == 1
-    assert "speculative is 'no/such/one': " in capsys.readouterr().err
 
 
 def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,7 +134,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"model": 5}, "model is 5: set it to a string or a path"),
     ({"model": ""}, "model is an empty string: set it to a directory"),
     ({"tokenizer": ""}, "tokenizer is an empty string: set it to a directory, or leave it out"),
-    ({"speculative": ""}, "speculative is an empty string: set it to a directory, or leave it out"),
+    ({"speculative": ""}, "speculative is '': set it to \"ngram\", or leave it out and give LLM's draft="),
     ({"disk_cache_dir": "", "host_cache_bytes": 9}, "disk_cache_dir is an empty string: set it to a directory, or"),
     ({"device": 0}, "device is 0: set it to a string"),
     ({"dtype": 16}, "dtype is '16': choose auto, float32"),

@@ -14,11 +14,10 @@ import torch
 
 import mambacache.engine
 from bare_scheduler import LENGTH, Line
-from engine_driver import Engines, draft_models, tokens_of
+from engine_driver import Engines
 from mambacache import LLM, SamplingParams
 from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.stepper import Stepper
-from mambacache.scheduler.request import Request
 from traced import traced
 
 ENGINE = str(Path(mambacache.engine.__file__).parent)
@@ -126,20 +125,3 @@ def test_interrupt_while_outputs_are_given(engine: Engines, text_model: Path) ->
         if not interrupt.raised:
             break
     assert after > 100
-
-
-def test_interrupt_while_a_model_drafts(engine: Engines, tiny_model: Callable[[str], Path]) -> None:
-    """The next guesses are those that it would have given, and nothing is left in its engine."""
-    [draft_model] = draft_models(engine(speculative=tiny_model("qwen3_next")))
-    limits = {Request(name, tokens_of(1, length), SamplingParams()): 3 for name, length in (("a", 70), ("b", 20))}
-    expected = draft_model(limits)
-    assert [len(guess) for guess in expected] == [3, 3]
-    for after in count(1, 5 * STRIDE):
-        interrupt = Interrupt(after)
-        with suppress(KeyboardInterrupt), traced(interrupt):
-            draft_model(limits)
-        assert draft_model(limits) == expected, after
-        assert not draft_model._stepper._scheduler.requests and not draft_model._stepper.answers
-        if not interrupt.raised:
-            break
-    assert after > 300

@@ -72,10 +72,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantization": "fp8"}, "quantization is 'fp8' and this engine takes None: for more use the vLLM plugin"),
     ({"max_model_len": 600}, "max_model_len is 600 and .* takes 500 tokens: set it to 500 or less, or leave it out"),
     ({"max_draft_tokens": 3}, "max_draft_tokens is 3 and nothing proposes drafts: set speculative, give draft="),
-    (
-        {"speculative": "no/such/one"},
-        "speculative is 'no/such/one', which is not \"ngram\" and no draft model: no/such",
-    ),
+    ({"speculative": "some/model"}, "speculative is 'some/model': set it to \"ngram\", or leave it out and give LLM's"),
     ({"max_draft_tokens": 9}, "max_draft_tokens is 9: set it between 0 and 7"),
     ({"draft": 5}, "draft is 5: give a function"),
     ({"tokenizer": "no/such/directory"}, "tokenizer 'no/such/directory' cannot be loaded, give .* Hub id: .*no/such"),

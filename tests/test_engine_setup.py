@@ -86,7 +86,6 @@ def test_a_model_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_file_in_place_of_its_directory(checkpoint: Path) -> None:
     path = checkpoint / "config.json"
     refused(path, f"^{path} is a file: give the directory that holds it")
-    refused(checkpoint, f"^speculative is .* {path} is a file: give the directory that holds it", speculative=path)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "no such type"])

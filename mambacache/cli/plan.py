@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
-    from mambacache.engine.draft_model import DRAFT_SHARE, draft_config
     from mambacache.runner import sizing
 
     device = sizing.resolve_device(config.device)
@@ -46,18 +45,6 @@ def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
         lines.append(note)
     free = sizing.free_memory(device) if args.memory is None else args.memory
     total = sizing.total_memory(device) if args.memory is None else free
-    drafting = draft_config(config)
-    if drafting is not None:
-        try:
-            draft_model, taken, _ = _load(drafting, device)
-            usable = sizing.usable_memory(config, weights + taken, total, free - weights - taken)
-            memory = sizing.plan_memory(drafting, draft_model, int(DRAFT_SHARE * usable)).device_bytes
-        except ValueError as error:
-            raise ValueError(f"speculative is {str(config.speculative)!r}: {error}") from error
-        lines.append(
-            f"{'draft model':<28}{taken:,} bytes of weights, {memory:,} of states and KV: counted as weights below"
-        )
-        weights += taken + memory
     usable = sizing.usable_memory(config, weights, total, free - weights)
     lines.append(sizing.describe(config, model, sizing.plan_memory(config, model, usable), weights, usable))
     print("\n".join(lines))

@@ -49,12 +49,11 @@ class LLM:
     def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
         self.config = engine_config(model, options)
         parts = build(self.config, draft)
-        self.sizes, self.cache, self.runner = parts.core.sizes, parts.core.cache, parts.core.runner
-        self._stepper = parts.core.stepper
-        self._draft_model, self.tokenizer = parts.draft_model, parts.tokenizer
+        self.sizes, self.cache, self.runner = parts.sizes, parts.cache, parts.runner
+        self._stepper, self.tokenizer = parts.stepper, parts.tokenizer
         self._end_tokens = parts.end_tokens
         caches = self.config.enable_prefix_caching
-        self.encoder = Encoder(parts.core.limits, self.tokenizer, parts.default_sampling, caches)
+        self.encoder = Encoder(parts.limits, self.tokenizer, parts.default_sampling, caches)
         self._next_id = 0
         self._rng = random.Random(self.config.seed)
 
@@ -80,8 +79,6 @@ class LLM:
             self._stepper.close()
         finally:  # files may take a while to be written, and be interrupted
             vars(self).pop("runner", None)
-            if self._draft_model is not None:
-                self._draft_model.close()
         with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
             torch.cuda.empty_cache()
 
@@ -212,11 +209,11 @@ class LLM:
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Forgets all that is cached, of a draft model too, as after a change of weights, which must be made in place:
-        CUDA graphs hold their addresses. Running requests finish on what they have read."""
+        """Drop all cached states and pages, as after a change of weights. Running requests keep theirs.
+
+        Weights must change in place: CUDA graphs hold their addresses.
+        """
         self.cache.reset()
-        if self._draft_model is not None:
-            self._draft_model.reset_prefix_cache()
 
     @property
     def stats(self) -> CacheStats:

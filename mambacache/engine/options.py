@@ -35,7 +35,7 @@ class EngineOptions(TypedDict, total=False):
     gpu_memory_utilization: float | None
     checkpoint_interval: int
     strict_reuse: bool
-    speculative: str | Path | None
+    speculative: str | None
     max_draft_tokens: int
     enforce_eager: bool
     seed: int | None

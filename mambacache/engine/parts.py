@@ -6,7 +6,7 @@ import atexit
 import gc
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache.engine.checkpoint import default_sampling, end_tokens, load_tokenizer
-from mambacache.engine.draft_model import DRAFT_SHARE, DraftModel, draft_config
 from mambacache.engine.prompts import Limits
 from mambacache.engine.stepper import Stepper
 from mambacache.kernels import StatePool
@@ -38,7 +37,7 @@ from mambacache.runner.sizing import (
     usable_memory,
     weight_bytes,
 )
-from mambacache.scheduler.drafts import DeviceDrafts, DraftFunction, DraftSource, on_copies, one_by_one
+from mambacache.scheduler.drafts import DeviceDrafts, DraftFunction, on_copies, one_by_one
 from mambacache.scheduler.scheduler import Scheduler
 from mambacache.warm_up import warm_up_batches
 
@@ -46,29 +45,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Core:
-    """What runs one model."""
+class Parts:
+    """The parts of an `LLM`."""
 
     sizes: Sizes
     cache: PrefixCache
     runner: ModelRunner
     stepper: Stepper
     limits: Limits
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an `LLM` is made of."""
-
-    core: Core
-    draft_model: DraftModel | None
     tokenizer: Any
     end_tokens: frozenset[int]
     default_sampling: SamplingParams
 
 
 def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
-    """Loads a model, and another one that drafts if there is to be one, and makes their pools and schedulers.
+    """Load a model, and make its pools and its scheduler.
 
     Raises:
         ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
@@ -98,12 +89,9 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
             "or leave max_draft_tokens at 0"
         )
     if draft is not None and config.speculative is not None:
-        raise ValueError(f"speculative is {str(config.speculative)!r} and draft= is given too: leave one of them out")
+        raise ValueError(f"speculative is {config.speculative!r} and draft= is given too: leave one of them out")
     directory = _directory(config, sizes, undone)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
-    drafting = draft_config(config)
-    if drafting is not None:
-        _check_draft_model(config, tokenizer, skeleton.config.vocab_size, device)
     del skeleton
     # What was imported lives on anyway; to look through it holds up steps for tenths of a second, again and again.
     gc.collect()
@@ -112,36 +100,31 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
     atexit.register(gc.unfreeze)  # extensions look at exit for what was never collected
 
     model = load_model(config.model, config.dtype, device, config.revision)
-    weights, draft_model = weight_bytes(model), None
-    if drafting is not None:
-        draft_model, taken = _draft_model(config, drafting, weights, device)
-        weights += taken
-    usable = usable_memory(config, weights, total_memory(device), free_memory(device))
-    source: DraftSource | DeviceDrafts | None = draft_model
-    if config.speculative == "ngram":
-        source = DeviceDrafts()
-    elif draft is not None:
-        source = one_by_one(on_copies(draft))
-    files = _disk_tier(config, model, torch.device(device), directory, undone)
-    core = _core(config, model, usable, device, source, files)
-    _warn_of_small_steps(config, core.sizes)
-    ends = frozenset(token for token in end_tokens(model.module) if token < model.config.vocab_size)
-    return Parts(core, draft_model, tokenizer, ends, default_sampling(model.module))
-
-
-def _core(
-    config: EngineConfig,
-    model: Model,
-    usable: int,
-    device: str,
-    source: DraftSource | DeviceDrafts | None = None,
-    files: DiskTier | None = None,
-) -> Core:
-    """A model's pools and its scheduler, with so many bytes `usable` for states and KV."""
+    usable = usable_memory(config, weight_bytes(model), total_memory(device), free_memory(device))
     sizes = plan_memory(config, model, usable)
+    _warn_of_small_steps(config, sizes)
+    files = _disk_tier(config, model, torch.device(device), directory, undone)
     cache = PrefixCache(_cache_config(config, model, sizes), files)
+    runner = _runner(config, model, sizes, device)
+    vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
+    scheduler = Scheduler(
+        cache,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=sizes.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        draft=DeviceDrafts() if config.speculative else draft and one_by_one(on_copies(draft)),
+        vocab_size=vocab_size,
+    )
+    stepper = Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files))
+    limits = Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens, config.max_logprobs)
+    ends = frozenset(token for token in end_tokens(model.module) if token < vocab_size)
+    return Parts(sizes, cache, runner, stepper, limits, tokenizer, ends, default_sampling(model.module))
+
+
+def _runner(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> ModelRunner:
+    """Return the model with its pools. On a GPU its kernels are compiled and its graphs captured."""
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
-    if isinstance(source, DeviceDrafts):
+    if config.speculative:
         runner.draft(sizes.max_model_len, config.max_draft_tokens, config.block_size)
     if torch.device(device).type == "cuda":
         room, width = config.max_num_batched_tokens, config.max_draft_tokens + 1
@@ -150,49 +133,7 @@ def _core(
             longest = sizes.max_model_len + config.max_draft_tokens
             max_pages = -(-longest // config.block_size) if model.kv_layers else 0
             runner.capture(sizes.max_num_seqs, config.max_draft_tokens, max_pages)
-    vocab_size, kv_tokens = model.config.vocab_size, sizes.num_kv_blocks * config.block_size
-    scheduler = Scheduler(
-        cache,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        draft=source,
-        vocab_size=vocab_size,
-    )
-    stepper = Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files))
-    limits = Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens, config.max_logprobs)
-    return Core(sizes, cache, runner, stepper, limits)
-
-
-def _check_draft_model(config: EngineConfig, tokenizer: Any, vocab_size: int, device: str) -> None:
-    """That there is such a model, and that its tokens mean the same: as tokenizers say where both have one."""
-    name = str(config.speculative)
-    try:
-        skeleton = model_skeleton(name, config.dtype, device)
-    except ValueError as error:
-        raise ValueError(f'speculative is {name!r}, which is not "ngram" and no draft model: {error}') from error
-    same = skeleton.config.vocab_size == vocab_size
-    if tokenizer is not None:
-        with suppress(ValueError):  # it has none
-            same = load_tokenizer(config.model, name, None).get_vocab() == tokenizer.get_vocab()
-    if not same:
-        raise ValueError(
-            f"speculative is {name!r}, whose vocabulary is not that of {config.model}: choose a draft model with the "
-            "same tokenizer"
-        )
-
-
-def _draft_model(config: EngineConfig, own: EngineConfig, weights: int, device: str) -> tuple[DraftModel, int]:
-    """The model that drafts, and the bytes of the device that it takes beside `weights` of the other one."""
-    try:
-        model = load_model(own.model, own.dtype, device)
-        taken = weight_bytes(model)
-        usable = usable_memory(config, weights + taken, total_memory(device), free_memory(device))
-        core = _core(own, model, int(DRAFT_SHARE * usable), device)
-    except ValueError as error:
-        raise ValueError(f"speculative is {str(config.speculative)!r}: {error}") from error
-    source = DraftModel(core.stepper, core.cache, core.limits, config.enable_prefix_caching)
-    return source, taken + core.sizes.device_bytes
+    return runner
 
 
 def _pools(

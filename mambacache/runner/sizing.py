@@ -98,7 +98,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     page = kv_block_bytes(model.kv_layers, config.block_size)
     memory = int(free_bytes * _share(config.device)[0])
     max_model_len = _longest(config, model)
-    if config.speculative == "ngram":
+    if config.speculative:
         histories = history_bytes(config.max_num_seqs, max_model_len, config.max_draft_tokens)
         memory, free_bytes = memory - histories, free_bytes - histories
 
