@@ -525,12 +525,12 @@ class Driver:
 
     def fail_all(self) -> None:
         """Fail the oldest issued step, and the steps behind it. Nothing that they wrote is sound."""
-        error: BaseException = StepFailed("the step fails on the device")
+        error: Exception | None = StepFailed("the step fails on the device")
         for plan, _ in self.plans:
             self.cache.runner.tear(self.wrote.pop(id(plan)))
         while self.plans:
             self.scheduler.failed(self.plans.popleft()[0], error)
-            error = KeyboardInterrupt("the step before it failed")
+            error = None
 
     def check(self) -> None:
         """After the end: the tokens of every request, no leak, and no committed block that changed."""

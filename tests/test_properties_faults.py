@@ -129,7 +129,7 @@ class FaultyDriver(Driver):
     def _fail_first(self) -> None:
         while self.under_way:
             plan, error = self.under_way[0]
-            self.scheduler.failed(plan, error)
+            self.scheduler.failed(plan, error if isinstance(error, Exception) else None)
             self.under_way.pop(0)
 
     def run(self) -> FaultyDriver:

@@ -67,7 +67,7 @@ class Request:
         )
         self.finish_reason = FinishReason.ERROR  # last: an exception before leaves a request that runs on
 
-    def fail(self, error: BaseException) -> None:
-        """The answer ends with an error."""
+    def fail(self, error: Exception) -> None:
+        """End the answer with an error."""
         self.error = f"{type(error).__name__}: {error}"
         self.finish_reason = FinishReason.ERROR

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 from mambacache.cache.prefix_cache import PrefixCache
@@ -22,7 +23,7 @@ class Scheduler:
 
     Alignment decides what is cached, never whether a request runs: any budget of one token or more makes progress.
     `schedule` may be called again before the tokens of the step before are known (`update`). If an exception breaks off
-    a call half-way, the next one finds every request in line with the tokens that it had.
+    a call, the next call finds every request in line with the tokens that it had.
 
     Args:
         cache: chooses blocks and says what is cached, and how far each request came.
@@ -69,7 +70,7 @@ class Scheduler:
         self._touched: dict[Request, None] = {}  # who got tokens or ended since that was last told
         self._planned: StepPlan | None = None  # neither issued nor failed
         self._failing: list[SequenceStep] = []  # rows of failed steps that may still be under way
-        self._torn = False  # a call was broken off
+        self._torn = False  # an exception broke a change off
 
     # --- requests ---
 
@@ -91,18 +92,13 @@ class Scheduler:
                 f"the prompt has {len(request.prompt)} tokens and max_tokens is {params.max_tokens}, and the KV pool "
                 f"holds {pool}: shorten it, or raise num_kv_blocks"
             )
-        self._torn = True
-        try:
+        with self._change(refusal=ValueError):
             self._add_to_cache(request)
-        except ValueError:
-            self._torn = False  # refused, and nothing changed
-            raise
-        for each in answers:
-            self._arrivals += 1
-            each.arrival = self._arrivals
-        self.requests.update({each.request_id: each for each in answers})  # all or none
-        self._line.push(request)
-        self._torn = False
+            for each in answers:
+                self._arrivals += 1
+                each.arrival = self._arrivals
+            self.requests.update({each.request_id: each for each in answers})
+            self._line.push(request)
 
     def _add_to_cache(self, request: Request) -> None:
         params = request.params
@@ -119,13 +115,11 @@ class Scheduler:
         """Ends a request at once; what it committed stays cached. An unknown id is ignored: it may have ended."""
         request = self.requests.get(request_id)
         if request is not None:
-            torn, self._torn = self._torn or bool(self._failing), True
-            request.finish_reason = FinishReason.ABORT  # from here on the next call ends it, if this one is broken off
-            if torn:
-                self._mend()
-            self._end([request])
-            self._touched.pop(request, None)  # the caller knows that it ended
-            self._torn = False
+            self._mend()
+            with self._change():
+                request.finish_reason = FinishReason.ABORT
+                self._end([request])
+                self._touched.pop(request, None)  # the caller knows that it ended
 
     @property
     def idle(self) -> bool:
@@ -140,13 +134,13 @@ class Scheduler:
         self._mend()
         if self._awaits_tokens():
             return None
-        self._victims = sorted(self._running, key=attrgetter("arrival"))
-        self._torn, self._steps, self._budget = True, {}, self._max_num_batched_tokens
-        if not (self._suspects and self._schedule_alone()):
-            self._schedule_all()
-        self._planned = plan = self.cache.plan(list(self._steps.values())) if self._steps else None
-        self._rows.update({step.row: request for request, step in self._steps.items()})
-        self._torn = False
+        with self._change():
+            self._victims = sorted(self._running, key=attrgetter("arrival"))
+            self._steps, self._budget = {}, self._max_num_batched_tokens
+            if not (self._suspects and self._schedule_alone()):
+                self._schedule_all()
+            self._planned = plan = self.cache.plan(list(self._steps.values())) if self._steps else None
+            self._rows.update({step.row: request for request, step in self._steps.items()})
         return plan
 
     def _awaits_tokens(self) -> bool:
@@ -273,13 +267,11 @@ class Scheduler:
         """What is under way between device, host and files, see `PrefixCache.transfers`. It is told first what has
         `ended`, and whether that failed; what it knows no more is passed over."""
         self._mend()
-        self._torn = True
-        for transfer in self.cache.transfers(flush=flush) if ended else ():
-            if transfer in ended:
-                self.cache.transferred(transfer, failed=ended[transfer])
-        under_way = self.cache.transfers(flush=flush)
-        self._torn = False
-        return under_way
+        with self._change():
+            for transfer in self.cache.transfers(flush=flush) if ended else ():
+                if transfer in ended:
+                    self.cache.transferred(transfer, failed=ended[transfer])
+            return self.cache.transfers(flush=flush)
 
     # --- after it ---
 
@@ -296,34 +288,37 @@ class Scheduler:
                 if request.finish_reason is None:
                     request.report = self.cache.report(request.request_id)
 
-    def failed(self, plan: StepPlan, error: BaseException) -> list[Request]:
-        """The step raised, before it was issued or after: nothing of it counts. Its requests run alone then, one to a
-        step; who failed alone has ended. What is no `Exception` (Ctrl-C) is nobody's fault. A call that is broken off
-        need not be repeated: the next call of any method takes the step back.
+    def failed(self, plan: StepPlan, error: Exception | None) -> list[Request]:
+        """Take a step back that raised, before it was issued or after. Its requests run alone then, one to a step.
+
+        A request whose step fails alone ends with the error. If this call raises, the next call of any method takes the
+        step back.
+
+        Args:
+            error: None if no request of the step is to blame.
 
         Returns:
-            The requests that got tokens, or ended, since that was last told.
+            The requests that got tokens, or ended, since the last call that told them.
         """
-        self._failing += plan.steps  # first, for `_mend`: a forgotten row keeps its request in flight for ever
+        self._failing += plan.steps  # first: a forgotten row keeps its request in flight for ever
+        untold = self._planned not in (None, plan)  # an exception kept that plan from its reader
+        torn = self._torn or untold or len(self._failing) > len(plan.steps)
         alone = len(plan.steps) == 1 and self.cache.counts(plan.steps[0])  # else a step before it had failed
         rows = [self._rows.get(step.row) for step in plan.steps]
-        self._torn |= self._planned is not None and self._planned is not plan  # that one never reached its reader
-        if self._torn:
+        if torn:
             self._mend()
-        self._torn = True
-        self._take_back()
-        requests = [request for request in rows if request is not None and request.finish_reason is None]
-        for request in [each for each in self._running if not self.cache.runs(each.request_id)]:
-            del self._running[request]
-            self._line.push(request)
-        if isinstance(error, Exception):
-            if alone:
+        with self._change():
+            self._take_back()
+            requests = [request for request in rows if request is not None and request.finish_reason is None]
+            for request in [each for each in self._running if not self.cache.runs(each.request_id)]:
+                del self._running[request]
+                self._line.push(request)
+            if error is not None and alone:
                 for request in requests:
                     request.fail(error)
                 self._end(requests)
-            else:
+            elif error is not None:
                 self._suspects.update(requests)
-        self._torn = False
         return self.take_touched()
 
     def _take_back(self) -> None:
@@ -346,7 +341,11 @@ class Scheduler:
             The requests that got tokens, or ended, since that was last told.
         """
         self._mend()
-        self._torn = True
+        with self._change():
+            self._accept(plan, sampled)
+        return self.take_touched()
+
+    def _accept(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> None:
         accepted: dict[str, list[int]] = {}
         ends: dict[Request, tuple[list[int], FinishReason | None]] = {}
         freed_bad: set[str] = set()
@@ -375,8 +374,6 @@ class Scheduler:
             if request is not None and request.siblings and request in ends and request.output:
                 self._fork(request, tokens[1:])
         self._end([request for request in self._touched if request.finish_reason is not None])
-        self._torn = False
-        return self.take_touched()
 
     def _until_stop(self, request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         try:
@@ -433,8 +430,23 @@ class Scheduler:
         touched, self._touched = list(self._touched), {}
         return touched
 
+    @contextmanager
+    def _change(self, refusal: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """Mark a change of several books. An exception within it leaves them torn, and the next call mends them.
+
+        Args:
+            refusal: raised before anything has changed.
+        """
+        self._torn = True
+        try:
+            yield
+        except refusal:
+            self._torn = False
+            raise
+        self._torn = False
+
     def _mend(self) -> None:
-        """After a call that was broken off: all requests go back in line, with all tokens that the cache took."""
+        """Put all requests back in line, with all tokens that the cache took, if an exception broke a change off."""
         if not (self._torn or self._failing):
             return
         cache, self._torn = self.cache, True
