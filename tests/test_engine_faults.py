@@ -167,28 +167,6 @@ def test_interrupt(engine: Engines, original: Originals) -> None:
     still_serves(llm, original("qwen3_next"))
 
 
-def test_second_interrupt(engine: Engines, original: Originals) -> None:
-    """One that falls where the first is handled leaves nothing behind either."""
-    llm = engine()
-    ask(llm, [CACHED], greedy(1))
-    scheduler = llm._stepper._scheduler
-    failed, interrupts = scheduler.failed, iter([KeyboardInterrupt()])
-
-    def interrupted(plan: StepPlan, error: BaseException) -> Any:
-        for interrupt in interrupts:
-            raise interrupt
-        return failed(plan, error)
-
-    by_hand = llm.submit(CACHED, greedy(5))
-    scheduler.failed = interrupted  # type: ignore[method-assign]
-    with failing(llm, lambda plan: not plan.steps[0].prefill, KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        ask(llm, [tokens_of(11, 80), tokens_of(12, 80)], greedy(5))
-    outputs = run_until_idle(llm)
-    assert set(outputs) == {by_hand} and scheduler.idle
-    original("qwen3_next").check_all([CACHED], [outputs[by_hand]])
-    still_serves(llm, original("qwen3_next"))
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_interrupt_of_a_lone_request(engine: Engines, original: Originals, kind: type[BaseException]) -> None:
     """It is no fault of the request: stepped by hand it goes on."""

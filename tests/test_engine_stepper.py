@@ -52,15 +52,15 @@ class Bench:
         setattr(self.line, method, planted)
 
     def step(self) -> list[str]:
-        """As each call of the engine does: what was left behind is settled before and after. Gives ids with news."""
+        """Run a step as each call of the engine does. Return the ids with news."""
         try:
-            self.stepper.settle()
+            self.stepper.begin()
             self.stepper.advance()
         finally:
             self.stepper.settle()
-        fresh = list(self.stepper.fresh.values())
-        self.outputs |= {answers.request_id: self.stepper.hand_out(answers) for answers in fresh}
-        return [answers.request_id for answers in fresh]
+        news = list(self.stepper.touched.values())
+        self.outputs |= {answers.request_id: self.stepper.hand_out(answers) for answers in news}
+        return [answers.request_id for answers in news]
 
     def run(self) -> list[BaseException]:
         """Steps until all have ended; gives what came out of the steps."""
@@ -148,12 +148,11 @@ def test_step_that_brings_nothing_on() -> None:
     assert bench.run() == []
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_interrupts_while_a_failure_is_handled(times: int) -> None:
+def test_interrupt_while_a_failure_is_handled() -> None:
     """The plan that is still there is failed before the next step."""
     bench = Bench()
     bench.plant("launch", RuntimeError("planted"))
-    bench.plant("failed", *[KeyboardInterrupt()] * times)
+    bench.plant("failed", KeyboardInterrupt())
     raised = bench.run()
     bench.check_answers()
     assert {type(error) for error in raised} == {KeyboardInterrupt}
@@ -228,18 +227,13 @@ def test_request_that_ended_outside_of_a_step() -> None:
     assert (completion.finish_reason, completion.error) == ("error", "ValueError: planted")
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
-def test_abort_that_fails(kind: type[BaseException]) -> None:
-    """The request is forgotten in any case, if need be by the next call; the others finish."""
+def test_abort_that_fails() -> None:
+    """The request is forgotten all the same, and the others finish."""
     bench = Bench()
     bench.step()
     answers = bench.stepper.answers[bench.ids[0]]
-    bench.plant("abort", kind("planted"))
-    bench.stepper.left.append(answers)
-    if kind is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
-            bench.stepper.settle()
-    bench.stepper.settle()
+    bench.plant("abort", RuntimeError("planted"))
+    bench.stepper.abort(answers)
     assert answers.output.outputs[0].finish_reason == "abort" and set(bench.stepper.answers) == set(bench.ids[1:])
     del bench.ids[0], bench.outputs["request 0"]
     bench.line.requests.pop("request 0", None)
@@ -257,21 +251,10 @@ def test_abort_whose_last_words_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = bench.stepper.answers[bench.ids[0]]
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Answers, "refresh", fail)
-        bench.stepper.left.append(answers)
-        bench.stepper.settle()
+        bench.stepper.abort(answers)
     assert bench.ids.pop(0) not in bench.stepper.answers
     assert answers.output.outputs[0].finish_reason == "abort" and bench.run() == []
     bench.check_answers()
-
-
-def test_what_was_handed_out_halfway_is_given_once_more() -> None:
-    """As after an interrupt between two lines of its end."""
-    bench = Bench(requests=1)
-    for _ in range(LENGTH):
-        bench.stepper.advance()
-    answers = bench.stepper.answers.pop(bench.ids[0])
-    answers.hand_out()
-    assert not bench.stepper.idle and bench.step() == bench.ids and bench.stepper.idle
 
 
 def test_row_of_a_request_that_was_forgotten() -> None:
@@ -287,10 +270,9 @@ def test_forgotten_answers_are_not_ended_twice() -> None:
     """Nor is another request that has their id now."""
     bench = Bench(requests=1)
     first = bench.stepper.answers[bench.ids[0]]
-    bench.stepper.left.append(first)
-    bench.stepper.settle()
+    bench.stepper.abort(first)
     bench.add(bench.ids[0])
-    bench.stepper.left.append(first)
+    bench.stepper.abort(first)
     assert bench.run() == []
     bench.check_answers()
 

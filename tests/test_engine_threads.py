@@ -130,17 +130,19 @@ def test_stream_that_is_closed_in_mid_step(
     ended = []
 
     def draft(request: Any, limit: int) -> list[int]:
-        for stream in streams:
+        while streams:
+            stream = streams.pop()
             if not collected:
                 stream.close()  # type: ignore[attr-defined]
-        streams.clear()
-        gc.collect()
-        ended.append(llm._stepper.left[-1].output.finished)
+            del stream
+            gc.collect()
+            ended.append(answers.output.finished)
         return []
 
     llm = engine(draft=draft, max_draft_tokens=1)
     stream = llm.stream(PROMPTS[0], greedy(50))
     next(stream)
+    [answers] = llm._stepper.answers.values()
     streams.append(stream)
     del stream
     original("qwen3_next").check_all(PROMPTS[1:3], ask(llm, PROMPTS[1:3], greedy(4)))

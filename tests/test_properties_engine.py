@@ -1,8 +1,8 @@
 """Faults around the books of a whole `LLM`: whoever is not at fault gets what it gets alone, and no block is lost.
 
-One in so many calls raises in a tokenizer, a draft source, or where a step is planned, run or taken; and Ctrl-C falls
-on any line of `engine/`, `runner/` and `scheduler/`. MAMBACACHE_MIXES multiplies the number of mixes, the same in every
-run.
+Some calls raise in a tokenizer, a draft source, or where a step is planned, run or taken. KeyboardInterrupt falls on
+any line of `engine/`, `runner/` and `scheduler/`, as a host's own handler raises it. MAMBACACHE_MIXES multiplies the
+number of mixes, the same in every run.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ class LLM:
 
     It takes one caller at a time: a call from a second thread, or out of a tokenizer or a draft source while another
     call is under way, raises a RuntimeError at once and disturbs nothing. Streams that take turns are no such calls.
+    Ctrl-C ends a call after the step that runs, and a second Ctrl-C closes the engine. A host's own handler stays.
     As a context manager it closes itself. Python's garbage collector leaves out from then on what was there when one is
     made (`gc.freeze`), as modules: going through that held up steps.
 
@@ -70,17 +71,17 @@ class LLM:
         Raises:
             RuntimeError: another call is inside this engine.
         """
-        if not self._stepper.closed:
-            self._close()
-
-    @alone
-    def _close(self) -> None:
         try:
-            self._stepper.close()
+            if not self._stepper.closed:
+                self._close()
         finally:  # files may take a while to be written, and be interrupted
             vars(self).pop("runner", None)
         with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
             torch.cuda.empty_cache()
+
+    @alone
+    def _close(self) -> None:
+        self._stepper.close()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, of transformers; None where the checkpoint has none."""
@@ -116,10 +117,12 @@ class LLM:
         if len(each) != len(every):
             raise ValueError(f"{len(every)} prompts came with {len(each)} sampling_params: give one, or one for each")
         asked = [self._prepare(*of_one) for of_one in zip(every, each, names, strict=True)]
-        self._stepper.left.extend(asked)  # whatever is raised, none of them outlives this call
-        for answers in asked:
-            self._stepper.add(answers)
-        return self._run(asked, use_tqdm)
+        try:
+            for answers in asked:
+                self._stepper.add(answers)
+            return self._run(asked, use_tqdm)
+        finally:
+            self._stepper.abandoned.extend(asked)
 
     def chat(
         self,
@@ -157,7 +160,7 @@ class LLM:
             while (output := self._next_output(asked[0])) is not None:
                 yield output
         finally:
-            self._stepper.left.extend(asked)
+            self._stepper.abandoned.extend(asked)
             with suppress(RuntimeError):  # a collector may close a stream in the midst of a call, which ends it then
                 self._tidy()
 
@@ -175,9 +178,7 @@ class LLM:
             RuntimeError: the device has failed; or another call is inside this engine.
         """
         answers = self._prepare(prompt, sampling_params, "the prompt", request_id)
-        self._stepper.left.append(answers)
         self._stepper.add(answers)
-        self._stepper.left.remove(answers)
         return answers.request_id
 
     @alone
@@ -205,7 +206,7 @@ class LLM:
         """Ends a request; what it committed stays cached. An unknown id is ignored: it may have ended."""
         answers = self._stepper.answers.get(request_id)
         if answers is not None:
-            self._stepper.left.append(answers)
+            self._stepper.abandoned.append(answers)
 
     @alone
     def reset_prefix_cache(self) -> None:
@@ -226,6 +227,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None, name: str, request_id: str | None = None
     ) -> Answers:
         """The answers that a prompt asks for; they are not in line yet."""
+        self._stepper.interrupts.check()
         encoded = self.encoder(prompt, params, name)
         seed = self._rng.getrandbits(63) if encoded.params.seed is None else encoded.params.seed
         answers = Answers(
@@ -258,7 +260,7 @@ class LLM:
         with tqdm(total=len(left), desc="prompts", disable=not use_tqdm) as bar:
             while left:
                 self._stepper.advance()
-                ended = [a for a in self._stepper.fresh.values() if a.output.finished and a.request_id in left]
+                ended = [a for a in self._stepper.touched.values() if a.output.finished and a.request_id in left]
                 for answers in ended:
                     self._stepper.hand_out(answers)
                     left.remove(answers.request_id)

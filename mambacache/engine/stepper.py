@@ -14,6 +14,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 import torch
 
 from mambacache.engine.answers import Answers
+from mambacache.engine.interrupts import Interrupts
 from mambacache.engine.outputs import RequestOutput
 from mambacache.plan import NOT_FINITE, StepPlan
 from mambacache.runner.host_tier import HostTier
@@ -28,9 +29,9 @@ PLANNING_ATTEMPTS = 3
 
 @dataclass(eq=False)
 class Flight:
-    """A step from when it is planned until its tokens are taken, or it failed."""
+    """A step from its plan until its tokens are taken, or until it failed."""
 
-    plan: StepPlan | None = None  # while it is being made
+    plan: StepPlan
     answers: Sequence[Answers] = ()  # one for each of its rows
     launched: Launched | None = None
 
@@ -38,11 +39,10 @@ class Flight:
 class Stepper:
     """Runs the requests of an engine step by step, and keeps their outputs up to date.
 
-    On a GPU it is a step ahead: the next one is planned and launched before the tokens of this one are read, so that
-    the device has work meanwhile. A request that ends with this one has run one row in vain.
+    On a GPU it is a step ahead: the next step is planned and launched before the tokens of this step are read, so that
+    the device has work meanwhile. A request that ends with this step has run one row in vain.
 
-    Its methods are for one caller at a time, and `settle` puts in order what they leave behind if they raise: see
-    `alone`.
+    Its methods are for one caller at a time: see `alone`.
 
     Args:
         scheduler: plans steps, and is told what became of them.
@@ -60,23 +60,21 @@ class Stepper:
         self._tier = tier
         self._tier_failures = 0  # in a row
         self.lock = threading.Lock()
+        self.interrupts = Interrupts()
         self.answers: dict[str, Answers] = {}  # by the id of each of their requests
-        self.fresh: dict[str, Answers] = {}  # whose output has news that were not given yet
-        self.giving: list[Answers] = []  # whose outputs the call under way will return
-        self.given: list[Answers] = []  # whose outputs the last call returned
-        self.left: deque[Answers] = deque()  # that nobody waits for once the call under way is over
+        self.touched: dict[str, Answers] = {}  # by their id; their outputs may have news that were not given
+        self.shown: list[Answers] = []  # whose outputs the last call returned
+        self.abandoned: deque[Answers] = deque()  # to be aborted at the end of the call that is under way
         self.steps_ahead = int(device.type == "cuda")  # launched before one is read; a CPU runs them at once
-        self._stale: dict[str, Answers] = {}  # that a step ran since their output was brought up to date
         self._flights: deque[Flight] = deque()  # oldest first
-        self._advancing = False  # or broken off in it: what is in flight is in disorder
         self._failure: str | None = None
         self.closed = False
 
     @property
     def idle(self) -> bool:
         """Whether every request has ended and its output was given."""
-        over = {answers for answers in self.given if answers.output.finished}
-        return all(answers in over for answers in chain(self.answers.values(), self.fresh.values()))
+        over = {answers for answers in self.shown if answers.output.finished}
+        return all(answers in over for answers in chain(self.answers.values(), self.touched.values()))
 
     def add(self, answers: Answers) -> None:
         """Puts requests in line.
@@ -85,33 +83,120 @@ class Stepper:
             RuntimeError: the device has failed.
         """
         self._check_device_works()
-        self.answers.update((request.request_id, answers) for request in answers.requests)
         self._scheduler.add(answers.requests[0])
+        self.answers.update((request.request_id, answers) for request in answers.requests)
 
     def advance(self) -> None:
-        """Takes the tokens of one step, and brings up to date the outputs of the requests that it brought on.
+        """Take the tokens of one step, and bring the outputs of its requests up to date.
 
         An exception ends the step and not its requests. They run again, one to a step, and a request whose step fails
-        alone ends with the error. An exception that is no `Exception`, such as Ctrl-C, goes on to the caller.
+        alone ends with the error.
 
         Raises:
+            KeyboardInterrupt: Ctrl-C came; what this step brought on is given later.
             RuntimeError: the device has failed; or nothing can run although requests are left.
             Exception: from planning a step, which failed several times in a row.
         """
-        if self._failure is not None and self.fresh:
+        if self._failure is not None and self.touched:
             return  # not all know yet that their requests ended
         self._check_device_works()
-        self._advancing = True
+        self.interrupts.check()
+        try:
+            self._advance()
+        except BaseException:
+            self._fail(None)
+            raise
+        self._refresh()
+        self.interrupts.check()
+
+    def close(self) -> None:
+        """End all requests, write to files what they lack, if there are any, and let go of the runner."""
+        for answers in list(dict.fromkeys(chain(self.answers.values(), self.touched.values()))):
+            self.abort(answers)
+        self.settle()
+        self.closed = True
+        try:
+            while self._failure is None and self._tier is not None and self._tier.has_files and self._move(flush=True):
+                self.interrupts.check()
+                self._wait_for_transfer()
+        finally:
+            self.shut()
+
+    def shut(self) -> None:
+        """Let go of the runner without a look at requests and steps, which a second Ctrl-C may have torn."""
+        self.closed = True
+        vars(self).pop("_runner", None)
+        for of_requests in (self.answers, self.touched, self.shown, self.abandoned, self._flights):
+            of_requests.clear()
+        tier, self._tier = self._tier, None
+        if tier is not None and self._failure is None:
+            tier.close()
+
+    def begin(self) -> None:
+        """Note that the caller has the outputs that the last call returned."""
+        while self.shown:
+            self.hand_out(self.shown.pop())
+        self.settle()
+
+    def settle(self) -> None:
+        """Abort what is abandoned, and read steps that nobody waits for."""
+        while self.abandoned:
+            self.abort(self.abandoned.popleft())
+        while self._flights and self._failure is None and not self._scheduler.requests:
+            self._read()  # a failed step would take the states of its ended requests with it
+        if self._failure is not None:
+            self._end_all(self._failure)
+        self._refresh()
+
+    def abort(self, answers: Answers) -> None:
+        """End requests; what they committed stays cached."""
+        if answers not in (self.answers.get(answers.request_id), self.touched.get(answers.request_id)):
+            return  # forgotten, and the id may be another's by now
+        try:
+            for request in answers.requests:
+                self._scheduler.abort(request.request_id)
+        except Exception:
+            logger.exception("aborting %s failed: it is forgotten", answers.request_id)
+        try:
+            answers.refresh()
+        finally:
+            answers.end(FinishReason.ABORT)
+            self._forget(answers)
+
+    def hand_out(self, answers: Answers) -> RequestOutput:
+        """Return the output of requests with news. Requests that have ended are forgotten."""
+        output = answers.hand_out()
+        if output.finished:
+            self._forget(answers)
+        else:
+            self.touched.pop(answers.request_id, None)
+        return output
+
+    def give(self) -> list[RequestOutput]:
+        """Return the outputs with news. They are given once more if this call raises before it returns."""
+        self.shown = list(self.touched.values())
+        return [answers.show() for answers in self.shown]
+
+    def next_output(self, answers: Answers) -> RequestOutput | None:
+        """Run steps until requests have news. Return None if they have ended and all was given."""
+        while self.answers.get(answers.request_id) is answers:
+            if answers.request_id in self.touched:
+                return self.hand_out(answers)
+            self.advance()
+        return None
+
+    # --- inside ---
+
+    def _advance(self) -> None:
         self._move(ended=True)  # what has come is found by the requests that wait for it
-        moving = False
+        plan, moving = None, False
         while len(self._flights) <= self.steps_ahead:
-            self._flights.append(Flight())
-            plan = self._flights[-1].plan = self._plan()  # in one line: an interrupt finds it there
+            plan = self._plan()
             moving = self._move()
             if plan is None:
-                self._flights.pop()
                 break
-            if not self._launch(plan):
+            self._flights.append(Flight(plan))
+            if not self._launch(self._flights[-1]):
                 break
         if self._flights:
             self._read()
@@ -119,64 +204,6 @@ class Stepper:
             self._wait_for_transfer()
         elif plan is None:
             self._check_all_ended()
-        self._advancing = False
-        self._refresh()
-
-    def close(self) -> None:
-        """Ends all requests, writes to files what they lack, if there are any, and lets go of the runner."""
-        self.left.extend(dict.fromkeys(chain(self.answers.values(), self.fresh.values())))
-        self.settle()
-        self.closed = True
-        try:
-            while self._failure is None and self._tier is not None and self._tier.has_files and self._move(flush=True):
-                self._wait_for_transfer()
-        finally:
-            del self._runner
-            if self._tier is not None and self._failure is None:
-                self._tier.close()
-            self._tier = None
-
-    def settle(self) -> None:
-        """Fails steps whose call was broken off, ends the requests that nobody waits for, refreshes outputs; and
-        forgets whose last output the call before returned."""
-        while self.given:
-            self.hand_out(self.given[-1])
-            self.given.pop()
-        if self._advancing:
-            self._fail(KeyboardInterrupt("the step was interrupted"))
-            self._advancing = False
-        while self.left:
-            self._abort(self.left[0])
-            self.left.popleft()
-        while self._flights and self._failure is None and not self._scheduler.requests:
-            self._read()  # a failed step would take the states of its ended requests with it
-        if self._failure is not None:
-            self._end_all(self._failure)
-        self._refresh()
-
-    def hand_out(self, answers: Answers) -> RequestOutput:
-        """The output of requests with news; it is given for the last time when they have ended."""
-        output = answers.hand_out()
-        if output.finished:
-            self._forget(answers)
-        else:
-            self.fresh.pop(answers.request_id, None)
-        return output
-
-    def give(self) -> list[RequestOutput]:
-        """The outputs with news. They are given once more if the call under way breaks off before it returns."""
-        self.giving = list(self.fresh.values())
-        return [answers.show() for answers in self.giving]
-
-    def next_output(self, answers: Answers) -> RequestOutput | None:
-        """Runs steps until requests have news; None if they have ended and all was given."""
-        while self.answers.get(answers.request_id) is answers:
-            if answers.request_id in self.fresh:
-                return self.hand_out(answers)
-            self.advance()
-        return None
-
-    # --- inside ---
 
     def _plan(self) -> StepPlan | None:
         for _ in range(PLANNING_ATTEMPTS - 1):
@@ -186,10 +213,10 @@ class Stepper:
                 logger.exception("planning a step failed: it is tried again")
         return self._scheduler.schedule()
 
-    def _launch(self, plan: StepPlan) -> bool:
-        """Launches the newest step, whose plan this is; whether that went well."""
-        flight = self._flights[-1]
+    def _launch(self, flight: Flight) -> bool:
+        """Launch the newest step. Return whether that went well."""
         unread = self._flights[-2].launched if len(self._flights) > 1 else None
+        plan = flight.plan
         try:
             flight.answers = [self.answers[step.request_id] for step in plan.steps]
             sampling = [answers.sampling(step) for answers, step in zip(flight.answers, plan.steps, strict=True)]
@@ -204,9 +231,10 @@ class Stepper:
         """Takes the tokens of the oldest step."""
         flight = self._flights[0]
         plan = flight.plan
-        assert plan is not None and flight.launched is not None
-        here = [answers for answers in flight.answers if self.answers.get(answers.request_id) is answers]
-        self._stale.update((answers.request_id, answers) for answers in here)
+        assert flight.launched is not None
+        for answers in flight.answers:
+            if self.answers.get(answers.request_id) is answers:
+                self.touched[answers.request_id] = answers
         try:
             rows = flight.launched.read()
             self._test_hits(plan, rows)
@@ -264,7 +292,7 @@ class Stepper:
 
     def _check_all_ended(self) -> None:
         """Nothing can run: with requests left, whoever waits for them would wait for ever."""
-        self._stale.update((answers.request_id, answers) for answers in self.answers.values())
+        self.touched.update((answers.request_id, answers) for answers in self.answers.values())
         self._refresh()
         left = {answers.request_id for answers in self.answers.values() if not answers.output.finished}
         if left:
@@ -278,24 +306,23 @@ class Stepper:
         else:
             self._end_all(failure)
 
-    def _fail(self, error: BaseException, first: Flight | None = None) -> None:
-        """Fails a step in flight and those behind it, which go on from it and are not to blame; None for all."""
+    def _fail(self, error: Exception | None, first: Flight | None = None) -> None:
+        """Fail a step in flight and the steps behind it, which are not to blame; without `first` all steps."""
         at = 0 if first is None else self._flights.index(first)
         while len(self._flights) > at:
             try:
-                if (plan := self._flights[at].plan) is not None:
-                    self._note(self._scheduler.failed(plan, error))
+                self._note(self._scheduler.failed(self._flights[at].plan, error))
             except Exception:  # it keeps its books in order whatever it raises, and a second call would tell it no more
                 logger.exception("a failed step was not taken back in order")
             del self._flights[at]
-            error = KeyboardInterrupt("the step before it failed")
+            error = None
 
-    def _note(self, touched: Sequence[Request]) -> None:
-        """Requests that got tokens or ended, not all of them in this step: their outputs are out of date."""
-        for request in touched:
+    def _note(self, requests: Sequence[Request]) -> None:
+        """Note the answers of requests that got tokens or ended, not all of them in this step."""
+        for request in requests:
             answers = self.answers.get(request.request_id)
             if answers is not None:
-                self._stale[answers.request_id] = answers
+                self.touched[answers.request_id] = answers
 
     def _device_failure(self) -> str | None:
         """What to say if the device fails from now on whatever it is asked, as CUDA does after an error in a kernel."""
@@ -320,34 +347,19 @@ class Stepper:
         for answers in self.answers.values():
             answers.refresh()
             answers.end(FinishReason.ERROR, failure)
-            self.fresh[answers.request_id] = answers
+            self.touched[answers.request_id] = answers
 
     def _refresh(self) -> None:
-        for request_id, answers in list(self._stale.items()):  # what is raised leaves the rest stale
+        """Bring the outputs of touched answers up to date."""
+        for request_id, answers in list(self.touched.items()):
             answers.refresh()
-            if answers.has_news:
-                self.fresh[request_id] = answers
-            del self._stale[request_id]
-
-    def _abort(self, answers: Answers) -> None:
-        if answers not in (self.answers.get(answers.request_id), self.fresh.get(answers.request_id)):
-            return  # forgotten, and the id may be another's by now
-        try:
-            for request in answers.requests:
-                self._scheduler.abort(request.request_id)
-        except Exception:
-            logger.exception("aborting %s failed: it is forgotten", answers.request_id)
-        try:
-            answers.refresh()
-        finally:
-            answers.end(FinishReason.ABORT)
-            self._forget(answers)
+            if not answers.has_news:
+                del self.touched[request_id]
 
     def _forget(self, answers: Answers) -> None:
-        self._stale.pop(answers.request_id, None)
         for request in answers.requests:
             self.answers.pop(request.request_id, None)
-        self.fresh.pop(answers.request_id, None)  # at last: cut short, they are given or ended once more
+        self.touched.pop(answers.request_id, None)
 
 
 class HasStepper(Protocol):
@@ -360,10 +372,10 @@ H = TypeVar("H", bound=HasStepper)
 
 
 def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """A method that only one caller at a time may be inside of, be it this one or another that is so marked.
+    """Let one caller at a time be inside a method, or inside any other method that is so marked.
 
-    What a call leaves behind is settled when it ends, and once more before the next: the first may be cut short, as by
-    a second Ctrl-C.
+    In the main thread the first Ctrl-C is raised between two steps, or at the end of the call. The second is raised at
+    once, and closes the engine.
 
     Raises:
         RuntimeError: another call is under way; or the engine is closed.
@@ -377,18 +389,22 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
                 "another call is inside this LLM: call it from one thread at a time, and not out of its own tokenizer "
                 "or draft source"
             )
-        # Not an acquire that gives up: an interrupt right after it would leave the lock taken for good. Of two threads
-        # that both found it open the second one waits.
+        # Not an acquire that gives up: Ctrl-C right after it would leave the lock taken for good. Of two threads that
+        # both found it open the second waits.
         with stepper.lock:
             if stepper.closed:
                 raise RuntimeError("this LLM is closed: make a new one")
-            stepper.giving = []
             try:
-                stepper.settle()
-                result = method(self, *args, **options)
-            finally:
-                stepper.settle()
-            stepper.given = stepper.giving  # at last: the caller has them
-            return result
+                with stepper.interrupts:
+                    stepper.begin()
+                    try:
+                        return method(self, *args, **options)
+                    finally:
+                        stepper.settle()
+            except BaseException:
+                stepper.shown = []
+                if stepper.interrupts.count > 1:
+                    stepper.shut()
+                raise
 
     return guarded

@@ -1,0 +1,45 @@
+"""Ctrl-C while an engine works: the first waits until no step is under way, the second does not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Self
+
+
+class Interrupts:
+    """As a context manager it counts Ctrl-C in the main thread, unless the host has a handler of its own there.
+
+    The first is raised by `check`, or at the end of the context. The second is raised at once.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self.count = 0
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) == self._note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if kind is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise a Ctrl-C that came.
+
+        Raises:
+            KeyboardInterrupt: it came since the context began.
+        """
+        if self.count:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count > 1:
+            raise KeyboardInterrupt
