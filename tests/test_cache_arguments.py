@@ -285,7 +285,7 @@ def issue(cache: PrefixCache, name: str, num_tokens: int, drafts: Sequence[int] 
     "call",
     [
         PrefixCache.match, PrefixCache.admit, PrefixCache.waits, PrefixCache.withdraw, PrefixCache.preempt,
-        PrefixCache.progress, PrefixCache.tokens, PrefixCache.runs, PrefixCache.report, PrefixCache.block_row,
+        PrefixCache.progress, PrefixCache.tokens, PrefixCache.runs, PrefixCache.report,
         lambda cache, name: cache.free(name, finished=True), lambda cache, name: cache.chunk(name, 1),
         lambda cache, name: cache.allocate(name, 1), lambda cache, name: cache.fork(name, {"b": 1}),
     ],

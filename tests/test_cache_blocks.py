@@ -17,31 +17,6 @@ def table_of(plan: StepPlan) -> np.ndarray:
     return plan.arrays["block_table"].reshape(len(starts) - 1, -1)
 
 
-def test_block_row_shows_states_like_a_sparse_block_table() -> None:
-    cache = make()
-    started(cache, "a", text(300), checkpoint_at=(64,))  # type: ignore[arg-type]
-    assert cache.block_row("a") == []
-    step = run_step(cache, "a", 290).steps[0]
-    assert cache.block_row("a") == [step.checkpoints[64], 0, 0, step.checkpoints[256], step.dst]
-    step = run_step(cache, "a", 10, 1).steps[0]
-    assert cache.block_row("a")[4:] == [step.dst]
-    for i in range(20):
-        folded = run_step(cache, "a", 1, i).steps[0]
-        assert bool(folded.dst) == (i in (3, 19))
-    assert cache.block_row("a")[4] == folded.dst == step.dst and len(cache.block_row("a")) == 5
-    step = run_step(cache, "a", 1, 99).steps[0]
-    assert cache.block_row("a")[4] == cache.block_row("a")[5] == step.src == folded.dst
-
-
-def test_block_row_of_a_request_whose_tokens_are_in_flight() -> None:
-    cache = make()
-    started(cache, "a", text(62))
-    for num_tokens in (62, 1, 1, 1):
-        step = allocate(cache, "a", num_tokens)
-        cache.issued(cache.plan([step]).steps)
-    assert cache.block_row("a") == [0, step.src]
-
-
 def test_decode_folds_in_place_and_rotates_after_a_boundary() -> None:
     cache = make()
     started(cache, "a", text(30))

@@ -351,7 +351,6 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("tokens", {"request_id": "decodes"}),
     ("runs", {"request_id": "decodes"}),
     ("report", {"request_id": "decodes"}),
-    ("block_row", {"request_id": "decodes"}),
     ("kv_evicted", {"hashes": []}),
     ("kv_stored", {"hashes": []}),
 ]  # fmt: skip

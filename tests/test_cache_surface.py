@@ -10,7 +10,7 @@ from cache_calls import allocate, run_step, started
 from mambacache.accounting.ledger import Loss, RequestReport
 from mambacache.cache.prefix_cache import Hit, PrefixCache, Wait
 from symbolic import text
-from watched_cache import all_free, num_free, under_way, view, watched
+from watched_cache import all_free, num_free, state_blocks, under_way, view, watched
 
 MARKS = (64, 128, 192)
 
@@ -181,7 +181,7 @@ def test_nothing_is_told_without_accounting_and_the_same_is_cached() -> None:
             seen += [type(cache.admit("waits")), cache.progress(name).computed]
             cache.free("waits", finished=False)
             (step,) = run_step(cache, name, 200 - seen[-1], 1).steps
-            seen += [step.src, step.dst, dict(step.checkpoints), cache.block_row(name)]
+            seen += [step.src, step.dst, dict(step.checkpoints), state_blocks(cache, name)]
             if i % 3 == 2:
                 cache.preempt(name)
             cache.free(name, finished=bool(i % 2))

@@ -18,6 +18,7 @@ from mambacache.report import Hit
 from symbolic import VOCAB, SymbolicRunner, answer, text
 from symbolic_driver import CheckedCache
 from test_properties import mixes
+from watched_cache import state_blocks
 
 ANSWER = 20
 NAMES = "abcd"
@@ -64,7 +65,7 @@ class IllegalHost:
     def snapshot(self) -> tuple[Any, ...]:
         cache = self.cache
         running = [name for name in cache.request_ids if cache.runs(name)]
-        progress = [(name, cache.progress(name), tuple(cache.block_row(name))) for name in running]
+        progress = [(name, cache.progress(name), tuple(state_blocks(cache, name))) for name in running]
         stats = cache.stats
         return cache.request_ids, progress, stats.state_blocks, stats.kv_blocks, sorted(cache._books.rows)
 

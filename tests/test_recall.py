@@ -21,6 +21,7 @@ from mambacache.demo.task import (
     demo_questions,
     question_text,
 )
+from watched_cache import state_blocks
 
 Tampering = Callable[[LLM, int, int], None]
 
@@ -31,7 +32,7 @@ def state_block(llm: LLM, document: Document) -> int:
     llm.cache.add("probe", tokens)
     hit = llm.cache.admit("probe")
     assert hit is not None and hit.num_tokens == document.boundary
-    block = llm.cache.block_row("probe")[-1]
+    block = state_blocks(llm.cache, "probe")[-1]
     llm.cache.free("probe", finished=False)
     return block
 

@@ -38,11 +38,19 @@ def watched(**options: Any) -> PrefixCache:
     return Watched(CacheConfig(**{"num_state_blocks": 16, "num_kv_blocks": 16, **options}))
 
 
+def state_blocks(cache: PrefixCache, name: str) -> list[int]:
+    """Return the blocks of a running request's cached states (0: none) by boundary, and of its running state."""
+    life = cache._books.requests[name].life
+    assert life is not None
+    cached = [cache._books.pool.lookup(block_hash) or 0 for block_hash in life.request.chain[1:]]
+    return [*cached, life.state.block if life.state is not None else 0]
+
+
 def view(cache: PrefixCache) -> list[Any]:
     """What a host sees: totals, blocks, requests with their tokens, and how far the running ones came."""
     seen: list[Any] = [cache.stats]
     for name in cache.request_ids:
-        row = (cache.progress(name), cache.block_row(name)) if cache.runs(name) else None
+        row = (cache.progress(name), state_blocks(cache, name)) if cache.runs(name) else None
         seen.append((name, list(cache.tokens(name)), cache.report(name), cache.waits(name), row))
     return seen
 

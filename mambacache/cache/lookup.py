@@ -167,15 +167,6 @@ class Lookup:
         gone = self._pages.pool.lookup(request.chain[found.coverage + 1]) is None
         return Loss.EVICTED if gone else Loss.ONLY_NEAR
 
-    def block_row(self, life: Life) -> list[int]:
-        """See `PrefixCache.block_row`."""
-        if not life.computed:
-            return []
-        column = (life.computed - 1) // self._pages.block_size
-        row = [self._states.lookup(block_hash) or 0 for block_hash in life.request.chain[1 : column + 1]]
-        running = life.state.block if life.state is not None else 0
-        return [*row, *[0] * (column - len(row)), running]  # hashes of tokens in flight are not known
-
     # --- who writes ---
 
     def worth_a_wait(self, life: Life, depth: int) -> bool:

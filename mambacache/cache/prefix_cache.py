@@ -360,12 +360,6 @@ class PrefixCache:
         """What the cache did for the request at the admission after which it first ran; None before it ran."""
         return self._known(request_id).report
 
-    def block_row(self, request_id: str) -> list[int]:
-        """The request's states as a sparse block table: column i is the one after block i (0: none), the last one the
-        running state, which its log follows on."""
-        life = self._running(request_id)
-        return self._books.lookup.block_row(life)
-
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
         """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first.
 
