@@ -32,8 +32,8 @@ NULL_BLOCK = 0
 PLACEHOLDER = -1
 """A token that the host does not know yet: it is being sampled by a step that was issued before."""
 
-NOT_FINITE = -1
-"""What a runner gives as the token after logits that are NaN or infinite."""
+NOT_FINITE = -2
+"""The token that a runner gives after logits that are NaN or infinite."""
 
 DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len"
 """Arrays of a decode row; a row of padding has zeros in them."""
