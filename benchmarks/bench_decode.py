@@ -99,7 +99,7 @@ def main() -> None:
         with random_weights(options.model) as checkpoint:
             llm: Any = LLM(checkpoint, dtype="bfloat16", state_dtype="float32", seed=0, **limits)
         if options.in_turn:
-            llm._stepper.steps_ahead = 0
+            llm._step_loop.steps_ahead = 0
         steps: tuple[Any, str] = (llm.runner, "launch")
     else:
         os.environ |= {"MAMBACACHE": str(int(options.engine == "plugin")), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

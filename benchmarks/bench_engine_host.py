@@ -35,7 +35,7 @@ class Counting(TorchDispatchMode):
 class Loop:
     def __init__(self, rows: int) -> None:
         self.llm = LLM(str(MODEL), max_num_seqs=rows, max_num_batched_tokens=(PROMPT + 1) * rows)
-        self.llm._stepper.steps_ahead = 1
+        self.llm._step_loop.steps_ahead = 1
         self._logits, self._launch, self.operators = torch.randn(PROMPT * rows, VOCABULARY), self.llm.runner.launch, []
         self.llm.runner.model.logits = lambda indices, *_: self._logits[: len(indices.logits_index)]
         rng = random.Random(0)

@@ -213,7 +213,7 @@ class Engines:
             assert 0 <= report.hit <= report.ceiling < report.prompt
         for llm in self._made:
             assert llm.idle
-            while (tier := llm._stepper._tier) is not None and tier.under_way:
+            while (tier := llm._step_loop._tier) is not None and tier.under_way:
                 tier.wait()
                 llm.step()
             for blocks in filter(None, (llm.stats.state_blocks, llm.stats.kv_blocks)):

@@ -27,7 +27,7 @@ ASKED: dict[str, SamplingParams] = {
 
 
 def answers(llm: LLM, ahead: int) -> dict[str, RequestOutput]:
-    llm._stepper.steps_ahead = ahead
+    llm._step_loop.steps_ahead = ahead
     outputs: dict[str, RequestOutput] = {}
     for i, (name, params) in enumerate(ASKED.items()):
         llm.submit([*STEM[: 70 - 7 * i], *tokens_of(i, 9)], params, name)
@@ -53,7 +53,7 @@ def test_answers_are_the_same(engine: Engines, options: dict[str, Any]) -> None:
 def test_who_waits_for_tokens(engine: Engines, name: str, waits: bool) -> None:
     """Only those whose logits depend on them."""
     llm = engine()
-    llm._stepper.steps_ahead = 1
+    llm._step_loop.steps_ahead = 1
     launch, unknown = llm.runner.launch, []
 
     def launching(plan: StepPlan, *args: Any) -> Any:
@@ -70,7 +70,7 @@ def test_who_waits_for_tokens(engine: Engines, name: str, waits: bool) -> None:
 def test_requests_decode_together(engine: Engines, params: SamplingParams) -> None:
     """Although their prompts end in different steps."""
     llm = engine(max_num_batched_tokens=128)
-    llm._stepper.steps_ahead = 1
+    llm._step_loop.steps_ahead = 1
     launch, rows = llm.runner.launch, []
 
     def launching(plan: StepPlan, *args: Any) -> Any:

@@ -169,7 +169,7 @@ def test_step_that_raises(model: Path, expected: list[list[int]]) -> None:
     """All who read get the error; who comes later is answered."""
 
     async def act(llm: AsyncLLM) -> None:
-        scheduler = llm._llm._stepper._scheduler
+        scheduler = llm._llm._step_loop._scheduler
         schedule = scheduler.schedule
         readers = [asyncio.create_task(last(llm, PROMPTS[i], greedy(300))) for i in range(6)]
         async for _ in llm.generate(PROMPTS[0], greedy(2)):

@@ -137,7 +137,7 @@ def test_error_after_what_is_unread(model: Path) -> None:
         consumer = llm._consumers[first.request_id]
         while consumer._output is None:
             await asyncio.sleep(0.001)
-        llm._llm._stepper._scheduler.schedule = planted  # type: ignore[method-assign]
+        llm._llm._step_loop._scheduler.schedule = planted  # type: ignore[method-assign]
         await ended(llm)
         unread = await anext(stream)
         assert first.outputs[0].delta + unread.outputs[0].delta == unread.outputs[0].text
@@ -156,7 +156,7 @@ def test_step_and_abort_that_raise(model: Path) -> None:
     """Readers get the step's error, and those who come later an answer."""
 
     async def act(llm: AsyncLLM) -> None:
-        abort, scheduler = llm._llm.abort, llm._llm._stepper._scheduler
+        abort, scheduler = llm._llm.abort, llm._llm._step_loop._scheduler
         schedule = scheduler.schedule
         readers = [asyncio.create_task(answered(llm, PROMPT, greedy(1000))) for _ in range(3)]
         await answered(llm, PROMPT, greedy(2))
@@ -184,7 +184,7 @@ def test_error_that_cannot_be_copied(model: Path) -> None:
         raise TwoPartError("planted", "to be seen")
 
     async def act(llm: AsyncLLM) -> None:
-        llm._llm._stepper._scheduler.schedule = failing  # type: ignore[method-assign]
+        llm._llm._step_loop._scheduler.schedule = failing  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="TwoPartError: planted: to be seen") as caught:
             await answered(llm, PROMPT)
         assert isinstance(caught.value.__cause__, TwoPartError)

@@ -98,8 +98,8 @@ def test_without_a_proper_end_what_the_host_had_is_there(start: Restarts) -> Non
     for _ in range(2):
         ask_all(llm)
     assert llm.stats.bytes_to_disk > 0
-    llm._stepper._tier.close()  # type: ignore[union-attr]  # as if killed: nothing more is written
-    llm._stepper._tier = None
+    llm._step_loop._tier.close()  # type: ignore[union-attr]  # as if killed: nothing more is written
+    llm._step_loop._tier = None
     found = ask_all(start(**SMALL))
     assert sum(found) >= 128 * 3
 
@@ -192,8 +192,8 @@ def test_reset_in_the_midst_of_a_read(
     monkeypatch.setattr(Directory, "read", slowly)
     llm.submit(PROMPTS[0], greedy(4))
     threading.Timer(0.1, go_on.set).start()
-    llm._stepper._plan()
-    llm._stepper._move()
+    llm._step_loop._plan()
+    llm._step_loop._move()
     assert reading.wait(10)
     llm.reset_prefix_cache()
     outputs = list(run_until_idle(llm).values())

@@ -151,7 +151,7 @@ def test_ctrl_c_in_between(
     """While a step waits for files, and while the engine is closed: what comes after is right."""
     ask_all(start(**SMALL))
     llm = start(**SMALL)
-    tier = llm._stepper._tier
+    tier = llm._step_loop._tier
     assert tier is not None
     wait, waits = tier.wait, count()
 

@@ -49,8 +49,8 @@ llm = LLM(model, **options)
 assert hit() == (first[0], 192)
 if under_way:
     llm.generate([[8] * 200], params, use_tqdm=False)
-    llm._stepper._move(flush=True)
-    llm._stepper._move(flush=True)
+    llm._step_loop._move(flush=True)
+    llm._step_loop._move(flush=True)
     assert began.wait(10)
 before = here()
 if not (child := os.fork()):

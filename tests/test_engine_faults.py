@@ -197,7 +197,7 @@ def test_nothing_can_be_planned(engine: Engines, original: Originals, stuck: boo
     if stuck:
         error = RuntimeError, "nothing can run and 2 requests are left"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(error[0], match=error[1]):
-        patch.setattr(llm._stepper._scheduler, "schedule", schedule)
+        patch.setattr(llm._step_loop._scheduler, "schedule", schedule)
         ask(llm, [tokens_of(11, 80), tokens_of(12, 80)], greedy(5))
     assert llm.idle and len(calls) == (1 if stuck else 3)
     still_serves(llm, original("qwen3_next"))
@@ -210,7 +210,7 @@ def test_device_that_fails_for_good(tiny_model: Callable[[str], Path], monkeypat
     llm = LLM(tiny_model("qwen3_next"), device="cpu", kv_cache_bytes=1 << 20, max_num_seqs=4)
     stream = llm.stream(CACHED, greedy(50))
     next(stream)
-    monkeypatch.setattr(llm._stepper, "_device", torch.device("cuda"))
+    monkeypatch.setattr(llm._step_loop, "_device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     monkeypatch.setattr(llm.runner, "launch", fail)
     sentence = "the CUDA device failed (RuntimeError: CUDA error: unspecified launch failure): start a new process"

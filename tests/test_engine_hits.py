@@ -90,7 +90,7 @@ def test_abort_of_the_one_that_computes_a_shared_prefix(engine: Engines, origina
         assert outputs[ids[0]].outputs[0].finish_reason == "abort" and 0 < len(answer(outputs[ids[0]])) < 5
     rest = [outputs[request_id] for request_id in ids[1:]]
     original("qwen3_next").check_all(prompts[1:], rest)
-    ahead = 64 * llm._stepper.steps_ahead  # that far more it had come
+    ahead = 64 * llm._step_loop.steps_ahead  # that far more it had come
     assert hits(rest) == {"waiting": [0, 256], "prefilling": [128 + ahead, 256], "decoding": [256, 256]}[when]
     again = ask(llm, prompts, greedy(5))
     original("qwen3_next").check_all(prompts, again)

@@ -18,7 +18,7 @@ from bare_scheduler import LENGTH, Line
 from engine_driver import Engines
 from mambacache import LLM, SamplingParams
 from mambacache.engine.outputs import RequestOutput
-from mambacache.engine.stepper import Stepper
+from mambacache.engine.step_loop import StepLoop
 from traced import traced
 
 ENGINE = str(Path(mambacache.engine.__file__).parent)
@@ -80,10 +80,10 @@ def apart(act: Callable[[LLM, Outputs], None], llm: LLM) -> Iterator[None]:
 
 @contextmanager
 def stopped_at(llm: LLM, after: int, again: int = 0) -> Iterator[tuple[CtrlC, Line]]:
-    """Run a block with Ctrl-C, on a stepper without a model."""
+    """Run a block with Ctrl-C, on a step_loop without a model."""
     line = Line()
-    llm._stepper = Stepper(line, line, torch.device("cpu"))  # type: ignore[arg-type]
-    line.ahead = llm._stepper.steps_ahead = after % 2
+    llm._step_loop = StepLoop(line, line, torch.device("cpu"))  # type: ignore[arg-type]
+    line.ahead = llm._step_loop.steps_ahead = after % 2
     yield CtrlC(after, again), line
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -129,11 +129,11 @@ def test_the_second_ctrl_c_closes_the_engine(
             by_hand = llm.submit([5, 6], PARAMS)
             with suppress(KeyboardInterrupt), traced(interrupt):
                 next(apart(act, llm))
-            if llm._stepper.interrupts.count == 2:  # not in two calls, as of a stream and of its end
+            if llm._step_loop.interrupts.count == 2:  # not in two calls, as of a stream and of its end
                 closed += 1
                 with pytest.raises(RuntimeError, match="this LLM is closed: make a new one"):
                     llm.step()
-                assert not hasattr(llm._stepper, "_runner"), "the model's memory is kept"
+                assert not hasattr(llm._step_loop, "_runner"), "the model's memory is kept"
             elif not interrupt.sent:
                 llm.abort(by_hand)
                 break

@@ -93,7 +93,7 @@ def test_a_step_ahead_changes_nothing(
     monkeypatch.setattr(ngram, "draft_from_history", right_mostly)
     for ahead in (0, 1):
         llm = engine(model, speculative="ngram", max_draft_tokens=drafts, max_num_batched_tokens=150)
-        llm._stepper.steps_ahead, launch, late = ahead, llm.runner.launch, Counter[bool]()
+        llm._step_loop.steps_ahead, launch, late = ahead, llm.runner.launch, Counter[bool]()
 
         def launching(plan: StepPlan, *args: Any, launch: Any = launch, late: Counter[bool] = late) -> Any:
             late.update(step.late > 0 for step in plan.steps)

@@ -80,7 +80,7 @@ def test_answer(engine: Engines, original: Originals, drafts: bool) -> None:
 def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines, ahead: int) -> None:
     """Stored by a request that was aborted before it had logits. A step in flight stores its state as well."""
     llm = engine(max_num_batched_tokens=80, checkpoint_interval=64)
-    llm._stepper.steps_ahead = ahead
+    llm._step_loop.steps_ahead = ahead
     bad = [*prompt_of(3, 20), BAD, *prompt_of(4, 180)]
     weights = embedding(llm, BAD).clone()
     embedding(llm, BAD).fill_(torch.nan)
@@ -111,7 +111,7 @@ def test_a_bad_block_is_found_once_and_then_dropped(engine: Engines, original: O
     llm = engine()
     prompts = [prompt_of(3, 150), prompt_of(5, 150)]
     ask(llm, prompts, greedy(1))
-    cache = llm._stepper._scheduler.cache
+    cache = llm._step_loop._scheduler.cache
     cache.add("look", prompts[0])
     cache.admit("look")
     spoilt = cache.suspects("look")[0]

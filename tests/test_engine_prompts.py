@@ -157,7 +157,7 @@ def test_wrong_request_id(llm: LLM) -> None:
 
 def test_refused_by_the_scheduler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only the scheduler finds wrong leaves no prompt of the call in line either."""
-    scheduler = llm._stepper._scheduler
+    scheduler = llm._step_loop._scheduler
     add, calls = scheduler.add, iter(range(9))
 
     def third(request: Any) -> None:

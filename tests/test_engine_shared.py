@@ -61,7 +61,7 @@ def test_answers(model: str, device: str, start: Callable[..., LLM], original: C
         found.append(sum(hits(outputs)))
     assert found[1] and found[3] and llm.stats.states_evicted
     assert llm.stats.state_blocks["writing"] == llm.stats.kv_blocks["writing"] == 0
-    llm._stepper._scheduler.cache.check()
+    llm._step_loop._scheduler.cache.check()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -76,7 +76,7 @@ def test_with_drafts_a_tier_and_preemption(
         outputs = ask(llm, prompts, greedy(20))
         original("qwen3_next").check_all(prompts, outputs)
     assert llm.stats.hit_tokens and llm.stats.states_evicted
-    llm._stepper._scheduler.cache.check()
+    llm._step_loop._scheduler.cache.check()
 
 
 def test_budgets_that_are_given_are_kept_apart(tiny_model: Callable[[str], Path]) -> None:

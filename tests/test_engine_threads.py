@@ -142,7 +142,7 @@ def test_stream_that_is_closed_in_mid_step(
     llm = engine(draft=draft, max_draft_tokens=1)
     stream = llm.stream(PROMPTS[0], greedy(50))
     next(stream)
-    [answers] = llm._stepper.answers.values()
+    [answers] = llm._step_loop.answers.values()
     streams.append(stream)
     del stream
     original("qwen3_next").check_all(PROMPTS[1:3], ask(llm, PROMPTS[1:3], greedy(4)))

@@ -132,7 +132,7 @@ def test_faults_in_the_tier_itself_cost_misses(
 ) -> None:
     """Whatever it raises, launching or telling: no request ends for it."""
     llm = engine(**SMALL)
-    tier = llm._stepper._tier
+    tier = llm._step_loop._tier
     assert tier is not None
     for name in ("launch", "ended", "forget"):
         call, count = getattr(tier, name), iter(range(1000))
@@ -243,4 +243,4 @@ def test_refused(text_model: Path, options: dict[str, Any], message: str) -> Non
 
 def test_not_used_without_a_cache(text_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     llm = LLM(text_model, device="cpu", max_num_seqs=2, enable_prefix_caching=False, host_cache_bytes=1 << 24)
-    assert "host_cache_bytes is 16777216 and not used" in caplog.text and llm._stepper._tier is None
+    assert "host_cache_bytes is 16777216 and not used" in caplog.text and llm._step_loop._tier is None

@@ -33,7 +33,7 @@ def llm(engine: Engines, text_model: Path) -> LLM:
     scripts = {encode(first)[0]: [*encode(text), llm.tokenizer.eos_token_id] for first, text in texts.items()}
 
     def spoken(step: SequenceStep, row: RowOutput) -> None:
-        prompt = llm._stepper.answers[step.request_id].output.prompt_token_ids
+        prompt = llm._step_loop.answers[step.request_id].output.prompt_token_ids
         row.tokens = [scripts[prompt[0]][step.start + step.num_tokens - len(prompt)] for _ in row.tokens]
 
     change_rows(llm, spoken)

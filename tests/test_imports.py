@@ -40,7 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "engine.checkpoint": {"config"},
     "engine.prompts": {"config", "field_types", "engine.text"},
     "engine.answers": {"plan", "config", "scheduler", "runner", "engine.outputs", "engine.text"},
-    "engine.stepper": {"plan", "scheduler", "runner", "engine.answers", "engine.interrupts", "engine.outputs"},
+    "engine.step_loop": {"plan", "scheduler", "runner", "engine.answers", "engine.interrupts", "engine.outputs"},
     "engine.parts": {"config", "warm_up", "cache", "scheduler", "kernels", "models", "runner", "engine"},
     "engine.async_llm": {"config", "engine", "report", "scheduler"},
     "engine.llm": {"plan", "config", "report", "cache", "scheduler", "kernels", "models", "runner", "engine"},

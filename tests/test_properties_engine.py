@@ -171,7 +171,7 @@ class User:
             max_num_batched_tokens=rng.choice([60, 100, 1000]), max_draft_tokens=drafts,
             draft=self.draft if drafts else None,
         )  # fmt: skip
-        self.llm._stepper.steps_ahead = rng.choice([0, 1])
+        self.llm._step_loop.steps_ahead = rng.choice([0, 1])
         self.jobs = rng.choices(range(len(pool_of_jobs())), k=rng.randint(1, 9))
         self.alone = {job: alone(job, self.attention) for job in self.jobs}
         self.asked: dict[str, int] = {}  # jobs by request id
@@ -185,9 +185,9 @@ class User:
 
     def plant(self) -> None:
         llm, around = self.llm, self.faults.around
-        scheduler, model = llm._stepper._scheduler, llm.runner.model
+        scheduler, model = llm._step_loop._scheduler, llm.runner.model
         assert isinstance(model, SymbolicModel)
-        decode, add = llm.tokenizer.decode, llm._stepper.add
+        decode, add = llm.tokenizer.decode, llm._step_loop.add
 
         def adding(answers: Answers) -> None:
             request_id = answers.output.request_id
@@ -199,7 +199,7 @@ class User:
             self.faults.at("decode", tokens=tuple(tokens))
             return decode(tokens, **options)
 
-        llm.tokenizer.decode, llm._stepper.add = decoding, adding  # type: ignore[method-assign]
+        llm.tokenizer.decode, llm._step_loop.add = decoding, adding  # type: ignore[method-assign]
         for owner, name, site in (
             (llm.tokenizer, "encode", "encode"), (scheduler, "schedule", "schedule"), (llm.cache, "plan", "plan"),
             (llm.runner, "launch", "launch"), (scheduler, "issued", "issued"), (llm.cache, "issued", "cache issued"),
@@ -320,7 +320,7 @@ class User:
 
     def check(self) -> None:
         llm = self.llm
-        assert llm.idle and llm._stepper._scheduler.idle
+        assert llm.idle and llm._step_loop._scheduler.idle
         llm.cache.check_no_leak()
         llm.cache.check_contents()
         for blocks in filter(None, (llm.stats.state_blocks, llm.stats.kv_blocks)):

@@ -129,7 +129,7 @@ def soak(engine: Engines, requests: int, drafts: bool, seed: int = 0) -> None:
         num_kv_blocks=28,
         max_model_len=1536,
     )
-    llm._stepper.steps_ahead = 1
+    llm._step_loop.steps_ahead = 1
     soaks.append(Soak(llm, known, random.Random(requests + seed)))
     soaks[0].run(requests)
     stats = llm.stats

@@ -326,7 +326,7 @@ class AsyncLLM:
             coming.aborted |= coming.request_id == request_id
         consumer = self._consumers.get(request_id)
         if consumer is not None:
-            answers = self._llm._stepper.answers[request_id]
+            answers = self._llm._step_loop.answers[request_id]
             self._llm.abort(request_id)
             del self._consumers[request_id]
             consumer.give(_snapshot(answers.hand_out()))

@@ -19,7 +19,7 @@ from mambacache.engine.options import Options, engine_config
 from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.parts import build
 from mambacache.engine.prompts import Encoder, Messages, Prompt, listed
-from mambacache.engine.stepper import alone
+from mambacache.engine.step_loop import alone
 from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftFunction
 
@@ -51,7 +51,7 @@ class LLM:
         self.config = engine_config(model, options)
         parts = build(self.config, draft)
         self.sizes, self.cache, self.runner = parts.sizes, parts.cache, parts.runner
-        self._stepper, self.tokenizer = parts.stepper, parts.tokenizer
+        self._step_loop, self.tokenizer = parts.step_loop, parts.tokenizer
         self._end_tokens = parts.end_tokens
         caches = self.config.enable_prefix_caching
         self.encoder = Encoder(parts.limits, self.tokenizer, parts.default_sampling, caches)
@@ -72,7 +72,7 @@ class LLM:
             RuntimeError: another call is inside this engine.
         """
         try:
-            if not self._stepper.closed:
+            if not self._step_loop.closed:
                 self._close()
         finally:  # files may take a while to be written, and be interrupted
             vars(self).pop("runner", None)
@@ -81,7 +81,7 @@ class LLM:
 
     @alone
     def _close(self) -> None:
-        self._stepper.close()
+        self._step_loop.close()
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, of transformers; None where the checkpoint has none."""
@@ -119,10 +119,10 @@ class LLM:
         asked = [self._prepare(*of_one) for of_one in zip(every, each, names, strict=True)]
         try:
             for answers in asked:
-                self._stepper.add(answers)
+                self._step_loop.add(answers)
             return self._run(asked, use_tqdm)
         finally:
-            self._stepper.abandoned.extend(asked)
+            self._step_loop.abandoned.extend(asked)
 
     def chat(
         self,
@@ -160,7 +160,7 @@ class LLM:
             while (output := self._next_output(asked[0])) is not None:
                 yield output
         finally:
-            self._stepper.abandoned.extend(asked)
+            self._step_loop.abandoned.extend(asked)
             with suppress(RuntimeError):  # a collector may close a stream in the midst of a call, which ends it then
                 self._tidy()
 
@@ -178,7 +178,7 @@ class LLM:
             RuntimeError: the device has failed; or another call is inside this engine.
         """
         answers = self._prepare(prompt, sampling_params, "the prompt", request_id)
-        self._stepper.add(answers)
+        self._step_loop.add(answers)
         return answers.request_id
 
     @alone
@@ -193,20 +193,20 @@ class LLM:
             RuntimeError: the device has failed; nothing can run although requests are left; or another call is inside
                 this engine.
         """
-        self._stepper.advance()
-        return self._stepper.give()
+        self._step_loop.advance()
+        return self._step_loop.give()
 
     @property
     def idle(self) -> bool:
         """Whether every request has ended and its output was given."""
-        return self._stepper.idle
+        return self._step_loop.idle
 
     @alone
     def abort(self, request_id: str) -> None:
         """Ends a request; what it committed stays cached. An unknown id is ignored: it may have ended."""
-        answers = self._stepper.answers.get(request_id)
+        answers = self._step_loop.answers.get(request_id)
         if answers is not None:
-            self._stepper.abandoned.append(answers)
+            self._step_loop.abandoned.append(answers)
 
     @alone
     def reset_prefix_cache(self) -> None:
@@ -227,7 +227,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None, name: str, request_id: str | None = None
     ) -> Answers:
         """The answers that a prompt asks for; they are not in line yet."""
-        self._stepper.interrupts.check()
+        self._step_loop.interrupts.check()
         encoded = self.encoder(prompt, params, name)
         seed = self._rng.getrandbits(63) if encoded.params.seed is None else encoded.params.seed
         answers = Answers(
@@ -239,7 +239,7 @@ class LLM:
             seed,
             encoded.text,
         )
-        if any(request.request_id in self._stepper.answers for request in answers.requests):
+        if any(request.request_id in self._step_loop.answers for request in answers.requests):
             raise ValueError(f"request id {request_id!r} is in use: choose another")
         return answers
 
@@ -259,10 +259,10 @@ class LLM:
         began, tokens, prompt_tokens, hit_tokens = time.perf_counter(), 0, 0, 0
         with tqdm(total=len(left), desc="prompts", disable=not use_tqdm) as bar:
             while left:
-                self._stepper.advance()
-                ended = [a for a in self._stepper.touched.values() if a.output.finished and a.request_id in left]
+                self._step_loop.advance()
+                ended = [a for a in self._step_loop.touched.values() if a.output.finished and a.request_id in left]
                 for answers in ended:
-                    self._stepper.hand_out(answers)
+                    self._step_loop.hand_out(answers)
                     left.remove(answers.request_id)
                     tokens += sum(len(completion.token_ids) for completion in answers.output.outputs)
                     if (cache := answers.output.cache) is not None:
@@ -275,11 +275,11 @@ class LLM:
     @alone
     def _begin(self, asked: list[Answers], prompt: Prompt, params: SamplingParams | None) -> None:
         asked.append(self._prepare(prompt, params, "the prompt"))
-        self._stepper.add(asked[0])
+        self._step_loop.add(asked[0])
 
     @alone
     def _next_output(self, answers: Answers) -> RequestOutput | None:
-        return self._stepper.next_output(answers)
+        return self._step_loop.next_output(answers)
 
     @alone
     def _tidy(self) -> None:

@@ -17,7 +17,7 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig, EngineConfig, SamplingParams
 from mambacache.engine.checkpoint import default_sampling, end_tokens, load_tokenizer
 from mambacache.engine.prompts import Limits
-from mambacache.engine.stepper import Stepper
+from mambacache.engine.step_loop import StepLoop
 from mambacache.kernels import StatePool
 from mambacache.models.adapt import Model, load_model, model_skeleton
 from mambacache.runner import sizing
@@ -51,7 +51,7 @@ class Parts:
     sizes: Sizes
     cache: PrefixCache
     runner: ModelRunner
-    stepper: Stepper
+    step_loop: StepLoop
     limits: Limits
     tokenizer: Any
     end_tokens: frozenset[int]
@@ -115,10 +115,10 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
         draft=DeviceDrafts() if config.speculative else draft and one_by_one(on_copies(draft)),
         vocab_size=vocab_size,
     )
-    stepper = Stepper(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files))
+    step_loop = StepLoop(scheduler, runner, torch.device(device), _host_tier(sizes, runner, files))
     limits = Limits(str(config.model), vocab_size, sizes.max_model_len, kv_tokens, config.max_logprobs)
     ends = frozenset(token for token in end_tokens(model.module) if token < vocab_size)
-    return Parts(sizes, cache, runner, stepper, limits, tokenizer, ends, default_sampling(model.module))
+    return Parts(sizes, cache, runner, step_loop, limits, tokenizer, ends, default_sampling(model.module))
 
 
 def _runner(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> ModelRunner:

@@ -36,7 +36,7 @@ class Flight:
     launched: Launched | None = None
 
 
-class Stepper:
+class StepLoop:
     """Runs the requests of an engine step by step, and keeps their outputs up to date.
 
     On a GPU it is a step ahead: the next step is planned and launched before the tokens of this step are read, so that
@@ -362,13 +362,13 @@ class Stepper:
         self.touched.pop(answers.request_id, None)
 
 
-class HasStepper(Protocol):
-    _stepper: Stepper
+class HasStepLoop(Protocol):
+    _step_loop: StepLoop
 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-H = TypeVar("H", bound=HasStepper)
+H = TypeVar("H", bound=HasStepLoop)
 
 
 def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
@@ -383,28 +383,28 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
 
     @wraps(method)
     def guarded(self: H, *args: P.args, **options: P.kwargs) -> T:
-        stepper = self._stepper
-        if stepper.lock.locked():
+        step_loop = self._step_loop
+        if step_loop.lock.locked():
             raise RuntimeError(
                 "another call is inside this LLM: call it from one thread at a time, and not out of its own tokenizer "
                 "or draft source"
             )
         # Not an acquire that gives up: Ctrl-C right after it would leave the lock taken for good. Of two threads that
         # both found it open the second waits.
-        with stepper.lock:
-            if stepper.closed:
+        with step_loop.lock:
+            if step_loop.closed:
                 raise RuntimeError("this LLM is closed: make a new one")
             try:
-                with stepper.interrupts:
-                    stepper.begin()
+                with step_loop.interrupts:
+                    step_loop.begin()
                     try:
                         return method(self, *args, **options)
                     finally:
-                        stepper.settle()
+                        step_loop.settle()
             except BaseException:
-                stepper.shown = []
-                if stepper.interrupts.count > 1:
-                    stepper.shut()
+                step_loop.shown = []
+                if step_loop.interrupts.count > 1:
+                    step_loop.shut()
                 raise
 
     return guarded

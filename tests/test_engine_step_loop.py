@@ -13,19 +13,19 @@ from bare_scheduler import LENGTH, Line
 from mambacache import SamplingParams
 from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import RequestOutput
-from mambacache.engine.stepper import Stepper
+from mambacache.engine.step_loop import StepLoop
 from mambacache.scheduler.request import FinishReason
 
 
 class Bench:
-    """A stepper, and requests that were put in line: `ids`. On a GPU it goes a step ahead."""
+    """A step_loop, and requests that were put in line: `ids`. On a GPU it goes a step ahead."""
 
     def __init__(self, device: str = "cpu", requests: int = 2, ahead: int | None = None) -> None:
         self.line = Line()
-        self.stepper = Stepper(self.line, self.line, torch.device(device))  # type: ignore[arg-type]
+        self.step_loop = StepLoop(self.line, self.line, torch.device(device))  # type: ignore[arg-type]
         if ahead is not None:
-            self.stepper.steps_ahead = ahead
-        self.line.ahead = self.stepper.steps_ahead
+            self.step_loop.steps_ahead = ahead
+        self.line.ahead = self.step_loop.steps_ahead
         self.ids = [f"request {i}" for i in range(requests)]
         self.outputs: dict[str, RequestOutput] = {}
         for request_id in self.ids:
@@ -34,7 +34,7 @@ class Bench:
     def add(self, request_id: str) -> Answers:
         params = SamplingParams(max_tokens=LENGTH, temperature=0, logprobs=0)
         answers = Answers(request_id, [1, 2, 3], params, frozenset(), None, 0)
-        self.stepper.add(answers)
+        self.step_loop.add(answers)
         return answers
 
     def plant(self, method: str, *errors: BaseException | None, after: bool = False) -> None:
@@ -54,19 +54,19 @@ class Bench:
     def step(self) -> list[str]:
         """Run a step as each call of the engine does. Return the ids with news."""
         try:
-            self.stepper.begin()
-            self.stepper.advance()
+            self.step_loop.begin()
+            self.step_loop.advance()
         finally:
-            self.stepper.settle()
-        news = list(self.stepper.touched.values())
-        self.outputs |= {answers.request_id: self.stepper.hand_out(answers) for answers in news}
+            self.step_loop.settle()
+        news = list(self.step_loop.touched.values())
+        self.outputs |= {answers.request_id: self.step_loop.hand_out(answers) for answers in news}
         return [answers.request_id for answers in news]
 
     def run(self) -> list[BaseException]:
         """Steps until all have ended; gives what came out of the steps."""
         raised: list[BaseException] = []
         for _ in range(50):
-            if not self.stepper.answers:
+            if not self.step_loop.answers:
                 return raised
             try:
                 self.step()
@@ -123,7 +123,7 @@ def test_step_that_breaks_with_another_in_flight(method: str, after: bool, kind:
     if isinstance(error, Exception):
         assert [reason for _, reason in failed if isinstance(reason, Exception)] == [error]
     assert {plan.number for what, plan in told if what == "updated"}.isdisjoint(dict(failed))
-    assert len(failed) == len(dict(failed)) <= 4 and not bench.stepper._flights
+    assert len(failed) == len(dict(failed)) <= 4 and not bench.step_loop._flights
 
 
 def test_a_step_ahead() -> None:
@@ -231,10 +231,10 @@ def test_abort_that_fails() -> None:
     """The request is forgotten all the same, and the others finish."""
     bench = Bench()
     bench.step()
-    answers = bench.stepper.answers[bench.ids[0]]
+    answers = bench.step_loop.answers[bench.ids[0]]
     bench.plant("abort", RuntimeError("planted"))
-    bench.stepper.abort(answers)
-    assert answers.output.outputs[0].finish_reason == "abort" and set(bench.stepper.answers) == set(bench.ids[1:])
+    bench.step_loop.abort(answers)
+    assert answers.output.outputs[0].finish_reason == "abort" and set(bench.step_loop.answers) == set(bench.ids[1:])
     del bench.ids[0], bench.outputs["request 0"]
     bench.line.requests.pop("request 0", None)
     assert bench.run() == []
@@ -248,11 +248,11 @@ def test_abort_whose_last_words_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         raise SystemExit
 
     bench = Bench()
-    answers = bench.stepper.answers[bench.ids[0]]
+    answers = bench.step_loop.answers[bench.ids[0]]
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(Answers, "refresh", fail)
-        bench.stepper.abort(answers)
-    assert bench.ids.pop(0) not in bench.stepper.answers
+        bench.step_loop.abort(answers)
+    assert bench.ids.pop(0) not in bench.step_loop.answers
     assert answers.output.outputs[0].finish_reason == "abort" and bench.run() == []
     bench.check_answers()
 
@@ -260,7 +260,7 @@ def test_abort_whose_last_words_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_row_of_a_request_that_was_forgotten() -> None:
     """The step fails: whoever planned it is told, and cannot make the engine stand still."""
     bench = Bench()
-    bench.stepper._forget(bench.stepper.answers[bench.ids[0]])
+    bench.step_loop._forget(bench.step_loop.answers[bench.ids[0]])
     bench.step()
     assert [what for what, _ in bench.line.told] == ["failed", "because of"]
     assert isinstance(bench.line.told[1][1], KeyError)
@@ -269,10 +269,10 @@ def test_row_of_a_request_that_was_forgotten() -> None:
 def test_forgotten_answers_are_not_ended_twice() -> None:
     """Nor is another request that has their id now."""
     bench = Bench(requests=1)
-    first = bench.stepper.answers[bench.ids[0]]
-    bench.stepper.abort(first)
+    first = bench.step_loop.answers[bench.ids[0]]
+    bench.step_loop.abort(first)
     bench.add(bench.ids[0])
-    bench.stepper.abort(first)
+    bench.step_loop.abort(first)
     assert bench.run() == []
     bench.check_answers()
 
@@ -302,17 +302,17 @@ def test_device_that_fails_for_good(broken_device: Callable[[], None], caplog: p
     with caplog.at_level(logging.DEBUG):
         bench.step()
     assert [(record.getMessage(), record.exc_info) for record in caplog.records] == [(ENDED, None)]
-    assert set(bench.outputs) == set(bench.ids) and not bench.stepper.answers
+    assert set(bench.outputs) == set(bench.ids) and not bench.step_loop.answers
     for output in bench.outputs.values():
         completion = output.outputs[0]
         assert (completion.token_ids, completion.finish_reason, completion.error) == ([10], "error", ENDED)
-    for call in (bench.stepper.advance, lambda: bench.add("later")):
+    for call in (bench.step_loop.advance, lambda: bench.add("later")):
         for _ in range(2):
             with pytest.raises(RuntimeError) as error:
                 call()
             assert str(error.value) == ENDED
-    bench.stepper.settle()
-    assert not bench.stepper.answers
+    bench.step_loop.settle()
+    assert not bench.step_loop.answers
 
 
 def test_news_of_a_failed_device_are_given_before_it_is_raised(broken_device: Callable[[], None]) -> None:
@@ -320,13 +320,13 @@ def test_news_of_a_failed_device_are_given_before_it_is_raised(broken_device: Ca
     bench = Bench("cuda")
     broken_device()
     bench.plant("launch", RuntimeError(CUDA_ERROR))
-    streams = [bench.stepper.answers[each] for each in bench.ids]
-    bench.stepper.advance()
+    streams = [bench.step_loop.answers[each] for each in bench.ids]
+    bench.step_loop.advance()
     for answers in streams:
-        bench.stepper.advance()
-        output = bench.stepper.next_output(answers)
+        bench.step_loop.advance()
+        output = bench.step_loop.next_output(answers)
         assert output is not None and output.outputs[0].error == ENDED
-        assert bench.stepper.next_output(answers) is None
+        assert bench.step_loop.next_output(answers) is None
 
 
 def test_interrupt_while_a_failed_device_is_told_of(
