@@ -68,7 +68,7 @@ def test_a_preempted_request_resumes_from_its_deepest_state() -> None:
         d.step()
     d.cache.preempt("0.0")
     d.scheduler._running.clear()
-    d.scheduler._line.push(d.scheduler.requests["0.0"])
+    d.scheduler._waiting.push(d.scheduler.requests["0.0"])
     while not d.scheduler.idle:
         d.step()
     d.check()

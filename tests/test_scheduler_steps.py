@@ -138,7 +138,7 @@ def test_further_answers_of_a_request_that_was_preempted_meanwhile() -> None:
     assert s.scheduler.schedule() is None  # b begins where the prompt ends, so a does not go on yet
     s.cache.preempt("a")
     del s.scheduler._running[request]
-    s.scheduler._line.push(request)
+    s.scheduler._waiting.push(request)
     s.scheduler.update(plan, [[5, 6]])
     plan = s.plan()
     assert rows(plan) == [("a", 64, 37), ("b", 64, 37)]

@@ -12,8 +12,8 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD, NO_GUESS, NOT_FINITE, Guess, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
 from mambacache.scheduler.drafts import DeviceDrafts, DraftSource, agreed, drafts_room, guarded
-from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import FinishReason, Request
+from mambacache.scheduler.waiting_line import WaitingLine
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Scheduler:
         self._arrivals = 0
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
-        self._line = Line()
+        self._waiting = WaitingLine()
         self._running: dict[Request, None] = {}  # as a set: a request leaves it in constant time
         self._suspects: set[Request] = set()  # of a failed step, and not issued since
         self._rows: dict[int, Request] = {}  # whose each row of a plan is, until its tokens are read or it failed
@@ -98,7 +98,7 @@ class Scheduler:
                 self._arrivals += 1
                 each.arrival = self._arrivals
             self.requests.update({each.request_id: each for each in answers})
-            self._line.push(request)
+            self._waiting.push(request)
 
     def _add_to_cache(self, request: Request) -> None:
         params = request.params
@@ -188,7 +188,7 @@ class Scheduler:
                 self._schedule_row(request, progress, guess)
 
     def _admit(self) -> None:
-        line, in_flight = self._line, []
+        line, in_flight = self._waiting, []
         line.wake(lambda request: self.cache.waits(request.request_id))
         while self._budget > 0 and len(self._running) < self._max_num_seqs:
             request, passed = line.first(), line.longest_passed()
@@ -257,7 +257,7 @@ class Scheduler:
             if victim not in self._steps:
                 self.cache.preempt(victim.request_id)
                 del self._running[victim]
-                self._line.push(victim)
+                self._waiting.push(victim)
                 return True
         return False
 
@@ -312,7 +312,7 @@ class Scheduler:
             requests = [request for request in rows if request is not None and request.finish_reason is None]
             for request in [each for each in self._running if not self.cache.runs(each.request_id)]:
                 del self._running[request]
-                self._line.push(request)
+                self._waiting.push(request)
             if error is not None and alone:
                 for request in requests:
                     request.fail(error)
@@ -403,7 +403,7 @@ class Scheduler:
             if sibling.request_id in running:
                 self._running[sibling] = None
             else:
-                self._line.push(sibling)
+                self._waiting.push(sibling)
 
     def _end(self, requests: Sequence[Request]) -> None:
         """Forgets requests that have a finish_reason, and answers that their prompts' end would have begun."""
@@ -456,7 +456,7 @@ class Scheduler:
         cache.abandon()
         for request_id in set(cache.request_ids) - set(self.requests):
             cache.free(request_id, finished=False)
-        self._line, self._running, self._steps = Line(), {}, {}
+        self._waiting, self._running, self._steps = WaitingLine(), {}, {}
         unborn: set[Request] = set()
         ended: list[Request] = []
         for request in sorted(self.requests.values(), key=lambda r: r.arrival):  # siblings come after their first
@@ -479,6 +479,6 @@ class Scheduler:
                 if not cache.knows(request.request_id):
                     self._add_to_cache(request)
                 request.passed_at = None
-                self._line.push(request)
+                self._waiting.push(request)
         self._end(ended)
         self._torn = False

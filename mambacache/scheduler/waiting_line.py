@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from mambacache.scheduler.request import Request
 
 
-class Line:
+class WaitingLine:
     """Requests in order of arrival. Those that wait for another one to compute their prefix are set aside in groups,
     and cost nothing until that is done. Who does not wait any more is left out; each call is O(log n) a request."""
 

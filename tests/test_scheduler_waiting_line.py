@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from mambacache.config import SamplingParams
-from mambacache.scheduler.line import Line
 from mambacache.scheduler.request import Request
+from mambacache.scheduler.waiting_line import WaitingLine
 
 PARAMS = SamplingParams()
 
@@ -15,15 +15,15 @@ def arrived(*arrivals: int) -> list[Request]:
     return [Request(str(arrival), [1], PARAMS, arrival=arrival) for arrival in arrivals]
 
 
-def lined_up(*arrivals: int) -> tuple[Line, list[Request]]:
+def lined_up(*arrivals: int) -> tuple[WaitingLine, list[Request]]:
     """A line, and its requests in the order in which they were pushed."""
-    line, requests = Line(), arrived(*arrivals)
+    line, requests = WaitingLine(), arrived(*arrivals)
     for request in requests:
         line.push(request)
     return line, requests
 
 
-def leave(line: Line) -> list[int]:
+def leave(line: WaitingLine) -> list[int]:
     """Who comes first, one after the other, until nobody is left."""
     left = []
     while (request := line.first()) is not None:
@@ -108,7 +108,10 @@ def test_whom_others_were_let_ahead_of_first() -> None:
 def test_thousands_of_pushes_keep_the_order() -> None:
     rng = random.Random(0)
     arrivals = rng.sample(range(10_000), 5000)
-    line, requests = Line(), {arrival: request for arrival, request in zip(arrivals, arrived(*arrivals), strict=True)}
+    line, requests = (
+        WaitingLine(),
+        {arrival: request for arrival, request in zip(arrivals, arrived(*arrivals), strict=True)},
+    )
     waiting: list[int] = []
     for arrival in arrivals:
         line.push(requests[arrival])
