@@ -142,7 +142,7 @@ class Replay:
         for name in list(self._running):
             if not budget:
                 break
-            row = cache.allocate(name, cache.chunk(name, budget))
+            row = cache.allocate(name, cache.next_tokens(name, budget))
             if row is None:
                 cache.preempt(name)
                 self._waiting.append(self._running.pop(name))

@@ -59,7 +59,7 @@ def answer(prompts, length, draft):
                 print(f"{name}: {hit.num_tokens} of {len(tokens)} tokens hit")
             if cache.runs(name):
                 drafts = guess(tokens) if draft and len(tokens) > len(prompts[name]) else []
-                if row := cache.allocate(name, cache.chunk(name, budget=256), drafts=drafts):  # None: no room yet
+                if row := cache.allocate(name, cache.next_tokens(name, budget=256), drafts=drafts):  # None: no room yet
                     steps.append(row)
         plan, sampled = forward(steps)
         cache.issued(plan.steps)

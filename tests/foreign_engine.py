@@ -91,7 +91,11 @@ class ForeignEngine:
         for name, job in self.jobs.items():
             if job.hit is None:
                 self.admit(name, job)
-            if job.hit is not None and budget and (row := self.cache.allocate(name, self.cache.chunk(name, budget))):
+            if (
+                job.hit is not None
+                and budget
+                and (row := self.cache.allocate(name, self.cache.next_tokens(name, budget)))
+            ):
                 budget -= row.num_tokens
                 steps.append(row)
         self.plan: StepPlan = self.cache.plan(steps)

@@ -55,7 +55,7 @@ class Pipeline:
                 continue
             left = at.prefill_end - at.computed
             drafts = UNKNOWN[: self.rng.randint(0, cache.config.max_draft_tokens)] if left <= 0 else ()
-            row = cache.allocate(name, cache.chunk(name, 100) if left > 1 else 1, drafts=drafts, decode=left == 1)
+            row = cache.allocate(name, cache.next_tokens(name, 100) if left > 1 else 1, drafts=drafts, decode=left == 1)
             if row is not None:
                 rows.append(row)
                 self.late += row.late > 0

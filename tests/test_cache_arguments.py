@@ -143,7 +143,7 @@ def test_an_answer_grows_by_one_token(cache: PrefixCache, value: Any) -> None:
 def test_a_budget_is_one_token_at_least(cache: PrefixCache, value: Any) -> None:
     for name in ("prefills", "decodes"):
         with refused(cache, ValueError, f"budget is {value!r}: give an integer, 1 or more"):
-            cache.chunk(name, value)
+            cache.next_tokens(name, value)
 
 
 @pytest.mark.parametrize("value", [-64, -1, 1.5, 64.0, True, "64"])
@@ -178,7 +178,7 @@ def test_numpy_s_integers_are_taken_and_python_s_come_back() -> None:
     found = cache.admit("b", max_tokens=np.int64(64))
     assert isinstance(found, Hit) and found.num_tokens == 0  # the only state is behind the image
     assert type(found.num_tokens) is int
-    assert type(cache.chunk("b", np.int64(70))) is type(allocate(cache, "b", np.int64(64)).num_tokens) is int
+    assert type(cache.next_tokens("b", np.int64(70))) is type(allocate(cache, "b", np.int64(64)).num_tokens) is int
     all_free(cache)
 
 
@@ -286,7 +286,7 @@ def issue(cache: PrefixCache, name: str, num_tokens: int, drafts: Sequence[int] 
     [
         PrefixCache.match, PrefixCache.admit, PrefixCache.waits, PrefixCache.withdraw, PrefixCache.preempt,
         PrefixCache.progress, PrefixCache.tokens, PrefixCache.runs, PrefixCache.report,
-        lambda cache, name: cache.free(name, finished=True), lambda cache, name: cache.chunk(name, 1),
+        lambda cache, name: cache.free(name, finished=True), lambda cache, name: cache.next_tokens(name, 1),
         lambda cache, name: cache.allocate(name, 1), lambda cache, name: cache.fork(name, {"b": 1}),
     ],
 )  # fmt: skip

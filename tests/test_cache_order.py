@@ -259,8 +259,8 @@ def all_free_after(cache: PrefixCache, steps: Steps) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda c: c.progress("a"), lambda c: c.chunk("a", 64), lambda c: c.allocate("a", 1), lambda c: c.preempt("a"),
-        lambda c: c.withdraw("a"),
+        lambda c: c.progress("a"), lambda c: c.next_tokens("a", 64), lambda c: c.allocate("a", 1),
+        lambda c: c.preempt("a"), lambda c: c.withdraw("a"),
     ],
 )  # fmt: skip
 def test_who_does_not_run_has_no_step(call: Callable[[PrefixCache], object]) -> None:

@@ -43,7 +43,7 @@ def hit_tokens(
         for token in said:
             planned = ()
             while not (planned and planned[0].samples):
-                step = cache.allocate(name, cache.chunk(name, 8192))
+                step = cache.allocate(name, cache.next_tokens(name, 8192))
                 assert step is not None
                 planned = cache.plan_rows([step])
                 cache.issued(planned)

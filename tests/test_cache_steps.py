@@ -88,14 +88,14 @@ def test_a_chunk_ends_at_the_end_or_on_the_last_boundary_in_reach(computed: int,
     started(cache, "a", text(300))
     if computed:
         run_step(cache, "a", computed)
-    assert cache.chunk("a", budget) == expected
+    assert cache.next_tokens("a", budget) == expected
 
 
 def test_a_decoding_request_runs_one_token() -> None:
     cache = make()
     started(cache, "a", text(30))
     run_step(cache, "a", 30, 1)
-    assert cache.chunk("a", 100) == 1
+    assert cache.next_tokens("a", 100) == 1
 
 
 # --- the fence ---

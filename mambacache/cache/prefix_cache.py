@@ -28,9 +28,9 @@ class PrefixCache:
     """Which prefixes are cached where, and which blocks every row of every step reads and writes.
 
     Host integers only; for one thread. A request's way: `add`, then `admit` until it returns a hit, then for each step
-    `chunk`, `allocate`, and for all rows together `plan`, the forward pass, `issued`, `accept`; at last `free`. A row
-    belongs to one life of its request, from an admission to the next `preempt` or `free`, which may come at any moment:
-    what comes later for such a row changes nothing but that its blocks are given back, and its tokens noted.
+    `next_tokens`, `allocate`, and for all rows together `plan`, the forward pass, `issued`, `accept`; at last `free`. A
+    row belongs to one life of its request, from an admission to the next `preempt` or `free`, which may come at any
+    moment. A later call for such a row gives its blocks back and notes its tokens, and changes nothing else.
 
     A call that is out of order or out of range raises, in one sentence, before anything changed: ValueError for
     arguments, RuntimeError for the order. If an exception breaks off a call half-way (Ctrl-C), the next one finds the
@@ -197,7 +197,7 @@ class PrefixCache:
         request = life.request
         return Progress(life.computed, life.prefill_end, request.in_flight, max(request.sound, request.resumed))
 
-    def chunk(self, request_id: str, budget: int) -> int:
+    def next_tokens(self, request_id: str, budget: int) -> int:
         """How many tokens to run now, 1 to `budget`: all that is left of the prompt, else up to the last boundary in
         reach, else the whole budget; 1 for a decoding request."""
         life = self._running(request_id)
@@ -296,7 +296,7 @@ class PrefixCache:
         row = rows.get(step.row)
         return row.life.number == step.life if row is not None else step.row in rows.freed
 
-    def counts(self, step: SequenceStep) -> bool:
+    def is_live(self, step: SequenceStep) -> bool:
         """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
         row = self._books.rows.get(step.row)
         return row is not None and row.life.number == step.life and not row.life.void

@@ -250,7 +250,7 @@ class StepLoop:
         """Test the blocks that requests without finite logits resumed from, and drop the bad blocks."""
         cache = self._scheduler.cache
         for step, row in zip(plan.steps, rows, strict=True):
-            if NOT_FINITE in row.tokens and cache.counts(step) and (blocks := cache.suspects(step.request_id)):
+            if NOT_FINITE in row.tokens and cache.is_live(step) and (blocks := cache.suspects(step.request_id)):
                 hashes, states, pages = zip(*blocks, strict=True)
                 sound = self._runner.finite(states, pages)
                 cache.invalidate([each for each, is_sound in zip(hashes, sound, strict=True) if not is_sound])

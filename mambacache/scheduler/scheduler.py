@@ -243,7 +243,7 @@ class Scheduler:
 
     def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:
         budget = min(self._budget, self._long_prefill or self._budget)
-        num_tokens = self.cache.chunk(request.request_id, budget)
+        num_tokens = self.cache.next_tokens(request.request_id, budget)
         end = computed + num_tokens
         if end == prefill_end or end % self.cache.config.block_size == 0:
             return num_tokens
@@ -283,7 +283,7 @@ class Scheduler:
         for step in plan.steps:
             request = self._rows.get(step.row)
             news = request is not None and (request.report is None or request in self._suspects)
-            if request is not None and news and self.cache.counts(step):
+            if request is not None and news and self.cache.is_live(step):
                 self._suspects.discard(request)
                 if request.finish_reason is None:
                     request.report = self.cache.report(request.request_id)
@@ -303,7 +303,7 @@ class Scheduler:
         self._failing += plan.steps  # first: a forgotten row keeps its request in flight for ever
         untold = self._planned not in (None, plan)  # an exception kept that plan from its reader
         torn = self._torn or untold or len(self._failing) > len(plan.steps)
-        alone = len(plan.steps) == 1 and self.cache.counts(plan.steps[0])  # else a step before it had failed
+        alone = len(plan.steps) == 1 and self.cache.is_live(plan.steps[0])  # else a step before it had failed
         rows = [self._rows.get(step.row) for step in plan.steps]
         if torn:
             self._mend()
@@ -351,7 +351,7 @@ class Scheduler:
         freed_bad: set[str] = set()
         for step, tokens in zip(plan.steps, sampled, strict=True):
             request = self._rows.get(step.row)
-            if request is None or request.finish_reason or not (step.samples and self.cache.counts(step)):
+            if request is None or request.finish_reason or not (step.samples and self.cache.is_live(step)):
                 if NOT_FINITE in tokens:
                     freed_bad.add(step.request_id)
                 continue  # what it gives is not wanted, or a step before it failed

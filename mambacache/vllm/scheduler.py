@@ -187,7 +187,7 @@ class Mixin:
         at = self.states.progress(request.request_id)
         if at.computed >= at.prefill_end:  # a token and drafts, which end with the log: V2's workers see to that
             return num_new_tokens if self._runner_v2 else min(num_new_tokens, FOLD - at.computed % FOLD)
-        return self.states.chunk(request.request_id, num_new_tokens)
+        return self.states.next_tokens(request.request_id, num_new_tokens)
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """State first, then KV; None has vLLM preempt its youngest request and ask again.
