@@ -357,7 +357,7 @@ class CheckedCache(PrefixCache):
         for it. This step may evict it for a state that ranks higher."""
         lives = {step.row: self._books.rows[step.row].life for step in planned}
         written = {
-            self._prefix(lives[step.row], p): p <= lives[step.row].near_from
+            self._prefix(lives[step.row], p): p <= lives[step.row].inexact_from
             for step in planned
             for p in step.checkpoints
         }
@@ -370,7 +370,9 @@ class CheckedCache(PrefixCache):
                     prefix = self._prefix(life, position)
                     cached = before if written else self.model.states  # a written state may have evicted it
                     there = [held[prefix] for held in (written, cached) if prefix in held]
-                    assert any(there) or (there and position > life.near_from) or self._full(), "a state is not written"
+                    assert any(there) or (there and position > life.inexact_from) or self._full(), (
+                        "a state is not written"
+                    )
 
     def _check_kept(self, life: Life, end: int) -> None:
         """A state that was asked for where a step ends is cached, unless the budget of cached states is used up."""

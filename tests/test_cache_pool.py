@@ -210,7 +210,7 @@ def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
             pool.share(found)
             held.append(found)
             if rng.random() < 0.3:
-                pool.demote(found)
+                pool.evict_first(found)
             elif rng.random() < 0.5:
                 pool.promote(found, rng.choice(list(Rank)))
         elif move == 5 and rng.random() < 0.1:
@@ -229,8 +229,8 @@ def test_a_restored_block_has_the_rank_it_had_before(removed: Removed, held: boo
         pool.commit(block, name(block), exact=True, rank=rank)
         if not held:
             pool.release(block)
-        pool.demote(block)
-        pool.demote(block)
+        pool.evict_first(block)
+        pool.evict_first(block)
     assert pool.restore(name(blocks[0])) and pool.restore(name(blocks[1]), Rank.FOURTH)
     assert not pool.restore(name(99))
     assert [pool.rank[block] for block in blocks] == [Rank.THIRD, Rank.FOURTH]

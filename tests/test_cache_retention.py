@@ -163,7 +163,7 @@ def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
 
 
 def test_a_mark_takes_a_state_that_is_cached_already() -> None:
-    """The second prompt names the tail of the first; the third goes on from the second, and so demotes that tail."""
+    """The second prompt names the tail of the first. The third goes on from the second: that tail is evicted first."""
     first, said = text(150), [answer(text(150), 70, attention=True)]
     second = [*first, *said[0], 1, 2]
     jobs = [Job(first, 70), Job(second, 5, marks=(128,)), Job([*second, *text(40)], 5)]

@@ -138,7 +138,7 @@ class Books:
         request.resumed = hit.num_tokens
         life = self._begin(request, hit.num_tokens, len(request.tokens))
         life.published = life.written = life.announced = found.hit
-        life.near_from = self.lookup.near_from(request, found)
+        life.inexact_from = self.lookup.inexact_from(request, found)
         if request.store:
             self.lookup.writes(life, request.chain)
         self.pages.begin(life, request.chain, found.coverage)

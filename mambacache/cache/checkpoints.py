@@ -37,7 +37,7 @@ class Checkpoints:
         for wish, order, position in sorted(wanted):
             life = rows[order].life
             block_hash = life.request.chain[position // self._size]
-            exact = position <= life.near_from
+            exact = position <= life.inexact_from
             held = self._pool.lookup(block_hash)
             if held is not None and (self._pool.exact[held] or not exact):
                 continue

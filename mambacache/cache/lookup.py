@@ -136,7 +136,7 @@ class Lookup:
 
     # --- what that means ---
 
-    def near_from(self, request: CachedRequest, found: Found) -> int:
+    def inexact_from(self, request: CachedRequest, found: Found) -> int:
         """The position from which states and KV computed after this hit are near."""
         block = self._states.lookup(request.chain[found.hit]) if found.hit else None
         if block is not None and not self._states.exact[block]:
@@ -153,7 +153,7 @@ class Lookup:
         if ceiling > hit:
             causes = [self._cause(request, found, depth) for depth in range(found.hit + 1, ceiling // size + 1)]
             losses = partition_loss(hit, ceiling, size, causes, not_asked=not request.read)
-        exact = None if self._host_kv and hit else self.near_from(request, found) >= hit
+        exact = None if self._host_kv and hit else self.inexact_from(request, found) >= hit
         writer = found.writer.request.request_id if found.writer is not None else None
         return Hit(hit, found.junction * size, exact, writer, losses)
 
@@ -171,7 +171,7 @@ class Lookup:
 
     def worth_a_wait(self, life: Life, depth: int) -> bool:
         """Whether the state that a life will reach after so many blocks is one that others may reuse."""
-        return not self._strict or self._pages.block_size * depth <= life.near_from
+        return not self._strict or self._pages.block_size * depth <= life.inexact_from
 
     def writes(self, life: Life, chain: Chain) -> None:
         """A running request that stores will compute the blocks of its chain that are known by now."""

@@ -91,7 +91,7 @@ class Pages:
         """Names the page of block `depth` - 1; whether it is new."""
         if depth <= life.shared_pages or not self.present:
             return False
-        exact, writer = depth * self.block_size <= life.near_from, life.request.number
+        exact, writer = depth * self.block_size <= life.inexact_from, life.request.number
         page = life.pages[depth - 1]
         return self.pool.commit(page, block_hash, exact=exact, rank=Rank.FIRST, born=born, writer=writer)
 

@@ -53,7 +53,7 @@ class BlockPool:
         self.exact = [False] * num_ids
         self.rank = [Rank.SPARE] * num_ids
         self._useless = [False] * num_ids  # goes first once it has no references
-        self._rank_before = [Rank.SPARE] * num_ids  # the rank of a useless block before `demote`
+        self._rank_before = [Rank.SPARE] * num_ids  # the rank of a useless block before `evict_first`
         self.born = [0] * num_ids  # number of the issue that wrote a COMMITTED block
         self.writer = [0] * num_ids  # number of the request that wrote it; 0 for a block from an earlier process
 
@@ -172,23 +172,23 @@ class BlockPool:
         self.rank[block], self._useless[block] = rank, False
 
     def lower(self, block: int, rank: Rank) -> None:
-        """Give a COMMITTED block that was not demoted a lower rank, which is no use of it."""
+        """Give a COMMITTED block that is not to be evicted first a lower rank, which is no use of it."""
         if not self.references[block]:
             self.idle.put_back(block, rank, self.idle.remove(block, self.rank[block]))
         self.rank[block] = rank
 
     def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
-        """Take back `demote` of the COMMITTED block of a hash, and return whether there is such a block.
+        """Take back `evict_first` of the COMMITTED block of a hash, and return whether there is such a block.
 
         Args:
-            rank: the block's rank from now on; None for its rank before `demote`.
+            rank: the block's rank from now on; None for its rank before `evict_first`.
         """
         block = self._blocks.get(block_hash)
         if block is not None and self._useless[block]:
             self.promote(block, self._rank_before[block] if rank is None else rank)
         return block is not None
 
-    def demote(self, block: int) -> None:
+    def evict_first(self, block: int) -> None:
         """Makes a COMMITTED block the first to be evicted."""
         if self._useless[block]:
             return

@@ -369,7 +369,7 @@ class PrefixCache:
         gone = prefix_hashes(hashes)
         with self._books as books:
             for block in filter(None, map(books.pool.lookup, gone)):
-                books.pool.demote(block)
+                books.pool.evict_first(block)
 
     def kv_stored(self, hashes: Iterable[bytes]) -> None:
         """The host has the KV of these blocks again: takes back `kv_evicted`.

@@ -91,7 +91,7 @@ class Life:
     computed: int  # tokens consumed by issued steps, without drafts that may be rejected
     prefill_end: int  # tokens known at admission: these run in the prefill kernels
     trace: Trace  # for the ledger
-    near_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
+    inexact_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
     state: Lease | None = None  # None: a fresh state
     log_slot: int = 0  # of its token log; 0 until it decodes
     log_start: int = 0  # the log's entry that follows on `state`
@@ -130,7 +130,7 @@ class Row:
     step: SequenceStep
     life: Life
     dst: Lease | None  # None where a decode row has no dst, or writes its running state in place
-    near_before: int  # the life's `near_from` and its number of pages before the row
+    near_before: int  # the life's `inexact_from` and its number of pages before the row
     pages_before: int
     had_reserve: bool
     checkpoints: dict[int, Lease] = field(default_factory=dict)

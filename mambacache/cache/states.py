@@ -66,7 +66,7 @@ class States:
         """The child goes on from the parent's state; False, and nothing has changed, without room for a page."""
         if parent.state is None or not self._pages.fork(parent, child):
             return False
-        child.near_from, child.published = parent.near_from, parent.published
+        child.inexact_from, child.published = parent.inexact_from, parent.published
         child.state, child.log_start = self._pool.share(parent.state.block), parent.log_start
         return True
 
@@ -92,7 +92,7 @@ class States:
         folds = in_prompt or start % FOLD + late + num_tokens >= FOLD
         shared = before.dst if before is not None else None
         in_place = folds and not (prefill or drafts or late)  # perhaps: rejected drafts must not be in the only state
-        pages_before, near_before, had_reserve = len(life.pages), life.near_from, life.reserve is not None
+        pages_before, near_before, had_reserve = len(life.pages), life.inexact_from, life.reserve is not None
         if not prefill and not life.log_slot and not self.free_logs:
             return None
         if folds and not (in_place or shared or had_reserve) and not self._pool.num_available:
@@ -120,7 +120,7 @@ class States:
         ))  # fmt: skip
         row = life.row = Row(step, life, fresh, near_before, pages_before, had_reserve)
         if near_before > start and (not prefill or start % CHUNK):
-            life.near_from = start  # a step that is cut inside a chunk makes the next one start there
+            life.inexact_from = start  # a step that is cut inside a chunk makes the next one start there
         return row
 
     def _may_write_in_place(self, life: Life) -> bool:
@@ -162,7 +162,7 @@ class States:
         elif row.dst is not None:
             row.dst.end()
         self._pages.shrink(life, row.pages_before)
-        life.near_from = row.near_before
+        life.inexact_from = row.near_before
         life.row = None
 
     # --- after it ---
@@ -293,7 +293,7 @@ class States:
         unmarked = [request.chain[d] for d in useless if not self.marks.has(request.salt, request.chain[d])]
         for block in filter(None, map(pool.lookup, unmarked)):
             if not pool.references[block]:
-                pool.demote(block)
+                pool.evict_first(block)
 
     def release(self, life: Life) -> None:
         """Gives back all that an ended life holds; what is committed stays."""
@@ -340,7 +340,7 @@ class States:
     def _name(self, life: Life, position: int, block: int) -> None:
         block_hash = life.request.chain[position // self._size]
         rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.rank)
-        exact, writer = position <= life.near_from, life.request.number
+        exact, writer = position <= life.inexact_from, life.request.number
         if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued, writer=writer):
             self.prefix[block] = life.request.chain, position // self._size
             self._ledger.stored("state", block_hash, position, life.request.request_id)

@@ -237,7 +237,7 @@ class Tier:
         """So many blocks are in use on the device: what is here of them goes first, until that is about to go."""
         for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
             for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
-                pool.demote(slot)
+                pool.evict_first(slot)
 
     # --- the end of a transfer ---
 
