@@ -16,7 +16,7 @@ from kernel_peers import VLLM
 from torch import Tensor
 
 from mambacache.kernels import StateIndices, StateTensor
-from mambacache.kernels.indices import FOLD
+from mambacache.plan import FOLD
 
 PoolCall = Callable[..., Any]  # of a peer, with the pool and the blocks
 

@@ -19,7 +19,7 @@ from kernel_steps import PoolCall, Recurrence, Steps, randn
 from torch import Tensor
 
 from mambacache.kernels import conv1d, gated_delta_rule, gated_rms_norm, kda, logs, selective_scan, ssd
-from mambacache.kernels.indices import FOLD
+from mambacache.plan import FOLD
 
 KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3-Next, which gives the convolution and the norm their shapes too
 DIM = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH

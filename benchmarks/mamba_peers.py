@@ -9,7 +9,7 @@ from kernel_peers import starts_of
 from kernel_steps import Steps
 from torch import Tensor
 
-from mambacache.kernels.indices import FOLD
+from mambacache.plan import FOLD
 
 
 def ssd_prefill(

@@ -3,6 +3,8 @@
 They know nothing of the rest of mambacache: an engine of one's own calls them with the index arrays of a plan.
 """
 
+from mambacache.plan import FOLD
+
 from .api import (
     conv1d,
     copy_blocks,
@@ -17,7 +19,7 @@ from .api import (
 )
 from .compilation import compiling
 from .experts import choose_experts, combine_experts, group_by_expert, silu_and_mul
-from .indices import FOLD, DecodeBuffers, StateIndices, pack_arrays
+from .indices import DecodeBuffers, StateIndices, pack_arrays
 from .logs import conv1d_log, gated_delta_rule_log, kda_log, selective_scan_log, ssd_log
 from .ngrams import add_to_history, draft_from_history
 from .paths import keep_paths

@@ -11,9 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MAX_TOKENS_PER_DECODE = 8
-FOLD = 16
-"""Entries of a token log: states are folded at absolute multiples of so many tokens."""
+from mambacache.plan import FOLD, MAX_TOKENS_PER_DECODE
 
 ARRIVALS_WIDTH = 32  # int32 in a line of memory
 _ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies

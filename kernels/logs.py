@@ -11,7 +11,8 @@ from functools import cache
 
 import torch
 
-from .indices import FOLD
+from mambacache.plan import FOLD
+
 from .state_pool import StateTensor
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mambacache.plan import MAX_TOKENS_PER_DECODE
+
 from .backend import backend
 from .checks import check_dtype, check_shape
-from .indices import MAX_TOKENS_PER_DECODE
 from .state_pool import StatePool
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +21,11 @@ CHUNK = 64
 """Tokens that a prefill kernel handles at once, anchored at absolute positions."""
 
 FOLD = 16
-"""Tokens of a log: a decode row ends at an absolute multiple of so many at the latest, where it is given a dst."""
+"""Entries of a token log. No decode row crosses an absolute multiple of FOLD: there its log is folded into a dst."""
 
-MAX_DRAFT_TOKENS = 7
-"""Of a row, which has eight tokens at most."""
+MAX_TOKENS_PER_DECODE = 8
+MAX_DRAFT_TOKENS = MAX_TOKENS_PER_DECODE - 1
+"""The most drafts of a row, which has a known token before them."""
 
 NULL_BLOCK = 0
 """As src: a fresh state (zeros, never read). As dst: do not store."""
@@ -243,6 +244,18 @@ def _decode_arrays(rows: Sequence[SequenceStep], width: int) -> dict[str, np.nda
 
 
 _decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "log_start", "late")
+
+
+def after_fold(folded: Any, src: Any, dst: Any, log_start: Any, log_end: Any) -> tuple[Any, Any, Any]:
+    """Return src, dst and log_start of the rows that follow these.
+
+    The row after a fold reads the stored state, and its log starts where the folded log ended. Others stay as they are.
+
+    Args:
+        folded: 1 for a row that has folded its log, else 0. Like all arguments int, or an int32 array or tensor [N].
+        log_end: entries of the log behind the row.
+    """
+    return src + folded * (dst - src), dst - folded * dst, log_start + folded * (log_end % FOLD - log_start)
 
 
 def decode_arrays(numbers: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..indices import MAX_TOKENS_PER_DECODE, StateIndices
+from mambacache.plan import MAX_TOKENS_PER_DECODE
+
+from ..indices import StateIndices
 from ..reference.ngrams import LONGEST, OPEN, SHORTEST
 from .common.launch import Launcher, index_pointers
 

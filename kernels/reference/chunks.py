@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mambacache.plan import CHUNK
+
 from ..indices import StateIndices
 from .states import read_states, write_states
-
-CHUNK = 64
 
 
 @dataclass

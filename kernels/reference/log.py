@@ -8,7 +8,9 @@ from math import log2
 import torch
 from torch import Tensor
 
-from ..indices import FOLD, StateIndices
+from mambacache.plan import FOLD
+
+from ..indices import StateIndices
 from .elementwise import exp2
 from .states import computed_decode_tokens, decode_targets, depths, once_a_step, parents, read_states
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..indices import FOLD, StateIndices
+from mambacache.plan import FOLD, after_fold
+
+from ..indices import StateIndices
 from .states import depths
 
 
@@ -13,11 +15,10 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     """See `mambacache.kernels.place_decodes`."""
     late, starts = indices.late_len > 0, starts.to(torch.int32)
     end = torch.where(indices.decode_len > 0, starts % FOLD, indices.log_end)
-    passed = late & (end < indices.log_end)
-    src = torch.where(passed, indices.decode_dst, indices.decode_src)
-    begin = torch.where(passed, 0, indices.log_start)
+    passed = (late & (end < indices.log_end)).int()  # the row before has folded
+    src, dst, begin = after_fold(passed, indices.decode_src, indices.decode_dst, indices.log_start, 0)
     length = torch.where(late, torch.minimum(indices.late_len, FOLD - end), indices.decode_len)
-    dst = torch.where(passed | (late & (end + length < FOLD)), 0, indices.decode_dst)
+    dst = torch.where(late & (end + length < FOLD), 0, dst)
     changed = {"decode_src": src, "decode_dst": dst, "log_start": begin, "log_end": end, "decode_len": length}
     for name, values in changed.items():
         getattr(indices, name).copy_(values)

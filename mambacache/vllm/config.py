@@ -8,8 +8,7 @@ from enum import Enum
 from typing import Any
 
 from mambacache.kernels.device import HOPPER
-from mambacache.kernels.indices import MAX_TOKENS_PER_DECODE
-from mambacache.plan import CHUNK
+from mambacache.plan import CHUNK, MAX_DRAFT_TOKENS
 from mambacache.vllm import metrics
 from mambacache.vllm.log import logger
 from mambacache.vllm.settings import Settings
@@ -17,7 +16,6 @@ from mambacache.vllm.settings import Settings
 SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
 DRAFTS = "ngram", "mtp"
-MAX_DRAFTS = MAX_TOKENS_PER_DECODE - 1
 PAGES = "mambacache.0"
 """The layer by which a model without attention has a KV cache; vLLM looks for one number in each name."""
 LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
@@ -120,7 +118,8 @@ def _wrong_drafts(config: Any) -> dict[str, bool]:
     return {
         f"drafts by {drafts.method!r} (method in --speculative-config; known are {', '.join(DRAFTS)})": drafts.method
         not in DRAFTS,
-        f"more than {MAX_DRAFTS} drafts (num_speculative_tokens)": drafts.num_speculative_tokens > MAX_DRAFTS,
+        f"more than {MAX_DRAFT_TOKENS} drafts (num_speculative_tokens)": drafts.num_speculative_tokens
+        > MAX_DRAFT_TOKENS,
         "drafts whose number the device chooses (enable_adaptive_verification)": getattr(
             drafts, "enable_adaptive_verification", False
         ),

@@ -11,7 +11,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
-from mambacache.kernels import FOLD
+from mambacache.plan import FOLD
 
 
 class StateCacheModelState(DefaultModelState):

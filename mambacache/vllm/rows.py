@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mambacache.plan import FOLD, NO_CHECKPOINTS, SequenceStep
+from mambacache.plan import NO_CHECKPOINTS, SequenceStep, after_fold
 
 
 class Columns(NamedTuple):
@@ -24,13 +24,6 @@ class Columns(NamedTuple):
     names: list[str]
     numbers: np.ndarray
     checkpoints: np.ndarray
-
-
-def _moved_on(start: int, num_tokens: int, src: int, dst: int, log_start: int, late: int) -> tuple[int, int, int]:
-    """src, dst and log_start of the decode row after this one, if that only adds to a log: what a fold stored is read
-    from then on. `StepContext` does the same with all rows of its buffers."""
-    folds = dst and num_tokens == 1 and not late
-    return (dst, 0, (start + 1) % FOLD) if folds else (src, dst, log_start)
 
 
 class Sender:
@@ -57,9 +50,8 @@ class Sender:
             elif sent.get(name) == known:
                 continue
             else:
-                src, dst, log_start = _moved_on(
-                    step.start, step.num_tokens, step.src, step.dst, step.log_start, step.late
-                )
+                folded = step.dst > 0 and step.num_tokens == 1 and not step.late
+                src, dst, log_start = after_fold(folded, step.src, step.dst, step.log_start, step.start + 1)
                 sent[name] = step.num_tokens, src, dst, step.log_slot, log_start, step.late, step.start - number
             changed.append(step)
         numbers = [
@@ -97,7 +89,8 @@ class Receiver:
         """A request's row of the last step."""
         (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
         if number < self.number:
-            src, dst, log_start = _moved_on(start, num_tokens, src, dst, log_start, late)
+            folded = dst > 0 and num_tokens == 1 and not late
+            src, dst, log_start = after_fold(folded, src, dst, log_start, start + 1)
         return SequenceStep(
             name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, src, dst, log_slot, log_start,
             checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), late=late,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mambacache.kernels import DecodeBuffers, StateIndices, StatePool, pack_arrays, place_decodes
-from mambacache.plan import FOLD, SequenceStep, decode_arrays, layout
+from mambacache.plan import FOLD, SequenceStep, after_fold, decode_arrays, layout
 from mambacache.vllm.rows import Columns, Receiver
 
 
@@ -130,10 +130,10 @@ class StepContext:
                 filled.derived.clear()
                 self._filled = filled
                 return filled
-            folded = np.flatnonzero((arrays["decode_dst"] != 0) & (arrays["late_len"] == 0))
-            arrays["decode_src"][folded], arrays["decode_dst"][folded] = arrays["decode_dst"][folded], 0
-            arrays["log_end"][folded] %= FOLD
-            arrays["log_start"][folded] = arrays["log_end"][folded]
+            folded = ((arrays["decode_dst"] != 0) & (arrays["late_len"] == 0)).astype(np.int32)
+            end, moved = arrays["log_end"], ("decode_src", "decode_dst", "log_start")
+            arrays |= zip(moved, after_fold(folded, *(arrays[name] for name in moved), end), strict=True)
+            arrays["log_end"] = np.where(folded, end % FOLD, end)
             if columns is not None:
                 places = [self._places[name] for name in columns.names]
                 for name, values in decode_arrays(columns.numbers[:, 1:]).items():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mambacache import plan
+
 from ...indices import StateIndices
 
-CHUNK = tl.constexpr(64)
+CHUNK = tl.constexpr(plan.CHUNK)
 ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
 

@@ -17,8 +17,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from mambacache.plan import FOLD
+
 from ...device import processors
-from ...indices import ARRIVALS_WIDTH, FOLD
+from ...indices import ARRIVALS_WIDTH
 from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED, prefetch
