@@ -70,7 +70,7 @@ class SequenceStep(NamedTuple):
     """
 
     request_id: str
-    life: int  # of the request, from one admission to the next: tells this row from those of another life or namesake
+    residency: int  # number of the time from one admission of the request to the next
     row: int  # a number that no other row of the cache has
     start: int
     num_tokens: int

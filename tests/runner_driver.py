@@ -141,7 +141,7 @@ class Driver:
             request.log_slot = self.free_logs.pop()
         return SequenceStep(
             request_id=str(id(request)),
-            life=1,
+            residency=1,
             row=0,
             start=start,
             num_tokens=end - start,

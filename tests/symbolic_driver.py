@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cache_model import CacheModel, Prefix, common_prefix
-from mambacache.cache.files import Files
+from mambacache.cache.host_tier import Files
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.request import CachedRequest, Life
+from mambacache.cache.requests import CachedRequest, Residency
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.report import CacheEvent, Hit, Wait
@@ -50,15 +50,15 @@ class CheckedCache(PrefixCache):
         self._owners: dict[str, CachedRequest] = {}
         self._names: dict[tuple[str, bytes], Prefix] = {}
         self._consumed: dict[int, int] = {}
-        self._wanted: dict[int, set[int]] = {}  # by life, positions of states that were asked for
+        self._wanted: dict[int, set[int]] = {}  # by residency, positions of states that were asked for
 
     @property
     def states(self) -> BlockPool:
-        return self._books.pool
+        return self._admission.pool
 
     @property
     def kv(self) -> BlockPool | None:
-        return self._books.pages.pool if self.config.num_kv_blocks else None
+        return self._admission.pages.pool if self.config.num_kv_blocks else None
 
     def quietly(self, call: Callable[[], Any]) -> Any:
         """Calls for the checks' own sake, in which no fault is planted."""
@@ -67,22 +67,22 @@ class CheckedCache(PrefixCache):
 
     def _ready(self) -> None:
         """The books are whole, and what happened to them is known."""
-        self.quietly(lambda: self._books)
+        self.quietly(lambda: self._admission)
         self.sync()
 
     def add(self, request_id: str, token_ids: Sequence[int], **options: Any) -> None:
         super().add(request_id, token_ids, **options)
-        self._owners[request_id] = self._books.requests[request_id]
+        self._owners[request_id] = self._admission.requests[request_id]
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
-        if (known := self._books.requests.get(request_id)) is None or known.life is not None:
+        if (known := self._admission.requests.get(request_id)) is None or known.residency is not None:
             return super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
         self._ready()
-        s = self._books.requests[request_id]
+        s = self._admission.requests[request_id]
         prompt = s.salt, s.tokens.tobytes()
         hit, coverage, junction = self.model.match(prompt, kv_tokens) if s.read else (0, 0, 0)
         ceiling = self.model.ceiling(prompt, hit)
-        exact = None if self._books.lookup._host_kv and hit else self.model.exact(prompt, hit)
+        exact = None if self._admission.lookup._host_kv and hit else self.model.exact(prompt, hit)
         looked = self.quietly(lambda: self.match(request_id, kv_tokens=kv_tokens))
         writer, waits = self._writer(s, hit), s.waits
         found = super().admit(request_id, kv_tokens=kv_tokens)
@@ -91,7 +91,7 @@ class CheckedCache(PrefixCache):
         assert sum(looked.losses.values()) == ceiling - hit, f"{looked}, but the ceiling is {ceiling}"
         assert min(looked.losses.values(), default=1) > 0
         if isinstance(found, Wait):
-            assert s.life is None
+            assert s.residency is None
             if s.waits is not None and s.waits is not waits:
                 writing, boundary = s.waits
                 assert found == Wait("prefix", writing.request.request_id, boundary)
@@ -102,18 +102,18 @@ class CheckedCache(PrefixCache):
         assert writer is None, f"{request_id} runs though {writer} computes its prefix"
         assert (found.num_tokens, found.junction, found.exact) == (hit, junction, exact)
         assert found.losses == looked.losses
-        assert s.life is not None and s.life.report is not None
+        assert s.residency is not None and s.residency.report is not None
         if self.kv is not None:
-            assert s.life.shared_pages * self.config.block_size == coverage
-        report = s.life.report
+            assert s.residency.shared_pages * self.config.block_size == coverage
+        report = s.residency.report
         assert sum(report.losses.values()) == report.ceiling - report.hit
         assert self._lacking() <= self._available(self.kv) + self._pages_for_states(hit), (
             "a prompt runs without pages for it"
         )
         # With shared memory its pages may lie in the last slab that its state could take.
         taken = self.config.slab is not None and not self._available(self.states)
-        assert s.life.reserve is not None or taken, "a prompt runs without a block for its state"
-        self._wanted[s.life.number] = self._asked_for(s, junction)
+        assert s.residency.reserve is not None or taken, "a prompt runs without a block for its state"
+        self._wanted[s.residency.number] = self._asked_for(s, junction)
         self.hits.append((request_id, found))
         return found
 
@@ -136,41 +136,41 @@ class CheckedCache(PrefixCache):
         return plan
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
-        rows = [row for step in steps if (row := self._books.rows.get(step.row)) is not None]
+        rows = [row for step in steps if (row := self._admission.rows.get(step.row)) is not None]
         super().issued(steps)
-        for row in [row for row in rows if not row.life.ended and not row.step.late]:
-            self._computes(row.life, row.step, 1 if row.step.drafts else row.step.num_tokens)
+        for row in [row for row in rows if not row.residency.ended and not row.step.late]:
+            self._computes(row.residency, row.step, 1 if row.step.drafts else row.step.num_tokens)
         self.sync()
-        for row in [row for row in rows if row.step.prefill and not row.life.ended]:
-            self._check_kept(row.life, row.step.start + row.step.num_tokens)
+        for row in [row for row in rows if row.step.prefill and not row.residency.ended]:
+            self._check_kept(row.residency, row.step.start + row.step.num_tokens)
         self.quietly(self.check)
 
     def accept(
         self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]], *, not_finite: Iterable[str] = ()
     ) -> None:
-        rows = [row for step in steps if (row := self._books.rows.get(step.row)) is not None]
+        rows = [row for step in steps if (row := self._admission.rows.get(step.row)) is not None]
         super().accept(steps, token_ids, not_finite=not_finite)
-        for row in [row for row in rows if not row.life.ended]:
-            life, step = row.life, row.step
+        for row in [row for row in rows if not row.residency.ended]:
+            residency, step = row.residency, row.step
             given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
             agreed = len(step.followed(given if PLACEHOLDER not in step.drafts else given[:-1])) - 1
-            self._computes(life, step, agreed + 1 if step.drafts else step.num_tokens)
-            if life.computed > step.start + agreed + 1:  # the next row begins here, and is out
-                self._computes(life, step._replace(start=life.computed), 0)
+            self._computes(residency, step, agreed + 1 if step.drafts else step.num_tokens)
+            if residency.computed > step.start + agreed + 1:  # the next row begins here, and is out
+                self._computes(residency, step._replace(start=residency.computed), 0)
         self.sync()
         self.quietly(self.check)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
         running = super().fork(request_id, children, max_running=max_running)
         for child in children:
-            self._owners[child] = self._books.requests[child]
+            self._owners[child] = self._admission.requests[child]
         self.sync()
         return running
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         self._ready()
         held = self.committed()
-        rows = self._books.rows
+        rows = self._admission.rows
         issued = any(step.row in rows.freed or (step.row in rows and rows[step.row].issue) for step in steps)
         super().cancel(steps)
         assert issued or held <= self.committed(), "a failed step loses what was cached"
@@ -209,9 +209,9 @@ class CheckedCache(PrefixCache):
 
     def _sync(self) -> None:
         """Feeds the model with what happened, and poisons what is free."""
-        self._owners |= self._books.requests
+        self._owners |= self._admission.requests
         events = self.take_events()
-        lost = self._books.ledger._num_events - len(events) - self._events_seen
+        lost = self._admission.ledger._num_events - len(events) - self._events_seen
         if lost:  # the books were rebuilt
             first = self._events_seen + lost + 1
             events = [event for i, event in enumerate(events) if event.number == first + i]
@@ -230,11 +230,11 @@ class CheckedCache(PrefixCache):
             assert prefix not in held
             self._names[event.kind, event.block_hash] = prefix
             held[prefix] = self._check_stored(event.kind, event.block_hash, prefix[1])
-        self._events_seen = self._books.ledger._num_events
+        self._events_seen = self._admission.ledger._num_events
         num_kv = self.kv.num_committed if self.kv is not None else 0
         self.model.check(self.states.num_committed, num_kv, self.kv_elsewhere())
-        if self._books.slabs is not None:
-            self._books.slabs.check()
+        if self._admission.slabs is not None:
+            self._admission.slabs.check()
         self.runner.written[unheld(self.states)] = False
         if self.kv is not None:
             self.runner.kv_written.reshape(-1, self.config.block_size)[unheld(self.kv)] = False
@@ -257,7 +257,7 @@ class CheckedCache(PrefixCache):
 
     def check_no_leak(self) -> None:
         """Once no request is left, every block is free or may be evicted."""
-        assert not self._books.requests and not self._books.rows
+        assert not self._admission.requests and not self._admission.rows
         self.check()
         for pool in filter(None, (self.states, self.kv)):
             assert not any(pool.references)
@@ -289,16 +289,16 @@ class CheckedCache(PrefixCache):
         assert self.kv.exact[block] == exact
         return exact
 
-    def _computes(self, life: Life, step: SequenceStep, count: int) -> None:
+    def _computes(self, residency: Residency, step: SequenceStep, count: int) -> None:
         """A step has consumed `count` of its tokens, of which the last may become known later."""
-        s = life.request
+        s = residency.request
         if s.stale:
             return
-        self._consumed[life.number] = end = max(self._consumed.get(life.number, 0), step.start + count)
+        self._consumed[residency.number] = end = max(self._consumed.get(residency.number, 0), step.start + count)
         tokens = s.tokens.tobytes()[: end * 4]
-        self.model.computes(f"{s.request_id} {life.number}", (s.salt, tokens))
+        self.model.computes(f"{s.request_id} {residency.number}", (s.salt, tokens))
         size = self.config.block_size
-        for end in range(len(tokens) // 4 // size * size, life.hit, -size) if s.store else ():
+        for end in range(len(tokens) // 4 // size * size, residency.hit, -size) if s.store else ():
             if (prefix := (s.salt, tokens[: end * 4])) in self.model.seen:
                 break
             self.model.seen.add(prefix)
@@ -309,7 +309,7 @@ class CheckedCache(PrefixCache):
         """Blocks that nobody holds; with one memory for states and pages, also the ones that the other kind gives."""
         if pool is None:
             return 0
-        return pool.num_available if self._books.slabs is not None else pool.references[1:].count(0)
+        return pool.num_available if self._admission.slabs is not None else pool.references[1:].count(0)
 
     def _pages_for_states(self, hit: int) -> int:
         """The pages that an admission may lose: a slab to the state that it takes, and a slab to the state that it
@@ -321,8 +321,10 @@ class CheckedCache(PrefixCache):
 
     def _lacking(self) -> int:
         """Pages that the running prompts have yet to take."""
-        lives = [request.life for request in self._books.requests.values() if request.life is not None]
-        lacks = [self._blocks(life.prefill_end) - len(life.pages) for life in lives]
+        residencies = [
+            request.residency for request in self._admission.requests.values() if request.residency is not None
+        ]
+        lacks = [self._blocks(residency.prefill_end) - len(residency.pages) for residency in residencies]
         return sum(max(each, 0) for each in lacks) if self.kv is not None else 0
 
     def _has_room(self, s: CachedRequest, hit: int, coverage: int) -> bool:
@@ -346,7 +348,7 @@ class CheckedCache(PrefixCache):
         size, turn = self.config.block_size, s.turn
         lengths = s.prompt_len, len(s.tokens)
         wanted = {(length - 1) // size * size for length in lengths}
-        if turn is None or not turn.at_end or self._books.chains.branching:  # else nobody else leaves there
+        if turn is None or not turn.at_end or self._admission.chains.branching:  # else nobody else leaves there
             wanted.add(junction)
         most = self.config.max_checkpoints if self.config.max_checkpoints is not None else self.config.num_state_blocks
         marks = sorted({*s.marks} - {0}, key=lambda position: (abs(position - s.prompt_len), position))
@@ -355,33 +357,35 @@ class CheckedCache(PrefixCache):
     def _check_planned(self, planned: Sequence[SequenceStep], before: Mapping[Prefix, bool]) -> None:
         """A state that was asked for inside a row is written by this step, or was cached before it, or there is no room
         for it. This step may evict it for a state that ranks higher."""
-        lives = {step.row: self._books.rows[step.row].life for step in planned}
+        residencies = {step.row: self._admission.rows[step.row].residency for step in planned}
         written = {
-            self._prefix(lives[step.row], p): p <= lives[step.row].inexact_from
+            self._prefix(residencies[step.row], p): p <= residencies[step.row].inexact_from
             for step in planned
             for p in step.checkpoints
         }
         for step in [step for step in planned if step.prefill]:
-            life, end = lives[step.row], step.start + step.num_tokens
+            residency, end = residencies[step.row], step.start + step.num_tokens
             for position in (
-                sorted(self._wanted.get(life.number, ())) if life.request.store and not life.request.stale else ()
+                sorted(self._wanted.get(residency.number, ()))
+                if residency.request.store and not residency.request.stale
+                else ()
             ):
                 if step.start < position < end:
-                    prefix = self._prefix(life, position)
+                    prefix = self._prefix(residency, position)
                     cached = before if written else self.model.states  # a written state may have evicted it
                     there = [held[prefix] for held in (written, cached) if prefix in held]
-                    assert any(there) or (there and position > life.inexact_from) or self._full(), (
+                    assert any(there) or (there and position > residency.inexact_from) or self._full(), (
                         "a state is not written"
                     )
 
-    def _check_kept(self, life: Life, end: int) -> None:
+    def _check_kept(self, residency: Residency, end: int) -> None:
         """A state that was asked for where a step ends is cached, unless the budget of cached states is used up."""
-        stores = life.request.store and not life.request.stale
-        if stores and end in self._wanted.get(life.number, ()):
-            assert self._prefix(life, end) in self.model.states or self._spent(), "a state is not kept"
+        stores = residency.request.store and not residency.request.stale
+        if stores and end in self._wanted.get(residency.number, ()):
+            assert self._prefix(residency, end) in self.model.states or self._spent(), "a state is not kept"
 
-    def _prefix(self, life: Life, position: int) -> Prefix:
-        return life.request.salt, life.request.tokens.tobytes()[: position * 4]
+    def _prefix(self, residency: Residency, position: int) -> Prefix:
+        return residency.request.salt, residency.request.tokens.tobytes()[: position * 4]
 
     def _full(self) -> bool:
         """Whether no state can be added, and none can be evicted for a state that was asked for."""
@@ -390,7 +394,7 @@ class CheckedCache(PrefixCache):
     def _spent(self) -> bool:
         """Whether the budget of cached states is used up, or will be once all planned rows have run."""
         most = self.config.max_checkpoints
-        unwritten = sum(len(row.checkpoints) for row in self._books.rows.values() if not row.issue)
+        unwritten = sum(len(row.checkpoints) for row in self._admission.rows.values() if not row.issue)
         return most is not None and self.states.num_committed + unwritten >= most
 
     # --- who computes the same ---
@@ -399,11 +403,11 @@ class CheckedCache(PrefixCache):
         """Who is about to compute a longer prefix of this request than it hits."""
         if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
             return None
-        for other in self._books.requests.values():
-            if (life := other.life) is None:
+        for other in self._admission.requests.values():
+            if (residency := other.residency) is None:
                 continue
             writes = other.store and not other.stale and other.salt == s.salt
-            if writes and self._shared(s, other) > max(hit, life.computed):
+            if writes and self._shared(s, other) > max(hit, residency.computed):
                 return other.request_id
         return None
 
@@ -411,11 +415,11 @@ class CheckedCache(PrefixCache):
         common = min(common_prefix(s.tokens.tobytes(), other.tokens.tobytes()), len(s.tokens) - 1)
         return common // self.config.block_size * self.config.block_size
 
-    def _check_wait(self, s: CachedRequest, life: Life, hit: int) -> None:
-        other = life.request
-        assert other.life is life
+    def _check_wait(self, s: CachedRequest, residency: Residency, hit: int) -> None:
+        other = residency.request
+        assert other.residency is residency
         assert s.read and other.store and not other.stale and self.config.max_checkpoints != 0
-        assert self._shared(s, other) > max(hit, life.computed)
+        assert self._shared(s, other) > max(hit, residency.computed)
 
 
 class Driver:

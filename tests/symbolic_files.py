@@ -81,7 +81,7 @@ class FiledMemory(HostMemory):
         if not transfer.files:
             super().launch(transfer)
             return
-        tier, found = self._cache._books.tier, []
+        tier, found = self._cache._admission.tier, []
         for kind, slot, block_hash, exact, *_ in transfer.files:
             assert slot and (tier.states, tier.pages)[KINDS.index(kind)].references[slot], "a slot that may be taken"
             if transfer.to_host:

@@ -6,9 +6,9 @@ import random
 from typing import Any
 
 from cache_model import Prefix
-from mambacache.cache.files import Files
+from mambacache.cache.host_tier import Files
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.request import CachedRequest
+from mambacache.cache.requests import CachedRequest
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import CacheEvent, Hit, Wait
@@ -43,7 +43,7 @@ class HostMemory:
 
     def launch(self, transfer: Transfer) -> None:
         assert transfer.states or transfer.pages
-        pools = self._cache.states, self._cache._books.pages.pool
+        pools = self._cache.states, self._cache._admission.pages.pool
         for kind, pairs in enumerate((transfer.states, transfer.pages)):
             target, side = (self.slots, 1) if transfer.to_host else (self.device, 0)
             assert not self.busy(kind) & {block for block, _ in pairs}, "a block under two transfers"
@@ -90,7 +90,7 @@ class TieredCache(CheckedCache):
 
     def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
         self._arriving = True
-        self.void += transfer.number in self._books.tier.moves and self._books.tier.moves[transfer.number].void
+        self.void += transfer.number in self._admission.tier.moves and self._admission.tier.moves[transfer.number].void
         try:
             super().transferred(transfer, failed=failed)
             self.sync()
@@ -100,8 +100,8 @@ class TieredCache(CheckedCache):
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
         self._ready()
-        s = self._books.requests.get(request_id)
-        if s is None or s.life is not None or not s.read or self.config.max_checkpoints == 0:
+        s = self._admission.requests.get(request_id)
+        if s is None or s.residency is not None or not s.read or self.config.max_checkpoints == 0:
             return super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
         reach, with_files = self._reach(s, kv_tokens, False), self._reach(s, kv_tokens, True)
         loading, may_load = s.load, s.may_load and self._worth_loading(s, reach, kv_tokens)
@@ -114,10 +114,10 @@ class TieredCache(CheckedCache):
 
     def _reach(self, s: CachedRequest, kv_tokens: int | None, with_files: bool) -> int:
         """Return the position where a request may resume with the blocks of device and host, and of files."""
-        tier, size, strict, reach = self._books.tier, self.config.block_size, self.config.strict_reuse, 0
+        tier, size, strict, reach = self._admission.tier, self.config.block_size, self.config.strict_reuse, 0
         usable = {
             kind: {h for pool in pools for block, h in enumerate(pool.hashes) if pool.exact[block] or not strict}
-            for kind, pools in (("state", (self.states, tier.states)), ("kv", (self._books.pages.pool, tier.pages)))
+            for kind, pools in (("state", (self.states, tier.states)), ("kv", (self._admission.pages.pool, tier.pages)))
         }
         for kind, block_hash in self._filed() if with_files else ():
             usable[kind].add(block_hash)
@@ -160,7 +160,7 @@ class TieredCache(CheckedCache):
         return prefix
 
     def kv_elsewhere(self) -> set[Prefix]:
-        return {self._prefixes[each] for each in self._books.tier.pages.hashes if each is not None}
+        return {self._prefixes[each] for each in self._admission.tier.pages.hashes if each is not None}
 
     def launch(self) -> None:
         """What a host does after it has planned a step."""
@@ -177,7 +177,7 @@ class TieredCache(CheckedCache):
 
     def check_contents(self) -> None:
         super().check_contents()
-        size, tier = self.config.block_size, self._books.tier
+        size, tier = self.config.block_size, self._admission.tier
         written, digests, exact, windows, ends = self.memory.slots[0]
         for slot, block_hash in enumerate(tier.states.hashes):
             if block_hash is not None:
@@ -196,10 +196,10 @@ class TieredCache(CheckedCache):
 
     def check_no_leak(self) -> None:
         self.finish(all_of_them=True)
-        self._books.tier.loads.let_go()
+        self._admission.tier.loads.let_go()
         super().check_no_leak()
-        for pool in (self._books.tier.states, self._books.tier.pages):
-            assert not any(pool.references) and not self._books.tier.moves
+        for pool in (self._admission.tier.states, self._admission.tier.pages):
+            assert not any(pool.references) and not self._admission.tier.moves
             assert pool.num_free + pool.num_committed == pool.num_blocks
 
 
@@ -219,7 +219,7 @@ class TieredDriver(Driver):
     def schedule(self) -> Any:
         plan = self.scheduler.schedule()
         self.cache.launch()
-        self.loading += any(request.load is not None for request in self.cache._books.requests.values())
+        self.loading += any(request.load is not None for request in self.cache._admission.requests.values())
         return plan
 
     def wait(self) -> bool:

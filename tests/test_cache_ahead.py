@@ -81,7 +81,7 @@ class Pipeline:
             if self.cache.knows(name):
                 said = list(self.cache.tokens(name))[len(self.prompts[name]) :]
                 assert said == self.said[name][: len(said)]
-                if name in stops or (len(said) > ANSWER and not self.cache._books.requests[name].issued):
+                if name in stops or (len(said) > ANSWER and not self.cache._admission.requests[name].issued):
                     self.cache.free(name, finished=True)  # the next row may be out: the device is further than this
 
     def disturb(self) -> None:

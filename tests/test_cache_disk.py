@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cache_calls import hit, run_step
-from mambacache.cache.chains import Rank
 from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import Rank
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
@@ -33,7 +33,7 @@ def end_all(cache: PrefixCache, flush: bool = False, failed: bool = False) -> li
 
 
 def keep(cache: PrefixCache, transfer: Transfer, failed: bool = False) -> None:
-    files = cache._books._files
+    files = cache._admission._files
     assert isinstance(files, SymbolicFiles)
     for file in transfer.files if not transfer.to_host and not failed else ():
         files.kept[file.kind, file.block_hash] = file.exact, file.born, []
@@ -102,7 +102,7 @@ def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
     """States that nobody asked for too: where an answer was aborted, at intervals, and without KV on a host."""
     files = SymbolicFiles()
     cache = on(files, checkpoint_interval=64)
-    books, before = cache._books, dict[int, int]()
+    admission, before = cache._admission, dict[int, int]()
     for seed in range(3):
         cache.add(str(seed), text(LENGTH, seed))
         cache.admit(str(seed))
@@ -110,15 +110,15 @@ def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
         for _ in range(100):
             run_step(cache, str(seed), 1, 7)
         cache.free(str(seed), finished=end == "finished")
-    ranks = [books.pool.rank[block] for block, held in enumerate(books.pool.hashes) if held is not None]
+    ranks = [admission.pool.rank[block] for block, held in enumerate(admission.pool.hashes) if held is not None]
     assert Rank.SPARE in ranks and Rank.FIRST in ranks
     if end == "kv evicted":
-        cache.kv_evicted([each for each in books.pool.hashes if each is not None])
+        cache.kv_evicted([each for each in admission.pool.hashes if each is not None])
     for seed in range(3):
         before[seed] = hit(cache, [*text(LENGTH, seed), *[7] * 101])
     assert set(before.values()) == {256}
     end_all(cache, flush=True)
-    committed = {each for each in books.pool.hashes if each is not None}
+    committed = {each for each in admission.pool.hashes if each is not None}
     assert committed == {block_hash for kind, block_hash in files.kept if kind == "state"}
     files.restarted()
     again = on(files)
@@ -131,8 +131,8 @@ def test_what_is_spare_is_flushed_last() -> None:
     cache = on(SymbolicFiles(), checkpoint_interval=64)
     for seed in range(3):
         answer(cache, str(seed), seed)
-    books, order = cache._books, list[bytes]()
-    asked = {h for b, h in enumerate(books.pool.hashes) if h is not None and books.pool.rank[b] > Rank.SPARE}
+    admission, order = cache._admission, list[bytes]()
+    asked = {h for b, h in enumerate(admission.pool.hashes) if h is not None and admission.pool.rank[b] > Rank.SPARE}
     for transfer in end_all(cache, flush=True):
         order += [file.block_hash for file in transfer.files if file.kind == "state"]
     assert len(order) == 9 and set(order[:3]) == asked

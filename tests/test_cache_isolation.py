@@ -76,7 +76,7 @@ def test_an_accepted_row_of_a_freed_request_is_forgotten_and_its_blocks_stay() -
     steps = under_way(cache, "issued")
     cache.free("a", finished=False)
     cache.accept(steps, {})
-    assert not cache.under_way(steps[0]) and not cache._books.rows.freed
+    assert not cache.under_way(steps[0]) and not cache._admission.rows.freed
     cache.cancel(steps)  # too late: it was accepted
     assert hit(cache, text(201)) == 192
     all_free(cache)
@@ -89,7 +89,7 @@ def test_rows_of_freed_requests_are_bounded_where_a_host_never_accepts_them() ->
         cache.admit("a")
         under_way(cache, "issued", 10)
         cache.free("a", finished=False)
-    assert len(cache._books.rows.freed) == 4 * (3 + 2)
+    assert len(cache._admission.rows.freed) == 4 * (3 + 2)
     all_free(cache)
 
 
@@ -110,7 +110,7 @@ def test_the_scheduler_tells_the_cache_of_a_failed_step_whose_request_has_ended(
     for plan in plans:
         scheduler.failed(plan, RuntimeError("the device failed"))
     assert hit(cache, [*text(126), 5, 6, 7]) == (64 if ends == "answer" else 0)
-    assert not cache._books.rows.freed and not cache._books.rows
+    assert not cache._admission.rows.freed and not cache._admission.rows
 
 
 # --- logits that are NaN ---
@@ -257,10 +257,10 @@ def test_a_request_waits_while_the_kv_before_a_cached_state_is_computed() -> Non
     started(cache, "a", text(129))
     run_step(cache, "a", 129, 1)
     cache.free("a", finished=True)
-    page = cache._books.pages.pool
+    page = cache._admission.pages.pool
     first = next(event.block_hash for event in cache.take_events() if event.kind == "kv" and event.num_tokens == 64)
     page.drop(first)  # as an eviction that the state survives
-    assert cache._books.pool.num_committed == 1
+    assert cache._admission.pool.num_committed == 1
     started(cache, "writer", text(200))
     cache.add("b", text(150))
     for _ in range(3):

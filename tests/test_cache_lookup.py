@@ -7,11 +7,11 @@ from array import array
 
 import pytest
 
-from mambacache.accounting.ledger import Ledger
-from mambacache.cache.chains import Chains, Rank
+from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
+from mambacache.cache.retention import Chains, Rank
 from mambacache.config import CacheConfig
 
 SIZE = 4

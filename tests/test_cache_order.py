@@ -1,4 +1,4 @@
-"""Calls in any order: lives that end while their row is under way, and what is refused before anything changed."""
+"""Calls in any order: residencies end while their row is in flight, and refused calls change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDS = [
 ]
 
 
-# --- a life ends while its row is under way ---
+# --- a residency ends while its row is under way ---
 
 
 @pytest.mark.parametrize("moment", MOMENTS[:3])
@@ -174,16 +174,16 @@ def test_rows_of_lives_that_ended_are_ignored(call: str, again: bool) -> None:
 def test_every_admission_begins_a_life_of_its_own() -> None:
     cache = watched()
     cache.add("a", text(30))
-    lives: list[int] = []
+    residencies: list[int] = []
     for end in (cache.withdraw, cache.preempt, lambda name: cache.free(name, finished=False)):
         assert isinstance(cache.admit("a"), Hit)
-        lives.append(allocate(cache, "a", 30).life)
+        residencies.append(allocate(cache, "a", 30).residency)
         end("a")
     started(cache, "a", text(30))
-    lives += [step.life for step in run_step(cache, "a", 30, 1).steps]
+    residencies += [step.residency for step in run_step(cache, "a", 30, 1).steps]
     cache.fork("a", {"b": 2})
-    lives += [allocate(cache, name, 1).life for name in "ba"]
-    assert len(set(lives)) == 5 and lives[3] == lives[5]
+    residencies += [allocate(cache, name, 1).residency for name in "ba"]
+    assert len(set(residencies)) == 5 and residencies[3] == residencies[5]
     all_free(cache)
 
 

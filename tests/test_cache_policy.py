@@ -8,8 +8,7 @@ import pytest
 
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.cache import pool
-from mambacache.cache.chains import Chains, Rank, Turn
-from mambacache.cache.policy import EvictionOrder, Marks, Policy, Wish
+from mambacache.cache.retention import Chains, EvictionOrder, Marks, Policy, Rank, Turn, Wish
 from policy_mixes import KINDS, Asked, Mixes, ceiling
 
 
@@ -25,7 +24,7 @@ class LeastRecentlyUsed(EvictionOrder):
     def remove(self, block: int, rank: Rank) -> None:
         super().remove(block, Rank.SPARE)
 
-    def first(self, asked: bool) -> int | None:
+    def first(self, requested: bool) -> int | None:
         return next(iter(self._idle[Rank.SPARE]), None)
 
 
@@ -222,18 +221,18 @@ def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100,
 
 def test_ranks_decide_among_young_blocks_and_age_among_old_ones() -> None:
     blocks = (1, Rank.SECOND, 0), (2, Rank.FIRST, 50), (3, Rank.SPARE, 90)
-    assert order_of(*blocks, now=100).first(asked=True) == 3
-    assert order_of(*blocks, now=1000).first(asked=True) == 3
-    assert order_of(*blocks[:2], now=100).first(asked=True) == 2
+    assert order_of(*blocks, now=100).first(requested=True) == 3
+    assert order_of(*blocks, now=1000).first(requested=True) == 3
+    assert order_of(*blocks[:2], now=100).first(requested=True) == 2
     old = (1, Rank.SECOND, 0), (2, Rank.FIRST, 9_900)
-    assert order_of(*old, now=10_000).first(asked=True) == 1  # its chain is dead
-    assert order_of(now=5).first(asked=True) is None
+    assert order_of(*old, now=10_000).first(requested=True) == 1  # its chain is dead
+    assert order_of(now=5).first(requested=True) is None
 
 
 def test_what_nobody_asked_for_takes_the_place_of_old_blocks_only() -> None:
     for rank, spared_until in ((Rank.SPARE, 0), (Rank.FIRST, 100), (Rank.SECOND, 700)):
         for now in range(0, 1000, 50):
-            first = order_of((1, rank, 0), now=now).first(asked=False)
+            first = order_of((1, rank, 0), now=now).first(requested=False)
             assert (first == 1) == (now >= spared_until), (rank, now)
 
 
@@ -241,6 +240,6 @@ def test_what_is_of_no_use_goes_first() -> None:
     order = order_of((1, Rank.SPARE, 0), (2, Rank.FIRST, 0), now=10)
     order.put_first(3)
     order.put_first(4)
-    assert order.first(asked=False) == 4 and len(order) == 4 and order.blocks() == {1, 2, 3, 4}
+    assert order.first(requested=False) == 4 and len(order) == 4 and order.blocks() == {1, 2, 3, 4}
     order.remove(4, Rank.SPARE)
-    assert order.first(asked=True) == 3
+    assert order.first(requested=True) == 3

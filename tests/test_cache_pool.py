@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.pool import BlockPool
+from mambacache.cache.retention import Chains, Rank
 
 
 class Removed(list[tuple[bytes, int, bool]]):
@@ -16,8 +16,8 @@ class Removed(list[tuple[bytes, int, bool]]):
         self.append((block_hash, block, evicted))
 
 
-def taken(pool: BlockPool, asked: bool = True) -> int | None:
-    lease = pool.lease(asked)
+def taken(pool: BlockPool, requested: bool = True) -> int | None:
+    lease = pool.lease(requested)
     return lease.block if lease is not None else None
 
 
@@ -88,7 +88,7 @@ def test_spare_blocks_go_first_then_the_least_recently_used(removed: Removed) ->
     assert block is not None
     pool.share(block)
     pool.release(block)  # used: now the last of the second turns
-    assert [taken(pool, asked=False) is not None for _ in range(3)] == [True, True, False]
+    assert [taken(pool, requested=False) is not None for _ in range(3)] == [True, True, False]
     while taken(pool) is not None:
         pass
     assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 3, 2, 4, 5, 0]
@@ -106,7 +106,7 @@ def test_promote_moves_a_block_to_the_end_of_its_rank(referenced: bool, removed:
         pool.release(cold)
     else:
         pool.promote(cold, Rank.SECOND)
-    assert taken(pool, asked=False) is None
+    assert taken(pool, requested=False) is None
     while taken(pool) is not None:
         pass
     assert [int.from_bytes(block_hash, "big") for block_hash, _, _ in removed] == [1, 2, 0]
@@ -132,7 +132,7 @@ def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Re
     assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SPARE)
     assert pool.lookup(name(5)) == exact and pool.exact[exact]
     assert removed == [(name(5), near, False)]
-    assert pool.hashes[near] is None and pool.rank[exact] is Rank.SECOND  # who asked for the near one asks for this one
+    assert pool.hashes[near] is None and pool.rank[exact] is Rank.SECOND
     assert pool.counts()["free"] == (0 if shared else 1)
     if shared:
         pool.release(near)
@@ -200,7 +200,7 @@ def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
     held: list[int] = []
     for i in range(5000):
         move = rng.randrange(6)
-        if move < 2 and (block := taken(pool, asked=rng.random() < 0.7)) is not None:
+        if move < 2 and (block := taken(pool, requested=rng.random() < 0.7)) is not None:
             held.append(block)
         elif move == 2 and held:
             pool.release(held.pop(rng.randrange(len(held))))

@@ -11,7 +11,7 @@ from itertools import takewhile
 import pytest
 
 from cache_calls import make, run_step, started
-from mambacache.accounting.record import Branch, TokenRecord, common_tokens
+from mambacache.cache.ledger import Branch, TokenRecord, common_tokens
 
 ROOT = b"root"
 

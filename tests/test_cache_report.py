@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cache_calls import allocate, make, run_step, started
-from mambacache.accounting.ledger import MAX_EVENTS, Ledger, partition_loss
+from mambacache.cache.ledger import MAX_EVENTS, Ledger, partition_loss
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.report import Hit, Loss, RequestReport
@@ -140,7 +140,7 @@ def test_losses_add_up_with_a_record_of_few_tokens() -> None:
     stats = cache.stats
     assert sum(stats.losses.values()) == stats.ceiling_tokens - stats.hit_tokens
     assert 0 < stats.hit_tokens < stats.ceiling_tokens
-    assert cache._books.ledger._record.num_tokens <= 300 and len(cache._books.ledger._fates) <= 300 // 64 + 1
+    assert cache._admission.ledger._record.num_tokens <= 300 and len(cache._admission.ledger._fates) <= 300 // 64 + 1
 
 
 def test_events_tell_where_a_prefix_is_cached() -> None:

@@ -7,9 +7,8 @@ from collections import deque
 
 import pytest
 
-from mambacache.cache.chains import Rank
-from mambacache.cache.policy import Policy, Wish
 from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import Policy, Rank, Wish
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import Request
@@ -158,7 +157,7 @@ def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
     prompt = [*text(150, 1), *text(200, 2)]
     d = run([Job(text(200, 1), 1)], num_state_blocks=20)
     resume(d, Job(prompt, 1, marks=(position,)))
-    block = d.cache.states.lookup(d.cache._books.chain(array("i", prompt), "", {})[position // 64])
+    block = d.cache.states.lookup(d.cache._admission.chain(array("i", prompt), "", {})[position // 64])
     assert block is not None and d.cache.states.rank[block] is Rank.SECOND
 
 
@@ -168,7 +167,7 @@ def test_a_mark_takes_a_state_that_is_cached_already() -> None:
     second = [*first, *said[0], 1, 2]
     jobs = [Job(first, 70), Job(second, 5, marks=(128,)), Job([*second, *text(40)], 5)]
     d = run(jobs, max_num_seqs=1, num_state_blocks=20)
-    block = d.cache.states.lookup(d.cache._books.chain(array("i", first), "", {})[2])
+    block = d.cache.states.lookup(d.cache._admission.chain(array("i", first), "", {})[2])
     assert block is not None and d.cache.states.rank[block] is Rank.SECOND
 
 

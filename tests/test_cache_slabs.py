@@ -9,9 +9,9 @@ import pytest
 
 from cache_calls import hit, make, run_step, started
 from mambacache import CacheConfig
-from mambacache.cache.chains import Chains, Rank
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import Chains, Rank
 from mambacache.cache.slabs import SlabPool, Slabs
 from symbolic import text
 from test_cache_pool import commit, name, taken
@@ -82,7 +82,7 @@ def test_a_page_that_is_held_keeps_its_slab_and_no_other() -> None:
     blocks = states.take(8)
     assert all(pages.hashes[page] is not None for page in kept)
     check(slabs, blocks, kept)
-    assert states.lease() is None and states.lease(asked=False) is None
+    assert states.lease() is None and states.lease(requested=False) is None
 
 
 def test_a_slab_goes_by_its_hottest_block() -> None:

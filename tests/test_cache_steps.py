@@ -270,7 +270,7 @@ def test_a_resumed_request_stores_the_tail_of_its_prompt_and_its_own() -> None:
     for i in range(40):
         run_step(cache, "a", 1, i)
     cache.preempt("a")
-    while cache._books.pool.evict():
+    while cache._admission.pool.evict():
         pass
     assert isinstance(cache.admit("a"), Hit)
     assert sorted(run_step(cache, "a", 141, 1).steps[0].checkpoints) == [64, 128]

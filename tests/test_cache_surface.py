@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cache_calls import allocate, run_step, started
-from mambacache.accounting.ledger import Loss, RequestReport
+from mambacache.cache.ledger import Loss, RequestReport
 from mambacache.cache.prefix_cache import Hit, PrefixCache, Wait
 from symbolic import text
 from watched_cache import all_free, num_free, state_blocks, under_way, view, watched

@@ -111,7 +111,7 @@ def test_a_copy_is_no_use_of_a_block() -> None:
 
 def test_what_the_device_hits_goes_first_on_the_host() -> None:
     cache = filled(3)
-    tier, chain = cache._books.tier, cache._books.chain(array("i", text(LENGTH, 2)), "", {})
+    tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 2)), "", {})
     before = [pool.idle.first(True) for pool in (tier.states, tier.pages)]
     slots = [tier.states.lookup(chain[3]), tier.pages.lookup(chain[3])]
     assert None not in slots and before != slots
@@ -122,15 +122,15 @@ def test_what_the_device_hits_goes_first_on_the_host() -> None:
 
 def test_states_never_go_without_the_kv_before_them() -> None:
     cache, held = watched(**ROOM), 0
-    books = cache._books
+    admission = cache._admission
     for seed in range(6):
         answer(cache, str(seed), seed)
         copy_all(cache)
         for each in range(seed + 1):
-            chain = books.chain(array("i", text(LENGTH, each)), "", {})
-            if books.tier.states.lookup(chain[3]) is not None:
+            chain = admission.chain(array("i", text(LENGTH, each)), "", {})
+            if admission.tier.states.lookup(chain[3]) is not None:
                 held += 1
-                kv = (books.tier.pages.lookup, books.pages.pool.lookup)
+                kv = (admission.tier.pages.lookup, admission.pages.pool.lookup)
                 assert all(any(lookup(h) is not None for lookup in kv) for h in chain[1:4])
     assert held > 6
 
@@ -174,7 +174,7 @@ def test_the_end_of_a_request_or_of_all_that_is_cached_while_a_load_is_under_way
     assert cache.stats.kv_blocks["writing"] >= 3
     cache.transferred(transfer)
     assert cache.stats.kv_blocks["writing"] == (4 if end == "reset" else 0) - 4 * (end == "reset")
-    assert (cache._books.tier.states.num_committed == 0) == (end == "reset")
+    assert (cache._admission.tier.states.num_committed == 0) == (end == "reset")
 
 
 def test_a_running_request_may_take_what_was_loaded_for_one_that_waits() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cache_calls import hit, make, run_step, started
-from mambacache.cache import books, pool
-from mambacache.cache.policy import EvictionOrder, Policy, Wish
+from mambacache.cache import admission, pool
+from mambacache.cache.retention import EvictionOrder, Policy, Wish
 from symbolic import text
 from symbolic_driver import Job, run
 
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class LastFirst(EvictionOrder):
     """Another order of eviction: whoever was used last goes first, whatever its rank."""
 
-    def first(self, asked: bool) -> int | None:
-        for order in reversed(self._idle) if asked else self._idle[:1]:
+    def first(self, requested: bool) -> int | None:
+        for order in reversed(self._idle) if requested else self._idle[:1]:
             if order:
                 return next(reversed(order))
         return None
@@ -47,7 +47,7 @@ def test_an_order_of_eviction_is_one_class(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_wished_for_position_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "Policy", EverySecond)
+    monkeypatch.setattr(admission, "Policy", EverySecond)
     cache = make()
     started(cache, "a", text(600))
     run_step(cache, "a", 600, sampled=1)

@@ -23,7 +23,7 @@ from test_properties_faults import Faults, faulty_mixes
 from test_properties_tier import FaultyTieredDriver, tiered_mixes
 
 CACHE = Path(mambacache.__file__).parent / "cache"
-FILES = tuple(str(CACHE / name) for name in ("tier.py", "loads.py", "moves.py", "files.py"))
+FILES = (str(CACHE / "host_tier.py"),)
 
 
 @st.composite

@@ -24,7 +24,7 @@ from test_properties import any_mix, mixes
 from traced import traced
 
 PACKAGE = Path(mambacache.__file__).parent
-FOLDERS = tuple(str(PACKAGE / folder) for folder in ("cache", "scheduler", "accounting"))
+FOLDERS = tuple(str(PACKAGE / folder) for folder in ("cache", "scheduler"))
 
 
 class PlantedError(Exception):
@@ -35,7 +35,7 @@ MAX_FAULTS = 15  # of one mix: with small steps, faults without end would leave 
 
 
 class Faults:
-    """Raises on a line of the books, each time after so many lines on the average."""
+    """Raises on a line of the admission, each time after so many lines on the average."""
 
     def __init__(
         self, seed: int, every: float, kinds: tuple[type[BaseException], ...], paths: tuple[str, ...] = FOLDERS
@@ -159,7 +159,7 @@ def test_faults_are_planted_all_over_the_books() -> None:
         assert all(request.finish_reason is FinishReason.LENGTH for request in d.requests.values())
         places |= d.faults.places
     files = {name for name, _ in places}
-    assert {"prefix_cache.py", "books.py", "states.py", "pages.py", "lookup.py", "pool.py", "scheduler.py"} <= files
+    assert {"prefix_cache.py", "admission.py", "states.py", "pages.py", "lookup.py", "pool.py", "scheduler.py"} <= files
     assert len(places) > 150
 
 

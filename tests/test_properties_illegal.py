@@ -67,7 +67,7 @@ class IllegalHost:
         running = [name for name in cache.request_ids if cache.runs(name)]
         progress = [(name, cache.progress(name), tuple(state_blocks(cache, name))) for name in running]
         stats = cache.stats
-        return cache.request_ids, progress, stats.state_blocks, stats.kv_blocks, sorted(cache._books.rows)
+        return cache.request_ids, progress, stats.state_blocks, stats.kv_blocks, sorted(cache._admission.rows)
 
     # --- moves ---
 
@@ -118,7 +118,7 @@ class IllegalHost:
 
     def plan(self) -> None:
         if self.rng.random() < 0.9:
-            self.allocated = [step for step in self.allocated if step.row in self.cache._books.rows]
+            self.allocated = [step for step in self.allocated if step.row in self.cache._admission.rows]
         rows = [step for step in self.allocated if self.rng.random() < 0.9]
         if self.steps and self.rng.random() < 0.05:
             rows.append(self.rng.choice(self.steps))
@@ -128,7 +128,7 @@ class IllegalHost:
 
     def issue(self) -> None:
         plan = self.some_plan(lambda plan: not any(step.row in self.sampled for step in plan.steps))
-        rows = [row for step in plan.steps if (row := self.cache._books.rows.get(step.row)) is not None]
+        rows = [row for step in plan.steps if (row := self.cache._admission.rows.get(step.row)) is not None]
         again = any(row.issue for row in rows)
         whole = len(rows) == len(plan.steps) and not again
         if rows and not whole and not again:
@@ -139,7 +139,7 @@ class IllegalHost:
             self.sampled |= {step.row: output for step, output in zip(plan.steps, outputs, strict=True)}
 
     def accept(self) -> None:
-        plan = self.some_plan(lambda plan: any(step.row in self.cache._books.rows for step in plan.steps))
+        plan = self.some_plan(lambda plan: any(step.row in self.cache._admission.rows for step in plan.steps))
         accepted: dict[str, list[int]] = {}
         for step in plan.steps:
             sampled = self.sampled.get(step.row, [])
@@ -188,7 +188,11 @@ class IllegalHost:
         """A row that ended, or is in any other state, given to any call."""
         step = self.rng.choice(self.steps or [self.nothing()])
         call = self.rng.choice([self.cache.issued, self.cache.plan_rows, lambda steps: self.cache.accept(steps, {})])
-        if call == self.cache.issued and (row := self.cache._books.rows.get(step.row)) is not None and not row.issue:
+        if (
+            call == self.cache.issued
+            and (row := self.cache._admission.rows.get(step.row)) is not None
+            and not row.issue
+        ):
             return  # it would not have run
         if call == self.cache.plan_rows and step in self.allocated:
             return
@@ -219,7 +223,7 @@ class IllegalHost:
     def finish(self) -> None:
         """Whatever happened: each request that is left gets the rest of the right answer, and no block is lost."""
         cache = self.cache
-        cache.cancel([row.step for row in list(cache._books.rows.values())])
+        cache.cancel([row.step for row in list(cache._admission.rows.values())])
         cache.check()
         for name in [each for each in cache.request_ids if cache.runs(each)]:
             cache.preempt(name)

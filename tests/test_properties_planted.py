@@ -14,8 +14,8 @@ import pytest
 
 from mambacache.cache.lookup import Found, Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Policy
-from mambacache.cache.request import Life
+from mambacache.cache.requests import Residency
+from mambacache.cache.retention import Policy
 from mambacache.cache.states import States
 from mambacache.plan import StepPlan
 from symbolic import answer, text
@@ -113,16 +113,16 @@ def hit_of_the_state_before(lookup: Lookup, chain: list[bytes], *args: Any, **op
     return replace(found, hit=max(shallower, default=0))
 
 
-def without_reserve(states: States, life: Life, hit_block: int) -> None:
-    begin(states, life, hit_block)
-    if life.reserve is not None:
-        life.reserve.end()
-        life.reserve = None
+def without_reserve(states: States, residency: Residency, hit_block: int) -> None:
+    begin(states, residency, hit_block)
+    if residency.reserve is not None:
+        residency.reserve.end()
+        residency.reserve = None
 
 
-def states_go_with_their_request(states: States, life: Life, finished: bool) -> None:
-    end(states, life, finished)
-    for block_hash in life.request.chain[1:]:
+def states_go_with_their_request(states: States, residency: Residency, finished: bool) -> None:
+    end(states, residency, finished)
+    for block_hash in residency.request.chain[1:]:
         states._pool.drop(block_hash)
 
 
@@ -136,8 +136,8 @@ def wishes_without(**lost: Any) -> Callable[..., Any]:
     return planted
 
 
-def one_page_is_forgotten(pages: Pages, life: Life) -> int:
-    return max(pages._blocks(life.prefill_end) - len(life.pages) - 1, 0)
+def one_page_is_forgotten(pages: Pages, residency: Residency) -> int:
+    return max(pages._blocks(residency.prefill_end) - len(residency.pages) - 1, 0)
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mambacache.cache.loads import Loads
+from mambacache.cache.host_tier import Loads
 from mambacache.cache.lookup import Found
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
@@ -25,7 +25,7 @@ from test_properties import any_mix, mixes
 from test_properties_faults import PACKAGE, Faults, FaultyDriver, faulty_mixes
 from test_properties_illegal import IllegalHost
 
-TIER = tuple(str(PACKAGE / "cache" / name) for name in ("tier.py", "moves.py"))
+TIER = (str(PACKAGE / "cache" / "host_tier.py"),)
 
 
 @st.composite
@@ -68,7 +68,7 @@ def test_any_mix_with_a_tier_failing_steps_and_resets(tiered: tuple[Mix, dict[st
 
 
 class FaultyTieredDriver(FaultyDriver, TieredDriver):
-    """Faults on any line of the books, of the tier's too. What a call that broke off did, its caller does not know: it
+    """Plants faults on any line of the cache and of its tier. A caller does not know what a broken call did: it
     asks `transfers` what is under way."""
 
     def __init__(self, mix: Mix, faults: Faults, **chance: Any) -> None:
@@ -169,7 +169,7 @@ class IllegalTieredHost(IllegalHost):
         self.cache.launch()
         self.cache.finish(all_of_them=True)
         for name in [each for each in self.cache.request_ids if self.cache.knows(each)]:
-            self.cache._books.requests[name].may_load = False  # `finish` of the base knows no waits
+            self.cache._admission.requests[name].may_load = False  # `finish` of the base knows no waits
         super().finish()
 
 

@@ -26,7 +26,7 @@ from traced import traced
 from watched_cache import all_free
 
 STRIDE = 5
-FOLDERS = [str(Path(mambacache.__file__).parent / name) for name in ("scheduler", "cache", "accounting")]
+FOLDERS = [str(Path(mambacache.__file__).parent / name) for name in ("scheduler", "cache")]
 
 
 class Fault:

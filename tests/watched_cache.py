@@ -40,10 +40,10 @@ def watched(**options: Any) -> PrefixCache:
 
 def state_blocks(cache: PrefixCache, name: str) -> list[int]:
     """Return the blocks of a running request's cached states (0: none) by boundary, and of its running state."""
-    life = cache._books.requests[name].life
-    assert life is not None
-    cached = [cache._books.pool.lookup(block_hash) or 0 for block_hash in life.request.chain[1:]]
-    return [*cached, life.state.block if life.state is not None else 0]
+    residency = cache._admission.requests[name].residency
+    assert residency is not None
+    cached = [cache._admission.pool.lookup(block_hash) or 0 for block_hash in residency.request.chain[1:]]
+    return [*cached, residency.state.block if residency.state is not None else 0]
 
 
 def view(cache: PrefixCache) -> list[Any]:

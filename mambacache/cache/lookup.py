@@ -8,11 +8,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mambacache.accounting.ledger import Ledger, partition_loss
-from mambacache.accounting.record import common_tokens
+from mambacache.cache.ledger import Ledger, common_tokens, partition_loss
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.request import ALWAYS_EXACT, CachedRequest, Life
+from mambacache.cache.requests import ALWAYS_EXACT, CachedRequest, Residency
 from mambacache.config import CacheConfig
 from mambacache.report import Hit, Loss
 
@@ -66,7 +65,7 @@ class Found:
     coverage: int = 0  # leading blocks whose KV is cached
     hit: int = 0  # the deepest reusable state
     junction: int = 0  # where the prompt leaves what others computed; 0 if that is no deeper than the hit
-    writer: Life | None = None  # who is about to compute a longer prefix of it
+    writer: Residency | None = None  # who is about to compute a longer prefix of it
     promised: int = 0  # and up to where
 
 
@@ -86,7 +85,7 @@ class Lookup:
         self._max_seen = config.max_seen_blocks
         self._host_kv = config.host_keeps_kv
         self._seen: OrderedDict[bytes, None] = OrderedDict()
-        self._writers: dict[bytes, dict[Life, None]] = {}
+        self._writers: dict[bytes, dict[Residency, None]] = {}
         self._waiting: dict[bytes, int] = {}  # how many requests wait that could resume after this block
 
     # --- what was computed ---
@@ -129,9 +128,9 @@ class Lookup:
             junction -= 1
         junction = junction if junction > hit else 0
         for depth in range(limit, hit, -1) if waits and self._writers else ():
-            for life in self._writers.get(chain[depth], ()):
-                if self.worth_a_wait(life, depth):
-                    return Found(coverage, hit, junction, life, depth)
+            for residency in self._writers.get(chain[depth], ()):
+                if self.worth_a_wait(residency, depth):
+                    return Found(coverage, hit, junction, residency, depth)
         return Found(coverage, hit, junction)
 
     # --- what that means ---
@@ -169,38 +168,38 @@ class Lookup:
 
     # --- who writes ---
 
-    def worth_a_wait(self, life: Life, depth: int) -> bool:
-        """Whether the state that a life will reach after so many blocks is one that others may reuse."""
-        return not self._strict or self._pages.block_size * depth <= life.inexact_from
+    def worth_a_wait(self, residency: Residency, depth: int) -> bool:
+        """Whether the state that a residency will reach after so many blocks is one that others may reuse."""
+        return not self._strict or self._pages.block_size * depth <= residency.inexact_from
 
-    def writes(self, life: Life, chain: Chain) -> None:
+    def writes(self, residency: Residency, chain: Chain) -> None:
         """A running request that stores will compute the blocks of its chain that are known by now."""
-        for depth in range(life.announced + 1, len(chain)):
-            self._writers.setdefault(chain[depth], {})[life] = None
-        life.announced = len(chain) - 1
+        for depth in range(residency.announced + 1, len(chain)):
+            self._writers.setdefault(chain[depth], {})[residency] = None
+        residency.announced = len(chain) - 1
 
-    def wrote(self, life: Life, chain: Chain, depth: int) -> None:
+    def wrote(self, residency: Residency, chain: Chain, depth: int) -> None:
         """It has computed so many blocks, or will compute no more up to there."""
-        for block_hash in chain[life.written + 1 : min(depth, life.announced) + 1]:
-            lives = self._writers[block_hash]
-            if len(lives) == 1:
+        for block_hash in chain[residency.written + 1 : min(depth, residency.announced) + 1]:
+            residencies = self._writers[block_hash]
+            if len(residencies) == 1:
                 del self._writers[block_hash]
             else:
-                del lives[life]
-        life.written = max(depth, life.written)
-        life.announced = max(life.announced, life.written)
+                del residencies[residency]
+        residency.written = max(depth, residency.written)
+        residency.announced = max(residency.announced, residency.written)
 
-    def lengthen(self, life: Life) -> None:
+    def lengthen(self, residency: Residency) -> None:
         """Its request's chain, by the blocks that are full of tokens now."""
-        request, size = life.request, self._pages.block_size
+        request, size = residency.request, self._pages.block_size
         if len(request.tokens) < len(request.chain) * size:
             return
         extend_chain(request.chain, request.tokens, size, request.keys)
-        if life.ended:
+        if residency.ended:
             self.wait_no_more(request)
             self.wait(request)
         elif request.store and not request.stale:
-            self.writes(life, request.chain)
+            self.writes(residency, request.chain)
 
     # --- who waits ---
 
@@ -239,11 +238,13 @@ class Lookup:
         writers: dict[bytes, int] = {}
         waiting: dict[bytes, int] = {}
         for request in requests:
-            life = request.life
-            entries = request.chain[life.written + 1 : life.announced + 1] if life is not None else ()
+            residency = request.residency
+            entries = request.chain[residency.written + 1 : residency.announced + 1] if residency is not None else ()
             for block_hash in entries:
                 writers[block_hash] = writers.get(block_hash, 0) + 1
             for block_hash in request.chain[1 : request.lined + 1]:
                 waiting[block_hash] = waiting.get(block_hash, 0) + 1
-        assert writers == {block_hash: len(lives) for block_hash, lives in self._writers.items()}, "who writes"
+        assert writers == {block_hash: len(residencies) for block_hash, residencies in self._writers.items()}, (
+            "who writes"
+        )
         assert waiting == self._waiting, "who waits"

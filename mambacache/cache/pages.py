@@ -5,9 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from mambacache.cache.chains import Rank
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.request import ALWAYS_EXACT, Life
+from mambacache.cache.requests import ALWAYS_EXACT, Residency
+from mambacache.cache.retention import Rank
 from mambacache.plan import PageTables
 
 
@@ -42,15 +42,15 @@ class Pages:
         idle = [self.pool.references[page] for page in shared].count(0)
         return self._blocks(num_tokens) - len(shared) <= self.pool.num_available - idle - self._lacking
 
-    def begin(self, life: Life, chain: Sequence[bytes], coverage: int) -> None:
-        """Takes references to the pages that cover a life's beginning."""
-        life.shared_pages = coverage if self.present else 0
-        life.pages.extend(self._covering(chain, coverage))
-        for page in life.pages:
+    def begin(self, residency: Residency, chain: Sequence[bytes], coverage: int) -> None:
+        """Takes references to the pages that cover a residency's beginning."""
+        residency.shared_pages = coverage if self.present else 0
+        residency.pages.extend(self._covering(chain, coverage))
+        for page in residency.pages:
             self.pool.hold(page)
-        self._lacking += self._lack(life)
+        self._lacking += self._lack(residency)
 
-    def fork(self, parent: Life, child: Life) -> bool:
+    def fork(self, parent: Residency, child: Residency) -> bool:
         """Shares a parent's full pages; a partial last one is to be copied. False: no room, and nothing changed."""
         if not self.present:
             return True
@@ -68,64 +68,68 @@ class Pages:
             self.grow(child, parent.computed)
         return True
 
-    def grow(self, life: Life, end: int) -> bool:
+    def grow(self, residency: Residency, end: int) -> bool:
         """Pages up to position `end`, in one go; False, and nothing changed, without room."""
-        missing = self._blocks(end) - len(life.pages)
+        missing = self._blocks(end) - len(residency.pages)
         if missing <= 0 or not self.present:
             return True
         if self.pool.num_available < missing:
             return False
-        lacked = self._lack(life)
-        life.pages.extend(self.pool.take(missing, near=life.pages[-1] if life.pages else 0))
-        self._lacking += self._lack(life) - lacked
+        lacked = self._lack(residency)
+        residency.pages.extend(self.pool.take(missing, near=residency.pages[-1] if residency.pages else 0))
+        self._lacking += self._lack(residency) - lacked
         return True
 
-    def shrink(self, life: Life, count: int) -> None:
+    def shrink(self, residency: Residency, count: int) -> None:
         """Gives back the pages after the first `count`."""
-        lacked = self._lack(life)
-        while len(life.pages) > count:
-            self.pool.release(life.pages.pop())
-        self._lacking += self._lack(life) - lacked
+        lacked = self._lack(residency)
+        while len(residency.pages) > count:
+            self.pool.release(residency.pages.pop())
+        self._lacking += self._lack(residency) - lacked
 
-    def commit(self, life: Life, depth: int, block_hash: bytes, born: int) -> bool:
+    def commit(self, residency: Residency, depth: int, block_hash: bytes, born: int) -> bool:
         """Names the page of block `depth` - 1; whether it is new."""
-        if depth <= life.shared_pages or not self.present:
+        if depth <= residency.shared_pages or not self.present:
             return False
-        exact, writer = depth * self.block_size <= life.inexact_from, life.request.number
-        page = life.pages[depth - 1]
+        exact, writer = depth * self.block_size <= residency.inexact_from, residency.request.number
+        page = residency.pages[depth - 1]
         return self.pool.commit(page, block_hash, exact=exact, rank=Rank.FIRST, born=born, writer=writer)
 
-    def tables(self, lives: Sequence[Life]) -> PageTables | None:
-        """What a plan needs of the pages of these lives."""
+    def tables(self, residencies: Sequence[Residency]) -> PageTables | None:
+        """What a plan needs of the pages of these residencies."""
         if not self.present:
             return None
-        copied = [0 if life.copy_page is None else life.copy_page.block for life in lives]
-        return PageTables([life.pages for life in lives], [life.shared_pages for life in lives], copied)
+        copied = [0 if residency.copy_page is None else residency.copy_page.block for residency in residencies]
+        return PageTables(
+            [residency.pages for residency in residencies],
+            [residency.shared_pages for residency in residencies],
+            copied,
+        )
 
-    def copied(self, life: Life) -> None:
-        """The page that the life's first row copies from is needed no more."""
-        if life.copy_page is not None:
-            life.copy_page.end()
-            life.copy_page = None
+    def copied(self, residency: Residency) -> None:
+        """The page that the residency's first row copies from is needed no more."""
+        if residency.copy_page is not None:
+            residency.copy_page.end()
+            residency.copy_page = None
 
-    def end(self, life: Life) -> None:
-        """Gives back all that a life holds."""
-        self.copied(life)
-        pages, life.pages = life.pages, array("i")
-        rank, ranks = life.request.rank, self.pool.rank
+    def end(self, residency: Residency) -> None:
+        """Gives back all that a residency holds."""
+        self.copied(residency)
+        pages, residency.pages = residency.pages, array("i")
+        rank, ranks = residency.request.rank, self.pool.rank
         for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
             if ranks[page] < rank:
                 ranks[page] = rank
             self.pool.release(page)
 
-    def unused(self, life: Life) -> None:
-        """A life that ended needs no more pages than it has."""
-        self._lacking -= self._lack(life)
+    def unused(self, residency: Residency) -> None:
+        """A residency that ended needs no more pages than it has."""
+        self._lacking -= self._lack(residency)
 
-    def check(self, lives: Sequence[Life], running: Sequence[Life], others: Sequence[int]) -> None:
-        """Raises AssertionError unless the books balance, these `others` being held by whoever is no life."""
-        copies = [life.copy_page.block for life in lives if life.copy_page is not None]
-        self.pool.check([*(page for life in lives for page in life.pages), *copies, *others])
+    def check(self, residencies: Sequence[Residency], running: Sequence[Residency], others: Sequence[int]) -> None:
+        """Raises AssertionError unless the books balance, these `others` being held by whoever is no residency."""
+        copies = [residency.copy_page.block for residency in residencies if residency.copy_page is not None]
+        self.pool.check([*(page for residency in residencies for page in residency.pages), *copies, *others])
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"
 
     def _covering(self, chain: Sequence[bytes], coverage: int) -> list[int]:
@@ -135,5 +139,5 @@ class Pages:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _lack(self, life: Life) -> int:
-        return max(0, self._blocks(life.prefill_end) - len(life.pages)) if self.present else 0
+    def _lack(self, residency: Residency) -> int:
+        return max(0, self._blocks(residency.prefill_end) - len(residency.pages)) if self.present else 0

@@ -1,11 +1,10 @@
-"""Blocks of one pool: ids, reference counts, leases, and their life FREE -> WRITING -> COMMITTED."""
+"""Blocks of one pool: ids, reference counts, leases, and their residency FREE -> WRITING -> COMMITTED."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from mambacache.cache.chains import Chains, Rank
-from mambacache.cache.policy import EvictionOrder
+from mambacache.cache.retention import Chains, EvictionOrder, Rank
 
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a hash stops naming a block; `evicted` if room was needed."""
@@ -94,9 +93,9 @@ class BlockPool:
             self.references[block] = 1
         return blocks
 
-    def lease(self, asked: bool = True) -> Lease | None:
+    def lease(self, requested: bool = True) -> Lease | None:
         """A WRITING block, evicting a COMMITTED one if it must; None if there is none to take."""
-        if not self._free and not self.evict(asked):
+        if not self._free and not self.evict(requested):
             return None
         return Lease(self, self.take(1)[0])
 
@@ -198,9 +197,9 @@ class BlockPool:
         self._rank_before[block] = self.rank[block]
         self.rank[block], self._useless[block] = Rank.SPARE, True
 
-    def evict(self, asked: bool = True) -> bool:
+    def evict(self, requested: bool = True) -> bool:
         """Frees the COMMITTED block without references that is to go first; False if there is none."""
-        block = self.idle.first(asked)
+        block = self.idle.first(requested)
         if block is None:
             return False
         self._forget(block, evicted=True)

@@ -6,9 +6,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from math import log2
 
-from mambacache.cache.chains import Chains, Rank
-from mambacache.cache.policy import EvictionOrder
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+from mambacache.cache.retention import Chains, EvictionOrder, Rank
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
@@ -177,8 +176,8 @@ class SlabPool(BlockPool):
             self.references[block] = 1
         return blocks
 
-    def lease(self, asked: bool = True) -> Lease | None:
-        if not self._num_free and not self._make_room(asked):
+    def lease(self, requested: bool = True) -> Lease | None:
+        if not self._num_free and not self._make_room(requested):
             return None
         return Lease(self, self.take(1)[0])
 
@@ -237,17 +236,17 @@ class SlabPool(BlockPool):
 
     # --- slabs ---
 
-    def _make_room(self, asked: bool = True) -> bool:
+    def _make_room(self, requested: bool = True) -> bool:
         """At least a free block; False if there is none to be had."""
-        self._evicted += asked
+        self._evicted += requested
         if self._evicted >= self.per_slab:
             self._evicted = 0
             if self._slabs.weigh(self):
                 self._slabs.move(self)
                 return True
-        if self.evict(asked):
+        if self.evict(requested):
             return True
-        if asked and self._slabs.obtainable(self):
+        if requested and self._slabs.obtainable(self):
             self._slabs.move(self)
             return True
         return False
@@ -263,7 +262,7 @@ class SlabPool(BlockPool):
         """Leaves a slab to the other pool: this one, else an empty one, else the one that goes first, once its blocks
         are evicted, what is deepest in its chains first."""
         if not slab and not self._empty:
-            first = self._idle_slabs.first(asked=True)
+            first = self._idle_slabs.first(requested=True)
             assert first is not None
             for block in self._ids(first):
                 if self.hashes[block] is not None:

@@ -1,25 +1,92 @@
-"""State blocks of running requests: src, dst and checkpoints of every row, and when what it writes becomes readable."""
+"""State blocks of running requests: src, dst and checkpoints of every row, and when a stored state is committed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
 
-from mambacache.accounting.ledger import Ledger
-from mambacache.cache.chains import Chains, Rank, Turn
-from mambacache.cache.checkpoints import Checkpoints
+from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Marks, Policy
 from mambacache.cache.pool import BlockPool, Lease
-from mambacache.cache.request import CachedRequest, Commit, Life, Row
+from mambacache.cache.requests import CachedRequest, Commit, Residency, Row
+from mambacache.cache.retention import Chains, Marks, Policy, Rank, Turn, Wish
 from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, SequenceStep
 
 
-class States:
-    """The only place where state blocks are chosen; see `BlockPool` for theirs, and `Life` for what a request holds.
+class Checkpoints:
+    """The blocks beside the dsts, from the plan of a step until it is issued."""
 
-    A life holds at most two blocks, its running state and the dst of a row that is not issued yet or has drafts, and
+    def __init__(self, pool: BlockPool, lookup: Lookup, policy: Policy, ledger: Ledger, block_size: int) -> None:
+        self._pool = pool
+        self._lookup = lookup
+        self._policy = policy
+        self._ledger = ledger
+        self._size = block_size
+        self.unwritten = 0  # blocks of rows that are not issued yet
+
+    def plan(self, rows: Sequence[Row]) -> None:
+        """When every row has its dst: blocks for wished-for boundaries inside the prefill rows."""
+        wanted: list[tuple[Wish, int, int]] = []
+        for order, row in enumerate(rows):
+            step, residency = row.step, row.residency
+            end = step.start + step.num_tokens
+            if end // self._size == step.start // self._size or not residency.request.store or residency.request.stale:
+                continue
+            self._promise(residency, step.start, end)
+            if step.prefill:
+                wanted += [(wish, order, p) for wish, p in self._policy.between(residency.wishes, step.start, end)]
+        planned: dict[bytes, bool] = {}
+        for wish, order, position in sorted(wanted):
+            residency = rows[order].residency
+            block_hash = residency.request.chain[position // self._size]
+            exact = position <= residency.inexact_from
+            held = self._pool.lookup(block_hash)
+            if held is not None and (self._pool.exact[held] or not exact):
+                continue
+            if planned.get(block_hash, -1) >= exact:
+                continue
+            requested = self._policy.requested(wish)
+            lease = self._pool.lease(requested) if self.has_room(requested) else None
+            if lease is None:
+                self._ledger.refused(block_hash)
+                continue
+            planned[block_hash] = exact
+            rows[order].checkpoints[position] = lease
+            self.unwritten += 1
+        for row in rows:
+            row.planned = True
+            if row.checkpoints:
+                checkpoints = {position: lease.block for position, lease in row.checkpoints.items()}
+                row.step = row.step._replace(checkpoints=checkpoints)
+
+    def _promise(self, residency: Residency, start: int, end: int) -> None:
+        """Wishes for the boundaries where waiting requests will resume, whether or not this step could admit them."""
+        if not self._policy.max_checkpoints:
+            return
+        chain, size = residency.request.chain, self._size
+        for depth in self._lookup.awaited(chain, start // size + 1, min(end // size, len(chain) - 1)):
+            if self._lookup.worth_a_wait(residency, depth):
+                self._policy.promise(residency.wishes, depth * size)
+
+    def has_room(self, requested: bool) -> bool:
+        """Whether the budget holds one more checkpoint, if need be by evicting one."""
+        most = self._policy.max_checkpoints
+        full = self._pool.num_committed + self.unwritten >= most
+        return not full or (most > 0 and self._pool.evict(requested))
+
+    def end(self, row: Row) -> None:
+        """The row was issued, and its states have their hashes, or it will not be."""
+        self.unwritten -= len(row.checkpoints)
+        for position in sorted(row.checkpoints, reverse=True):
+            row.checkpoints[position].end()
+        row.checkpoints = {}
+
+
+class States:
+    """Chooses all state blocks. `BlockPool` has the blocks, and `Residency` says which of them a request holds.
+
+    A residency holds at most two blocks: its running state, and the dst of a row that is not issued or has drafts;
     once it decodes a slot for its token log.
 
     One row may be allocated while the drafts of the one before it are not accepted yet. It begins `late` tokens later
@@ -46,23 +113,23 @@ class States:
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
         self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth of a state
 
-    # --- a life begins ---
+    # --- a residency begins ---
 
-    def begin(self, life: Life, hit_block: int) -> None:
+    def begin(self, residency: Residency, hit_block: int) -> None:
         """Takes a reference to the state that was hit, and a block for the first row's dst."""
         if hit_block:
-            life.state = self._pool.share(hit_block)
+            residency.state = self._pool.share(hit_block)
             self._pool.promote(hit_block, max(self._pool.rank[hit_block], Rank.SECOND))
-            self.marks.hit(life.request.salt, life.request.chain[life.hit // self._size])
-        life.reserve = self._pool.lease()
+            self.marks.hit(residency.request.salt, residency.request.chain[residency.hit // self._size])
+        residency.reserve = self._pool.lease()
 
-    def mark(self, life: Life, end: int) -> None:
-        """Mark the cached states at a life's marks, up to the position `end`."""
-        for position in sorted(life.marks) if life.request.store else ():
+    def mark(self, residency: Residency, end: int) -> None:
+        """Mark the cached states at a residency's marks, up to the position `end`."""
+        for position in sorted(residency.marks) if residency.request.store else ():
             if position <= end:
-                self._mark(life.request, position)
+                self._mark(residency.request, position)
 
-    def fork(self, parent: Life, child: Life) -> bool:
+    def fork(self, parent: Residency, child: Residency) -> bool:
         """The child goes on from the parent's state; False, and nothing has changed, without room for a page."""
         if parent.state is None or not self._pages.fork(parent, child):
             return False
@@ -72,13 +139,13 @@ class States:
 
     # --- before a step ---
 
-    def allocate(self, life: Life, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
+    def allocate(self, residency: Residency, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
         """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
         room. A tree of drafts ends before its log does: of a fold's tokens each comes after the one before it."""
-        start = life.computed
-        before = life.drafted[-1] if life.drafted else None
+        start = residency.computed
+        before = residency.drafted[-1] if residency.drafted else None
         late = before.step.num_tokens - 1 if before is not None else 0
-        in_prompt = start < life.prefill_end
+        in_prompt = start < residency.prefill_end
         prefill = in_prompt and not decode
         drafts, parents = guess
         if drafts:
@@ -92,144 +159,149 @@ class States:
         folds = in_prompt or start % FOLD + late + num_tokens >= FOLD
         shared = before.dst if before is not None else None
         in_place = folds and not (prefill or drafts or late)  # perhaps: rejected drafts must not be in the only state
-        pages_before, near_before, had_reserve = len(life.pages), life.inexact_from, life.reserve is not None
-        if not prefill and not life.log_slot and not self.free_logs:
+        pages_before, near_before, had_reserve = (
+            len(residency.pages),
+            residency.inexact_from,
+            residency.reserve is not None,
+        )
+        if not prefill and not residency.log_slot and not self.free_logs:
             return None
         if folds and not (in_place or shared or had_reserve) and not self._pool.num_available:
             return None
-        if end > pages_before * self._size and not self._pages.grow(life, end):
+        if end > pages_before * self._size and not self._pages.grow(residency, end):
             return None
-        src = life.state.block if life.state is not None else 0
+        src = residency.state.block if residency.state is not None else 0
         dst, fresh = 0, None
-        if in_place and self._may_write_in_place(life):
+        if in_place and self._may_write_in_place(residency):
             dst = src
         elif shared is not None:
             dst = shared.block
         elif folds:
-            fresh, life.reserve = life.reserve or self._pool.lease(), None
+            fresh, residency.reserve = residency.reserve or self._pool.lease(), None
             if fresh is None:
-                self._pages.shrink(life, pages_before)
+                self._pages.shrink(residency, pages_before)
                 return None
             dst = fresh.block
-        if not prefill and not life.log_slot:
-            life.log_slot = self.free_logs.pop()
+        if not prefill and not residency.log_slot:
+            residency.log_slot = self.free_logs.pop()
         step = SequenceStep._make((  # in two thirds of the time of a call
-            life.request.request_id, life.number, next(self._numbers), start, num_tokens, prefill,
-            end >= life.prefill_end, src, dst, life.log_slot, life.log_start, drafts, NO_CHECKPOINTS, False, late,
-            parents, life.kept,
+            residency.request.request_id, residency.number, next(self._numbers), start, num_tokens, prefill,
+            end >= residency.prefill_end, src, dst, residency.log_slot, residency.log_start, drafts, NO_CHECKPOINTS,
+            False, late,
+            parents, residency.kept,
         ))  # fmt: skip
-        row = life.row = Row(step, life, fresh, near_before, pages_before, had_reserve)
+        row = residency.row = Row(step, residency, fresh, near_before, pages_before, had_reserve)
         if near_before > start and (not prefill or start % CHUNK):
-            life.inexact_from = start  # a step that is cut inside a chunk makes the next one start there
+            residency.inexact_from = start  # a step that is cut inside a chunk makes the next one start there
         return row
 
-    def _may_write_in_place(self, life: Life) -> bool:
+    def _may_write_in_place(self, residency: Residency) -> bool:
         """Whether a decode row may write the block that it reads: nobody else holds it, and it is not committed or soon
         to be; or it is, and there is no block to go on in (then that commit is taken back)."""
-        pool, state = self._pool, life.state
+        pool, state = self._pool, residency.state
         if state is None:
             return False
         block = state.block
-        pending = bool(life.pending) and any(commit.lease.block == block for commit in life.pending)
+        pending = bool(residency.pending) and any(commit.lease.block == block for commit in residency.pending)
         if pool.references[block] > 1 + pending:
             return False
         if pool.hashes[block] is None and not pending:
             return True
-        if life.reserve is not None:
+        if residency.reserve is not None:
             return False
-        stands = life.computed // FOLD * FOLD + life.log_start
-        lease = pool.lease(self._policy.asked(self._policy.wish(life.wishes, stands)))
+        stands = residency.computed // FOLD * FOLD + residency.log_start
+        lease = pool.lease(self._policy.requested(self._policy.wish(residency.wishes, stands)))
         if lease is not None:
-            life.reserve = lease
+            residency.reserve = lease
             return False
         if pending:
-            for commit in [commit for commit in life.pending if commit.lease.block == block]:
+            for commit in [commit for commit in residency.pending if commit.lease.block == block]:
                 commit.lease.end()
-            life.pending = [commit for commit in life.pending if commit.lease.block]
+            residency.pending = [commit for commit in residency.pending if commit.lease.block]
         else:
             pool.withdraw(block)
-        if stands <= len(life.request.tokens):
-            self._ledger.refused(life.request.chain[stands // self._size])
+        if stands <= len(residency.request.tokens):
+            self._ledger.refused(residency.request.chain[stands // self._size])
         return True
 
     def drop(self, row: Row) -> None:
-        """An allocated row is not run: the life is as before, but for what the row's blocks have evicted, and the slot
+        """An allocated row is not run: the residency is as before, but for what the row's blocks evicted, and the slot
         of its log, which it keeps."""
-        life = row.life
+        residency = row.residency
         self.checkpoints.end(row)
-        if row.had_reserve and life.reserve is None:
-            life.reserve = row.dst
+        if row.had_reserve and residency.reserve is None:
+            residency.reserve = row.dst
         elif row.dst is not None:
             row.dst.end()
-        self._pages.shrink(life, row.pages_before)
-        life.inexact_from = row.near_before
-        life.row = None
+        self._pages.shrink(residency, row.pages_before)
+        residency.inexact_from = row.near_before
+        residency.row = None
 
     # --- after it ---
 
     def issued(self, row: Row) -> None:
         """The row is on the stream: whatever is issued later finds its dst written and its src read."""
-        life, step = row.life, row.step
+        residency, step = row.residency, row.step
         end = step.start + step.num_tokens
-        life.row, life.kept = None, ()
-        self._pages.copied(life)
+        residency.row, residency.kept = None, ()
+        self._pages.copied(residency)
         if row.dst is not None:
             self._end_unused(row)
         if step.drafts or step.late:
-            life.drafted.append(row)
+            residency.drafted.append(row)
             if not step.late:
-                life.computed = step.start + 1  # without a fold: this token is right, whatever is drafted after it
-                self._ledger.computed(life.trace, life.computed)
+                residency.computed = step.start + 1  # without a fold: this token is right, whatever is drafted after it
+                self._ledger.computed(residency.trace, residency.computed)
             return
         if step.dst:
-            self._folded(life, row)
+            self._folded(residency, row)
         else:
-            life.computed = end
+            residency.computed = end
         if row.checkpoints:
             for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
-                if not life.request.stale:
-                    self._name(life, position, lease.block)
+                if not residency.request.stale:
+                    self._name(residency, position, lease.block)
             self.checkpoints.end(row)
-        if end % self._size == 0 and life.state is not None:
-            self._commit(life, end, life.state)
-        self._advance(life)
+        if end % self._size == 0 and residency.state is not None:
+            self._commit(residency, end, residency.state)
+        self._advance(residency)
 
-    def _folded(self, life: Life, row: Row) -> None:
+    def _folded(self, residency: Residency, row: Row) -> None:
         """All of a row's tokens count: what is in its dst, if it has one, is the running state."""
         step, fresh = row.step, row.dst
-        life.computed = step.start + step.num_tokens
+        residency.computed = step.start + step.num_tokens
         if fresh is not None:
-            if life.state is not None:
-                life.state.end()
-            life.state, row.dst = fresh, None
+            if residency.state is not None:
+                residency.state.end()
+            residency.state, row.dst = fresh, None
         if step.dst:
-            life.log_start = life.computed % FOLD
+            residency.log_start = residency.computed % FOLD
 
     def accept(self, row: Row) -> None:
         """The row's tokens that remain after stops are known by now."""
-        life = row.life
-        if row in life.drafted:
+        residency = row.residency
+        if row in residency.drafted:
             self._resolve_drafts(row)
-        known = len(life.request.tokens)
-        while life.pending and life.pending[0].known <= known:
-            _, position, lease = life.pending.pop(0)
-            self._commit(life, position, lease)
+        known = len(residency.request.tokens)
+        while residency.pending and residency.pending[0].known <= known:
+            _, position, lease = residency.pending.pop(0)
+            self._commit(residency, position, lease)
             lease.end()
-        self._advance(life)
+        self._advance(residency)
 
     def _resolve_drafts(self, row: Row) -> None:
         """Keeps the tokens that were accepted, and the row's dst if these are all."""
-        life, step = row.life, row.step
-        known = life.request.tokens[step.start : step.start + step.num_tokens]
-        given = len(life.request.tokens) - step.start - 1
+        residency, step = row.residency, row.step
+        known = residency.request.tokens[step.start : step.start + step.num_tokens]
+        given = len(residency.request.tokens) - step.start - 1
         path = step.followed(known[1 : given if PLACEHOLDER in step.drafts else None])  # with a stop that was drafted
         count = len(path)  # tokens that are known to be right
-        life.drafted.remove(row)
-        late = life.drafted[0] if life.drafted else life.row
+        residency.drafted.remove(row)
+        late = residency.drafted[0] if residency.drafted else residency.row
         if given > 0 and count == step.num_tokens:
-            self._folded(life, row)
-            if life.computed % self._size == 0 and life.state is not None:
-                self._commit(life, life.computed, life.state)
+            self._folded(residency, row)
+            if residency.computed % self._size == 0 and residency.state is not None:
+                self._commit(residency, residency.computed, residency.state)
         elif row.dst is not None:
             if late is None or late.step.dst != row.dst.block:
                 row.dst.end()
@@ -237,31 +309,33 @@ class States:
                 late.dst = row.dst
             row.dst = None
         if given > 0:  # else it has stopped, and where the device has the next row does not matter
-            life.computed = step.start + count
-            life.kept = tuple(step.start + place for depth, place in enumerate(path) if place != depth)
+            residency.computed = step.start + count
+            residency.kept = tuple(step.start + place for depth, place in enumerate(path) if place != depth)
             if late is not None:
-                self._place(life, late)
+                self._place(residency, late)
 
-    def _place(self, life: Life, row: Row) -> None:
+    def _place(self, residency: Residency, row: Row) -> None:
         """Where a row begins is known by now, and with that how far it goes, as `place_decodes` has it."""
-        start, step = life.computed, row.step
+        start, step = residency.computed, row.step
         end = min(start + step.num_tokens, (start // FOLD + 1) * FOLD)
-        src, dst = (0 if lease is None else lease.block for lease in (life.state, row.dst))
+        src, dst = (0 if lease is None else lease.block for lease in (residency.state, row.dst))
         dst = dst if end % FOLD == 0 else 0
         row.step = SequenceStep(
-            step.request_id, step.life, step.row, start, end - start, False, True, src, dst, step.log_slot,
-            life.log_start, step.drafts[: end - start - 1],
+            step.request_id, step.residency, step.row, start, end - start, False, True, src, dst, step.log_slot,
+            residency.log_start, step.drafts[: end - start - 1],
         )  # fmt: skip
         if not row.issue:
             return  # until then it keeps its dst: with a stop inside the drafts the device is further, and may write it
         self._end_unused(row)
-        life.computed = start + 1
+        residency.computed = start + 1
         if not row.step.drafts:
-            life.drafted.remove(row)
-            self._folded(life, row)
-            if life.computed % self._size == 0 and life.state is not None:
-                lease = self._pool.share(life.state.block)  # where tokens were cut off by a stop the device is further
-                life.pending.append(Commit(life.computed + 1, life.computed, lease))
+            residency.drafted.remove(row)
+            self._folded(residency, row)
+            if residency.computed % self._size == 0 and residency.state is not None:
+                lease = self._pool.share(
+                    residency.state.block
+                )  # where tokens were cut off by a stop the device is further
+                residency.pending.append(Commit(residency.computed + 1, residency.computed, lease))
 
     @staticmethod
     def _end_unused(row: Row) -> None:
@@ -269,24 +343,24 @@ class States:
             row.dst.end()
             row.dst = None
 
-    # --- the end of a life ---
+    # --- the end of a residency ---
 
-    def end(self, life: Life, finished: bool) -> None:
-        """A life ends. What it holds is given back at once, or with its row if that is planned: that may be issued."""
-        life.ended = True
-        self._ledger.ended(life.trace)
-        self._lookup.wrote(life, life.request.chain, life.announced)
-        self._pages.unused(life)
-        if life.row is None or not life.row.planned:
-            self.release(life)
-        if finished and life.request.turn is not None:
-            self._settle(life, life.request.turn)
+    def end(self, residency: Residency, finished: bool) -> None:
+        """End a residency. Its blocks are free at once, or with its row if that is planned, since it may be issued."""
+        residency.ended = True
+        self._ledger.ended(residency.trace)
+        self._lookup.wrote(residency, residency.request.chain, residency.announced)
+        self._pages.unused(residency)
+        if residency.row is None or not residency.row.planned:
+            self.release(residency)
+        if finished and residency.request.turn is not None:
+            self._settle(residency, residency.request.turn)
 
-    def _settle(self, life: Life, turn: Turn) -> None:
+    def _settle(self, residency: Residency, turn: Turn) -> None:
         """Of the states that a finished request leaves, those that its next turn does not need are evicted first."""
-        request, pool = life.request, self._pool
-        turn.answered = life.computed // self._size
-        end = life.checkpoint[0] // self._size if life.checkpoint is not None else 0
+        request, pool = residency.request, self._pool
+        turn.answered = residency.computed // self._size
+        end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
         useless = self._chains.useless(turn, end)
         if end > turn.tail and end not in useless and (last := pool.lookup(request.chain[end])):
             pool.promote(last, max(pool.rank[last], turn.rank))
@@ -295,57 +369,57 @@ class States:
             if not pool.references[block]:
                 pool.evict_first(block)
 
-    def release(self, life: Life) -> None:
-        """Gives back all that an ended life holds; what is committed stays."""
-        row, life.row = life.row, None
+    def release(self, residency: Residency) -> None:
+        """Gives back all that an ended residency holds; what is committed stays."""
+        row, residency.row = residency.row, None
         if row is not None:
             self.checkpoints.end(row)
-        for lease in self.held(life, row):
+        for lease in self.held(residency, row):
             lease.end()
-        life.pending, life.drafted, life.state, life.reserve = [], [], None, None
-        if life.log_slot:
-            self.free_logs.append(life.log_slot)
-            life.log_slot = 0
-        self._pages.end(life)
+        residency.pending, residency.drafted, residency.state, residency.reserve = [], [], None, None
+        if residency.log_slot:
+            self.free_logs.append(residency.log_slot)
+            residency.log_slot = 0
+        self._pages.end(residency)
 
-    def held(self, life: Life, row: Row | None) -> list[Lease]:
-        """The leases of a life and of its row that is not issued."""
-        rows = life.drafted if row is None else [row, *life.drafted]
-        leases = [life.state, life.reserve, *(each.dst for each in rows)]
-        held = [commit.lease for commit in life.pending] + [lease for lease in leases if lease is not None]
+    def held(self, residency: Residency, row: Row | None) -> list[Lease]:
+        """The leases of a residency and of its row that is not issued."""
+        rows = residency.drafted if row is None else [row, *residency.drafted]
+        leases = [residency.state, residency.reserve, *(each.dst for each in rows)]
+        held = [commit.lease for commit in residency.pending] + [lease for lease in leases if lease is not None]
         return held if row is None else [*held, *row.checkpoints.values()]
 
     # --- commits ---
 
-    def _commit(self, life: Life, position: int, lease: Lease) -> None:
+    def _commit(self, residency: Residency, position: int, lease: Lease) -> None:
         """Commits a state that stands on a boundary where a step ended, now or when its tokens are known."""
-        request = life.request
+        request = residency.request
         if not request.store or request.stale:
             return
         if position > len(request.tokens):
-            life.pending.append(Commit(position, position, self._pool.share(lease.block)))
+            residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        asked = self._policy.asked(self._policy.wish(life.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(asked):
+        requested = self._policy.requested(self._policy.wish(residency.wishes, position))
+        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(requested):
             self._ledger.refused(block_hash)
             return
-        self._name(life, position, lease.block)
-        previous, life.checkpoint = life.checkpoint, (position, block_hash)
-        if previous is not None and self._policy.gives_up(life.wishes, previous[0], life.prefill_end):
+        self._name(residency, position, lease.block)
+        previous, residency.checkpoint = residency.checkpoint, (position, block_hash)
+        if previous is not None and self._policy.gives_up(residency.wishes, previous[0], residency.prefill_end):
             held = self._pool.lookup(previous[1])
             if held is not None and not self._pool.references[held] and self._pool.rank[held] is Rank.SPARE:
                 self._pool.drop(previous[1])
 
-    def _name(self, life: Life, position: int, block: int) -> None:
-        block_hash = life.request.chain[position // self._size]
-        rank = self._policy.rank(self._policy.wish(life.wishes, position), life.request.rank)
-        exact, writer = position <= life.inexact_from, life.request.number
+    def _name(self, residency: Residency, position: int, block: int) -> None:
+        block_hash = residency.request.chain[position // self._size]
+        rank = self._policy.rank(self._policy.wish(residency.wishes, position), residency.request.rank)
+        exact, writer = position <= residency.inexact_from, residency.request.number
         if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued, writer=writer):
-            self.prefix[block] = life.request.chain, position // self._size
-            self._ledger.stored("state", block_hash, position, life.request.request_id)
-        if position in life.marks or self.marks.has(life.request.salt, block_hash):
-            self._mark(life.request, position)
+            self.prefix[block] = residency.request.chain, position // self._size
+            self._ledger.stored("state", block_hash, position, residency.request.request_id)
+        if position in residency.marks or self.marks.has(residency.request.salt, block_hash):
+            self._mark(residency.request, position)
 
     def _mark(self, request: CachedRequest, position: int) -> None:
         """Make a mark of the state at a position, if it is cached: it ranks as SECOND at least."""
@@ -358,19 +432,19 @@ class States:
         if lost is not None and held is not None and pool.rank[held] is Rank.SECOND:
             pool.lower(held, lost[1])
 
-    def _advance(self, life: Life) -> None:
+    def _advance(self, residency: Residency) -> None:
         """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
-        request, size = life.request, self._size
-        self._ledger.computed(life.trace, life.computed)
-        if life.computed < (life.published + 1) * size:
+        request, size = residency.request, self._size
+        self._ledger.computed(residency.trace, residency.computed)
+        if residency.computed < (residency.published + 1) * size:
             return
-        self._lookup.wrote(life, request.chain, life.computed // size)
-        for depth in range(life.published + 1, min(life.computed, len(request.tokens)) // size + 1):
-            life.published = depth
+        self._lookup.wrote(residency, request.chain, residency.computed // size)
+        for depth in range(residency.published + 1, min(residency.computed, len(request.tokens)) // size + 1):
+            residency.published = depth
             self._chains.now += 1
             if not request.store or request.stale:
                 continue
             block_hash = request.chain[depth]
             self._lookup.add_computed(block_hash)
-            if self._pages.commit(life, depth, block_hash, self.num_issued):
+            if self._pages.commit(residency, depth, block_hash, self.num_issued):
                 self._ledger.stored("kv", block_hash, depth * size, request.request_id)

@@ -105,7 +105,7 @@ class DeviceBatch:
         unknown = [row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].late]
         lists = {
             "unknown": [row * plan.tokens_per_decode for row in unknown],
-            "source": [places[plan.steps[row].life] for row in unknown],
+            "source": [places[plan.steps[row].residency] for row in unknown],
             "sample_index": offsets,
             "draw_index": [draw.sample for draw in draws],
             "prompt_index": [offset for offset, _ in prompts],

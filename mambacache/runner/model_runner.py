@@ -63,7 +63,7 @@ class Launched:
     ) -> None:
         self.tokens = tokens
         self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # of each row in the tokens
-        self.places = {step.life: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
+        self.places = {step.residency: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
         self._sampling, self._batch, self._num_decodes = sampling, batch, plan.num_decodes
         self._drafts = counts is not None
         columns = [tokens, *([] if counts is None else [counts]), *scores]

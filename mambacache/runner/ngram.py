@@ -50,12 +50,12 @@ class Histories:
         room = _room(max_model_len, max_draft_tokens)
         self._tokens = torch.zeros(slots + 1, room, dtype=torch.int32, device=device)
         self._lengths = torch.ones(slots + 1, dtype=torch.int64, device=device)  # of the null slot always 1
-        self._lives: dict[int, int] = {}  # by slot
+        self._residencies: dict[int, int] = {}  # by slot
 
     def forget(self) -> None:
         """Drop all histories."""
         self._lengths.fill_(1)
-        self._lives.clear()
+        self._residencies.clear()
 
     def begin(self, plan: StepPlan, indices: StateIndices, known: Known, block_size: int | None) -> Begun:
         """Before a step with decode rows: gives them the tokens that the host does not know, and moves those that are
@@ -69,7 +69,7 @@ class Histories:
 
     def _add(self, rows: Sequence[tuple[int, SequenceStep]], known: Known, indices: StateIndices) -> None:
         """Of rows that are the first of their lives all tokens, the last of which is the row's own."""
-        new = [(i, step) for i, step in rows if self._lives.get(step.log_slot) != step.life]
+        new = [(i, step) for i, step in rows if self._residencies.get(step.log_slot) != step.residency]
         texts = {str(i): np.array(known(step.request_id), np.int32) for i, step in new}
         uploaded = pack_arrays(texts, self._tokens.device) if new else {}
         for i, step in new:
@@ -77,7 +77,7 @@ class Histories:
             self._tokens[step.log_slot, : len(text)] = text
             self._tokens[step.log_slot, step.start] = indices.tokens[i * indices.tokens_per_decode]
             self._lengths[step.log_slot] = step.start + 1
-            self._lives[step.log_slot] = step.life
+            self._residencies[step.log_slot] = step.residency
 
     def end(self, indices: StateIndices, begun: Begun, sampled: Tensor) -> Tensor:
         """After it, with its tokens, int64 [S], the decode rows' first: keeps what was accepted. Returns int64 [N], how

@@ -69,14 +69,14 @@ class KVWatch:
     are there, too.
 
     Args:
-        states: the cache. Nobody else may take its events.
+        prefix_cache: the cache. Nobody else may take its events.
         pool: vLLM's block pool. Two methods of this object are wrapped.
         num_groups: the number of groups in vLLM's KV cache.
     """
 
-    def __init__(self, states: PrefixCache, pool: Any, num_groups: int) -> None:
+    def __init__(self, prefix_cache: PrefixCache, pool: Any, num_groups: int) -> None:
         self.hashes = HashMap(pool.hash_block_size)
-        self._states, self._pool, self._groups = states, pool, [*range(num_groups)]
+        self._prefix_cache, self._pool, self._groups = prefix_cache, pool, [*range(num_groups)]
         self._emit_removed, pool._emit_block_removed_events = pool._emit_block_removed_events, self._removed
         self._insert, pool._insert_block_hash = pool._insert_block_hash, self._inserted
 
@@ -87,7 +87,7 @@ class KVWatch:
             requests: vLLM's requests by id, including the requests that end in this step.
         """
         waited = set(self.hashes.unnamed)
-        for event in self._states.take_events():
+        for event in self._prefix_cache.take_events():
             self.hashes.follow(event, requests.get(event.request_id))
         for ours, theirs in self.hashes.name():
             there = theirs is not None and self._has(theirs)
@@ -95,7 +95,7 @@ class KVWatch:
                 self._tell(ours, there)
 
     def _tell(self, ours: bytes, there: bool) -> None:
-        (self._states.kv_stored if there else self._states.kv_evicted)([ours])
+        (self._prefix_cache.kv_stored if there else self._prefix_cache.kv_evicted)([ours])
 
     def _has(self, theirs: bytes) -> bool:
         return self._pool.get_cached_block(theirs, self._groups) is not None

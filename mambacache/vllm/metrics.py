@@ -50,12 +50,12 @@ class Counters:
         self._written = 0.0
         self._warned = False
 
-    def tell(self, states: PrefixCache, *, idle: bool) -> None:
+    def tell(self, prefix_cache: PrefixCache, *, idle: bool) -> None:
         """Once a second at most, or when no request is left; a file that tells all that is left alone."""
         now = time.monotonic()
         if not idle and now - self._written < SECONDS:
             return
-        self._written, stats = now, states.stats
+        self._written, stats = now, prefix_cache.stats
         values = {name: getattr(stats, name) for name in TOTALS} | stats.losses
         if values == self._left:
             return

@@ -56,7 +56,7 @@ class Mixin:
         blocks = read_blocks(self.vllm_config)
         slots = log_slots(self.vllm_config, blocks)
         self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each has a log once it decodes
-        self.states = PrefixCache(
+        self.prefix_cache = PrefixCache(
             CacheConfig(
                 num_state_blocks=blocks,
                 num_log_slots=slots,
@@ -83,12 +83,12 @@ class Mixin:
         self._reported = time.monotonic()
         self._counters = Counters(self.vllm_config) if self.log_stats else None
         watched = self._caching and self._has_attention
-        self._watch = KVWatch(self.states, self.kv_cache_manager.block_pool, len(groups)) if watched else None
+        self._watch = KVWatch(self.prefix_cache, self.kv_cache_manager.block_pool, len(groups)) if watched else None
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
             "mambacache: %d states, hits every %d tokens, %s",
-            self.states.config.num_state_blocks, self.states.config.block_size,
+            self.prefix_cache.config.num_state_blocks, self.prefix_cache.config.block_size,
             f"KV blocks of {self.block_size} tokens" if self._has_attention else "no KV",
         )  # fmt: skip
 
@@ -107,7 +107,7 @@ class Mixin:
                 return
         elif name not in self.requests:
             media = [(each.mm_position.offset, each.identifier) for each in request.mm_features or ()]
-            self.states.add(
+            self.prefix_cache.add(
                 name,
                 request.prompt_token_ids,
                 salt=_salt(request),
@@ -121,12 +121,12 @@ class Mixin:
         if not super()._handle_blocked_waiting_request(request):
             return False
         name = request.request_id
-        if self._held or not self.states.knows(name) or self.states.waits(name):
+        if self._held or not self.prefix_cache.knows(name) or self.prefix_cache.waits(name):
             return False
         blocks, covered = self.kv_cache_manager.empty_kv_cache_blocks, None
         if self._has_attention:
             blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
-        found = self.states.admit(name, kv_tokens=covered)
+        found = self.prefix_cache.admit(name, kv_tokens=covered)
         if isinstance(found, Wait):
             self._held = found.reason == "no room"
             return False
@@ -142,12 +142,12 @@ class Mixin:
         name = request.request_id
         self._tell(request)
         self._rows.pop(name, None)
-        runs = self.states.runs(name)
+        runs = self.prefix_cache.runs(name)
         if runs:
-            self._forget_pages(name, self.states.progress(name).computed)
+            self._forget_pages(name, self.prefix_cache.progress(name).computed)
         super()._preempt_request(request, *args, **kwargs)
         if runs:
-            self.states.preempt(name)
+            self.prefix_cache.preempt(name)
 
     def _forget_pages(self, name: str, start: int) -> None:
         """Forget a request's KV pages behind a position: no row will write them, or a bad row wrote them.
@@ -176,7 +176,7 @@ class Mixin:
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         done = super().reset_prefix_cache(*args, **kwargs)
         if done:
-            self.states.reset()
+            self.prefix_cache.reset()
         return done
 
     # --- steps ---
@@ -184,10 +184,10 @@ class Mixin:
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
         if num_new_tokens <= 1:
             return max(num_new_tokens, 0)
-        at = self.states.progress(request.request_id)
+        at = self.prefix_cache.progress(request.request_id)
         if at.computed >= at.prefill_end:  # a token and drafts, which end with the log: V2's workers see to that
             return num_new_tokens if self._runner_v2 else min(num_new_tokens, FOLD - at.computed % FOLD)
-        return self.states.next_tokens(request.request_id, num_new_tokens)
+        return self.prefix_cache.next_tokens(request.request_id, num_new_tokens)
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """State first, then KV; None has vLLM preempt its youngest request and ask again.
@@ -208,12 +208,12 @@ class Mixin:
     def _allocate_row(self, request: Any, num_tokens: int) -> SequenceStep | None:
         name = request.request_id
         if num_tokens == 1:  # nothing is drafted, and where the request is matters to V1 alone
-            begun = self._runner_v2 or self.states.progress(name).computed > 0
-            return self.states.allocate(name, 1, decode=begun)  # V1 puts a prompt of one token behind decode rows
-        at = self.states.progress(name)
+            begun = self._runner_v2 or self.prefix_cache.progress(name).computed > 0
+            return self.prefix_cache.allocate(name, 1, decode=begun)  # V1 puts a prompt of one token behind decode rows
+        at = self.prefix_cache.progress(name)
         if at.computed >= at.prefill_end:
-            return self.states.allocate(name, 1, drafts=request.spec_token_ids[: num_tokens - 1])
-        return self.states.allocate(name, num_tokens)
+            return self.prefix_cache.allocate(name, 1, drafts=request.spec_token_ids[: num_tokens - 1])
+        return self.prefix_cache.allocate(name, num_tokens)
 
     def _tell(self, request: Any) -> None:
         """The cache learns of the steps in which a request only added to its log, if there are any: of those that were
@@ -224,18 +224,18 @@ class Mixin:
             return
         tokens = self._new_tokens(request)
         if tokens:
-            self.states.decoded(name, tokens)
+            self.prefix_cache.decoded(name, tokens)
         unread, out = self._step - known - len(tokens), [*self._steps_out.values()]
         assert 0 <= unread <= len(out), "it was part of every step since"
         for rows in out[len(out) - unread :]:
-            row = self.states.allocate(name, 1, decode=True)
+            row = self.prefix_cache.allocate(name, 1, decode=True)
             assert row is not None, "a row that only adds a token to its log needs no room"
-            rows += self.states.plan_rows([row])
-            self.states.issued(rows[-1:])
+            rows += self.prefix_cache.plan_rows([row])
+            self.prefix_cache.issued(rows[-1:])
 
     def _new_tokens(self, request: Any) -> list[int]:
         """Those that the cache does not know of yet."""
-        return request.all_token_ids[len(self.states.tokens(request.request_id)) :]
+        return request.all_token_ids[len(self.prefix_cache.tokens(request.request_id)) :]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._hits.clear()
@@ -245,12 +245,12 @@ class Mixin:
         steps = [self._rows.pop(name) for name in scheduled if name in self._rows]
         self._rows.clear()  # what is left got a state and no KV: it was admitted in vain
         for name in self._hits:
-            if name not in scheduled and self.states.runs(name):
-                self.states.withdraw(name)
+            if name not in scheduled and self.prefix_cache.runs(name):
+                self.prefix_cache.withdraw(name)
         for name in self._later.keys() - scheduled.keys():  # else workers would take it to be one token further
             self._tell(self.requests[name])
-        rows = self.states.plan_rows(steps)
-        self.states.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
+        rows = self.prefix_cache.plan_rows(steps)
+        self.prefix_cache.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
         if self._watch is not None:
             self._watch.follow(self.requests)
         self._step += 1
@@ -278,9 +278,9 @@ class Mixin:
             sampled, ended = {}, {request.request_id: request for request in gone}
             for name in (row.request_id for row in rows):
                 request = ended.get(name) or self.requests.get(name)
-                if request is not None and self.states.knows(name):
+                if request is not None and self.prefix_cache.knows(name):
                     sampled[name] = self._new_tokens(request)
-            self.states.accept(rows, sampled, not_finite=not_finite)
+            self.prefix_cache.accept(rows, sampled, not_finite=not_finite)
             for request in gone:
                 self._free(request)
             if self._watch is not None:
@@ -297,12 +297,12 @@ class Mixin:
         """
         bad = [row.request_id for row in rows if num_nans.get(row.request_id)]
         for name in bad:
-            if name not in self.requests or not self.states.runs(name):
+            if name not in self.requests or not self.prefix_cache.runs(name):
                 continue
-            proven = self.states.progress(name).proven
+            proven = self.prefix_cache.progress(name).proven
             read = self._pages(name, 0, proven)
             self._forget_pages(name, proven)
-            for block in self.states.suspects(name):
+            for block in self.prefix_cache.suspects(name):
                 self._suspects[block.block_hash] = block.state, read
         return bad
 
@@ -314,22 +314,22 @@ class Mixin:
         """Drop the blocks that the workers found to be bad."""
         found = getattr(model_runner_output, "mambacache_sound", None)
         if found is not None:
-            self.states.invalidate([each for each, sound in zip(hashes, found.states, strict=True) if not sound])
+            self.prefix_cache.invalidate([each for each, sound in zip(hashes, found.states, strict=True) if not sound])
             self.kv_cache_manager.evict_blocks(set(found.bad_pages))
 
     def _free(self, request: Any) -> None:
-        if self.states.knows(request.request_id):
+        if self.prefix_cache.knows(request.request_id):
             self._tell(request)
-            self.states.free(request.request_id, finished=request.status in FINISHED)
+            self.prefix_cache.free(request.request_id, finished=request.status in FINISHED)
 
     def _report(self) -> None:
         if self._counters is not None:
-            self._counters.tell(self.states, idle=not self.requests)
+            self._counters.tell(self.prefix_cache, idle=not self.requests)
         now = time.monotonic()
         if now - self._reported < REPORT_SECONDS:
             return
         self._reported = now
-        stats = self.states.stats
+        stats = self.prefix_cache.stats
         losses = ", ".join(f"{reason}: {tokens:,}" for reason, tokens in stats.losses.items() if tokens) or "none"
         logger.info(
             "mambacache: %s of %s prompt tokens hit so far, of %s that had been computed before; lost, by reason: %s",

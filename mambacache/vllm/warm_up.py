@@ -14,7 +14,7 @@ from mambacache.vllm.step_context import StepContext
 from mambacache.warm_up import CompilerThreads, warm_up_batches
 
 
-def warm_up(runner: Any, states: StepContext, config: Any) -> None:
+def warm_up(runner: Any, context: StepContext, config: Any) -> None:
     """Run batches that take every kernel of our layers: first only to compile the kernels, side by side.
 
     With drafts each batch runs twice: steps of decode rows and prompts gather their activations.
@@ -31,12 +31,12 @@ def warm_up(runner: Any, states: StepContext, config: Any) -> None:
     runs = list(product(batches, [False, True] if width > 1 else [False]))
     began = time.monotonic()
     with CompilerThreads() as threads, compiling(threads):
-        _run(runner, states, runs)
-    _run(runner, states, runs)
+        _run(runner, context, runs)
+    _run(runner, context, runs)
     logger.info("mambacache: kernels were ready after %.0f s", time.monotonic() - began)
 
 
-def _run(runner: Any, states: StepContext, runs: Sequence[tuple[Sequence[SequenceStep], bool]]) -> None:
+def _run(runner: Any, context: StepContext, runs: Sequence[tuple[Sequence[SequenceStep], bool]]) -> None:
     for rows, gathered in runs:
-        with states.warming(rows, gathered) as tokens:
+        with context.warming(rows, gathered) as tokens:
             runner._dummy_run(tokens, skip_eplb=True)

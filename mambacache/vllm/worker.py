@@ -38,14 +38,14 @@ class Mixin:
         tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode gives this memory back
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
             pools = StatePool(tensors, blocks, runner.device), StatePool(log_tensors, slots, runner.device)
-        self.states = StepContext(layers, *pools, self.vllm_config.scheduler_config.max_num_seqs)
+        self.step_context = StepContext(layers, *pools, self.vllm_config.scheduler_config.max_num_seqs)
         logger.info(
             "mambacache: %d states of %.2f MB in %.2f GB, and %d token logs in %.2f GB, on each rank",
             blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * log_size / 1e9,
         )  # fmt: skip
-        runner.get_model().mambacache = self.states
+        runner.get_model().mambacache = self.step_context
         if is_cpu():
-            _attach_v1(runner, self.states)
+            _attach_v1(runner, self.step_context)
         elif runner.rejection_sampler is not None:
             from mambacache.vllm.model_state import UpToTheLog
 
@@ -53,18 +53,18 @@ class Mixin:
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         if not is_cpu() and self.vllm_config.kernel_config.enable_jit_warmup:
-            warm_up(self.model_runner, self.states, self.vllm_config)
+            warm_up(self.model_runner, self.step_context, self.vllm_config)
         return super().compile_or_warm_up_model(*args, **kwargs)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        self.states.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)
+        self.step_context.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)
         question = getattr(scheduler_output, "mambacache_question", None)
         if question is not None:
-            self._answer = answer(question, self.states.pool, self.model_runner.kv_caches, self.cache_config)
+            self._answer = answer(question, self.step_context.pool, self.model_runner.kv_caches, self.cache_config)
         try:
             return self._answered(super().execute_model(scheduler_output, *args, **kwargs))
         finally:
-            self.states.end()
+            self.step_context.end()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self._answered(super().sample_tokens(*args, **kwargs))
@@ -76,14 +76,14 @@ class Mixin:
         return attach(output, found)
 
 
-def _attach_v1(runner: Any, states: StepContext) -> None:
+def _attach_v1(runner: Any, context: StepContext) -> None:
     """Model runner V1 has no hook between the order of the batch and the forward pass: two methods of this instance."""
     prepare, threshold = runner._prepare_inputs, runner.calculate_reorder_batch_threshold
 
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = prepare(scheduler_output, num_scheduled_tokens)
         rows = runner.input_batch.num_reqs
-        states.begin(runner.input_batch.req_ids[:rows], num_scheduled_tokens[:rows])
+        context.begin(runner.input_batch.req_ids[:rows], num_scheduled_tokens[:rows])
         return result
 
     def calculate_reorder_batch_threshold() -> None:

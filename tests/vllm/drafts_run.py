@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 def watch(core: Any, counts: Counter[str]) -> None:
     """Count steps, rows that may be late, and steps that ran as a full graph."""
-    states, runner = core.scheduler.states, core.model_executor.driver_worker.worker.model_runner
+    states, runner = core.scheduler.prefix_cache, core.model_executor.driver_worker.worker.model_runner
     plan, replay = states.plan_rows, runner.cudagraph_manager.run_fullgraph
 
     def plan_rows(steps: Any) -> Any:
@@ -96,7 +96,7 @@ def main() -> None:
         for token, logprobs in zip(answer, found.prompt_logprobs[len(prompt) :], strict=True):
             behind.append(max(each.logprob for each in logprobs.values()) - logprobs[token].logprob)
     answer_random_batches(llm, rng)
-    core.scheduler.states.check()
+    core.scheduler.prefix_cache.check()
     result = {
         "scheduler": type(core.scheduler).__name__, "accepted": accepted, **counts, "tokens": len(behind),
         "compiled": compiled, "behind": sorted(behind)[-20:], "best": sum(each == 0 for each in behind) / len(behind),

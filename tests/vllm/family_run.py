@@ -229,7 +229,7 @@ def main(name: str, directory: Path) -> None:
     llm = LLM(str(served), **OPTIONS | options_of(name) | DRAFTS[drafts])
     params = SamplingParams(temperature=0, max_tokens=24 if drafts else 8, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
-    counts = count_drafts(core.scheduler.states)
+    counts = count_drafts(core.scheduler.prefix_cache)
     runner = core.model_executor.driver_worker.worker.model_runner
     dummies = [pad(layer) for layer in check_all_ours(runner.compilation_config.static_forward_context)]
     original = Original(directory)
@@ -242,7 +242,7 @@ def main(name: str, directory: Path) -> None:
     for dummy in dummies:
         dummy()
     assert not drafts or min(counts.values()) > 20, counts
-    check_idle(core.scheduler.states)
+    check_idle(core.scheduler.prefix_cache)
     print(LAST_ANSWER, flush=True)
 
 

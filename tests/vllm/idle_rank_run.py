@@ -24,7 +24,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIA
 
 def note_states(worker: Any, directory: Path) -> None:
     """Write a digest of all states of a rank."""
-    states, digest = worker.states, blake2b()
+    states, digest = worker.step_context, blake2b()
     for pool in (states.pool, states.logs):
         digest.update(pool.buffer.cpu().numpy())
     (directory / str(worker.vllm_config.parallel_config.data_parallel_index)).write_text(digest.hexdigest())

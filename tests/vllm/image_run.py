@@ -372,7 +372,7 @@ def main(name: str, directory: Path) -> None:
         add_predictor(served, large=1.0)
     llm = LLM(str(served), **OPTIONS | {"skip_tokenizer_init": False} | DRAFTS[drafts])
     core = llm.llm_engine.engine_core.engine_core
-    counts = count_drafts(core.scheduler.states)
+    counts = count_drafts(core.scheduler.prefix_cache)
     check = Check(llm, WithImages(directory, whole, marks), max_tokens=12 if drafts else 8)
     text = Prompt((tuple(tokens_of(99, 150)),))
     check((text, 0))
@@ -387,7 +387,7 @@ def main(name: str, directory: Path) -> None:
     check((text, 0), *cold, cache_salt="a")
     check((text, 128), *((prompt, each.again) for each in scenes for prompt in each[:2]), cache_salt="a")
     assert not drafts or min(counts.values()) > 20, counts
-    check_idle(core.scheduler.states)
+    check_idle(core.scheduler.prefix_cache)
     print(LAST_ANSWER, flush=True)
 
 

@@ -69,7 +69,7 @@ def main(name: str, directory: Path) -> None:
     llm = LLM(str(directory), **OPTIONS | DRAFTS["ngram"] | options)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     core = llm.llm_engine.engine_core.engine_core
-    counts = count_drafts(core.scheduler.states)
+    counts = count_drafts(core.scheduler.prefix_cache)
     for _ in range(2):
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in PROMPTS],
@@ -84,7 +84,7 @@ def main(name: str, directory: Path) -> None:
             assert adapter == "none" or merely != answer, "the adapter changes nothing"
         draft_from(dict(zip(map(tuple, PROMPTS), answers, strict=True)), core.scheduler)
     assert min(counts.values()) > 20, counts
-    core.scheduler.states.check()
+    core.scheduler.prefix_cache.check()
     print(LAST_ANSWER, flush=True)
 
 

@@ -38,9 +38,9 @@ class Served:
         self.llm, self.original = llm, original
         self.answers: dict[tuple[int, ...], Sequence[int]] = {}
         core = self.llm.llm_engine.engine_core.engine_core
-        self.states, self.scheduler = core.scheduler.states, core.scheduler
+        self.states, self.scheduler = core.scheduler.prefix_cache, core.scheduler
         worker = core.model_executor.driver_worker.worker
-        self.pool, self.caches = worker.states.pool, worker.model_runner.kv_caches
+        self.pool, self.caches = worker.step_context.pool, worker.model_runner.kv_caches
         self.embedding = next(
             weight for name, weight in worker.model_runner.model.named_parameters() if "embed_tokens" in name
         ).data
@@ -93,7 +93,7 @@ def a_bad_prompt_leaves_nothing_and_takes_nothing(served: Served) -> None:
 
 def a_bad_state_of_somebody_else_is_dropped(served: Served) -> None:
     prompt = prompt_of(3, 150)
-    states = served.states._books.pool
+    states = served.states._admission.pool
     known = set(states._blocks)
     served.ask(prompt)
     for block_hash, block in states._blocks.items():

@@ -29,11 +29,11 @@ class PoolWatch:
         self.mixed = self.most_rows = 0
         self._core = core
         worker = core.model_executor.driver_worker.worker
-        self._states = worker.states
+        self._states = worker.step_context
         self._slabs = self._states.pool.buffer.view(-1, self._states.pool.block_bytes)
         self._slabs.fill_(NAN)
         self._planned: tuple[SequenceStep, ...] = ()
-        self._issued, core.scheduler.states.issued = core.scheduler.states.issued, self._note
+        self._issued, core.scheduler.prefix_cache.issued = core.scheduler.prefix_cache.issued, self._note
         self._execute, worker.execute_model = worker.execute_model, self._watched
 
     def _note(self, rows: tuple[SequenceStep, ...]) -> None:
@@ -66,7 +66,7 @@ class PoolWatch:
         scheduler = self._core.scheduler
         while scheduler.has_requests() or self._core.batch_queue:  # workers still learn who has gone
             self._core.step_fn()
-        states = scheduler.states
+        states = scheduler.prefix_cache
         states.check()
         assert states.request_ids == [] and not scheduler.requests
         blocks = states.stats.state_blocks

@@ -123,7 +123,7 @@ def main(name: str, directory: Path) -> None:
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             torch.testing.assert_close(output.outputs.data, expected(prompt), rtol=1e-4, atol=1e-5)
         assert [output.num_cached_tokens for output in outputs] == hits
-    check_idle(llm.llm_engine.engine_core.engine_core.scheduler.states)
+    check_idle(llm.llm_engine.engine_core.engine_core.scheduler.prefix_cache)
     print(LAST_ANSWER, flush=True)
 
 

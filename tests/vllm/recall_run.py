@@ -95,7 +95,7 @@ def check_no_copy(llm: Any) -> None:
 
 
 def context_of(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.states
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.step_context
 
 
 def pool_of(llm: Any) -> Any:
@@ -155,7 +155,7 @@ def main(mode: str, out: Path, gpus: int = 1) -> None:
         check_no_copy(llm)
     elif mode == "sleep":
         check_sleep(llm)
-    states = llm.llm_engine.engine_core.engine_core.scheduler.states
+    states = llm.llm_engine.engine_core.engine_core.scheduler.prefix_cache
     states.check()
     assert not states.request_ids and not states.stats.state_blocks["writing"]
     print(LAST_ANSWER, flush=True)

@@ -45,7 +45,7 @@ class Served:
         self._originals = [Original(directory), Original(self._others)]
         self.llm = LLM(str(self._served), **OPTIONS | options_of(name))
         self.engine, self.core = self.llm.llm_engine, self.llm.llm_engine.engine_core.engine_core
-        self.states = self.core.scheduler.states
+        self.states = self.core.scheduler.prefix_cache
         self._path = self._others / self._served.relative_to(directory) / "model.safetensors"
 
     @property

@@ -80,7 +80,7 @@ class Served:
     def reset(self) -> None:
         """Neither cache keeps anything."""
         assert self.llm.reset_prefix_cache()
-        assert not self.scheduler.states.stats.state_blocks["committed"]
+        assert not self.scheduler.prefix_cache.stats.state_blocks["committed"]
 
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int) -> str:
         """Gives the id by which the scheduler knows the request."""
@@ -141,9 +141,9 @@ def chat(served: Served) -> None:
 
 def samples(served: Served) -> None:
     """Three answers to a prompt: two wait for the first, and hit its tail."""
-    prompt, before = tokens_of(4, 1050), served.scheduler.states.stats
+    prompt, before = tokens_of(4, 1050), served.scheduler.prefix_cache.stats
     (output,) = served.ask([prompt], 8, n=3, temperature=1.0, seed=0, logprobs=0)
-    after = served.scheduler.states.stats
+    after = served.scheduler.prefix_cache.stats
     assert after.prompt_tokens - before.prompt_tokens == 3 * 1050
     assert after.hit_tokens - before.hit_tokens == 2 * 1024
     answers = [list(answer.token_ids) for answer in output.outputs]
@@ -160,7 +160,7 @@ def prompt_logprobs(served: Served) -> None:
         (output,) = served.ask([prompt], prompt_logprobs=0)
         assert output.num_cached_tokens == 0
         check_log_probabilities(served.original.logits(prompt)[:-1], prompt[1:], output.prompt_logprobs[1:])
-    assert served.scheduler.states.stats.losses[Loss.NOT_ASKED] == 299
+    assert served.scheduler.prefix_cache.stats.losses[Loss.NOT_ASKED] == 299
     assert served.hits([prompt]) == [256]
 
 
@@ -196,7 +196,7 @@ PROMPTS = [
 
 def few_pages(served: Served) -> None:
     answer_all(served)
-    assert served.scheduler.states.stats.preemptions > 0
+    assert served.scheduler.prefix_cache.stats.preemptions > 0
 
 
 def few_states(served: Served) -> None:

@@ -307,7 +307,7 @@ class Simulation:
         self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False, lookahead: int = 0
     ) -> None:
         self.scheduler, self._lookahead = scheduler, lookahead
-        page = scheduler.block_size if scheduler.states.config.has_attention else None
+        page = scheduler.block_size if scheduler.prefix_cache.config.has_attention else None
         self.worker = Worker(page, scheduler._runner_v2)
         self.answers: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}
@@ -322,7 +322,7 @@ class Simulation:
         self._out: deque[tuple[SchedulerOutput, Any]] = deque()
         self._planned: tuple[SequenceStep, ...] = ()
         self._meanings: dict[bytes, int] = {}
-        states = scheduler.states
+        states = scheduler.prefix_cache
         issued = states.issued
 
         def watched(rows: tuple[SequenceStep, ...]) -> None:
@@ -332,8 +332,8 @@ class Simulation:
         states.issued = watched
         self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last of them
         self._settled: set[bytes] = set()  # states that a finished turn left and its next turn does not need
-        free, books = states.free, states._kept
-        settle = books.states._settle
+        free, admission = states.free, states._kept
+        settle = admission.states._settle
 
         def noting_free(name: str, **kwargs: Any) -> None:
             self._note_prefixes(name)  # those of its last tokens
@@ -344,7 +344,7 @@ class Simulation:
             settle(*args)
             self._settled |= self._cold() - before
 
-        states.free, books.states._settle = noting_free, noting_settle
+        states.free, admission.states._settle = noting_free, noting_settle
         init_none_hash(sha256)
         self._hasher = block_hasher(scheduler.block_size, lookahead)
 
@@ -392,27 +392,27 @@ class Simulation:
             self._check_pages()
         if len(self._out) >= self._depth or not self.scheduler.has_requests():
             self.read()
-        self.scheduler.states.check()
+        self.scheduler.prefix_cache.check()
         self._check_later()
         self._check_cold()
 
     def _check_later(self) -> None:
         """What the cache does not know of yet are steps of decoding requests up to their next fold at most."""
         for name, known in self.scheduler._later.items():
-            at, more = self.scheduler.states.progress(name), self.scheduler._step - known
+            at, more = self.scheduler.prefix_cache.progress(name), self.scheduler._step - known
             assert at.computed >= at.prefill_end and at.computed % FOLD + more < FOLD, (name, more, at)
             assert at.computed + more == self.requests[name].num_computed_tokens, (name, more, at)
 
     def _note_prefixes(self, name: str) -> None:
-        chain, hashes = self.scheduler.states._books.requests[name].chain, self.requests[name].block_hashes
-        per_block = self.scheduler.states.config.block_size // self.scheduler.block_size
+        chain, hashes = self.scheduler.prefix_cache._admission.requests[name].chain, self.requests[name].block_hashes
+        per_block = self.scheduler.prefix_cache.config.block_size // self.scheduler.block_size
         for depth in range(1, min(len(chain) - 1, len(hashes) // max(per_block, 1)) + 1):
             pages = hashes[: depth * per_block]
             self._prefixes.setdefault(chain[depth], {})[pages[-1]] = pages
 
     def _cold(self) -> set[bytes]:
         """Returns the hashes of the states that are evicted first."""
-        pool = self.scheduler.states._kept.pool  # amid a change of the books, too
+        pool = self.scheduler.prefix_cache._kept.pool  # amid a change of the admission, too
         return {block_hash for block_hash, block in pool._blocks.items() if pool._useless[block]}
 
     def _check_cold(self) -> None:
@@ -420,11 +420,11 @@ class Simulation:
 
         Where hashes cover a token more, vLLM may have other KV of the prefix, for another next token.
         """
-        if not self.scheduler.states.config.has_attention:
+        if not self.scheduler.prefix_cache.config.has_attention:
             return
-        for name in self.scheduler.states.request_ids:
+        for name in self.scheduler.prefix_cache.request_ids:
             self._note_prefixes(name)
-        states, cold = self.scheduler.states._books.pool._blocks, self._cold()
+        states, cold = self.scheduler.prefix_cache._admission.pool._blocks, self._cold()
         named = {block.block_hash for block in self.scheduler.kv_cache_manager.block_pool.blocks}
         kv = {get_block_hash(each) for each in named if each is not None}
         lost = {each for each in states if not any(map(kv.issuperset, self._prefixes.get(each, {}).values()))}
@@ -432,7 +432,7 @@ class Simulation:
         assert lost <= cold, "a state without KV keeps its rank"
         assert cold - lost <= self._settled or self._lookahead, "a state with KV is evicted first"
         hashes = self.scheduler._watch.hashes
-        assert len(hashes.theirs) <= self.scheduler.states.config.num_state_blocks
+        assert len(hashes.theirs) <= self.scheduler.prefix_cache.config.num_state_blocks
         assert hashes.ours == {theirs: ours for ours, theirs in hashes.theirs.items()}
 
     def _check_pages(self) -> None:
@@ -483,13 +483,13 @@ class Simulation:
             answer, wanted = self.answers[name], expected(request)
             assert answer == wanted[: len(answer)], f"{name} got {answer} in place of {wanted}"
             assert name in self.aborted or len(answer) == len(wanted), f"{name} got {len(answer)} of {len(wanted)}"
-        states = self.scheduler.states
+        states = self.scheduler.prefix_cache
         states.check()
         assert states.request_ids == []
         if self.scheduler._watch is not None:
             self.scheduler._watch.follow({})
             hashes = self.scheduler._watch.hashes
-            assert hashes.theirs.keys() <= states._books.pool._blocks.keys() and not hashes.unnamed
+            assert hashes.theirs.keys() <= states._admission.pool._blocks.keys() and not hashes.unnamed
         counts = states.stats.state_blocks
         assert not counts["writing"] and counts["committed"] == counts["evictable"], counts
         pool = self.scheduler.kv_cache_manager.block_pool

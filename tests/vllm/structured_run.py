@@ -194,7 +194,7 @@ def main(name: str, directory: Path, backend: str) -> None:
     core, original = llm.llm_engine.engine_core.engine_core, Original(directory)
     answers = ask(llm, original, HITS[0])
     if drafts:
-        counts = count_drafts(core.scheduler.states)
+        counts = count_drafts(core.scheduler.prefix_cache)
         with bad_drafts(core, dict(zip(map(tuple, PROMPTS), answers, strict=True))) as wrong:
             assert ask(llm, original, HITS[1]) == answers
         assert min(counts.values()) > 20 and wrong["rejected"] > 10 and wrong["allowed"] > 3, (counts, wrong)
@@ -202,7 +202,7 @@ def main(name: str, directory: Path, backend: str) -> None:
         assert ask(llm, original, HITS[1]) == answers
     go_on(llm, original, answers)
     wait_for_a_grammar(llm, original)
-    check_idle(core.scheduler.states)
+    check_idle(core.scheduler.prefix_cache)
     print(LAST_ANSWER, flush=True)
 
 

@@ -56,7 +56,7 @@ def counted(stats: CacheStats, engine: int) -> dict[str, float]:
 
 def test_totals_are_shown_and_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     simulation = Simulation(make_scheduler(4))
-    config, states = simulation.scheduler.vllm_config, simulation.scheduler.states
+    config, states = simulation.scheduler.vllm_config, simulation.scheduler.prefix_cache
     assert shown(config) == {}
     monkeypatch.setattr(scheduler, "REPORT_SECONDS", 0.0)
     monkeypatch.setattr(scheduler.logger, "propagate", True)
@@ -104,7 +104,7 @@ def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytes
 
     (file,), counters = tmp_path.rglob("*.prom"), simulation.scheduler._counters
     file.write_text("")
-    counters.tell(simulation.scheduler.states, idle=True)
+    counters.tell(simulation.scheduler.prefix_cache, idle=True)
     assert file.read_text() == "", "nothing has changed, and the file was written again"
 
 

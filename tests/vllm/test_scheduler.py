@@ -88,7 +88,7 @@ def test_a_state_goes_first_once_vllm_evicted_its_kv() -> None:
     for number in range(4, 6):  # together they need one state more than there is room for
         simulation.add(str(number), random_tokens(20, number), 2)
     simulation.drain()
-    assert simulation.scheduler.states.stats.states_evicted == 1
+    assert simulation.scheduler.prefix_cache.stats.states_evicted == 1
     simulation.add("6", second, 2)
     simulation.drain()
     assert simulation.cached["6"] == 128
@@ -138,7 +138,7 @@ def test_the_cache_knows_of_all_that_a_request_computed(ahead: bool) -> None:
     simulation.drain()
     simulation.add("b", [*random_tokens(70), *simulation.answers["a"], 1], 2)
     simulation.drain()
-    assert simulation.scheduler.states.stats.ceiling_tokens == 70 + 44
+    assert simulation.scheduler.prefix_cache.stats.ceiling_tokens == 70 + 44
     simulation.check_end()
 
 
@@ -177,10 +177,10 @@ def test_hits_by_hand_and_in_what_vllm_tells() -> None:
     shared = random_tokens(1000)
     hits = []
     for number in range(4):
-        before = scheduler.states.stats.hit_tokens
+        before = scheduler.prefix_cache.stats.hit_tokens
         simulation.add(str(number), shared + random_tokens(300, number + 1), 3)
         simulation.drain()
-        hits.append(scheduler.states.stats.hit_tokens - before)
+        hits.append(scheduler.prefix_cache.stats.hit_tokens - before)
     assert hits == [0, 0, 960, 960]
     assert simulation.cached == {"0": 0, "1": 0, "2": 960, "3": 960}
     assert (simulation.queries, simulation.hits) == (4 * 1300, 2 * 960)
@@ -292,7 +292,7 @@ def test_answers_that_ended_by_themselves_count_as_finished(
 ) -> None:
     monkeypatch.setattr(sequences, "sampled", lambda prefix: 1)
     simulation = Simulation(make_scheduler())
-    states = simulation.scheduler.states
+    states = simulation.scheduler.prefix_cache
     freed: list[bool] = []
     free = states.free
     monkeypatch.setattr(states, "free", lambda name, finished: (freed.append(finished), free(name, finished=finished)))

@@ -172,7 +172,7 @@ def test_kernels_warm_up_unless_vllm_is_told_to_leave_it_out(wanted: bool, monke
     monkeypatch.setattr(worker, "is_cpu", lambda: False)
     monkeypatch.setattr(worker, "warm_up", lambda *_: calls.append("ours"))
     base = type("Base", (), {"compile_or_warm_up_model": lambda _: calls.append("vLLM's")})
-    made = type("Worker", (worker.Mixin, base), {"model_runner": None, "states": None})()
+    made = type("Worker", (worker.Mixin, base), {"model_runner": None, "step_context": None})()
     made.vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=wanted))
     made.compile_or_warm_up_model()
     assert calls == ["ours"] * wanted + ["vLLM's"]

@@ -6,17 +6,14 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
-from mambacache.accounting.ledger import Ledger, Trace
-from mambacache.cache.chains import Chains
-from mambacache.cache.files import Files, NoFiles
+from mambacache.cache.host_tier import Files, NoFiles, Tier
+from mambacache.cache.ledger import Ledger, Trace
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
-from mambacache.cache.policy import Policy
-from mambacache.cache.request import CachedRequest, Life, Row
-from mambacache.cache.rows import Rows
+from mambacache.cache.requests import CachedRequest, Residency, Row, Rows
+from mambacache.cache.retention import Chains, Policy
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
-from mambacache.cache.tier import Tier
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
@@ -25,7 +22,7 @@ STEPS_IN_FLIGHT = 4
 """Rows of freed requests are kept for as many steps."""
 
 
-class Books:
+class Admission:
     """As a context manager it marks a change of the books. One that an exception breaks off leaves them torn; the next
     call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and issued rows."""
 
@@ -59,7 +56,7 @@ class Books:
             self._transfer_numbers, under_way,
         )  # fmt: skip
 
-    def __enter__(self) -> Books:
+    def __enter__(self) -> Admission:
         self.torn = True
         return self
 
@@ -136,31 +133,33 @@ class Books:
         self.tier.hit(request.chain, found.hit)
         self.lookup.wait_no_more(request)
         request.resumed = hit.num_tokens
-        life = self._begin(request, hit.num_tokens, len(request.tokens))
-        life.published = life.written = life.announced = found.hit
-        life.inexact_from = self.lookup.inexact_from(request, found)
+        residency = self._begin(request, hit.num_tokens, len(request.tokens))
+        residency.published = residency.written = residency.announced = found.hit
+        residency.inexact_from = self.lookup.inexact_from(request, found)
         if request.store:
-            self.lookup.writes(life, request.chain)
-        self.pages.begin(life, request.chain, found.coverage)
-        self.states.begin(life, state)
+            self.lookup.writes(residency, request.chain)
+        self.pages.begin(residency, request.chain, found.coverage)
+        self.states.begin(residency, state)
         if request.store and request.turn is None:
             request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
         at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
         junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
-        life.marks = self._policy.marks(request.marks, request.prompt_len)
-        lengths = request.prompt_len, life.prefill_end
-        life.wishes = self._policy.wishes(request.marks, life.marks, junction, lengths)
-        self.states.mark(life, found.coverage * self._config.block_size)
+        residency.marks = self._policy.marks(request.marks, request.prompt_len)
+        lengths = request.prompt_len, residency.prefill_end
+        residency.wishes = self._policy.wishes(request.marks, residency.marks, junction, lengths)
+        self.states.mark(residency, found.coverage * self._config.block_size)
         ceiling = hit.num_tokens + sum(hit.losses.values())
-        life.report = RequestReport(life.prefill_end, hit.num_tokens, ceiling, hit.losses, *request.loaded(found.hit))
+        residency.report = RequestReport(
+            residency.prefill_end, hit.num_tokens, ceiling, hit.losses, *request.loaded(found.hit)
+        )
         request.loads_anew()
         return hit
 
-    def _begin(self, request: CachedRequest, computed: int, prefill_end: int) -> Life:
+    def _begin(self, request: CachedRequest, computed: int, prefill_end: int) -> Residency:
         trace, number = Trace(request.chain[0], request.token_bytes), next(self._life_numbers)
-        life = Life(number, request, self.states.num_issued, computed, computed, prefill_end, trace)
-        request.life, request.waits = life, None
-        return life
+        residency = Residency(number, request, self.states.num_issued, computed, computed, prefill_end, trace)
+        request.residency, request.waits = residency, None
+        return residency
 
     def fork(self, parent: CachedRequest, children: Mapping[str, int], max_running: int | None) -> list[str]:
         size, length = self._config.block_size, parent.prompt_len
@@ -176,41 +175,41 @@ class Books:
         self.requests.update(made)
         running: list[str] = []
         for child in made.values():
-            life = parent.life
-            if life is not None and life.computed == length and len(running) != max_running:
+            residency = parent.residency
+            if residency is not None and residency.computed == length and len(running) != max_running:
                 begun = self._begin(child, length, length)
-                if self.states.fork(life, begun):
-                    begun.written = begun.announced = life.published
+                if self.states.fork(residency, begun):
+                    begun.written = begun.announced = residency.published
                     if child.store and not child.stale:
                         self.lookup.writes(begun, child.chain)
                     running.append(child.request_id)
                     continue
-                child.life = None
+                child.residency = None
             if child.stale:
                 self.rehash(child)
             self.lookup.wait(child)
         return running
 
-    def allocate(self, life: Life, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
+    def allocate(self, residency: Residency, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
         """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
-        row = self.states.allocate(life, num_tokens, guess, decode)
+        row = self.states.allocate(residency, num_tokens, guess, decode)
         if row is None and self.tier.loads.let_go():
-            row = self.states.allocate(life, num_tokens, guess, decode)
+            row = self.states.allocate(residency, num_tokens, guess, decode)
         if row is not None:
             self.rows[row.step.row] = row
         return row
 
-    # --- the end of a life ---
+    # --- the end of a residency ---
 
-    def end_life(self, life: Life, finished: bool) -> None:
+    def end_residency(self, residency: Residency, finished: bool) -> None:
         """A request runs no more; it waits for its next admission unless it was forgotten."""
-        request, row = life.request, life.row
-        request.life = None
+        request, row = residency.request, residency.row
+        request.residency = None
         if row is not None and row.planned:
             request.leaving = row
         elif row is not None:
             self.rows.pop(row.step.row, None)
-        self.states.end(life, finished)
+        self.states.end(residency, finished)
         if request.stale:
             self.rehash(request)
         if self.requests.get(request.request_id) is request:
@@ -221,8 +220,8 @@ class Books:
             self.drop(request.chain[wrong_from // self._config.block_size + 1 :], request.number)
         self.tier.loads.leave(request)
         del self.requests[request.request_id]
-        if request.life is not None:
-            self.end_life(request.life, finished)
+        if request.residency is not None:
+            self.end_residency(request.residency, finished)
         self.lookup.wait_no_more(request)
         self.rows.free(request)
 
@@ -247,8 +246,8 @@ class Books:
         for row in [row for row in self.rows.values() if not row.issue]:
             self._end_row(row)
         for request in self.requests.values():
-            if request.life is not None:
-                self.end_life(request.life, finished=False)
+            if request.residency is not None:
+                self.end_residency(request.residency, finished=False)
                 self.ledger.preempted()
 
     def reset(self) -> None:
@@ -259,8 +258,8 @@ class Books:
         self.lookup.forget_seen()
         for request in self.requests.values():
             request.loads_anew()
-            if request.life is not None:
-                self.lookup.wrote(request.life, request.chain, request.life.announced)
+            if request.residency is not None:
+                self.lookup.wrote(request.residency, request.chain, request.residency.announced)
                 request.stale = True
             else:
                 self.lookup.wait_no_more(request)
@@ -270,27 +269,27 @@ class Books:
     # --- rows ---
 
     def drop_row(self, row: Row) -> None:
-        if row.life.ended:
+        if row.residency.ended:
             self._end_row(row)
         else:
             del self.rows[row.step.row]
             self.states.drop(row)
 
     def issued(self, row: Row) -> None:
-        life, request = row.life, row.life.request
-        if life.ended:  # its tokens will be noted, if the request is still there
+        residency, request = row.residency, row.residency.request
+        if residency.ended:  # its tokens will be noted, if the request is still there
             self._end_row(row)
-            if life.void or self.requests.get(request.request_id) is not request:
+            if residency.void or self.requests.get(request.request_id) is not request:
                 return
             self.rows[row.step.row] = row
         self.states.num_issued += 1
         row.issue = self.states.num_issued
-        if not life.ended:
+        if not residency.ended:
             self.states.issued(row)
-            life.ran = True
-            if request.report is None and life.report is not None:
-                request.report = life.report
-                self.ledger.ran(life.report)
+            residency.ran = True
+            if request.report is None and residency.report is not None:
+                request.report = residency.report
+                self.ledger.ran(residency.report)
         request.issued.append(row)
         request.in_flight += row.step.samples
 
@@ -300,9 +299,9 @@ class Books:
         for step, freed in self.rows.pop_freed(steps):
             if step.request_id in not_finite:
                 self.drop(freed.unproven, freed.writer)
-        self.accepting = [(row, len(row.life.request.tokens), tokens) for row, tokens in taken]
+        self.accepting = [(row, len(row.residency.request.tokens), tokens) for row, tokens in taken]
         for row, known, tokens in self.accepting:
-            life, request = row.life, row.life.request
+            residency, request = row.residency, row.residency.request
             del self.rows[row.step.row]
             request.issued.remove(row)
             request.tokens[known:] = tokens
@@ -312,51 +311,51 @@ class Books:
                 request.store = False
             elif tokens:
                 request.sound = len(request.tokens) - 1
-            self.lookup.lengthen(life)
-            if not life.ended:
+            self.lookup.lengthen(residency)
+            if not residency.ended:
                 self.states.accept(row)
         self.accepting = []
 
-    def decoded(self, life: Life, tokens: array[int]) -> None:
-        life.request.tokens.extend(tokens)
-        life.request.sound = len(life.request.tokens) - 1
-        self.lookup.lengthen(life)
-        life.computed += len(tokens)
+    def decoded(self, residency: Residency, tokens: array[int]) -> None:
+        residency.request.tokens.extend(tokens)
+        residency.request.sound = len(residency.request.tokens) - 1
+        self.lookup.lengthen(residency)
+        residency.computed += len(tokens)
         self.states.num_issued += len(tokens)
-        self.ledger.computed(life.trace, life.computed)
+        self.ledger.computed(residency.trace, residency.computed)
 
     def cancel(self, steps: Sequence[SequenceStep], rows: Sequence[Row]) -> None:
         issues = [row.issue for row in rows if row.issue]
         since = min(issues + [freed.issue for _, freed in self.rows.pop_freed(steps)], default=0)
         for row in rows:
-            issued = row.life.request.issued
+            issued = row.residency.request.issued
             if row in issued:
-                self._void(row.life, issued.index(row))  # what comes after it as well
-            if not row.life.ended:
-                self.end_life(row.life, finished=False)
+                self._void(row.residency, issued.index(row))  # what comes after it as well
+            if not row.residency.ended:
+                self.end_residency(row.residency, finished=False)
                 self.ledger.preempted()
             if not row.issue:
                 self._end_row(row)
         if since:
             self._drop_since(since)
 
-    def _void(self, life: Life, first: int) -> None:
-        """What a life's issued rows give from the `first` on does not count, nor does one that is yet to be issued."""
-        request, life.void = life.request, True
+    def _void(self, residency: Residency, first: int) -> None:
+        """Ignore the tokens of a residency's issued rows from the `first` on, and of its row that is not issued."""
+        request, residency.void = residency.request, True
         for row in request.issued[first:]:
             request.in_flight -= row.step.samples
             del self.rows[row.step.row]
         del request.issued[first:]
 
     def _end_row(self, row: Row) -> None:
-        """A row that will not be issued, or whose life ended before it was: what was held for it is given back."""
+        """A row that will not be issued, or whose residency ended before it was: what was held for it is given back."""
         self.rows.pop(row.step.row, None)
-        life = row.life
-        if not life.ended:
-            self.end_life(life, finished=False)
+        residency = row.residency
+        if not residency.ended:
+            self.end_residency(residency, finished=False)
             self.ledger.preempted()
-        life.request.leaving = None
-        self.states.release(life)
+        residency.request.leaving = None
+        self.states.release(residency)
 
     def _drop_since(self, issue: int) -> None:
         """A row failed on the device after it was issued: what was committed since, and who resumed there, is void."""
@@ -364,10 +363,10 @@ class Books:
         self.pages.pool.drop_born(issue)
         self.tier.drop_born(issue)
         for request in self.requests.values():
-            life = request.life
-            if life is not None and (life.hit or life.shared_pages) and life.admitted_at >= issue:
-                self._void(life, 0)
-                self.end_life(life, finished=False)
+            residency = request.residency
+            if residency is not None and (residency.hit or residency.shared_pages) and residency.admitted_at >= issue:
+                self._void(residency, 0)
+                self.end_residency(residency, finished=False)
                 self.ledger.preempted()
 
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:

@@ -1,0 +1,649 @@
+"""States and pages in host memory and in files: copies out, loads, and the transfers between the places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import inf
+from typing import Protocol
+
+from mambacache.cache.ledger import Ledger
+from mambacache.cache.lookup import Found
+from mambacache.cache.pages import Pages
+from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+from mambacache.cache.requests import CachedRequest, Load
+from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.states import States
+from mambacache.config import CacheConfig
+from mambacache.plan import BlockFile, Transfer
+from mambacache.report import Wait
+
+
+class Files(Protocol):
+    """Which blocks are in files, by kind ("state" or "kv") and hash. Blocks go there and come from there as transfers;
+    it is only asked here, and told what is wrong."""
+
+    @property
+    def present(self) -> bool:
+        """Whether anything can be there."""
+
+    @property
+    def key(self) -> object:
+        """Enters every hash: another one for whatever makes states incomparable, and whenever all was forgotten."""
+
+    def exact(self, kind: str, block_hash: bytes) -> bool | None:
+        """Whether the block in a file was computed exactly; None if there is no such file."""
+
+    def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
+        """Delete the files of these hashes, unless another request than `writer` wrote their blocks."""
+
+    def drop_born(self, since: int) -> None:
+        """So is what was written by this issue of this process or a later one."""
+
+    def clear(self) -> None:
+        """Forgets all, for whoever comes later too."""
+
+
+class NoFiles:
+    """There are none; `key` counts how often all was forgotten."""
+
+    present = False
+    key = 0
+
+    def exact(self, kind: str, block_hash: bytes) -> None:
+        return None
+
+    def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
+        """Nothing is there."""
+
+    def drop_born(self, since: int) -> None:
+        """Nor is this."""
+
+    def clear(self) -> None:
+        self.key += 1
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A block of the device that a transfer writes, and what it is once that is done."""
+
+    pool: BlockPool
+    block: int
+    block_hash: bytes
+    exact: bool
+    rank: Rank
+    born: int
+    writer: int
+    depth: int  # blocks of the prefix that it ends
+
+    @classmethod
+    def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int) -> Arrival:
+        """What becomes of `target`, as it is what `source` was."""
+        pool, block = source.pool, source.block
+        flags = pool.exact[block], pool.rank[block], pool.born[block], pool.writer[block]
+        return cls(target.pool, target.block, block_hash, *flags, depth)
+
+    def name(self) -> bool:
+        """The block has arrived; whether it is found by its hash."""
+        return self.pool.commit(
+            self.block, self.block_hash, exact=self.exact, rank=self.rank, born=self.born, writer=self.writer
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """A transfer under way, and what is held for it."""
+
+    transfer: Transfer
+    leases: list[Lease] = field(default_factory=list)  # by turns a block on the device and a slot
+    arrivals: list[Arrival] = field(default_factory=list)  # from the host
+    coming: set[bytes] = field(default_factory=set)  # the hashes of pages on their way to the host
+    load: Load | None = None  # for whom it comes from the host
+    void: bool = False  # what it brings does not count
+
+    def lose(self, block_hashes: Collection[bytes], writer: int | None) -> None:
+        """Keep the blocks of these hashes from being named when they arrive, unless another request wrote them.
+
+        The writer of a block from a file is not known.
+        """
+        self.arrivals = [
+            arrival
+            for arrival in self.arrivals
+            if arrival.block_hash not in block_hashes or (writer is not None and arrival.writer not in (0, writer))
+        ]
+
+    def name(self) -> None:
+        """Slots have arrived: each is found by the hash of the block that it is a copy of, unless that lost its own."""
+        for lent, slot in zip(self.leases[::2], self.leases[1::2], strict=True):
+            device, block = lent.pool, lent.block
+            if (block_hash := device.hashes[block]) is not None:
+                exact, rank, born = device.exact[block], device.rank[block], device.born[block]
+                writer = device.writer[block]
+                slot.pool.commit(slot.block, block_hash, exact=exact, rank=rank, born=born, writer=writer)
+
+
+def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
+    """Raises, as `PrefixCache.transferred` does, unless a transfer is one of these."""
+    move = moves.get(transfer.number)
+    if move is None or move.transfer != transfer:
+        raise RuntimeError(f"transfer {transfer.number} is not under way: end each of `transfers` once")
+
+
+class Loads:
+    """Two stages: what files alone have is read into the host's slots, and is held there until the requests that wait
+    for it ask again; what the device lacks then goes on from there.
+
+    Args:
+        device: the device's states, and `pages` its KV pages.
+        host: the host's pools, by kind.
+        begin: numbers a move and names it as under way.
+    """
+
+    def __init__(
+        self, config: CacheConfig, device: States, states: BlockPool, pages: Pages, host: dict[str, BlockPool],
+        files: Files, ledger: Ledger, begin: Callable[[Move], None],
+    ) -> None:  # fmt: skip
+        self._config, self._size = config, config.block_size
+        self._device, self._states, self._pages = device, states, pages
+        self._host, self._files, self._ledger, self._begin = host, files, ledger, begin
+        self._on_device = {"state": states, "kv": pages.pool}
+        self._bytes = {"state": config.state_bytes, "kv": config.page_bytes}
+        self._coming: dict[bytes, Load] = {}  # by the hashes of the blocks that are being loaded
+        self._arrived: dict[Load, None] = {}  # which still hold blocks
+
+    def fetch(self, request: CachedRequest, found: Found, limit: int) -> Wait | None:
+        """Begins to load a longer prefix than was found, at most `limit` blocks, or joins who does. None if there is
+        none, it is not worth it, there is no room, or the request's own loads have ended."""
+        stored = self._files.present or any(pool.num_committed for pool in self._host.values())
+        if not stored or self._config.max_checkpoints == 0:
+            return None
+        held = self._depth(request.chain, found, limit)
+        load = self._read(request, found, held, limit) if self._files.present else None
+        if load is None and held > max(found.hit, found.promised):
+            load = self._load(request, found, held)
+        if load is None:
+            return None
+        load.waiting.add(request)
+        request.load = load
+        if request.hit_before is None:
+            request.hit_before = found.hit
+        return self.wait(load)
+
+    def wait(self, load: Load) -> Wait:
+        """What a request is told that waits for a load."""
+        return Wait("loading", load.request_id, load.depth * self._size)
+
+    def held(self, block_hash: bytes, *pools: BlockPool) -> int:
+        """The block of this hash that may be reused, in the first of these pools that has one; 0 for none."""
+        for pool in pools:
+            block = pool.lookup(block_hash)
+            if block is not None and (pool.exact[block] or not self._config.strict_reuse):
+                return block
+        return 0
+
+    def _there(self, kind: str, block_hash: bytes, filed: bool = False) -> bool:
+        """Whether device or host has such a block, or else a file."""
+        if self.held(block_hash, self._on_device[kind], self._host[kind]):
+            return True
+        exact = self._files.exact(kind, block_hash) if filed else None
+        return exact is not None and (exact or not self._config.strict_reuse)
+
+    def _depth(self, chain: Sequence[bytes], found: Found, limit: int, filed: bool = False) -> int:
+        """After how many blocks, at most `limit`, a request resumes with what device and host have together, and
+        files."""
+        depth = min(found.coverage, limit)
+        while depth < limit and self._there("kv", chain[depth + 1], filed):
+            depth += 1
+        while depth > found.hit and not self._there("state", chain[depth], filed):
+            depth -= 1
+        return depth
+
+    # --- from the host to the device ---
+
+    def _load(self, request: CachedRequest, found: Found, depth: int) -> Load | None:
+        """Who loads so many blocks, be it now or since before; None without need, or room."""
+        chain = request.chain
+        depths = range(1, depth + 1) if self._pages.present else ()
+        lacks = [i for i in depths if not self.held(chain[i], self._pages.pool)]
+        lacks_state = not self.held(chain[depth], self._states)
+        lacking = [chain[i] for i in lacks] + [chain[depth]] * lacks_state
+        load = next((self._coming[h] for h in lacking if h in self._coming), None)
+        moved = lacks_state * self._config.state_bytes + len(lacks) * self._config.page_bytes
+        worth = moved <= self._config.host_bytes_per_token * (depth - found.hit) * self._size
+        if load is None and request.may_load and worth:
+            return self._begin_load(request, depth, lacks, lacks_state)
+        return load
+
+    def _begin_load(self, request: CachedRequest, depth: int, lacks: Sequence[int], lacks_state: bool) -> Load | None:
+        """Takes blocks on the device, evicting others if it must; None without room for the request."""
+        chain, states, pages = request.chain, self._states, self._pages.pool
+        if not self._pages.has_room(chain, depth, len(request.tokens)):
+            return None
+        slots = [self._host["kv"].share(self.held(chain[i], self._host["kv"])) for i in lacks]
+        kept = {i: pages.share(page) for i in range(1, depth + 1) if (page := self.held(chain[i], pages))}
+        if lacks_state:
+            slots.append(self._host["state"].share(self.held(chain[depth], self._host["state"])))
+        else:
+            kept[depth + 1] = states.share(self.held(chain[depth], states))
+        room = states.num_available > lacks_state
+        own = [Lease(states, block) for block in states.take(int(room and lacks_state))]  # which may come from pages
+        if not room or pages.num_available < len(lacks):
+            for lease in [*own, *slots, *kept.values()]:
+                lease.end()
+            return None
+        fresh = [Lease(pages, page) for page in pages.take(len(lacks))] + own
+        places = [*lacks, depth + 1] if lacks_state else lacks
+        blocks = kept | dict(zip(places, fresh, strict=True))
+        load = Load(request.request_id, chain, depth, [blocks[i] for i in sorted(blocks)])
+        move = Move(Transfer(0, False, (), ()), load=load)
+        for place, lease, slot in zip(places, fresh, slots, strict=True):
+            move.arrivals.append(Arrival.copied(slot, lease, chain[min(place, depth)], min(place, depth)))
+            move.leases += [lease, slot]
+        request.may_load = False
+        self._ledger.loads()
+        return self._under_way(load, move)
+
+    # --- from files to the host ---
+
+    def _read(self, request: CachedRequest, found: Found, held: int, limit: int) -> Load | None:
+        """Who reads a longer prefix than what device and host have; None without such a one, or room."""
+        chain, depth = request.chain, self._depth(request.chain, found, limit, filed=True)
+        if depth <= max(held, found.promised):
+            return None
+        depths = range(depth, 0, -1) if self._pages.present else ()
+        places = [("state", depth), *(("kv", i) for i in depths)]  # what is read last is what is evicted last
+        lacks = [(kind, i) for kind, i in places if not self._there(kind, chain[i])]
+        load = next((self._coming[chain[i]] for _, i in lacks if chain[i] in self._coming), None)
+        read = sum(self._bytes[kind] for kind, _ in lacks)
+        worth = read <= self._config.disk_bytes_per_token * (depth - held) * self._size
+        if load is None and request.may_read and worth:
+            load = self._begin_read(request, depth, places, lacks)
+        if load is not None and request.held_before is None:
+            request.held_before = held
+        return load
+
+    def _begin_read(
+        self, request: CachedRequest, depth: int, places: Sequence[tuple[str, int]], lacks: Sequence[tuple[str, int]]
+    ) -> Load | None:
+        """Takes slots of the host, evicting others if it must; what is there already of the prefix stays."""
+        chain = request.chain
+        there = {(kind, i): self.held(chain[i], self._host[kind]) for kind, i in places}
+        slots = {(kind, i): self._host[kind].share(slot) for (kind, i), slot in there.items() if slot}
+        counts = {kind: sum(each == kind for each, _ in lacks) for kind in self._host}
+        if any(self._host[kind].num_available < count for kind, count in counts.items()):
+            for lease in slots.values():
+                lease.end()
+            return None
+        fresh = {kind: iter(self._host[kind].take(count)) for kind, count in counts.items()}
+        slots |= {(kind, i): Lease(self._host[kind], next(fresh[kind])) for kind, i in lacks}
+        load = Load(request.request_id, chain, depth, [slots[place] for place in reversed(places) if place in slots])
+        move, files = Move(Transfer(0, True, (), ()), load=load), []
+        for kind, i in lacks:
+            slot, exact = slots[kind, i], bool(self._files.exact(kind, chain[i]))
+            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, Rank.FIRST, 0, 0, i))
+            files.append(BlockFile(kind, slot.block, chain[i], exact, 0))
+        move.transfer = move.transfer._replace(files=tuple(files))
+        request.may_read = False
+        return self._under_way(load, move)
+
+    # --- the end ---
+
+    def _under_way(self, load: Load, move: Move) -> Load:
+        self._coming.update((arrival.block_hash, load) for arrival in move.arrivals)
+        self._begin(move)
+        return load
+
+    def done(self, load: Load) -> None:
+        """Nobody waits for a load any more."""
+        load.done = True
+        for block_hash in [each for each in load.chain[1:] if self._coming.get(each) is load]:
+            del self._coming[block_hash]
+
+    def ended(self, load: Load, arrivals: Sequence[Arrival]) -> None:
+        """Its transfer is over: these have arrived, or none."""
+        self.done(load)
+        for arrival in arrivals:
+            self._arrive(arrival, load)
+        if arrivals and load.waiting:
+            self._arrived[load] = None
+        else:
+            load.let_go()
+
+    def _arrive(self, arrival: Arrival, load: Load) -> None:
+        if arrival.pool in self._host.values():
+            arrival.name()
+            return
+        kind = "kv" if arrival.pool is self._pages.pool else "state"
+        new = arrival.pool.lookup(arrival.block_hash) is None
+        if kind == "state" and new and not self._device.checkpoints.has_room(requested=True):
+            return
+        if arrival.name():
+            if kind == "state":
+                self._device.prefix[arrival.block] = load.chain, arrival.depth
+            self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)
+
+    def leave(self, request: CachedRequest) -> None:
+        """A request waits for its load no more: that has ended and the request is admitted, or it is gone."""
+        load, request.load = request.load, None
+        if load is not None:
+            load.waiting.discard(request)
+            if load in self._arrived and not load.waiting:
+                del self._arrived[load]
+                load.let_go()
+
+    def let_go(self) -> bool:
+        """Room is needed more than what loads brought whose requests have not come yet; whether that makes any."""
+        arrived, self._arrived = self._arrived, {}
+        return any([load.let_go() for load in arrived])
+
+    # --- the books ---
+
+    @property
+    def arrived(self) -> list[Load]:
+        """Those that hold blocks though their transfers are over."""
+        return list(self._arrived)
+
+    def check(self, moves: Sequence[Move], requests: Sequence[CachedRequest]) -> None:
+        """Raises AssertionError unless these transfers and requests are those that loads know."""
+        loads = [move.load for move in moves if move.load is not None and not move.load.done]
+        assert {id(load) for load in self._coming.values()} == set(map(id, loads)), "what is being loaded"
+        waiting = {request for load in [*loads, *self._arrived] for request in load.waiting}
+        assert waiting <= set(requests) and all(request.load is not None for request in waiting), "who waits for a load"
+
+
+AHEAD, LEAST = 4, (16, 128)
+"""Copied ahead is what would be lost with the blocks that go first, one in so many of a pool's, but at least so many
+states and pages: more than a few steps of 8,192 tokens evict."""
+
+STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
+"""Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them. A chain is best taken
+whole, since it may be the next to go."""
+
+FILES_A_TRANSFER = 32
+"""Slots that one transfer takes to files at most: nobody else can take them meanwhile either."""
+
+
+class Tier:
+    """Slots in host memory, found by the hashes that name blocks on the device.
+
+    A request resumes where its state and all KV before it are, each on the device or here; what only the host has is
+    loaded first. So a page here keeps the state of its block alive, on either side, as one on the device does. Without
+    slots no call does anything.
+
+    What comes here is written to files, if there are any, and is held in its slot until it was. What is evicted before
+    its turn is not waited for.
+
+    Args:
+        pool, states, pages: the device's.
+        files: what is there.
+        on_page_removed: called as a `BlockPool` does when a page here is lost.
+        numbers: of transfers.
+        under_way: transfers that nobody wants any more, and that may yet read and write the blocks that they name.
+    """
+
+    def __init__(
+        self, config: CacheConfig, pool: BlockPool, states: States, pages: Pages, chains: Chains, ledger: Ledger,
+        files: Files, on_page_removed: RemovedCallback, numbers: count[int], under_way: Iterable[Transfer],
+    ) -> None:  # fmt: skip
+        self.present = config.num_host_states > 0
+        self._config, self._size = config, config.block_size
+        self._states, self._device, self._pages = pool, states, pages
+        self._ledger, self._chains, self._numbers, self._files = ledger, chains, numbers, files
+        self.states = BlockPool(config.num_host_states, lambda *_: None, chains)
+        self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
+        self._slots = {pool: self.states, pages.pool: self.pages}  # of what the device's pools hold
+        self._host = {"state": self.states, "kv": self.pages}
+        self.moves: dict[int, Move] = {}
+        self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
+        self._unwritten: dict[tuple[str, bytes], None] = {}  # blocks in host memory that have no file
+        self._unflushed: list[int] | None = None  # states that a flush has not come to; None: no flush has begun
+        self._spare = False  # whether the flush has come to a spare state
+        self._lacked: dict[int, int] = {}  # the state that the flush has come to, and how many blocks had no file
+        self._writable = True  # as far as the last transfer to files has told
+        self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
+        self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
+        self._seen = (-1, 0)  # when there was a look at what to copy: nothing else makes a block due
+        for transfer in under_way:
+            self.moves[transfer.number] = move = Move(transfer, void=True)
+            for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
+                move.leases += [side.seize(b) for pair in pairs for side, b in zip((device, host), pair, strict=True)]
+            move.leases += [self._host[file.kind].seize(file.slot) for file in transfer.files]
+
+    # --- to the host ---
+
+    def transfers(self, flush: bool) -> tuple[Transfer, ...]:
+        """All that are under way; one more to the host and one more to files is begun if there is need and none is on
+        its way. With `flush` there is need of all that no file has, as long as files can be written, and what came here
+        is written before more comes."""
+        to_host, to_files = (self._moving(files) for files in (False, True))
+        seen = (self._chains.now, self._states.num_available) if self.present else self._seen
+        self._unflushed, self._spare = (self._unflushed, self._spare) if flush else (None, False)
+        if flush and self._files.present and self._writable and not (self._unwritten or to_files or to_host):
+            self._flush()
+        elif not flush and seen != self._seen and not to_host:
+            self._seen = seen
+            self._copy_out(min(self._limits()))
+        if self._unwritten and not to_files:
+            self._write_out()
+        if flush and not self.moves:
+            self._unflushed, self._lacked = None, {}  # a later flush looks at all states again
+        return tuple([move.transfer for move in self.moves.values()])
+
+    def _moving(self, files: bool) -> bool:
+        """Whether a transfer to the host is under way, or to files."""
+        return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
+
+    def _copy_out(self, limit: float) -> None:
+        """Begin to copy the states that would be lost first. A state is lost by its own eviction or by the eviction of
+        the KV before it: a state as cold as the next pages to be evicted has some of these before it."""
+        states = self._states
+        left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
+        move = Move(Transfer(0, True, (), ()))
+        while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
+            missing = self._missing_pages(move, state)
+            if missing is None:
+                states.lend(state).end()  # not to be looked at again before it was used
+                continue
+            room = self._room_for_pages(move)
+            self._copy(move, self._pages.pool, missing[:room])
+            if len(missing) > room:
+                break  # the rest goes with the next transfer
+            left -= 1
+            if self._restore(state):
+                states.lend(state).end()
+            else:
+                self._copy(move, states, [state])
+        self._begin(move)
+
+    def _flush(self) -> None:
+        """Begins with what is in no file of the state that goes first, and of its pages: what is here is to be written,
+        else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
+        begun; a state is left alone once that does not help. Spare states come last, and evict no file."""
+        states, move = self._states, Move(Transfer(0, True, (), ()))
+        self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
+        while self._unflushed and not (move.leases or self._unwritten):
+            state = self._unflushed.pop(0)
+            if states.hashes[state] is None:
+                continue
+            self._spare = states.rank[state] is Rank.SPARE
+            chain, depth = self._device.prefix[state]
+            blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
+            lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
+            if lacks and len(lacks) < self._lacked.get(state, len(lacks) + 1):
+                self._lacked = {state: len(lacks)}
+                self._unflushed.insert(0, state)
+                self._unwritten.update((each, None) for each in lacks if self._host[each[0]].lookup(each[1]))
+            for kind, block_hash in lacks if not self._unwritten else ():
+                pool = states if kind == "state" else self._pages.pool
+                if (block := pool.lookup(block_hash)) is not None:
+                    self._copy(move, pool, [block])
+        self._begin(move)
+
+    def _limits(self) -> tuple[float, float]:
+        """How cold what goes first is: of states, and of pages; infinite while there is room."""
+        states, pages = self._slots
+        most = self._config.max_checkpoints
+        budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
+        ahead = [max(each.num_owned // AHEAD, few) for each, few in self._least.items()]
+        room = min(states.num_free, budget)
+        return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
+
+    def _restore(self, state: int) -> bool:
+        """Whether the host has a state, as exact as the device's; it is kept there from now on."""
+        states, block_hash = self._states, self._states.hashes[state]
+        slot = self.states.lookup(block_hash) if block_hash is not None else None
+        if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
+            return False
+        return self.states.restore(block_hash, states.rank[state])
+
+    def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
+        """Whether a file has a block as exact as this one."""
+        block_hash = pool.hashes[block]
+        exact = self._files.exact(kind, block_hash) if block_hash is not None else None
+        return exact is not None and exact >= pool.exact[block]
+
+    def _missing_pages(self, move: Move, state: int) -> list[int] | None:
+        """The device's pages before a state that are not here nor coming, the deepest first; what is here is kept from
+        now on. None if one is nowhere, or the state may not be reused."""
+        chain, depth = self._device.prefix[state]
+        missing: list[int] = []
+        held = self.loads.held
+        if not held(chain[depth], self._states):
+            return None
+        for block_hash in chain[depth:0:-1] if self._pages.present else ():
+            if block_hash in move.coming:
+                continue
+            if held(block_hash, self.pages):
+                self.pages.restore(block_hash, self._states.rank[state])
+                continue
+            page = held(block_hash, self._pages.pool)
+            if not page:
+                return None
+            missing.append(page)
+        return missing
+
+    def _room_for_pages(self, move: Move) -> int:
+        """So many that half of the pages that can be taken stay so."""
+        taken = len(move.coming)
+        return max(min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken, 0)
+
+    def _copy(self, move: Move, pool: BlockPool, blocks: Sequence[int]) -> None:
+        """Adds blocks to a transfer to the host, as far as there are slots for them."""
+        host = self._slots[pool]
+        for block, number in zip(blocks, host.take(min(len(blocks), host.num_available)), strict=False):
+            slot, block_hash = Lease(host, number), pool.hashes[block]
+            if block_hash is None:  # the slots' pages were all that kept this state
+                slot.end()
+                continue
+            lent = pool.lend(block)
+            slot.used = lent.used
+            move.leases += [lent, slot]
+            if host is self.pages:
+                move.coming.add(block_hash)
+
+    def _begin(self, move: Move) -> None:
+        """Numbers a transfer, if it has any blocks, and names those that come from the device or go there."""
+        transfer, leases = move.transfer, move.leases if not move.transfer.files else []
+        pairs = list(zip(leases[::2], leases[1::2], strict=True))
+        if pairs or transfer.files:
+            states, pages = (
+                tuple((lease.block, slot.block) for lease, slot in pairs if lease.pool is pool) for pool in self._slots
+            )
+            move.transfer = transfer._replace(number=next(self._numbers), states=states, pages=pages)
+            self.moves[move.transfer.number] = move
+
+    def _write_out(self) -> None:
+        """Begins to write what came to the host, in that order."""
+        move, files = Move(Transfer(0, False, (), ())), list[BlockFile]()
+        while self._unwritten and len(files) < FILES_A_TRANSFER:
+            kind, block_hash = next(iter(self._unwritten))
+            del self._unwritten[kind, block_hash]
+            host = self._host[kind]
+            if (slot := host.lookup(block_hash)) is not None:
+                move.leases.append(host.lend(slot))
+                facts = host.exact[slot], host.born[slot], host.writer[slot], self._spare
+                files.append(BlockFile(kind, slot, block_hash, *facts))
+        move.transfer = move.transfer._replace(files=tuple(files))
+        self._begin(move)
+
+    def hit(self, chain: Sequence[bytes], depth: int) -> None:
+        """So many blocks are in use on the device: what is here of them goes first, until that is about to go."""
+        for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
+            for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
+                pool.evict_first(slot)
+
+    # --- the end of a transfer ---
+
+    def transferred(self, number: int, failed: bool) -> None:
+        """A transfer is done, or has failed: neither reads nor writes its blocks any more."""
+        move = self.moves.pop(number)
+        transfer, load, good = move.transfer, move.load, not (failed or move.void)
+        if load is None and transfer.files:
+            self._writable = good
+        elif load is None and good:
+            move.name()
+            self._note_unwritten(move)
+        for lease in move.leases if load is None else move.leases[1::2]:
+            lease.end()
+        if load is not None:
+            self.loads.ended(load, move.arrivals if good else ())
+        states = len(transfer.states) + sum(file.kind == "state" for file in transfer.files)
+        pages = len(transfer.pages) + sum(file.kind == "kv" for file in transfer.files)
+        moved = states * self._config.state_bytes + pages * self._config.page_bytes
+        self._ledger.transferred(transfer.to_host, moved, failed, files=bool(transfer.files))
+
+    def _note_unwritten(self, move: Move) -> None:
+        """What came to the host is to be written to files that do not have it."""
+        for slot in move.leases[1::2] if self._files.present else ():
+            kind, block_hash = "state" if slot.pool is self.states else "kv", slot.pool.hashes[slot.block]
+            if block_hash is not None and not self._filed(kind, slot.pool, slot.block):
+                self._unwritten[kind, block_hash] = None
+
+    # --- what is given up ---
+
+    def void(self) -> None:
+        """What is being copied is not what it was taken for: it is named by no hash, and nobody waits for it."""
+        for move in self.moves.values():
+            move.void = True
+            if move.load is not None:
+                self.loads.done(move.load)
+
+    def drop_born(self, since: int) -> None:
+        """What was written by this issue or a later one is wrong."""
+        self.void()
+        self._files.drop_born(since)
+        self.states.drop_born(since)
+        self.pages.drop_born(since)
+
+    def drop(self, block_hashes: Collection[bytes], writer: int | None) -> None:
+        """Forget the blocks of these hashes, on their way to the device too; see `BlockPool.drop`."""
+        self._files.drop(block_hashes, writer)
+        for block_hash in block_hashes:
+            self.states.drop(block_hash, writer=writer)
+            self.pages.drop(block_hash, writer=writer)
+        for move in self.moves.values():
+            move.lose(block_hashes, writer)
+
+    def clear(self) -> None:
+        """Forgets every hash."""
+        self.void()
+        self.loads.let_go()
+        self._unwritten.clear()
+        self.states.clear()
+        self.pages.clear()
+
+    # --- the books ---
+
+    def held(self, pool: BlockPool) -> list[int]:
+        """The blocks of a pool that transfers and loads hold, each as often as it is held."""
+        moves = list(self.moves.values())
+        leases = [lease for move in moves for lease in (move.leases if move.load is None else move.leases[1::2])]
+        loads = [*self.loads.arrived, *(move.load for move in moves if move.load is not None)]
+        return [x.block for x in [*leases, *(x for load in loads for x in load.leases)] if x.pool is pool]
+
+    def check(self, requests: Sequence[CachedRequest]) -> None:
+        """Raises AssertionError unless the books balance."""
+        self.states.check(self.held(self.states))
+        self.pages.check(self.held(self.pages))
+        self.loads.check(list(self.moves.values()), requests)
