@@ -1,42 +1,13 @@
-"""The benchmark of engines: its workloads on our own engine and a tiny model, its rounds and its table."""
+"""The rounds and the table of the benchmark of engines."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_our_engine(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import bench_engine
-
-    limits = {"max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 512, "device": "cpu"}
-    small = {
-        "REQUESTS": 8,
-        "GROUPS": 2,
-        "COLD": (2, 192),
-        "SHARED": ((128, 64),),
-        "RUNS": 1,
-        "ALONE": 512,
-        "DECODED": 3,
-    }
-    for name, value in (small | {"VOCABULARY": 100, "LIMITS": limits}).items():
-        monkeypatch.setattr(bench_engine, name, value)
-    rows = bench_engine.measure_ours(argparse.Namespace(model=str(tiny_model("qwen3_next"))), "ours")
-    found = {row["workload"]: (row["hit_requests"], row["hit_tokens"], row["prompt_tokens"]) for row in rows}
-    assert found == {
-        "cold, 2 x 192": (0, 0, 384),
-        "8 x (128 shared by 4 + 64), all at once": (6, 6 * 128, 8 * 192),
-        "8 x (128 shared by 4 + 64), one by one": (6, 6 * 128, 8 * 192),
-        "decode 8 x 3 after 512": (0, 0, 8 * 512),
-        "decode 1 x 3 after 512": (0, 0, 512),
-    }
-    assert all(len(row["times"]) == 1 and row["times"][0] > 0 for row in rows)
 
 
 def test_rounds_take_turns_and_the_median_is_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
