@@ -1,4 +1,4 @@
-"""What a benchmark's figures depend on."""
+"""Describe the environment of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def about(*packages: str) -> dict[str, Any]:
-    """The GPU (None without one), the versions of `packages`, and the commit (None outside a checkout)."""
+    """Return the GPU, the versions of `packages`, and the commit; GPU and commit are None if absent."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,

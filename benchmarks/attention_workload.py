@@ -1,4 +1,4 @@
-"""The benchmark's inputs for attention: rows of one length after one context, in shuffled pages of 64 tokens."""
+"""Make inputs for attention: rows of equal length behind equal contexts, in shuffled pages of 64 tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode_arrays(rows: int, length: int) -> dict[str, np.ndarray]:
 
 
 def prefill_arrays(rows: int, length: int, context: int) -> dict[str, np.ndarray]:
-    """Of a context that is a multiple of 64."""
+    """Return the arrays of prefill rows; `context` is a multiple of 64."""
     chunks = -(-length // 64)
     starts = np.arange(rows + 1) * length
     arrays = {
@@ -39,7 +39,7 @@ def prefill_arrays(rows: int, length: int, context: int) -> dict[str, np.ndarray
 
 
 class Attention:
-    """`heads` of queries and of keys, `width` of each."""
+    """Holds inputs with `heads` (query heads, key heads) of `width`."""
 
     op = "paged_attention"
 

@@ -1,11 +1,10 @@
-"""Seconds and hits of vLLM with the plugin, of vLLM alone, and of our own engine, in one run on one model.
+"""Compare seconds and hits of vLLM with the plugin, vLLM alone and mambacache's engine on one model.
 
     python benchmarks/bench_engine.py benchmarks/models/qwen3.5-9b [--json OUT.json] [--engines ...] [--rounds N]
 
-Options for vLLM's `LLM` follow `--options` as JSON. Each engine runs in a process of its own, in each round again, in
-turn, and vLLM's engine core in one more. Weights are random: times and hits mean something, answers do not. Nothing is
-detokenised. A row has the times of all rounds, and each workload runs once before it is timed. The file is written
-after each process.
+`--options` holds options of vLLM's `LLM` as JSON. Each engine runs in a new process in each round. Weights are random,
+so that answers have no meaning. vLLM does not detokenise. Each workload runs once before it is timed. A row has the
+times of all rounds. The file is written after each process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ENGINES = ("ours", "plugin", "vllm", "vllm, FlashInfer")
 REQUESTS, GROUPS = 64, 8
 COLD = (16, 4096)  # prompts, and the tokens of each
 ORDER = ("all at once", "one by one")
-SHARED = ((1600, 600), (1500, 700))  # tokens that a group shares, and each prompt's own: the lengths of vllm#45238
+SHARED = ((1600, 600), (1500, 700))  # tokens shared by a group, and further tokens of each prompt, as in vllm#45238
 ALONE, DECODED, VOCABULARY = 512, 256, 250
 RUNS = 3
 LIMITS = {
@@ -46,7 +45,7 @@ LIMITS = {
 
 @dataclass
 class Row:
-    """The seconds of each run of a workload, and the hits of the last run."""
+    """Holds the seconds of each run of a workload, and the hits of the last run."""
 
     workload: str
     engine: str
@@ -57,14 +56,14 @@ class Row:
 
 
 class Workload(NamedTuple):
-    """The prompts of each run, the first of which is not timed."""
+    """Holds the prompts of each run; the first run is not timed."""
 
     name: str
     runs: list[list[list[int]]]
     answer: int = 1
     """Tokens of an answer."""
     one_by_one: bool = False
-    """Whether each prompt waits for the answer before it."""
+    """Send each prompt after the answer to the prompt before."""
 
 
 def workloads() -> Iterator[Workload]:
@@ -88,7 +87,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def run_workloads(llm: Any, params_of: Callable[[int], Any], engine: str) -> list[dict[str, Any]]:
-    """Return the rows of an `LLM`. `params_of(n)` gives the sampling parameters of n greedy tokens."""
+    """Return the rows of an `LLM`; `params_of(n)` returns sampling parameters for n greedy tokens."""
 
     def run(prompts: list[list[int]], workload: Workload) -> tuple[float, list[int]]:
         inputs, params = [{"prompt_token_ids": prompt} for prompt in prompts], params_of(workload.answer)
@@ -136,7 +135,7 @@ def measure_ours(arguments: argparse.Namespace, engine: str) -> list[dict[str, A
 
 
 def compare(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows so far after each process. Every second round takes the engines in reversed order."""
+    """Yield all rows after each process; every second round reverses the order of engines."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for turn in range(arguments.rounds):
         for engine in arguments.engines[:: -1 if turn % 2 else 1]:

@@ -1,10 +1,10 @@
-"""The tier in host memory: how fast blocks move, what a hit there costs on an idle engine, and what decoding loses.
+"""Time transfers of the tier in host memory, hits in it, and decoding beside transfers.
 
     python benchmarks/bench_host_tier.py MODEL [--device cuda] [--tokens 11000] [--rows 32] [--json OUT.json]
 
-Of a transfer as large as the hit: its time by `copy_blocks` and by one plain copy of as many bytes, which is what the
-bus gives. A hit in host memory is set against the same hit on the device: what it takes longer is to be at most 1.3 of
-the plain copy. Decoding is timed with and without transfers beside it, in turns.
+A transfer as large as the hit is timed with `copy_blocks` and as one plain copy, the speed of the bus. A hit in host
+memory may take longer than the same hit on the device by at most 1.3 plain copies. Decode steps with and without
+transfers alternate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REPEATS = 5
 
 @dataclass
 class Row:
-    """Times in milliseconds, medians; `slowed` is what decoding takes longer with transfers beside it."""
+    """Holds median times in milliseconds; `slowed` is the relative slowdown of decoding beside transfers."""
 
     model: str
     device: str
@@ -70,7 +70,7 @@ def prompt_of(seed: int, count: int, vocab_size: int) -> list[int]:
 
 
 def transfer_of(tokens: int, block_size: int, to_host: bool, number: int, first: int = 1) -> Transfer:
-    """A state, and the KV of so many tokens."""
+    """Return a transfer of a state and the KV of `tokens` tokens."""
     pages = tuple((block, block) for block in range(first, first + tokens // block_size))
     return Transfer(number, to_host, ((first, 1),), pages)
 
@@ -82,7 +82,7 @@ def move(tier: HostTier, transfer: Transfer) -> None:
 
 
 def transfer_times(llm: LLM, tokens: int) -> tuple[int, float, float, float]:
-    """Bytes, and the times to the host, back, and of one plain copy of as many bytes."""
+    """Return the bytes, and the times to the host, from the host, and of a plain copy."""
     pools, size = [pool for pool in (llm.runner.states, llm.runner.pages) if pool is not None], llm.config.block_size
     pages = tokens // size if len(pools) > 1 else 0
     tier = HostTier(pools, (1, pages)[: len(pools)])
@@ -98,13 +98,13 @@ def transfer_times(llm: LLM, tokens: int) -> tuple[int, float, float, float]:
 
 
 def hit_times(llm: LLM, tokens: int) -> tuple[float, float]:
-    """Of a prompt whose prefix is on the device, and of one whose prefix is in host memory alone, on an idle engine."""
+    """Return the times of a hit on the device and of a hit in host memory, on an idle engine."""
     vocab_size = llm.runner.model.config.vocab_size
     seeds = count()
     times: tuple[list[float], list[float]] = [], []
     for _ in range(REPEATS):
         for from_host in (False, True):
-            prompt = prompt_of(next(seeds), tokens, vocab_size)  # a new one: what was hit once is evicted late
+            prompt = prompt_of(next(seeds), tokens, vocab_size)  # a new prompt, since a hit delays eviction
             llm.generate(prompt, ONE, use_tqdm=False)
             while from_host and on_device(llm, prompt):
                 llm.generate(prompt_of(next(seeds), tokens, vocab_size), ONE, use_tqdm=False)
@@ -123,7 +123,7 @@ def on_device(llm: LLM, prompt: list[int]) -> bool:
 
 
 def decode_times(llm: LLM, rows: int, steps: int, tokens: int) -> tuple[float, float]:
-    """Of one step that decodes so many rows, alone and beside transfers that never end."""
+    """Return the times of a decode step alone and beside a transfer."""
     vocab_size, size = llm.runner.model.config.vocab_size, llm.config.block_size
     for row in range(rows):
         llm.submit(prompt_of(1000 + row, 64, vocab_size), SamplingParams(max_tokens=2 * steps + 40, ignore_eos=True))
@@ -135,7 +135,7 @@ def decode_times(llm: LLM, rows: int, steps: int, tokens: int) -> tuple[float, f
     alone, beside = [], []
     for number in range(steps):
         for times, moving in ((alone, False), (beside, True)):
-            if moving:  # out only: what it reads nobody needs
+            if moving:  # to the host only, so that the engine's blocks stay unchanged
                 tier.launch([transfer_of(pages * size, size, True, number)])
             start = time.perf_counter()
             llm.step()

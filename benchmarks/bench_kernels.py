@@ -1,16 +1,15 @@
-"""Times of the ops beside those of vLLM's kernels and the least that the hardware needs, in one run on one GPU.
+"""Time the ops beside vLLM's kernels and a floor of the hardware, on one GPU.
 
     python benchmarks/bench_kernels.py [--quick] [--only TEXT ...] [--json OUT.json]
 
-Prefill resumes from a cached state and stores one. `graph` replays a CUDA graph, `eager` includes the launches. `floor`
-is the largest of three: the bytes that must move at the bandwidth of a large copy, measured first, the products at
-PRODUCT_RATE and the exponentials at EXPONENTIAL_RATE. `copy` moves a prefill's bytes between two tensors. Successive
-calls take different inputs, so that none are found in the L2 cache. Decode is that of a long run: its rows begin at all
-entries of their token logs alike, so that of 16 rows with one token one is folded, and of 13 with four. Where vLLM
-"replays" SSD's updates (`--use-replayssm`), so do its buffers.
+Prefill resumes from a cached state and stores a state. `graph` replays a CUDA graph, `eager` includes the launches.
+`floor` is the largest of three times: bytes at the bandwidth of a large copy, products at PRODUCT_RATE, exponentials at
+EXPONENTIAL_RATE. `copy` moves a prefill's bytes between two tensors. Successive calls take different inputs, so that
+the L2 cache holds none. Decode rows begin at all entries of their token logs equally often, as in a long run: one of 16
+rows is folded with one token, one of 13 with four. "vLLM replays" stands for `--use-replayssm`.
 
-vLLM has two prefills of the gated delta rule, its own and FlashInfer's, which it prefers on Hopper: each has a column
-where it is installed, and what is said of "the peer" is said of the fastest.
+vLLM has two prefills of the gated delta rule, Triton's and FlashInfer's. Each installed prefill has a column; "peer" is
+the fastest.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from kernel_steps import Case, Recurrence
 from kernel_workloads import Conv1d, DeltaRule, GatedNorm, KimiDelta, SelectiveScan, ShortConv, StateSpaceDual
 from torch import Tensor
 
-PRODUCT_RATE = 790e12  # bf16 products per second that a large matrix product reaches on an H200
+PRODUCT_RATE = 790e12  # bf16 operations per second of a large matrix product on an H200
 EXPONENTIAL_RATE = 132 * 16 * 1.83e9  # per second: 16 a clock on each processor of an H200
 ROTATE_BYTES = 200 << 20  # several times the L2 cache
 
 
-QUICK = ("64 x 128", "8192 tokens", "batch 64 x 4096")  # of every op what `--quick` times
+QUICK = ("64 x 128", "8192 tokens", "batch 64 x 4096")  # cases of `--quick`
 
 
 def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Case]]]:
@@ -59,7 +58,7 @@ def recurrence_cases(family: type[Recurrence]) -> Iterator[tuple[str, partial[Ca
 
 
 def attention_cases() -> Iterator[tuple[str, partial[Case]]]:
-    """Heads of 128, as many models have, and of 256 as Qwen3-Next's."""
+    """Yield cases with heads of width 128, and of width 256 as in Qwen3-Next."""
     for name, heads, width in (("", (32, 8), 128), (", 256 wide", (16, 2), 256)):
         family = partial(Attention, heads=heads, width=width)
         for rows, context, tokens in ((64, 4096, 1), (1, 32768, 1), (64, 4096, 4)):
@@ -73,7 +72,7 @@ def attention_cases() -> Iterator[tuple[str, partial[Case]]]:
 
 
 def case_list() -> Iterator[tuple[str, partial[Case]]]:
-    """Name and how to make a set of inputs."""
+    """Yield names, and functions that make inputs."""
     yield from recurrence_cases(DeltaRule)
     for lengths in ([8192], [128] * 64):
         name = f"{len(lengths)} x {lengths[0]}"
@@ -91,13 +90,13 @@ def case_list() -> Iterator[tuple[str, partial[Case]]]:
 
 
 def relative_error(actual: list[Tensor], exact: list[Tensor]) -> float:
-    """The largest RMS error, relative to the RMS of what is exact."""
+    """Return the largest RMS error relative to the RMS of `exact`."""
     pairs = zip(actual, exact, strict=True)
     return max(float(((x.double() - y).square().mean() / y.square().mean()).sqrt()) for x, y in pairs)
 
 
 def peer_calls(case: Case) -> dict[str, Call]:
-    """None of them where vLLM is not installed."""
+    """Return the calls of peers; none without vLLM."""
     try:
         return case.peers()
     except ImportError:
@@ -105,14 +104,14 @@ def peer_calls(case: Case) -> dict[str, Call]:
 
 
 def against(times: dict[str, float | None], errors: dict[str, float]) -> dict:
-    """What a row says of its peers, in µs: all times by name, and time and error of the fastest."""
+    """Return a row's fields for peers: all times in µs by name, and time and error of the fastest."""
     timed = {name: us for name, us in times.items() if us is not None}
     fastest = min(timed, key=timed.__getitem__, default=None)
     return {"peer_us": timed.get(fastest), "peer_error": errors.get(fastest), "peers_us": times}
 
 
 def graph_us_or_none(calls: Sequence[Call], repeats: int) -> float | None:
-    """None for calls that a graph cannot hold, because they wait for the device."""
+    """Return `graph_us`, or None for calls that synchronise with the device."""
     try:
         return graph_us(calls, repeats)
     except RuntimeError:
@@ -121,7 +120,7 @@ def graph_us_or_none(calls: Sequence[Call], repeats: int) -> float | None:
 
 
 def measure(name: str, make: partial[Case], bandwidth: float, repeats: int, errors: bool) -> Iterator[dict]:
-    """The rows of one case: replayed and eager."""
+    """Yield the rows of a case, graph and eager."""
     case = make()
     sets = [case, *(make() for _ in range(min(ROTATE_BYTES // case.nbytes, 31)))]
     ours = [s.ours for s in sets]
@@ -144,7 +143,7 @@ def measure(name: str, make: partial[Case], bandwidth: float, repeats: int, erro
 
 
 def measure_host(repeats: int) -> Iterator[dict]:
-    """What one eager prefill call costs its host."""
+    """Yield rows with the host time of an eager prefill call."""
     recurrences = [family([128] * 8) for family in (DeltaRule, KimiDelta, StateSpaceDual, SelectiveScan)]
     for case in (*recurrences, Conv1d([128] * 8), GatedNorm(1024)):
         row = {"op": case.op, "case": "host cost of a prefill call", "mode": "host", "floor_us": None}
@@ -153,7 +152,7 @@ def measure_host(repeats: int) -> Iterator[dict]:
 
 
 def environment() -> dict:
-    """What the figures depend on."""
+    """Return GPU, versions and commit."""
 
     def installed(package: str) -> str | None:
         try:
@@ -187,7 +186,7 @@ def main() -> None:
         action="store_true",
         help="one case an op, fewer repeats, no errors: under a minute once kernels are compiled",
     )
-    parser.add_argument("--only", nargs="+", help="the cases whose op and name hold one of these texts")
+    parser.add_argument("--only", nargs="+", help="run cases with one of these texts in op or name")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     repeats = 5 if options.quick else 20

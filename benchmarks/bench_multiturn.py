@@ -1,9 +1,9 @@
-"""Time to the first token by turn: chats that run side by side, with the cache and without.
+"""Time the first token of each turn in parallel chats, with and without the cache.
 
     python benchmarks/bench_multiturn.py MODEL [--json OUT.json] [--chats 32] [--turns 8] [--device cuda]
         [--random-weights]
 
-A chat's next turn is sent as soon as its answer has ended. Its prompt is all that was said, and a new message; all
+A chat sends its next turn as soon as its answer ends. A prompt holds all earlier turns and a new message. All chats
 begin with the same instructions.
 """
 
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
 
 @dataclass
 class Row:
-    """One turn of all chats, in seconds to the first token."""
+    """Holds the seconds to the first token of one turn in all chats."""
 
     cache: bool
     turn: int
@@ -83,13 +83,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chats", type=int, default=32)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--random-weights", action="store_true", help="of the model its configuration alone")
+    parser.add_argument("--random-weights", action="store_true", help="read only the model's configuration")
     arguments = parser.parse_args(argv)
     rows: list[Row] = []
     with random_weights(arguments.model) if arguments.random_weights else nullcontext(arguments.model) as checkpoint:
         for cache in (True, False):
             with LLM(checkpoint, device=arguments.device, enable_prefix_caching=cache, seed=0) as llm:
-                chats(llm, arguments.chats, 2, seed=1, cache=cache)  # to warm up, at the sizes that are measured
+                chats(llm, arguments.chats, 2, seed=1, cache=cache)  # warm-up at the measured sizes
                 llm.reset_prefix_cache()
                 rows += chats(llm, arguments.chats, arguments.turns, seed=0, cache=cache)
     for row in rows:

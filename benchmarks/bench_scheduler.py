@@ -1,9 +1,9 @@
-"""Host cost of planning: steps of decoding requests, matching, admission, and what waiting and leaving cost.
+"""Time planning on the host: decode steps, matching, admission, waiting and aborts.
 
     python benchmarks/bench_scheduler.py [--json OUT.json]
 
-Needs no GPU and no model. Medians, in milliseconds, on one core. An exponent says how a time grows with its number: 1
-is linear. The calibration, a fixed loop of Python, says how fast the machine is: divide by it to compare two machines.
+It needs no GPU and no model. Times are medians in milliseconds on one core. An exponent of 1 means linear growth. To
+compare two machines, divide by the calibration, the time of a fixed Python loop.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from mambacache.scheduler.request import Request
 from mambacache.scheduler.scheduler import Scheduler
 
 VOCAB = 1 << 15
-NEW_TOKENS = 1000  # of each prompt that is admitted
+NEW_TOKENS = 1000  # length of an admitted prompt
 
 Choose = Callable[[list[float]], float]
-"""Which of several times counts: the median, or the least where others use the machine."""
+"""Chooses among times: the median, or the minimum on a shared machine."""
 
 
 class Case(NamedTuple):
-    """What is measured at several numbers, what it may take (ms), and how often the first time the last may take."""
+    """Describes a measurement at several numbers.
+
+    `limits` holds a maximum for each number in ms, `most_growth` the maximum of last time / first time.
+    """
 
     name: str
     unit: str
@@ -49,7 +52,7 @@ class Case(NamedTuple):
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What is there already is left alone by the garbage collector, as an engine leaves its weights and tables."""
+    """Exclude existing objects from garbage collection, as an engine does with its weights and tables."""
     gc.collect()
     gc.freeze()
     try:
@@ -65,7 +68,7 @@ def elapsed_ms(call: Callable[[], object]) -> float:
 
 
 def calibrate(repeats: int = 5) -> float:
-    """Milliseconds that a million turns of a plain loop take."""
+    """Return the milliseconds of a million turns of a plain loop."""
 
     def loop() -> None:
         value, seen = 1, {}
@@ -86,7 +89,7 @@ def finish(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def run_until_decoding(scheduler: Scheduler, requests: int) -> None:
-    """Steps until so many requests decode at once."""
+    """Run steps until `requests` requests decode at once."""
     while (plan := scheduler.schedule()) is not None:
         finish(scheduler, plan)
         if plan.num_decodes == requests:
@@ -94,7 +97,7 @@ def run_until_decoding(scheduler: Scheduler, requests: int) -> None:
 
 
 def schedule_and_keep(scheduler: Scheduler) -> tuple[float, StepPlan]:
-    """Milliseconds of `schedule()`, and its plan."""
+    """Return the milliseconds of `schedule()`, and its plan."""
     plans: list[StepPlan | None] = []
     elapsed = elapsed_ms(lambda: plans.append(scheduler.schedule()))
     assert plans[0] is not None
@@ -105,13 +108,13 @@ def schedule_and_keep(scheduler: Scheduler) -> tuple[float, StepPlan]:
 
 
 def time_schedule(requests: int, tokens: int = 8000, steps: int = 200) -> float:
-    """`schedule()`, planning and arrays included, of a step in which every request decodes one token."""
+    """Time `schedule()`, arrays included, with one decode token for every request."""
     blocks = requests * (tokens // 64 + 8)
     cache = PrefixCache(CacheConfig(num_state_blocks=2 * requests + 64, num_kv_blocks=blocks))
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 16, max_num_seqs=requests)
     rng = random.Random(0)
     for i in range(requests):
-        prompt = prompt_of(rng, tokens - i % 64)  # boundaries fall into different steps
+        prompt = prompt_of(rng, tokens - i % 64)  # spreads block boundaries over steps
         scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=512)))
     run_until_decoding(scheduler, requests)
     times: list[float] = []
@@ -125,7 +128,7 @@ def time_schedule(requests: int, tokens: int = 8000, steps: int = 200) -> float:
 
 
 def time_match(tokens: int, repeats: int = 50) -> float:
-    """`match()` of a prompt that was computed before and whose hashes are known."""
+    """Time `match()` of a computed prompt with known hashes."""
     cache = PrefixCache(CacheConfig(num_state_blocks=64, num_kv_blocks=2 * tokens // 64))
     scheduler = Scheduler(cache, max_num_batched_tokens=tokens, max_num_seqs=1)
     prompt = prompt_of(random.Random(0), tokens)
@@ -137,7 +140,7 @@ def time_match(tokens: int, repeats: int = 50) -> float:
 
 
 def time_admission(requests: int, shared: int = 0, repeats: int = 5, choose: Choose = statistics.median) -> float:
-    """One `schedule()` that admits all of so many new prompts; the state after their `shared` tokens is cached."""
+    """Time a `schedule()` that admits `requests` new prompts, with a cached state behind `shared` tokens."""
     rng = random.Random(0)
     stem = prompt_of(rng, shared)
     prompts = [stem + prompt_of(rng, NEW_TOKENS - shared) for _ in range(requests)]
@@ -159,12 +162,12 @@ def time_admission(requests: int, shared: int = 0, repeats: int = 5, choose: Cho
 
 
 def time_sharing(requests: int) -> float:
-    """`time_admission` of prompts that hit half of their tokens."""
+    """Run `time_admission` with hits of half the tokens."""
     return time_admission(requests, shared=512)
 
 
 def time_mixed(new: int, decoding: int = 256, repeats: int = 15, choose: Choose = statistics.median) -> float:
-    """A `schedule()` that admits new prompts beside requests that decode."""
+    """Time a `schedule()` that admits new prompts beside decoding requests."""
     everybody = decoding + new
     cache = PrefixCache(CacheConfig(num_state_blocks=4 * everybody, num_kv_blocks=40 * everybody))
     scheduler = Scheduler(cache, max_num_batched_tokens=1 << 17, max_num_seqs=everybody)
@@ -187,13 +190,13 @@ def time_mixed(new: int, decoding: int = 256, repeats: int = 15, choose: Choose 
 
 
 def time_waiting(waiting: int, steps: int = 22) -> float:
-    """A `schedule()` that computes 64 tokens of a prompt and admits nobody, while so many wait for that prompt."""
+    """Time a `schedule()` that computes 64 tokens of a prompt, while `waiting` requests wait for its prefix."""
     cache = PrefixCache(CacheConfig(num_state_blocks=64, num_kv_blocks=64))
     scheduler = Scheduler(cache, max_num_batched_tokens=200, max_num_seqs=16, long_prefill_token_threshold=64)
     prompt = prompt_of(random.Random(0), 64 * (steps + 2))
     for i in range(1 + waiting):
         scheduler.add(Request(str(i), prompt, SamplingParams()))
-    finish(scheduler, schedule_and_keep(scheduler)[1])  # it looks all of them up
+    finish(scheduler, schedule_and_keep(scheduler)[1])  # looks up all waiting requests
     assert cache.stats.waits == waiting
     times = []
     with frozen():
@@ -206,7 +209,7 @@ def time_waiting(waiting: int, steps: int = 22) -> float:
 
 
 def time_aborts(waiting: int) -> float:
-    """Aborting so many requests that wait behind one that runs, newest first."""
+    """Time the abort of `waiting` requests behind a running request, newest first."""
     cache = PrefixCache(CacheConfig(num_state_blocks=64, num_kv_blocks=64))
     scheduler = Scheduler(cache, max_num_batched_tokens=64, max_num_seqs=1)
     prompt = prompt_of(random.Random(0), 20)
@@ -238,7 +241,7 @@ CASES = [
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """A case's times, and how they grow."""
+    """Return a case's times and their growth."""
     times = [case.time(number) for number in case.numbers]
     row: dict[str, Any] = {"case": case.name, "unit": case.unit, "times": []}
     for number, ms, limit in zip(case.numbers, times, case.limits, strict=True):

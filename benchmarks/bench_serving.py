@@ -1,13 +1,13 @@
-"""`vllm serve` with mambacache's plugin and without it on a part of a trace: time to the first token.
+"""Time `vllm serve` with and without mambacache's plugin on a part of a trace.
 
     python benchmarks/bench_serving.py MODEL TRACE [--json OUT.json] [--requests 480] [--rate 4] [OPTIONS]
 
-Unknown options go to `vllm serve`. With `--stalls` a row lists the engine steps of more than 100 ms, with their
-compilations and garbage collections; on several GPUs the workers, which compile, are not watched. `--caches FOLDER`
-keeps compiled kernels there, for each engine alone: an empty folder gives the time of a first start.
+Unknown options go to `vllm serve`. With `--stalls` a row lists engine steps of more than 100 ms, with their
+compilations and garbage collections; on several GPUs it misses the workers' compilations. `--caches FOLDER` keeps
+compiled kernels of each engine; an empty folder times a first start.
 
-The trace is in Mooncake's format. Whole sessions are drawn from it, so that the part has the reuse of the whole, and
-sent in their order as a Poisson process. Weights are dummies: times and hits mean something, texts do not.
+The trace is in Mooncake's format. Whole sessions are drawn from it, to keep its reuse, and sent in their order as a
+Poisson process. Weights are dummies, so that texts have no meaning.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from about import about
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 from tqdm import tqdm
 
-TRACE_BLOCK = 512  # tokens of one id of the trace
-SESSION_IDS = 2  # the first id is that of all requests, the second tells sessions apart
+TRACE_BLOCK = 512  # tokens of an id in the trace
+SESSION_IDS = 2  # all requests share the first id; the second identifies a session
 VOCABULARY = 250
-LETTER = 40  # in tokenizers of bytes a letter, in larger ones a short piece of text
+LETTER = 40  # a letter in tokenizers of bytes, a short text in larger tokenizers
 
 
 @dataclass
 class Row:
-    """One engine; seconds."""
+    """Holds the results of one engine, in seconds and tokens."""
 
     engine: str
-    ready: float  # from the start of the server until it answers
+    ready: float  # from the start of the server to its first response
     first_token_median: float
     first_token_p99: float
-    token_median: float  # between tokens, after the first
+    token_median: float  # between later tokens
     hit_tokens: int
     prompt_tokens: int
-    stalls: list[dict[str, Any]] | None  # steps that took long, as benchmarks/stalls/sitecustomize.py notes them
+    stalls: list[dict[str, Any]] | None  # long steps, see benchmarks/stalls/sitecustomize.py
 
 
 class Times(NamedTuple):
-    """When a request was sent, when the first piece of its answer came, and when it ended."""
+    """Holds the times of sending, of the first piece of the answer, and of its end."""
 
     sent: float
     first: float
@@ -66,7 +66,7 @@ class Times(NamedTuple):
 
 
 def sessions(trace: Path, count: int, longest: int) -> list[dict[str, Any]]:
-    """Return about `count` requests of the trace, compressed or not, each with at most `longest` tokens in all."""
+    """Return at most `count` requests of whole sessions, each with at most `longest` tokens in all."""
     groups = defaultdict(list)
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
         for request in map(json.loads, lines):
@@ -85,7 +85,7 @@ def sessions(trace: Path, count: int, longest: int) -> list[dict[str, Any]]:
 
 
 def tokens(request: dict[str, Any]) -> list[int]:
-    """Each id of the trace stands for tokens of its own."""
+    """Return a prompt; each id of the trace stands for different tokens."""
     found = []
     for number in request["hash_ids"]:
         found += random.Random(number).choices(range(VOCABULARY), k=TRACE_BLOCK)
@@ -93,10 +93,10 @@ def tokens(request: dict[str, Any]) -> list[int]:
 
 
 async def send(client: ClientSession, prompt: list[int], answer: int) -> Times:
-    """Pieces are not read: a client that parses each takes longer than the server at some thousand tokens a second.
+    """Send a request, and return its times.
 
-    Answers are of one letter. Random tokens would give endless broken characters. vLLM's detokeniser takes time
-    quadratic in their length, and the whole server waits for it.
+    Pieces are not parsed, since a client would be slower than the server. Answers repeat one letter: random tokens
+    would give endless broken characters, and the server would wait for vLLM's detokeniser.
     """
     body = {"model": "served", "prompt": prompt, "max_tokens": answer, "temperature": 0, "stream": True}
     body["allowed_token_ids"] = [LETTER]
@@ -118,7 +118,7 @@ async def warm_up(client: ClientSession) -> None:
 
 async def replay(client: ClientSession, requests: list[dict[str, Any]], rate: float) -> list[Times]:
     rng = random.Random(2)
-    prompts = [tokens(request) for request in requests]  # not while they are sent
+    prompts = [tokens(request) for request in requests]  # before any is sent
     running, start, due = [], time.perf_counter(), 0.0
     for prompt, request in zip(tqdm(prompts), requests, strict=True):
         due += rng.expovariate(rate)
@@ -130,7 +130,7 @@ async def replay(client: ClientSession, requests: list[dict[str, Any]], rate: fl
 async def drive(
     port: int, requests: list[dict[str, Any]], rate: float, stalls: Path | None
 ) -> tuple[list[Times], int, int]:
-    """The times of each request, the prompt tokens that vLLM looked up, and those that were hit."""
+    """Return the times of each request, vLLM's looked-up prompt tokens, and its hit tokens."""
     limits = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=600)}
     async with ClientSession(f"http://127.0.0.1:{port}", **limits) as client:
         await warm_up(client)
@@ -143,7 +143,7 @@ async def drive(
 
 
 def counters(port: int) -> tuple[int, int]:
-    """Prompt tokens that vLLM looked up, and that were hit."""
+    """Return vLLM's counters of looked-up and hit prompt tokens."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     queries, hits = (
@@ -156,7 +156,7 @@ def counters(port: int) -> tuple[int, int]:
 def serve(
     arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes], stalls: Path | None
 ) -> subprocess.Popen[bytes]:
-    """Starts a server and waits until it answers."""
+    """Start a server, and wait until it responds."""
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", arguments.model]
     command += ["--load-format", "dummy", "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
     environment = os.environ | {"MAMBACACHE": "1" if engine == "plugin" else "0"}
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=480)
     parser.add_argument("--engines", nargs="+", default=["plugin", "vllm"], choices=["plugin", "vllm"])
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
-    parser.add_argument("--stalls", action="store_true", help="print what held engine steps for more than 100 ms")
+    parser.add_argument("--stalls", action="store_true", help="list engine steps of more than 100 ms")
     parser.add_argument("--caches", type=Path, help="a folder of compiled kernels")
     parser.add_argument("--longest", type=int, default=32000, help="tokens of a prompt and its answer, at most")
     arguments, arguments.options = parser.parse_known_args()

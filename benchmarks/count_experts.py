@@ -1,9 +1,9 @@
-"""Count the distinct experts that vLLM's decode steps use, with dummy weights.
+"""Count the distinct experts of vLLM's decode steps with dummy weights.
 
     python benchmarks/count_experts.py MODEL [--rows 64] [--json OUT.json] [--options JSON]
 
-Equal rows choose equal experts, so that decoding reads few weights and looks cheap. The times of a model with dummy
-weights mean something where a step uses about as many experts as one of random choices would.
+Equal rows choose equal experts, so that decoding reads few weights and looks fast. Times with dummy weights are
+meaningful if a step uses about as many experts as random choices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT, DECODED, VOCABULARY = 64, 16, 250
 
 
 def record_choices(worker: Any, choices: list[tuple[int, int]]) -> int:
-    """Have each router add (rows, distinct experts) of a step to `choices`. Return the number of experts of a layer."""
+    """Make each router append (rows, distinct experts) to `choices`, and return the number of experts in a layer."""
     experts = 0
 
     def note(topk_ids: Any) -> None:

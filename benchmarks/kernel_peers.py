@@ -1,6 +1,6 @@
-"""The same work by vLLM: what its layers call, with gates, gather and scatter of the states included.
+"""Call vLLM's kernels as its layers do, with gates, and gather and scatter of states.
 
-`VLLM` stands for its own kernels, `FLASHINFER` for those of FlashInfer, which it prefers on Hopper where it has both.
+`VLLM` stands for vLLM's kernels, `FLASHINFER` for FlashInfer's, which vLLM prefers on Hopper.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HOW_TO_GET = {VLLM: "pip install vllm==0.33.0", FLASHINFER: "pip install flashin
 
 
 def activate_flashinfer() -> None:
-    """Where its prefill alone was put on the path, and not the package: vLLM must have looked for that before."""
+    """Activate FlashInfer's prefill from a path without its package, after vLLM has searched for the package."""
     with suppress(ImportError):
         import vllm.utils.flashinfer  # noqa: F401, I001
         from vllm.model_executor.kernels.linear.cute_dsl.ll_bf16 import is_available
@@ -32,7 +32,7 @@ def activate_flashinfer() -> None:
 
 @cache
 def flashinfer_version() -> str | None:
-    """None where FlashInfer cannot be imported. What of vLLM looks for it or its compiler is imported before."""
+    """Return FlashInfer's version, or None; first import the parts of vLLM that search for it or its compiler."""
     try:
         import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn
         import vllm.models.kimi_k3.nvidia.ops.third_party.kda  # noqa: F401
@@ -53,8 +53,10 @@ def delta_rule_prefill(
     heads: tuple[int, int, int],
     lengths: list[int],
 ) -> dict[str, Any]:
-    """By name of a peer `call(pool, src, dst) -> y`: gates and norms, states gathered and masked, the chunked kernels,
-    states scattered. The mask is no index, as it is in vLLM: that waits for the device."""
+    """Return `call(pool, src, dst) -> y` for each peer: gates, norms, gather and mask, chunked kernels, scatter.
+
+    The mask is not an index as in vLLM, which would synchronise with the device.
+    """
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import fi_chunk_gated_delta_rule
     from vllm.third_party.flash_linear_attention.ops.chunk import chunk_gated_delta_rule
     from vllm.third_party.flash_linear_attention.ops.fused_gdn_prefill_post_conv import fused_post_conv_prep
@@ -100,9 +102,10 @@ def delta_rule_prefill(
 def delta_rule_decode(
     qkv: Tensor, sections: list[Tensor], a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, rows: int
 ) -> Any:
-    """`call(pool, blocks [rows, T]) -> y`: T tokens a row; states are read from the first block of a row.
+    """Return `call(pool, blocks [rows, T]) -> y` for rows of T tokens; states come from a row's first block.
 
-    `sections` are q, k and v, dense.
+    Args:
+        sections: dense q, k and v.
     """
     from vllm.third_party.flash_linear_attention.ops.fused_recurrent import (
         fused_recurrent_gated_delta_rule_packed_decode,
@@ -153,9 +156,9 @@ def kda_prefill(
     dt_bias: Tensor,
     lengths: list[int],
 ) -> Any:
-    """`call(pool, src, dst) -> y`: states gathered, the chunked kernels with gates and norms inside, states scattered.
+    """Return `call(pool, src, dst) -> y`: gather, chunked kernels with gates and norms, scatter.
 
-    q, k and v are dense, as its three convolutions leave them.
+    q, k and v are made dense, as vLLM's three convolutions return them.
     """
     from vllm.model_executor.layers.mamba.ops.gather_initial_states import gather_initial_states
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import chunk_kda_with_fused_gate
@@ -194,7 +197,7 @@ def kda_decode(
     dt_bias: Tensor,
     rows: int,
 ) -> Any:
-    """`call(pool, blocks [rows, T]) -> y`: T tokens a row; states are read from the first block of a row."""
+    """Return `call(pool, blocks [rows, T]) -> y` for rows of T tokens; states come from a row's first block."""
     from vllm.models.kimi_k3.nvidia.ops.third_party.kda import fused_recurrent_kda, fused_recurrent_kda_packed_decode
 
     gates = {"raw_g": g[None], "raw_beta": b[None], "A_log": A_log, "dt_bias": dt_bias, "lower_bound": None}
@@ -228,13 +231,13 @@ def kda_decode(
 
 
 def conv_prefill(x: Tensor, weight: Tensor, lengths: list[int], *, build_metadata: bool) -> Any:
-    """`call(pool, blocks) -> y`, in place; with `build_metadata` it makes its own, as when it is given none."""
+    """Return `call(pool, blocks) -> y`, in place; with `build_metadata` each call builds its metadata."""
     convolve = _convolution(weight, lengths, "silu", build_metadata)
     return lambda pool, blocks: convolve(x, pool, blocks)
 
 
 def short_conv_prefill(x: Tensor, input_gate: Tensor, output_gate: Tensor, weight: Tensor, lengths: list[int]) -> Any:
-    """`call(pool, blocks) -> y`, in place, with its layer's products around the convolution."""
+    """Return `call(pool, blocks) -> y`, in place, with the layer's gates."""
     convolve = _convolution(weight, lengths, None, build_metadata=False)
     return lambda pool, blocks: output_gate * convolve(input_gate * x, pool, blocks)
 
@@ -258,7 +261,7 @@ def _convolution(weight: Tensor, lengths: list[int], activation: str | None, bui
 
 
 def conv_decode(x: Tensor, weight: Tensor) -> Any:
-    """`call(pool, blocks) -> y`, in place; the outputs take the place of a copy of the inputs."""
+    """Return `call(pool, blocks) -> y`, in place, with outputs in a separate buffer."""
     from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
 
     out = torch.empty_like(x)
@@ -272,7 +275,7 @@ def conv_decode(x: Tensor, weight: Tensor) -> Any:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor, table: Tensor, indices: Any, length: int
 ) -> Any:
-    """`call() -> y`: keys and values written to their slots, then FlashAttention 3 over pages; rows of one `length`."""
+    """Return `call() -> y`, which writes keys and values to pages and runs FlashAttention 3; rows have `length`."""
     from vllm._custom_ops import reshape_and_cache_flash
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -301,7 +304,7 @@ def attention(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Any:
-    """`call() -> y`: norm of x, times the gate's SiLU."""
+    """Return `call() -> y`, the norm of x times the gate's SiLU."""
     from vllm.third_party.flash_linear_attention.ops.layernorm_guard import layer_norm_fwd
 
     out = torch.empty_like(x)

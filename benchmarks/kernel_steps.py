@@ -1,4 +1,4 @@
-"""A step of the benchmark: its rows, the blocks that they read and write, and what a case is."""
+"""Define the rows and blocks of a benchmark's step, and the interface of a case."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch import Tensor
 from mambacache.kernels import StateIndices, StateTensor
 from mambacache.plan import FOLD
 
-PoolCall = Callable[..., Any]  # of a peer, with the pool and the blocks
+PoolCall = Callable[..., Any]  # a peer's call with the pool and blocks
 
 CONTEXT = 4096  # tokens before a prefill step
 
 
 class Case(Protocol):
-    """One set of inputs of one op. What a call returns and what it stores is compared with `exact`."""
+    """Describes a set of inputs of an op; results and stored states are compared with `exact`."""
 
     op: str
-    nbytes: int  # that must be read and written
-    flops: int  # of products
+    nbytes: int  # least bytes read and written
+    flops: int
     exponentials: int
 
     def ours(self) -> Tensor: ...
 
     def peers(self) -> dict[str, Call]:
-        """By name; of those that are optional only what is installed."""
+        """Return calls of installed peers by name."""
         ...
 
     def copy(self) -> Call | None: ...
@@ -53,7 +53,7 @@ def int32(values: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def prefill_indices(lengths: Sequence[int], src: np.ndarray, dst: np.ndarray) -> StateIndices:
-    """Sequences that continue from CONTEXT tokens, each with one state to store at its end."""
+    """Return rows that continue from CONTEXT tokens and store a state at their end."""
     starts = [0, *accumulate(lengths)]
     cuts = [list(range(start, end, 64)) for start, end in pairwise(starts)]
     chunk_dst = [block * (i == len(row) - 1) for row, block in zip(cuts, dst, strict=True) for i in range(len(row))]
@@ -70,7 +70,7 @@ def prefill_indices(lengths: Sequence[int], src: np.ndarray, dst: np.ndarray) ->
 
 
 def decode_indices(src: np.ndarray, dst: np.ndarray, starts: np.ndarray, ends: np.ndarray, tokens: int) -> StateIndices:
-    """Rows of so many tokens, each with a log of its own; dst is 0 for those that are not folded."""
+    """Return rows of `tokens` tokens, each with a log; `dst` is 0 for rows that are not folded."""
     rows = len(src)
     arrays = {
         "decode_src": src,
@@ -85,10 +85,10 @@ def decode_indices(src: np.ndarray, dst: np.ndarray, starts: np.ndarray, ends: n
 
 
 class Steps:
-    """Rows of a step and the blocks that they read and write: as many tokens each as `lengths` says.
+    """Holds rows with `lengths` tokens, and the blocks that they read and write.
 
-    Decode is that of a long run: the rows' tokens begin at all entries of their logs alike, and those that fill theirs
-    are folded. A peer stores a state after every token: the blocks of `dst` are its.
+    Decode rows begin at all entries of their logs equally often, as in a long run, and rows with a full log are folded.
+    A peer stores a state after every token, in the blocks of `dst`.
     """
 
     def __init__(self, lengths: Sequence[int], *, decode: bool) -> None:
@@ -99,11 +99,11 @@ class Steps:
         self.blocks = len(blocks) + 1
         self.tokens, self.rows = sum(lengths), rows
         self.src, self.dst = (torch.tensor(ids, device="cuda") for ids in (src, dst))
-        self.logged = self.folds = 0  # entries that are read or written, and rows that are folded
+        self.logged = self.folds = 0  # log entries read or written, and folded rows
         if not decode:
             self.indices = self.without_logs = prefill_indices(lengths, src, dst[:, -1])
             return
-        last = FOLD - self.stored  # the entry from which a row's tokens fill the log
+        last = FOLD - self.stored  # a row that begins here fills its log
         ends = int32(np.arange(rows) % (last + 1))
         self.ends = torch.tensor(ends, device="cuda")
         self.logged, self.folds = int(ends.sum()) + self.tokens, int((ends == last).sum())
@@ -114,13 +114,13 @@ class Steps:
 
     @contextmanager
     def as_peers(self) -> Iterator[None]:
-        """Decode whose logs are empty, and which stores the state of every row: what it gives, a peer's gives too."""
+        """Use empty logs and store the state of every row, so that results compare with a peer's."""
         kept, self.indices = self.indices, self.without_logs
         yield
         self.indices = kept
 
     def log(self, layout: Sequence[StateTensor], values: Sequence[float | None]) -> list[Tensor]:
-        """Logs of these tensors, each full of one value or, if it is None, of random numbers; none in prefill."""
+        """Return logs filled with `values`, or with random numbers for None; no logs in prefill."""
         log = []
         for each, value in zip(layout if self.decode else (), values, strict=self.decode):
             tensor = torch.empty(self.rows + 1, *each.shape, dtype=each.dtype, device="cuda")
@@ -129,14 +129,14 @@ class Steps:
 
 
 class Recurrence(ABC):
-    """A recurrence over a pool of fp32 states: its op takes `tensors`, then the pool, the log and the indices.
+    """Runs a recurrence over a pool of fp32 states; its op takes `tensors`, pool, log and indices.
 
-    `flops` and `exponentials` are those of one token of a prefill. Errors of decode are those of rows whose logs are
-    empty: a peer has none.
+    `flops` and `exponentials` count one token of a prefill. Errors of decode are measured with empty logs, since a peer
+    has no log.
     """
 
     op: str
-    peer_in_place = False  # in prefill
+    peer_in_place = False  # for prefill
 
     def __init__(
         self,
@@ -157,14 +157,14 @@ class Recurrence(ABC):
         self.flops, self.exponentials = (0 if steps.decode else steps.tokens * count for count in (flops, exponentials))
 
     def log_bytes(self) -> int:
-        """Of logs, that are read or written."""
+        """Return the bytes of logs read or written."""
         return self.steps.logged * sum(x[0, 0].nbytes for x in self.log)
 
     def ours(self) -> Tensor:
         return self.function(*self.tensors, self.pool, self.log, self.steps.indices)
 
     def peers(self) -> dict[str, Call]:
-        """Decode is in place: in src, or with drafts in a row of dst. Not all take drafts."""
+        """Return calls of peers; decode works in place, in `src` or with drafts in `dst`; not all peers take drafts."""
         steps, pool = self.steps, self.pool
         if not steps.decode:
             return {name: partial(call, pool, steps.src, steps.dst[:, 0]) for name, call in self.peer_prefill().items()}

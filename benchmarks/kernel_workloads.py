@@ -1,7 +1,7 @@
-"""The benchmark's inputs: one class an op, with the work of the op, of its peer and of a mere copy on the same tensors.
+"""Make inputs of each op, and calls of the op, its peer and a plain copy on the same tensors.
 
-Everything is bf16 but parameters and states, which are fp32. Inputs are views of what a projection or a convolution has
-left, and states rows of a pool, as in a layer, where a class does not say otherwise.
+Parameters and states are fp32, all else bf16. As in a layer, inputs are views of a projection's output and states are
+rows of a pool, unless a class says otherwise.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from mambacache.kernels import conv1d, gated_delta_rule, gated_rms_norm, kda, logs, selective_scan, ssd
 from mambacache.plan import FOLD
 
-KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # of Qwen3-Next, which gives the convolution and the norm their shapes too
+KEY_HEADS, VALUE_HEADS, WIDTH = 16, 32, 128  # Qwen3-Next, also for the convolution and the norm
 DIM = (2 * KEY_HEADS + VALUE_HEADS) * WIDTH
 VALUES = VALUE_HEADS * WIDTH
-PROJECTED = DIM + VALUES + 2 * VALUE_HEADS  # queries, keys, values, gate, a, b of a token, in one row of a projection
+PROJECTED = DIM + VALUES + 2 * VALUE_HEADS  # queries, keys, values, gate, a, b
 TAPS = 4
 
 
@@ -32,18 +32,18 @@ def parameter(*shape: int) -> Tensor:
     return randn(*shape, dtype=torch.float32)
 
 
-NORM, DECAY, STEP = 0.09, -0.9, 0.3  # what logs hold of norms, sums of decays, and step sizes
+NORM, DECAY, STEP = 0.09, -0.9, 0.3  # norms, sums of decays, and step sizes in logs
 
 
 def delta_rule_flops(heads: int, key_heads: int) -> int:
-    """k S, q S, k^T u, two products with a 64 x 64 triangle, and two that give one."""
+    """Return the operations of k S, q S, k^T u, two products with a 64 x 64 triangle, and two that make a triangle."""
     return heads * (6 * WIDTH * WIDTH + 4 * 64 * WIDTH) + key_heads * 4 * 64 * WIDTH
 
 
 class DeltaRule(Recurrence):
-    """Qwen3-Next: 16 key and 32 value heads of 128 x 128.
+    """Has Qwen3-Next's 16 key and 32 value heads of 128 x 128.
 
-    vLLM's layer gives a copy of the gates, and biases in bf16: `copied_gates`.
+    With `copied_gates` gates are copies and biases bf16, as in vLLM's layer.
     """
 
     op = "gated_delta_rule"
@@ -75,7 +75,7 @@ class DeltaRule(Recurrence):
 
 
 class KimiDelta(Recurrence):
-    """Kimi-Linear: 32 heads of 128 x 128. A token's mean log decay is 0.8 times `rate`."""
+    """Has Kimi-Linear's 32 heads of 128 x 128; a token's mean log decay is 0.8 times `rate`."""
 
     op = "kda"
 
@@ -99,7 +99,7 @@ class KimiDelta(Recurrence):
 
 
 class StateSpaceDual(Recurrence):
-    """Nemotron-H-8B: 128 heads of 64 x 128 in 8 groups."""
+    """Has Nemotron-H-8B's 128 heads of 64 x 128 in 8 groups."""
 
     op = "ssd"
 
@@ -112,7 +112,7 @@ class StateSpaceDual(Recurrence):
         B, C = (part.unflatten(1, (groups, states)) for part in (B, C))
         A = -torch.rand(heads, device="cuda")
         tensors = x.unflatten(1, (heads, width)), randn(steps.tokens, heads), A, B, C, parameter(heads), None
-        # C B^T for a group; for a head its product with x, C S and x B^T.
+        # C B^T for each group; its product with x, C S and x B^T for each head.
         flops = groups * 2 * 64 * states + heads * (2 * 64 * width + 4 * width * states)
         state_shape = heads, width, states
         layout = logs.ssd_log(heads, groups, width, states, torch.bfloat16, torch.float32)
@@ -129,7 +129,7 @@ class StateSpaceDual(Recurrence):
 
 
 class SelectiveScan(Recurrence):
-    """Falcon-Mamba-7B: 8192 channels of 16 states. In decode the drafts of the step before were all rejected."""
+    """Has Falcon-Mamba-7B's 8192 channels of 16 states; decode follows a step with all drafts rejected."""
 
     op = "selective_scan"
     peer_in_place = True
@@ -148,7 +148,7 @@ class SelectiveScan(Recurrence):
             self.exponentials = steps.tokens * dim * states
 
     def log_bytes(self) -> int:
-        """Tokens are logged. The state is written there, and read where it is not read from the pool."""
+        """Return the bytes of logs: tokens, and the state, which is written there and read unless the pool has it."""
         if not self.log:
             return 0
         *entries, carried, stands = self.log
@@ -212,7 +212,7 @@ class Conv1d:
 
 
 class ShortConv(Conv1d):
-    """LFM2-1.2B: 2048 channels of width 3, gates included."""
+    """Has LFM2-1.2B's 2048 channels of width 3, gates included."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.steps = steps = Steps(lengths, decode=False)
@@ -251,7 +251,7 @@ class GatedNorm:
         self.nbytes = 3 * self.x.nbytes
 
     def ours(self) -> Tensor:
-        return gated_rms_norm(self.x, self.gate, self.weight, 1e-6, round_normed=False)  # its peer rounds once, too
+        return gated_rms_norm(self.x, self.gate, self.weight, 1e-6, round_normed=False)  # the peer also rounds once
 
     def peers(self) -> dict[str, Call]:
         return {VLLM: kernel_peers.gated_norm(self.x, self.gate, self.weight, 1e-6)}

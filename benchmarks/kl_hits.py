@@ -1,11 +1,10 @@
-"""How far answers after a hit are from answers computed in full: the mean KL divergence of the next token.
+"""Compare answers after a hit with answers computed in full by the mean KL divergence of the next token.
 
     python benchmarks/kl_hits.py MODEL [--dtype bfloat16] [--device cuda] [--prompts 64] [--tokens 256] [--json OUT]
         [--random-weights]
 
-All prompts run cold and together, then again so that each resumes from a state that was written by prefill, by decode,
-or by decode with drafts of which some are wrong; all go on with the same forced tokens. Beside that stand answers
-without any hit in another batch composition: what the order of additions alone changes.
+All prompts run cold and together. They run again from states written by prefill, by decode, or by decode with some
+wrong drafts, with the same forced tokens. A run without hits in other batches measures the order of additions alone.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from mambacache import LLM, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import Request
 
-PROMPT, HIT, BEFORE = 465, 448, 400  # tokens: of a prompt, of what is hit of it, and of what decode went on from
-DRAFTS, RIGHT = 3, 0.7  # a step, and how likely each is right
+PROMPT, HIT, BEFORE = 465, 448, 400  # tokens of a prompt, of its hit, and of the prompt before decode
+DRAFTS, RIGHT = 3, 0.7  # drafts in a step, and the probability that a draft is right
 VOCABULARY = range(3, 130)
-FORCED = 100.0  # a logit far above all others
+FORCED = 100.0  # logit far above all others
 
 Kept = dict[tuple[int, int], torch.Tensor]
-"""Log probabilities of all tokens, by text and by the position that they follow."""
+"""Log probabilities of all tokens, by text and position."""
 
 
 class Forcing:
-    """Around an engine's runner and model: every request goes on with its own text, and what was likely is kept."""
+    """Wraps an engine's runner and model to force each request's text and keep log probabilities."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = texts
@@ -65,7 +64,7 @@ class Forcing:
         following = []
         for i, offset in enumerate(offsets.tolist()):
             text, position = int(names[offset]), int(plan.arrays["positions"][offset])
-            self.kept[text, position] = likely[i]  # behind a wrong draft too: that is run again
+            self.kept[text, position] = likely[i]  # a later step overwrites values behind a wrong draft
             following.append(self.texts[text][position + 1])
         forced = torch.zeros_like(found)
         forced[range(len(following)), following] = FORCED
@@ -85,7 +84,7 @@ def text_of(request_id: str) -> int:
 
 
 def divergence(cold: Kept, other: Kept, positions: range) -> float:
-    """Mean KL divergence of `other` from `cold` after these positions of all texts."""
+    """Return the mean KL divergence of `other` from `cold` at `positions` of all texts."""
     pairs = [(likely.double(), other[key].double()) for key, likely in cold.items() if key[1] in positions]
     return float(np.mean([(a.exp() * (a - b)).sum().item() for a, b in pairs]))
 
@@ -93,7 +92,7 @@ def divergence(cold: Kept, other: Kept, positions: range) -> float:
 def run(
     llm: LLM, forcing: Forcing, prompt: int, answer: int, texts: Sequence[int], **params: Any
 ) -> tuple[Kept, set[int]]:
-    """What was likely, and the hits, of requests for these texts that are sent together."""
+    """Run requests for `texts` together, and return their log probabilities and hits."""
     forcing.kept, hits = {}, set()
     greedy = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, **params)
     for text in texts:
@@ -108,7 +107,7 @@ def run(
 
 
 def measure(model: str, prompts: int, tokens: int, **options: Any) -> dict[str, float]:
-    """Divergences by what the answers resumed from."""
+    """Return divergences by the writer of the state."""
     rng = random.Random(0)
     texts = [rng.choices(VOCABULARY, k=PROMPT + tokens + 1) for _ in range(prompts)]
     forcing, every, after = Forcing(texts), range(prompts), range(PROMPT - 1, PROMPT + tokens - 1)
@@ -142,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--random-weights", action="store_true", help="of the model its configuration alone")
+    parser.add_argument("--random-weights", action="store_true", help="read only the model's configuration")
     parser.add_argument("--json", type=Path)
     options = vars(parser.parse_args(argv))
     target, random_ones = options.pop("json"), options.pop("random_weights")

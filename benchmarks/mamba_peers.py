@@ -1,4 +1,4 @@
-"""As `kernel_peers`: the same work by vLLM, of Mamba1 and Mamba2."""
+"""Call vLLM's kernels of Mamba1 and Mamba2, as `kernel_peers` does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ssd_prefill(
     dt_bias: Tensor,
     lengths: list[int],
 ) -> Any:
-    """`call(pool, src, dst) -> y`: states gathered, the chunked kernels, which write final states to their rows."""
+    """Return `call(pool, src, dst) -> y`: gather, then chunked kernels that write final states to `dst`."""
     from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
 
     chunk = 128 if max(lengths) <= 128 else 256  # the faster of the two for these lengths
@@ -65,7 +65,7 @@ def ssd_prefill(
 
 
 def _of_channels(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
-    """dt, A, D and dt_bias of Mamba2's heads as its decode takes them: views with a value for each channel."""
+    """Return dt, A, D and dt_bias of Mamba2's heads as views with a value for each channel, as decode takes them."""
     heads, width, states = *x.shape[1:], B.shape[2]
     D, dt_bias = (each[:, None].expand(heads, width) for each in (D, dt_bias))
     return dt[:, :, None].expand_as(x), A[:, None, None].expand(heads, width, states), D, dt_bias
@@ -74,7 +74,7 @@ def _of_channels(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, D: Tensor, dt_bias
 def ssd_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor
 ) -> Any:
-    """`call(pool, blocks [rows, 1]) -> y` for Mamba1 and Mamba2, in place."""
+    """Return `call(pool, blocks [rows, 1]) -> y` for Mamba1 and Mamba2, in place."""
     from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
 
     if x.dim() == 3:
@@ -93,9 +93,11 @@ def ssd_decode(
 def ssd_replayed_decode(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor | None, dt_bias: Tensor, steps: Steps
 ) -> Any:
-    """`call(pool, blocks [rows, 1]) -> y` for Mamba2 with `--use-replayssm`, in place: inputs are kept beside a state,
-    which is written when they are as many as a log has entries. A row keeps as many as its log has, or none where
-    `steps` takes logs as empty."""
+    """Return `call(pool, blocks [rows, 1]) -> y` for Mamba2 with `--use-replayssm`, in place.
+
+    Inputs are kept beside a state, which is written after `FOLD` inputs. A row keeps as many inputs as its log in
+    `steps`, or none in `Steps.as_peers`.
+    """
     from vllm.model_executor.layers.mamba.ops.selective_state_update_replayssm_output_only import (
         selective_state_update_replayssm_output_only,
     )
@@ -133,7 +135,7 @@ def selective_scan_prefill(
     dt_bias: Tensor,
     lengths: list[int],
 ) -> Any:
-    """`call(pool, src, dst) -> y`: its CUDA kernel, in place in src; it takes channels first, and writes y over z."""
+    """Return `call(pool, src, dst) -> y` of vLLM's CUDA kernel, in place in `src`, with y over z and channels first."""
     import vllm._C_stable_libtorch  # noqa: F401  (registers the op)
     from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_scan_fn
 

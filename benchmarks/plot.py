@@ -1,8 +1,8 @@
-"""Draw the picture of README.md and docs/ from a committed result, for light and for dark pages.
+"""Draw the picture of README.md and docs/ from a committed result, for light and dark pages.
 
     python benchmarks/plot.py
 
-Needs matplotlib: pip install 'mambacache[plot]'.
+It needs matplotlib: pip install 'mambacache[plot]'.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EDGES = {"": "#333333", "-dark": "#9a9a9a"}
 
 
 def bars(axes: Axes, labels: list[str], ours: list[float], peers: list[float], texts: list[tuple[str, str]]) -> None:
-    """Draw two horizontal bars for each label, each with its text."""
+    """Draw two horizontal bars with texts for each label."""
     for side, (values, color) in enumerate(((ours, OURS), (peers, PEER))):
         places = [place + BAR * (side - 0.5) for place in range(len(labels))]
         axes.barh(places, values, BAR, color=color)
@@ -41,7 +41,7 @@ def legend(figure: Figure, ours: str, peer: str) -> None:
 
 
 def against_vllm(run: dict[str, Any]) -> Figure:
-    """Return the median of each workload and the share of its prompt tokens that were hit, beside vLLM alone."""
+    """Draw the median time and hit share of each workload, beside vLLM alone."""
     workloads = list(dict.fromkeys(row["workload"] for row in run["rows"]))
     rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
     pairs = [(rows[workload, "plugin"], faster(run["rows"], workload)) for workload in workloads]
@@ -65,7 +65,7 @@ def main() -> None:
         frame = {"axes.edgecolor": EDGES[theme], "axes.spines.top": False, "axes.spines.right": False}
         with pyplot.rc_context({**colors, **frame, "svg.fonttype": "none", "svg.hashsalt": NAME}):
             figure = against_vllm(run)
-            metadata = {"Date": None}  # the same figures give the same file
+            metadata = {"Date": None}  # keeps the file equal for equal figures
             figure.savefig(RESULTS / f"{NAME}{theme}.svg", transparent=True, metadata=metadata)
             pyplot.close(figure)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of real sizes for engines that read one, where times mean something and texts do not."""
+"""Write checkpoints of real sizes with random weights, for times without meaningful texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 @contextmanager
 def random_weights(model: str) -> Iterator[str]:
-    """A directory, while it is needed, with the configuration of `model`, random weights in bf16 and no tokenizer."""
+    """Yield a temporary directory with the configuration of `model`, random weights in bf16 and no tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.from_pretrained(model)
         AutoModelForCausalLM.from_config(config, dtype="bfloat16").save_pretrained(folder)

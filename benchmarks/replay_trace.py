@@ -1,13 +1,12 @@
-"""Replays a trace of requests through `PrefixCache`, and through simulators of other policies: which share is hit of
-what could be.
+"""Replay a trace through `PrefixCache` and simulators of other policies, and report the share of the ceiling hit.
 
     python benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz [--model qwen3-next]
         [--budgets 5+20 20+40 20+40+200 60 unbounded] [--policies mambacache vllm] [--running 1] [--losses]
         [--requests N] [--jobs 1] [--json OUT.json]
 
-Budgets are GiB of states + GiB of KV, or of both together, which policies with two pools split as `split` says. A third
-number is GiB of host memory, which only mambacache has; a transfer takes as long as a step. A trace is in Mooncake's
-format (see trace_tokens.py). Simulators run one request after the other.
+A budget is GiB of states + GiB of KV, or GiB of both together, which `split` divides for policies with two pools. A
+third number is GiB of host memory, for mambacache only; a transfer takes a step. A trace has Mooncake's format (see
+trace_tokens.py). Simulators run one request after the other.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from mambacache.runner.kv_pages import slab_of
 
 OURS = "mambacache"
 STEP = 8192  # tokens
-RECORD = 1 << 28  # tokens that the cache's accounting remembers: more than a trace has
+RECORD = 1 << 28  # tokens remembered by the cache's accounting, more than a trace has
 UNBOUNDED = "unbounded"
 SAMPLED = 100  # requests
-STATES_OF_A_REQUEST = 8  # at most, on average
+STATES_OF_A_REQUEST = 8  # upper bound of the average
 MODELS = {
     "qwen3-next": Shape(77_266_944, 24_576, 36, 12, 4096, 3_000_000_000),
     "nemotron-h-8b": Shape(102_137_856, 16_384, 24, 4, 4096, 8_000_000_000),
@@ -49,7 +48,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """What one row measures; `budget` as it was written."""
+    """Describes the measurement of a row; `budget` is the argument's text."""
 
     trace: Path
     model: str
@@ -62,11 +61,16 @@ class Run:
 
 @dataclass
 class Row:
-    """`share`: of the ceiling, 0 to 1; GiB are None where unbounded, `kv_gib` 0 where states and KV share `state_gib`.
+    """Holds a result; the last four fields are for mambacache only.
 
-    Of mambacache alone: `host_ms` of one request; `unused`, of the device's memory, what holds nothing on average over
-    the second half of the trace, be it free or left over by rounding; and, where they were asked for, how many states
-    were stored and the share of the ceiling that was lost by reason.
+    Attributes:
+        state_gib: None if unbounded.
+        kv_gib: None if unbounded, 0 if states and KV share `state_gib`.
+        share: Share of the ceiling that was hit, 0 to 1.
+        host_ms: Host time of a request.
+        unused: Mean share of the device's memory without a block, in the second half of the trace.
+        states_stored: None without `--losses`.
+        losses: Share of the ceiling lost, by reason; None without `--losses`.
     """
 
     trace: str
@@ -83,13 +87,13 @@ class Row:
     losses: dict[str, float] | None = None
 
     def place(self) -> tuple[str, str, str, int, float | None, float | None, float]:
-        """What tells rows of a file apart."""
+        """Return the key of this row in a file."""
         return self.trace, self.model, self.policy, self.running, self.state_gib, self.kv_gib, self.host_gib
 
 
 @dataclass
 class Running:
-    """A request in the cache; `left`: what it will answer, the last token first."""
+    """Holds a request in the cache; `left` is the rest of its answer in reversed order."""
 
     name: str
     left: list[int]
@@ -97,7 +101,7 @@ class Running:
 
 
 class Replay:
-    """Requests through a cache, `running` at a time; each step decodes all and prefills one or more."""
+    """Runs requests through a cache, `running` at a time; each step decodes all and prefills some."""
 
     def __init__(self, cache: PrefixCache, running: int) -> None:
         self.cache = cache
@@ -117,7 +121,7 @@ class Replay:
             self._advance()
 
     def _advance(self) -> None:
-        """One step; what was copied between device and host beside the last one is there now."""
+        """Run a step, after the transfers begun with the last step have ended."""
         for transfer in self._copied:
             self.cache.transferred(transfer)
         self._admit()
@@ -132,12 +136,12 @@ class Replay:
                 self._waiting.append(request)
                 continue
             self._running[request.name] = request
-            if not request.counted:  # one that was preempted meets its own blocks
+            if not request.counted:  # a preempted request hits its own blocks
                 self.hit_tokens += found.num_tokens
                 request.counted = True
 
     def _step(self) -> None:
-        """One step of every running request; a preempted one starts again behind the others."""
+        """Run a step of every running request; preempted requests wait again behind the others."""
         cache, budget, steps = self.cache, STEP, []
         for name in list(self._running):
             if not budget:
@@ -160,13 +164,13 @@ class Replay:
 
 
 def split(total: float, shape: Shape, tokens: int = KV_TOKENS_PER_STATE) -> Budget:
-    """One budget of bytes for two pools: a state for every so many tokens of KV."""
+    """Divide a budget of bytes between two pools, a state for every `tokens` tokens of KV."""
     state = total * shape.state_bytes / (shape.state_bytes + tokens * shape.kv_bytes)
     return Budget(int(state), int(total - state))
 
 
 def budget_of(text: str, shape: Shape, trace: Sequence[Request]) -> Budget:
-    """Of the device."""
+    """Return the budget of the device."""
     if text == UNBOUNDED:
         tokens = sum(len(request.prompt) + len(request.answer) + BLOCK for request in trace)
         return Budget(STATES_OF_A_REQUEST * len(trace) * shape.state_bytes, tokens * shape.kv_bytes)
@@ -175,13 +179,13 @@ def budget_of(text: str, shape: Shape, trace: Sequence[Request]) -> Budget:
 
 
 def gib_of(text: str) -> tuple[float, float, float]:
-    """States, KV and host memory, with 0 for what is not given."""
+    """Return GiB of states, KV and host memory, 0 if not given."""
     state, kv, host = [float(part) for part in f"{text}+0+0".split("+")[:3]]
     return state, kv, host
 
 
 def blocks_of(run: Run, budget: Budget, shape: Shape) -> dict[str, Any]:
-    """The pools of `CacheConfig`: one memory where there is one budget."""
+    """Return the pools of `CacheConfig`, with one memory for one budget."""
     page = shape.kv_bytes * BLOCK
     if run.budget == UNBOUNDED or gib_of(run.budget)[1]:
         return {"num_state_blocks": budget.state // shape.state_bytes, "num_kv_blocks": budget.kv // page}
@@ -192,11 +196,15 @@ def blocks_of(run: Run, budget: Budget, shape: Shape) -> dict[str, Any]:
 
 
 def measure(run: Run) -> Row:
-    """Raises ValueError if the trace is of no use, or the budget too small to run anything."""
+    """Return the row of a run.
+
+    Raises:
+        ValueError: the trace has nothing to hit, or the budget is too small to run a request.
+    """
     trace = list(requests(run.trace))[: run.requests]
     ceiling = sum(request.ceiling for request in trace)
     if not ceiling:
-        raise ValueError(f"no request of {run.trace} begins as an earlier one does: there is nothing to hit")
+        raise ValueError(f"no request of {run.trace} shares a prefix with an earlier request: give another trace")
     shape = MODELS[run.model]
     budget = budget_of(run.budget, shape, trace)
     name = run.trace.name.removesuffix(".gz").removesuffix(".jsonl")
@@ -237,7 +245,7 @@ def measure(run: Run) -> Row:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Adds rows to a file, in place of those that it has of the same runs."""
+    """Add rows to a file, and replace rows of the same runs."""
     old = [Row(**row) for row in json.loads(path.read_text())["rows"]] if path.exists() else []
     merged = {row.place(): row for row in [*old, *rows]}
     path.write_text(json.dumps({"rows": [asdict(row) for row in merged.values()]}, indent=1) + "\n")
@@ -246,14 +254,14 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 def budget_text(text: str) -> str:
     if text != UNBOUNDED and not re.fullmatch(r"\d+(\.\d+)?(\+\d+(\.\d+)?){0,2}", text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no budget: give 20+40 (GiB of states and KV), 20+40+200, 60 or {UNBOUNDED}"
+            f"{text!r} is not a budget: give 20+40 (GiB of states and KV), 20+40+200, 60 or {UNBOUNDED}"
         )
     return text
 
 
 def count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of use: give an integer, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer: give an integer, 1 or more")
     return int(text)
 
 
@@ -263,14 +271,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--budgets", nargs="+", type=budget_text, default=["5+20", "20+40", "40+80"])
     parser.add_argument("--policies", nargs="+", choices=[OURS, *POLICIES], default=[OURS, *POLICIES])
-    parser.add_argument("--running", type=count, default=1, help="requests at a time; mambacache alone has more than 1")
-    parser.add_argument("--losses", action="store_true", help="states stored, and losses by reason; takes longer")
-    parser.add_argument("--requests", type=count, help="only so many, from the first one on")
-    parser.add_argument("--jobs", type=count, default=1, help="rows measured at a time, each in a process of its own")
-    parser.add_argument("--json", type=Path, help="rows are added to it, or replaced")
+    parser.add_argument("--running", type=count, default=1, help="requests at a time; more than 1 for mambacache only")
+    parser.add_argument("--losses", action="store_true", help="count stored states, and losses by reason; slower")
+    parser.add_argument("--requests", type=count, help="number of requests, from the first; all by default")
+    parser.add_argument("--jobs", type=count, default=1, help="rows measured in parallel, in separate processes")
+    parser.add_argument("--json", type=Path, help="file to add or replace rows in")
     options = parser.parse_args()
     if any(budget.count("+") == 2 for budget in options.budgets) and options.policies != [OURS]:
-        parser.error(f"a third number of a budget is host memory, which {OURS} alone has: add --policies {OURS}")
+        parser.error(f"only {OURS} has host memory, the third number of a budget: add --policies {OURS}")
     if options.running > 1 and options.policies != [OURS]:
         parser.error(f"simulators run one request after the other: add --policies {OURS}, or leave out --running")
     return options

@@ -1,10 +1,10 @@
-"""The drift of float16 states in decode, rounded once a fold as in our ops, or once a token, to nearest or at random.
+"""Measure the drift of float16 states in decode, rounded once a fold as in mambacache, or once a token.
 
     python benchmarks/state_rounding.py [--tokens 8192] [--json OUT]
 
-vLLM rounds the states of Mamba and Mamba2 once a token, with --enable-mamba-cache-stochastic-rounding at random: up
-with the probability of the fraction that is lost. Errors are those of states, relative to float64's root mean square,
-by log decay of a token. It runs on a CPU; activations are bfloat16.
+vLLM rounds the states of Mamba and Mamba2 once a token. With --enable-mamba-cache-stochastic-rounding it rounds up with
+the probability of the lost fraction. Errors of states are relative to float64's root mean square, by log decay of a
+token. It runs on a CPU with bfloat16 activations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ INPUTS = {"noise": (0.0, 1.0), "noise around one": (1.0, 1.0), "little noise": (
 
 
 class Token(NamedTuple):
-    """The inputs of one token of each request.
+    """Holds the inputs of one token of each request.
 
     Attributes:
         x: bfloat16 [REQUESTS, decays, WIDTH].
@@ -44,7 +44,7 @@ class Token(NamedTuple):
     B: Tensor
 
     def terms(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the decay of the states and the term that is added, [REQUESTS, decays, WIDTH or 1, STATE or 1]."""
+        """Return the decay of the states and the added term, [REQUESTS, decays, WIDTH or 1, STATE or 1]."""
         x, dt, B = (each.to(dtype) for each in self)
         step = torch.nn.functional.softplus(dt, threshold=50)[..., None, None]
         return torch.exp(-step), step * x[..., None] * B[:, None, None, :]
@@ -78,7 +78,7 @@ def at_random(states: Tensor) -> Tensor:
 
 
 def once_a_token(kind: str, count: int, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the states after so many tokens, computed in fp32 and rounded after each token in decode."""
+    """Return the states after `count` tokens, computed in fp32 and rounded after each token in decode."""
     states = torch.zeros(REQUESTS, len(DECAYS), WIDTH, STATE)
     for i, token in enumerate(tokens(kind, count)):
         decay, added = token.terms(torch.float32)
@@ -89,7 +89,7 @@ def once_a_token(kind: str, count: int, rounded: Callable[[Tensor], Tensor]) -> 
 
 
 def exact(kind: str, count: int) -> Tensor:
-    """Return the states after so many tokens in float64."""
+    """Return the states after `count` tokens in float64."""
     states = torch.zeros(REQUESTS, len(DECAYS), WIDTH, STATE, dtype=torch.float64)
     for token in tokens(kind, count):
         decay, added = token.terms(torch.float64)
@@ -113,7 +113,7 @@ def run_selective_scan(token: Token, states: Tensor, log: tuple[Tensor, ...], in
 
 
 def layout(op: str) -> list[StateTensor]:
-    """Return the tensors of a state and, behind it, those of its log."""
+    """Return the tensors of a state, then of its log."""
     shape: tuple[int, ...] = (len(DECAYS), WIDTH, STATE) if op == "ssd" else (len(DECAYS) * WIDTH, STATE)
     dtypes = torch.bfloat16, torch.float16
     log = ssd_log(len(DECAYS), 1, WIDTH, STATE, *dtypes) if op == "ssd" else selective_scan_log(*shape, *dtypes)
@@ -121,7 +121,7 @@ def layout(op: str) -> list[StateTensor]:
 
 
 def once_a_fold(op: str, kind: str, count: int) -> Tensor:
-    """Return the states after so many tokens of an op in float16, with a cache that decides where they lie."""
+    """Return the float16 states after `count` tokens of an op, in blocks that a cache allocates."""
     run = run_ssd if op == "ssd" else run_selective_scan
     cache = PrefixCache(CacheConfig(num_state_blocks=3 * REQUESTS, has_attention=False))
     state, *log_layout = layout(op)

@@ -1,8 +1,8 @@
-"""Print the tables of docs/ from the figures that benchmarks wrote.
+"""Print the tables of docs/ from results of benchmarks.
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Files come from bench_kernels.py, bench_engine.py, bench_serving.py, replay_trace.py, and `make test-vllm-gpu` (errors).
+Results come from bench_kernels.py, bench_engine.py, bench_serving.py, replay_trace.py and `make test-vllm-gpu`.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def microseconds(value: float) -> str:
 
 
 def fastest_peer(row: dict) -> tuple[float, str]:
-    """Return the time and the name of the fastest peer. A row without names was measured beside vLLM alone."""
+    """Return the time and name of the fastest peer; a row without names has vLLM's time only."""
     times = row.get("peers_us") or {"vLLM": row["peer_us"]}
     return min((us, name) for name, us in times.items() if us is not None)
 
 
 def kernel_table(result: dict) -> str:
-    """Return the times of `CASES` in a CUDA graph beside the fastest peer's, and their share of the floor."""
+    """Return a table of `CASES` in a CUDA graph, beside the fastest peer and the floor."""
     rows = {(row["op"], row["case"]): row for row in result["rows"] if row["mode"] == "graph"}
     lines = []
     for op, cases in CASES.items():
@@ -98,13 +98,13 @@ def kernel_table(result: dict) -> str:
 
 
 def faster(rows: list[dict], workload: str) -> dict:
-    """Return the row of vLLM alone with the prefill that took less time."""
+    """Return the row of vLLM alone with its faster prefill."""
     alone = [row for row in rows if row["workload"] == workload and row["engine"] not in OURS]
     return min(alone, key=lambda row: row["seconds"])
 
 
 def engine_table(run: dict) -> str:
-    """Return the seconds and hits of each workload. Ratios and hits are beside the faster vLLM's."""
+    """Return a table of each workload's seconds and hits, with ratios to the faster vLLM."""
     rows = {(row["workload"], row["engine"]): row for row in run["rows"]}
     engines = [engine for engine in ENGINES if any(engine == each for _, each in rows)]
     ours = [engine for engine in engines if engine in OURS]
@@ -120,7 +120,7 @@ def engine_table(run: dict) -> str:
 
 
 def serving_table(result: dict) -> str:
-    """Return the times of `vllm serve` to the first token and between tokens, and the hits."""
+    """Return a table of `vllm serve`: times to the first token and between tokens, and hits."""
     plugin, vllm = result["rows"]
     lines = []
     for name, key in (
@@ -134,13 +134,13 @@ def serving_table(result: dict) -> str:
 
 
 def layers_of(key: str) -> str:
-    """Return the name of the layers that were run, with the form of their weights and how they ran."""
+    """Return the name of the layers, with their weights' form and the mode."""
     parts = key.split("-")
     return ", ".join([*(LAYERS[part] for part in parts if part in LAYERS), *(FORMS[p] for p in parts if p in FORMS)])
 
 
 def error_table(models: dict[str, dict]) -> str:
-    """Return the errors against fp32, and the mean KL divergence from vLLM alone where it was measured."""
+    """Return a table of errors against fp32, with the mean KL divergence from vLLM alone if measured."""
     lines = []
     for key in sorted(models, key=layers_of):
         plugin, vllm, kl = *(models[key]["rms"][engine] for engine in ("plugin", "vllm")), models[key].get("kl")
@@ -151,7 +151,7 @@ def error_table(models: dict[str, dict]) -> str:
 
 
 def cut_table(models: dict[str, dict]) -> str:
-    """Return the mean KL divergence from vLLM alone, of the plugin and of vLLM with another order of the batch."""
+    """Return a table of mean KL divergences from vLLM alone: the plugin, and vLLM with another batch order."""
     lines = []
     for key, model in models.items():
         far, near = model["kl"]["plugin"], model["kl"]["vllm, backwards"]
@@ -167,13 +167,13 @@ def memory(row: dict) -> str:
 
 
 def replayed(row: dict) -> str:
-    """Return the model, the number of running requests and the memory of a replay."""
+    """Return a replay's model, number of running requests and memory."""
     running = f", {row['running']} running" if row["running"] > 1 else ""
     return f"{REPLAYED_MODELS[row['model']]}{running}, {memory(row)}"
 
 
 def in_order(rows: list[dict]) -> list[dict]:
-    """Return the rows by model, by the number of running requests, and by memory, with unbounded memory last."""
+    """Sort rows by model, number of running requests and memory, unbounded memory last."""
     models = list(REPLAYED_MODELS)
     return sorted(
         rows,
@@ -188,7 +188,7 @@ def in_order(rows: list[dict]) -> list[dict]:
 
 
 def replay_table(result: dict) -> str:
-    """Return the share of the ceiling that each policy hits, by memory."""
+    """Return a table of each policy's share of the ceiling, by memory."""
     shares = {(replayed(row), row["policy"]): f"{row['share']:.1%}" for row in result["rows"]}
     settings = list(dict.fromkeys(map(replayed, in_order(result["rows"]))))
     lines = [[setting, *(shares.get((setting, policy), "") for policy in REPLAYED)] for setting in settings]
@@ -196,7 +196,7 @@ def replay_table(result: dict) -> str:
 
 
 def tables(figures: dict) -> list[str]:
-    """Return the tables of a file. Its keys tell which benchmark wrote it."""
+    """Return the tables of a result; its keys identify the benchmark."""
     if "models" in figures:
         errors = [error_table(figures[part]) for part in ("models", "quantised", "fp8")]
         return [*errors, cut_table(figures["fp8_in_steps_of_128_tokens"])]

@@ -1,9 +1,9 @@
-"""Prompts and answers, as tokens, of a trace in Mooncake's format.
+"""Read prompts and answers as tokens from a trace in Mooncake's format.
 
-A line of such a trace has `input_length`, `output_length` and `hash_ids`: an id for each 512 tokens of the prompt,
-equal only if all before it is equal too. What ids cannot tell is made up: a prompt that begins with all whole blocks of
-an earlier one, two at least, is taken for the next turn of its chat, and shares its last, partial block as well, and
-its answer; one that is shorter than prompt and answer together shares the prompt alone (the answer was edited).
+A line has `input_length`, `output_length` and `hash_ids`, an id for each 512 tokens of the prompt. Equal ids stand for
+equal prefixes. The tokens are made up. A prompt that begins with all whole blocks of an earlier prompt, two at least,
+counts as the next turn of its chat. It then shares the earlier prompt with its last, partial block, and the answer too
+if it is long enough.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 ID_TOKENS = 512
-LEAST_IDS = 2  # that a next turn shares
+LEAST_IDS = 2  # least ids shared by a next turn
 FIRST_ANSWER_TOKEN = 1 << 30
 MOST_IDS = FIRST_ANSWER_TOKEN // ID_TOKENS
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """`ceiling`: how many leading tokens of the prompt some earlier prompt or answer had; at most its length - 1."""
+    """Holds a request; `ceiling` is its longest prefix in earlier requests, at most the prompt's length - 1."""
 
     prompt: np.ndarray  # int32
     answer: np.ndarray
@@ -34,11 +34,11 @@ class Request:
 
 
 class Reader:
-    """Gives the requests of a trace in their order."""
+    """Makes the requests of a trace, in order."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, Request] = {}  # by the id of the last whole block of its prompt: the latest one
-        self._tokens: dict[int, np.ndarray] = {}  # what an id stands for
+        self._ends: dict[int, Request] = {}  # latest request by the id of its prompt's last whole block
+        self._tokens: dict[int, np.ndarray] = {}  # tokens by id
         self._answered = FIRST_ANSWER_TOKEN
 
     def read(self, line: dict) -> Request:
@@ -74,9 +74,9 @@ class Reader:
 
 
 def check_line(line: Any) -> None:
-    """Raises ValueError unless this is a request in Mooncake's format."""
+    """Raise ValueError unless `line` is a request in Mooncake's format."""
     if not isinstance(line, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     for name in ("input_length", "output_length"):
         if type(line.get(name)) is not int or line[name] < 1:
             raise ValueError(f"{name} is {line.get(name)!r}: give an integer, 1 or more")
@@ -88,10 +88,10 @@ def check_line(line: Any) -> None:
 
 
 def requests(trace: Path) -> Iterator[Request]:
-    """The requests of a .jsonl or .jsonl.gz file.
+    """Yield the requests of a .jsonl or .jsonl.gz file.
 
     Raises:
-        ValueError: a line of it is no request.
+        ValueError: a line is not a request.
     """
     reader = Reader()
     with gzip.open(trace, "rt") if trace.suffix == ".gz" else trace.open() as lines:
@@ -100,5 +100,5 @@ def requests(trace: Path) -> Iterator[Request]:
                 line = json.loads(text)
                 check_line(line)
             except ValueError as error:
-                raise ValueError(f"line {number} of {trace} is no request of a trace: {error}") from None
+                raise ValueError(f"line {number} of {trace} is not a request: {error}") from None
             yield reader.read(line)

@@ -11,8 +11,8 @@ HEAD = """# Options
 Made of the docstrings by docs/make_options.py. On the command line the model comes first, and each other option of the
 first two tables is a flag, `--top-k` for `top_k`; the engine's seed is `--engine-seed`. `generate` and `chat` are
 greedy unless told otherwise, and give 64 tokens or as many as fit. `plan` takes the first table and `--memory`; with
-`--state-bytes`, `--tensor-parallel-size` or `--quantization fp8` it plans for vLLM with the plugin. What an `LLM` takes
-for vLLM's sake, such as `tensor_parallel_size=1`, changes nothing.
+`--state-bytes`, `--tensor-parallel-size` or `--quantization fp8` it plans for vLLM with the plugin. `LLM` also accepts
+some options of vLLM, such as `swap_space`; they have no effect, and a warning names each.
 """
 PARTS = {
     "LLM": (EngineConfig, "`LLM(model, **options)`. None stands for a default."),

@@ -1,4 +1,4 @@
-"""What `PrefixCache` asks of its caller's arguments: one sentence that says what is wrong and what is needed."""
+"""Check the arguments of `PrefixCache`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKEN = (1 << 31) - 1
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raises ValueError unless `value` is an integer in these bounds."""
+    """Raise ValueError unless `value` is an integer from `least` to `most`."""
     if type(value) is int and value >= least and (most is None or value <= most):
         return
     integer = isinstance(value, Integral) and not isinstance(value, bool)
@@ -27,10 +27,10 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
 
 
 def token_array(name: str, token_ids: Any) -> array[int]:
-    """Token ids as int32.
+    """Return token ids as int32.
 
     Raises:
-        ValueError: they are no sequence of integers from 0 to 2^31 - 1.
+        ValueError: `token_ids` is not a sequence of integers from 0 to 2^31 - 1.
     """
     if isinstance(token_ids, (str, bytes, bytearray, memoryview)):
         raise ValueError(
@@ -39,7 +39,7 @@ def token_array(name: str, token_ids: Any) -> array[int]:
     if not isinstance(token_ids, list) and hasattr(token_ids, "tolist"):  # numpy and torch
         token_ids = token_ids.tolist()
     try:
-        unsigned = array("I", token_ids)  # which takes a third of the time of array("i"), and refuses what is negative
+        unsigned = array("I", token_ids)  # faster than array("i"), and rejects negative numbers
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} holds what is no token id ({error}): give integers from 0 to {MAX_TOKEN}") from None
     largest = int(np.frombuffer(unsigned, np.uint32).max(initial=0))
@@ -58,10 +58,13 @@ def _as_tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
-    """A prompt as int32.
+    """Return a prompt as int32.
+
+    Args:
+        most: tokens that the KV pool holds; 0 without a pool.
 
     Raises:
-        ValueError: it is empty, longer than the `most` tokens of a KV pool (0: there is none), or no token ids.
+        ValueError: the prompt is empty, longer than `most`, or not a sequence of token ids.
     """
     tokens = token_array(f"the prompt of request {request_id!r}", token_ids)
     if not tokens:
@@ -75,7 +78,7 @@ def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
 
 
 def check_bounds(config: CacheConfig, kv_tokens: int | None, max_tokens: int | None) -> None:
-    """Raises ValueError unless these may bound a hit, as `PrefixCache.match` takes them."""
+    """Raise ValueError unless `PrefixCache.match` takes these bounds of a hit."""
     if config.host_keeps_kv and kv_tokens is None:
         raise ValueError("kv_tokens is missing: say how many tokens the host's KV covers, or set num_kv_blocks")
     for name, value in (("kv_tokens", kv_tokens), ("max_tokens", max_tokens)):
@@ -93,7 +96,7 @@ def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
     """Return prefix hashes as a list.
 
     Raises:
-        ValueError: they are no sequence of bytes.
+        ValueError: `hashes` is not a sequence of bytes.
     """
     found = list(_as_tuple("hashes", hashes))
     for each in found:
@@ -103,9 +106,9 @@ def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
 
 
 def check_key(key: object, depth: int = 4) -> None:
-    """Raise ValueError unless the repr of a key tells it from every other key.
+    """Raise ValueError unless a key's repr is unique.
 
-    The repr of any other type may leave values out, as for a large array: two images would share a hash.
+    Other types may shorten their repr, as arrays do, so that two images would share a hash.
     """
     if type(key) is tuple and depth:
         for part in key:
@@ -115,10 +118,10 @@ def check_key(key: object, depth: int = 4) -> None:
 
 
 def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_size: int) -> dict[int, bytes]:
-    """Return a digest of the keys of each block that has any.
+    """Return a digest of the keys in each block with keys.
 
     Raises:
-        ValueError: `extra_keys` are no pairs of a position in the prompt and a key.
+        ValueError: `extra_keys` are not pairs of a position in the prompt and a key.
     """
     keys: dict[int, bytes] = {}
     for pair in _as_tuple("extra_keys", extra_keys):
@@ -132,10 +135,10 @@ def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_
 
 
 def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]:
-    """Positions rounded down to blocks.
+    """Return positions rounded down to blocks.
 
     Raises:
-        ValueError: one is no integer, or negative.
+        ValueError: a position is negative or not an integer.
     """
     positions = _as_tuple("checkpoint_at", checkpoint_at)
     for position in positions:
@@ -144,15 +147,15 @@ def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]
 
 
 def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
-    """Which token of a request's row each draft comes after, as `PrefixCache.allocate` takes it.
+    """Return the parents of drafts as `PrefixCache.allocate` takes them.
 
     Raises:
-        ValueError: they make no tree in preorder, or a draft of one is a placeholder.
+        ValueError: the parents make no tree in preorder, or a draft in a tree is a placeholder.
     """
     if len(parents) and (len(parents) != len(drafts) or PLACEHOLDER in drafts):
         raise ValueError(
             f"{who} has {len(drafts)} drafts and {len(parents)} parents: give each draft of a tree, none of them a "
-            "placeholder, the number of the one that it follows"
+            "placeholder, its parent's number"
         )
     path = [0]
     for i, parent in enumerate(parents, 1):
@@ -160,24 +163,22 @@ def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tup
         while path and path[-1] != parent:
             path.pop()
         if not path:
-            raise ValueError(
-                f"the drafts of {who} are not in preorder: let all that follows a draft come right behind it"
-            )
+            raise ValueError(f"the drafts of {who} are not in preorder: put all descendants of a draft right behind it")
         path.append(i)
     return tuple(map(int, parents))
 
 
 def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
-    """The tokens that a row gave.
+    """Return the tokens of a batch row as int32.
 
     Raises:
-        ValueError: it cannot have given these.
+        ValueError: `step` cannot yield `token_ids`.
     """
     count = len(token_ids)
     if not count:
         return array("i")
     if count == 1 and step.samples and type(token_ids[0]) is int and 0 <= token_ids[0] <= MAX_TOKEN:
-        return array("i", token_ids)  # as nearly all rows
+        return array("i", token_ids)  # fast path for most rows
     tokens = token_array(f"the answer of request {step.request_id!r}", token_ids)
     most = 1 + len(step.drafts) if step.samples else 0
     if len(tokens) > most:

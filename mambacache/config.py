@@ -1,4 +1,4 @@
-"""Configuration: dataclasses that validate themselves, with errors that name the setting to change."""
+"""Define settings as dataclasses that validate themselves, with errors that name the setting to change."""
 
 from __future__ import annotations
 
@@ -11,39 +11,38 @@ from pathlib import Path
 from mambacache.field_types import hold_to_annotations, require
 from mambacache.plan import CHUNK, MAX_DRAFT_TOKENS
 
-LEAST_STATES = 2  # of one request: what it reads, and what it writes
+LEAST_STATES = 2  # one request reads a state and writes another
 DEFAULT_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
-"""How caches are divided where nothing says otherwise: about what chats want, after simulations of a trace of them."""
+"""Default division of memory between KV and states, near the best for a simulated trace of chats."""
 
 KV_TOKENS_PER_HOST_STATE = 10_000
-"""The same of the tier in host memory, to which fewer states go: none that nobody asked for, none that run."""
+"""Default division of host memory, which receives fewer states than the device holds."""
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-"""Stop strings of one request, and characters of each: every new token is compared with all of them."""
+"""Maximum of stop strings in a request, and of characters in each; every new token is compared with all of them."""
 
 NO_LIMIT = sys.maxsize
-"""What `SamplingParams.max_tokens` holds where None was given."""
+"""Value of `SamplingParams.max_tokens` for None."""
 
 LARGEST_TOP_K = (1 << 31) - 1
-"""It goes to the device as an int32; no vocabulary is as large, so that more than this means the same."""
+"""Largest int32, above every vocabulary; a larger top_k is lowered to it."""
 
 MAX_ANSWERS = 1 << 14
-"""Answers for one prompt. The engine makes them in one go, and other requests wait for that."""
+"""Maximum of answers for one prompt; creating them delays all other requests."""
 
 HOST_BYTES_PER_TOKEN = 1 << 18
-"""PCIe 5 moves so many in about 5 us, in which an H200 prefills a token of a model with 1 B active parameters."""
+"""PCIe 5 moves these bytes in about 5 us, the time in which an H200 prefills a token with 1 B active parameters."""
 
 DISK_BYTES_PER_TOKEN = 1 << 15
-"""For these one x86 core took 43 us, at 0.77 GB/s read and checked from the page cache. By estimate an H200 prefills a
-token in that with 8 B active parameters, at 400 TFLOP/s."""
+"""One x86 core reads and checks these bytes from the page cache in 43 us. An H200 at 400 TFLOP/s prefills a token with
+8 B active parameters in that time."""
 
 
 def _check_blocks(config: CacheConfig | EngineConfig) -> None:
-    """What a cache and an engine ask alike."""
     size, interval, drafts = config.block_size, config.checkpoint_interval, config.max_draft_tokens
     require(size > 0 and size % CHUNK == 0, f"block_size is {size}: set it to a positive multiple of {CHUNK}")
     require(
@@ -55,37 +54,36 @@ def _check_blocks(config: CacheConfig | EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """What a `PrefixCache` manages. Counts of blocks leave out the null block, id 0.
+    """Configures a `PrefixCache`. Numbers of blocks exclude the null block, id 0.
 
     Amounts of memory may be given as text, such as "20GiB" or "500MB".
 
     Args:
-        num_state_blocks: blocks of the state pool, without `slab` ids 1 to this number; at least 2.
-        num_kv_blocks: blocks of the KV pool; 0 where the host engine keeps the KV, or the model has none.
-        num_log_slots: token logs, ids 1 to this number, of which each request that decodes has one; None for as many as
-            there are states.
-        slab: states and KV pages that a slab of one memory holds, one of the two is 1; slab i then holds those with ids
-            from i times so many on, slab 0 the null blocks. States and pages share num_state_blocks / states slabs, of
-            which pages take num_kv_blocks / pages at most: the others are the reserve of running requests' states. None
-            for two memories.
-        block_size: tokens in a block, a multiple of 64: the unit of hashing, of KV pages and of checkpoint positions.
-        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7.
-        model_key: identifies model, weights, state dtype and whatever else makes states incomparable.
-        has_attention: False for models without attention; a hit then needs no KV coverage.
-        max_checkpoints: committed states kept at a time; None for as many as the pool holds, 0 for none.
-        checkpoint_interval: also store a state every so many tokens, a multiple of block_size; 0 for none.
-        strict_reuse: reuse only blocks computed exactly as a cold prefill computes them.
-        max_seen_blocks: hashes of computed blocks remembered, to find junctions after their KV is gone.
-        record_tokens: tokens remembered for the report's ceiling, at 4 to 5 bytes each and some 400 a branch.
+        num_state_blocks: Blocks of the state pool, at least 2; ids 1 to this number without `slab`.
+        num_kv_blocks: Blocks of the KV pool; 0 if the host engine keeps the KV or the model has no attention.
+        num_log_slots: Token logs, ids 1 to this number, one for each decoding request; None for num_state_blocks.
+        slab: Pair (states, pages) held by a slab, at least one of the two 1; None for separate memories. Slab i holds
+            state ids from i * states on and page ids from i * pages on; slab 0 holds the null blocks. Both kinds share
+            num_state_blocks / states slabs. Pages take at most num_kv_blocks / pages of them; the rest is the reserve
+            of running states.
+        block_size: Tokens in a block, a multiple of 64; the unit of hashes, KV pages and checkpoint positions.
+        max_draft_tokens: Draft tokens that a batch row may verify in one step, 0 to 7.
+        model_key: Identifies everything that states depend on, such as model, weights and state dtype.
+        has_attention: False for a model without attention; a prefix hit then needs no KV.
+        max_checkpoints: Maximum of cached states; None for the size of the pool, 0 for none.
+        checkpoint_interval: Also store a state at each multiple of this number of tokens, a multiple of block_size; 0
+            for none.
+        strict_reuse: Reuse only blocks computed exactly as a cold prefill computes them.
+        max_seen_blocks: Remembered hashes of computed blocks, which find junctions after their KV is evicted.
+        record_tokens: Tokens remembered for the report's ceiling, at 4 to 5 bytes each and about 400 per branch.
         accounting: False leaves out ceilings, losses, counters and events.
-        num_host_states: slots for states in host memory, to which `PrefixCache.transfers` has copied what the device
-            would evict; 0 for no such tier.
-        num_host_pages: slots for KV pages there; 0 for a model without attention.
-        state_bytes: of one state, which say how much a transfer moves; 0 if that shall not matter.
-        page_bytes: of one KV page.
-        host_bytes_per_token: bytes that may be loaded for each token that is not computed then: a hit in host memory
-            that takes more is left alone.
-        disk_bytes_per_token: the same of a hit in files.
+        num_host_states: Slots for states in host memory, filled by `PrefixCache.transfers` before the device evicts; 0
+            for no such tier.
+        num_host_pages: Slots for KV pages in host memory; 0 for a model without attention.
+        state_bytes: Bytes of one state, to weigh transfers; 0 to ignore.
+        page_bytes: Bytes of one KV page, to weigh transfers; 0 to ignore.
+        host_bytes_per_token: Maximum of bytes loaded from host memory for each token saved; a larger hit is computed.
+        disk_bytes_per_token: Maximum of bytes read from files for each token saved; a larger hit is computed.
     """
 
     num_state_blocks: int
@@ -111,17 +109,17 @@ class CacheConfig:
 
     @property
     def host_keeps_kv(self) -> bool:
-        """Whether the model has KV, and its pages are not ours."""
+        """Tells whether the host engine manages the model's KV."""
         return self.has_attention and not self.num_kv_blocks
 
     @property
     def num_state_ids(self) -> int:
-        """One more than the largest id of a state, which is 0 for the null block."""
+        """Number of state ids, null blocks included."""
         return self.num_state_blocks + (self.slab[0] if self.slab is not None else 1)
 
     @property
     def num_page_ids(self) -> int:
-        """One more than the largest id of a KV page, which is 0 for the null block."""
+        """Number of KV page ids, null blocks included."""
         if self.slab is None:
             return self.num_kv_blocks + 1
         return self.num_state_ids // self.slab[0] * self.slab[1]
@@ -135,7 +133,7 @@ class CacheConfig:
         )
         require(
             self.num_log_slots is None or self.num_log_slots > 0,
-            f"num_log_slots is {self.num_log_slots}: set it to 1 or more, or to None for one a state",
+            f"num_log_slots is {self.num_log_slots}: set it to 1 or more, or to None for num_state_blocks",
         )
         require(self.num_kv_blocks >= 0, f"num_kv_blocks is {self.num_kv_blocks}: set it to 0 or more")
         require(self.has_attention or self.num_kv_blocks == 0, "num_kv_blocks must be 0 for a model without attention")
@@ -164,51 +162,51 @@ class CacheConfig:
             require(value >= 0, f"{name} is {value}: set it to 0 or more")
         require(
             not (self.num_host_states and self.host_keeps_kv),
-            f"num_host_states is {self.num_host_states} and the host keeps the KV: states are of use only where the KV "
-            "before them is, set num_kv_blocks, or num_host_states to 0",
+            f"num_host_states is {self.num_host_states} and the host engine keeps the KV: set num_kv_blocks, or "
+            "num_host_states to 0: a state needs the KV before it",
         )
         require(
             (self.num_host_pages > 0) == (self.num_host_states > 0 and self.num_kv_blocks > 0),
-            f"num_host_states is {self.num_host_states} and num_host_pages is {self.num_host_pages}: a state is of use "
-            "with the KV before it, set both, or for a model without attention num_host_states alone",
+            f"num_host_states is {self.num_host_states} and num_host_pages is {self.num_host_pages}: set both, or only "
+            "num_host_states for a model without attention",
         )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it stops. None stands for a default.
+    """Configures sampling and stopping of one request. None stands for a default.
 
     Args:
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0, -1 or more than there are for all. Above 1,024 all are sorted for each
-            token.
-        top_p: keep the smallest set of tokens whose probability reaches top_p; below 1 without a top_k all are sorted
-            for each token.
-        min_p: drop tokens less likely than min_p times the most likely one.
-        repetition_penalty: above 1 makes tokens of the prompt and the answer less likely: their logits are divided by
-            it, or multiplied where they are negative.
-        presence_penalty: taken from the logits of the answer's tokens, -2 to 2.
-        frequency_penalty: taken from them once for each time that they occur, -2 to 2.
-        logit_bias: what is added to the logits of these tokens, -100 to 100, before penalties and temperature.
-        seed: any integer; makes draws repeatable whatever else runs. None draws a fresh seed for the request.
-        max_tokens: answer tokens at most; None for as many as the model and its KV pool take.
-        min_tokens: answer tokens that come before any end token, stop token or stop string.
-        stop: a string or strings that end the answer, 64 of 1,024 characters at most; they are cut off from the text.
-        stop_token_ids: tokens that end the answer, beside the model's own end tokens.
-        include_stop_str_in_output: leave the stop string, or the text of the stop token, in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        ignore_eos: go on after the model's own end tokens.
-        n: answers for the prompt, 16,384 at most; they share its state and its KV.
-        logprobs: give the log probabilities of each answer token and of so many most likely ones, at most the engine's
-            `max_logprobs`; None for none.
-        prompt_logprobs: the same for each prompt token; the prompt is then computed in full.
-        checkpoint_at: token positions, rounded down to blocks, whose state is worth keeping.
-        read_cache: whether the request may use what is cached.
-        store_cache: whether what it computes is cached.
-        salt: requests with different salts share nothing.
+        temperature: Divides the logits; 0 is greedy.
+        top_k: Keep the k most likely tokens; 0, -1 or the vocabulary's size for all. Above 1,024 each token sorts the
+            vocabulary.
+        top_p: Keep the smallest set of tokens with this probability. Below 1 without a top_k each token sorts the
+            vocabulary.
+        min_p: Drop tokens less likely than min_p times the most likely token.
+        repetition_penalty: Divides positive logits of tokens in prompt or answer and multiplies negative logits, above
+            0; 1 for none.
+        presence_penalty: Subtracted from the logits of the answer's tokens, -2 to 2.
+        frequency_penalty: Subtracted from the logits of the answer's tokens once per occurrence, -2 to 2.
+        logit_bias: Number to add to the logits of each token, -100 to 100, before penalties and temperature.
+        seed: Any integer, which makes draws repeatable in any batch; None for a fresh seed.
+        max_tokens: Maximum of answer tokens; None for the limit of the model and its KV pool.
+        min_tokens: Answer tokens before any end token, stop token or stop string.
+        stop: String or strings that end the answer, at most 64 of 1,024 characters each; cut off from the text.
+        stop_token_ids: Tokens that end the answer, beside the model's end tokens.
+        include_stop_str_in_output: Keep the stop string, or the stop token's text, in the text.
+        skip_special_tokens: Leave special tokens out of the text.
+        ignore_eos: Continue after the model's end tokens.
+        n: Number of answers, at most 16,384, which share the prompt's state and KV.
+        logprobs: Number of most likely tokens returned with log probabilities beside each answer token, at most the
+            engine's `max_logprobs`; None for no log probabilities.
+        prompt_logprobs: The same number for each prompt token, which forces a full prefill; None for none.
+        checkpoint_at: Token positions, rounded down to blocks, with a state worth caching.
+        read_cache: False ignores cached blocks.
+        store_cache: False caches no block of the request.
+        salt: Requests with different salts share no cached blocks.
 
     Raises:
-        ValueError: a value is of another type, or out of its range; the message says what to set.
+        ValueError: a value has a wrong type or is out of range; the message names the setting to change.
     """
 
     temperature: float = 1.0
@@ -283,62 +281,61 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether the tokens of an answer change the logits of those that follow."""
+        """Tells whether answer tokens change later logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def adjusts(self, num_answered: int) -> bool:
-        """Whether anything is done to the logits after so many answer tokens, before temperature."""
+        """Return whether the logits after `num_answered` answer tokens are adjusted before temperature."""
         return self.penalizes or bool(self.logit_bias) or num_answered < self.min_tokens
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an `LLM` runs. None stands for a default.
+    """Configures an `LLM`. None stands for a default.
 
     Amounts of memory may be given as text, such as "20GiB" or "500MB".
 
     Args:
-        model: directory of a checkpoint, or a Hub id.
-        tokenizer: directory or Hub id of another tokenizer; None for the checkpoint's own.
-        revision: branch, tag or commit of the Hub's repository; None for its newest.
-        device: "cpu", "cuda", "cuda:1", or "auto" for cuda where there is one; or a torch.device.
-        dtype: of weights and activations: "auto" (the checkpoint's own; float32 on a CPU), "float32" or "float",
-            "bfloat16", "float16" or "half", or torch's dtypes.
-        state_dtype: of the recurrent states, the same but for "auto".
-        block_size: tokens in a block, a multiple of 64.
-        max_num_batched_tokens: tokens that one step computes at most.
-        max_num_seqs: requests that run at a time.
-        max_model_len: tokens of prompt and answer together; None for the model's own limit.
-        max_logprobs: the largest number that `logprobs` and `prompt_logprobs` of a request may have; -1 for no limit.
-        long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
-        enable_prefix_caching: False computes every prompt in full and keeps nothing.
-        checkpoint_budget_bytes: memory for cached states, apart from those of running requests, 0 for none. None for
-            what `kv_cache_bytes` leaves of the part of the device's memory that `plan` names; None for both for one
-            memory that traffic divides between states and KV.
-        kv_cache_bytes: memory for KV pages; None for that one memory or, beside a budget for states, for a default from
-            the device's memory, as if there were 7,000 tokens for each cached state.
-        host_cache_bytes: memory of the host for states and KV that the device has no room for, pinned where the device
-            is a GPU; 0 for none.
-        host_bytes_per_token: bytes that may be loaded from there for each token that is not computed then; what takes
-            more is computed.
-        disk_cache_dir: directory of files with states and KV, by which a restart begins with what was cached before;
-            for one engine at a time, and only beside host_cache_bytes; None for none.
-        disk_cache_bytes: what these files take at most, room for a state and a KV block at least; those used last stay.
-            None for half of what is free there.
-        disk_bytes_per_token: bytes that may be read from them for each token that is not computed then.
-        gpu_memory_utilization: share of the device's memory that weights and caches may take, above 0 and at most 1;
-            None for as much as is free.
-        checkpoint_interval: also keep a state every so many tokens, a multiple of block_size; 0 for none.
-        strict_reuse: reuse only what was computed exactly as a cold prompt is.
-        speculative: "ngram" drafts the tokens that followed a request's last tokens where they stood before. None for
-            no drafts, or for those of LLM's `draft`.
-        max_draft_tokens: draft tokens that a row may verify in one step, 0 to 7. With `speculative` 0 means 3. LLM's
-            `draft`, a function of a request and a limit that gives token ids or a `DraftTree` of them, needs 1 or more.
-        enforce_eager: launch every kernel of a decode step on its own, in place of CUDA graphs; loads faster.
-        seed: of the requests that bring none of their own; None for a fresh one.
+        model: Directory of a checkpoint, or a Hub id.
+        tokenizer: Directory or Hub id of another tokenizer; None for the checkpoint's tokenizer.
+        revision: Branch, tag or commit of the Hub repository; None for the newest.
+        device: "cpu", "cuda", "cuda:1", or "auto" for cuda if available; or a torch.device.
+        dtype: Dtype of weights and activations: "auto" (the checkpoint's; float32 on a CPU), "float32" or "float",
+            "bfloat16", "float16" or "half", or a torch.dtype.
+        state_dtype: Dtype of recurrent states, as `dtype` but without "auto".
+        block_size: Tokens in a block, a multiple of 64.
+        max_num_batched_tokens: Maximum of tokens computed in one step.
+        max_num_seqs: Maximum of running requests.
+        max_model_len: Maximum of tokens in prompt and answer together; None for the model's limit.
+        max_logprobs: Maximum of `logprobs` and `prompt_logprobs`; -1 for no limit.
+        long_prefill_token_threshold: Maximum of a prompt's tokens in a step; 0 for no limit.
+        enable_prefix_caching: False computes every prompt in full and caches nothing.
+        checkpoint_budget_bytes: Memory for cached states, running states excluded, 0 for none; None for the rest of
+            the share that `plan` prints. If kv_cache_bytes is None too, traffic divides one memory between states and
+            KV.
+        kv_cache_bytes: Memory for KV pages; None for a default from the device's memory, about 7,000 tokens for each
+            cached state, or for memory shared with states.
+        host_cache_bytes: Host memory for states and KV that the device evicts, pinned for a GPU; 0 for none.
+        host_bytes_per_token: Maximum of bytes loaded from host memory for each token saved; a larger hit is computed.
+        disk_cache_dir: Directory of files with states and KV, which keep the cache over a restart; for one engine at a
+            time; needs host_cache_bytes; None for none.
+        disk_cache_bytes: Maximum of bytes in these files, at least a state and a KV block, least recently used evicted
+            first; None for half of the free bytes.
+        disk_bytes_per_token: Maximum of bytes read from files for each token saved; a larger hit is computed.
+        gpu_memory_utilization: Share of the device's memory for weights and caches, above 0 and at most 1; None for all
+            free memory.
+        checkpoint_interval: Also cache a state at each multiple of this number of tokens, a multiple of block_size; 0
+            for none.
+        strict_reuse: Reuse only blocks computed exactly as a cold prefill computes them.
+        speculative: "ngram" drafts the tokens behind an earlier copy of a request's last tokens; None for no drafts, or
+            for LLM's `draft`.
+        max_draft_tokens: Draft tokens that a batch row may verify in one step, 0 to 7. With `speculative` 0 means 3.
+            LLM's `draft`, a function of a request and a limit that returns token ids or a `DraftTree`, needs 1 or more.
+        enforce_eager: Launch every kernel of a decode step, without CUDA graphs; loads faster.
+        seed: Seed for requests without a seed; None for a fresh seed.
 
     Raises:
-        ValueError: a value is of another type, or out of its range; the message says what to set.
+        ValueError: a value has a wrong type or is out of range; the message names the setting to change.
     """
 
     model: str | Path
@@ -375,7 +372,7 @@ class EngineConfig:
         for name in ("dtype", "state_dtype"):
             given = getattr(self, name)
             if given is not None:
-                dtype = str(given).removeprefix("torch.")  # what torch calls its own: it is not imported here
+                dtype = str(given).removeprefix("torch.")  # avoids an import of torch
                 object.__setattr__(self, name, DTYPE_NAMES.get(dtype, dtype))
         hold_to_annotations(self)
         for name in ("model", "tokenizer", "disk_cache_dir"):

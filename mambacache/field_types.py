@@ -1,4 +1,4 @@
-"""Dataclasses of settings whose fields are held to their annotations, with errors that name the field."""
+"""Check the fields of settings against their annotations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from mambacache.units import is_bytes, parse_bytes
 
-# What fields are annotated with: the types taken, what they become, and their name in an error.
+# By annotation: accepted types, conversion, and name in an error message.
 KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
     "bool": ((bool,), bool, "True or False"),
     "int": ((Integral,), int, "an integer"),
@@ -22,19 +22,21 @@ KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError with this message unless the condition holds."""
+    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer, of Python or of numpy; a bool is none."""
+    """Return whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def hold_to_annotations(config: Any) -> None:
-    """Refuses fields of another type than their annotation's. What numpy calls a number becomes Python's own, a list a
-    tuple, None the default, and a size such as "20GiB" its bytes."""
+    """Convert each field of `config` to its annotated type, in place, or raise ValueError.
+
+    Numbers of numpy become Python's, a list becomes a tuple, None the default, and a size such as "20GiB" its bytes.
+    """
     for option in fields(config):
         value = getattr(config, option.name)
         if value is None and option.default is not MISSING:

@@ -1,4 +1,4 @@
-"""What the cache tells: hits and waits, the report on a prompt, totals, events. Pure data."""
+"""Define the cache's results as pure data: hits, waits, reports, totals and events."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from typing import NamedTuple
 
 
 class Loss(StrEnum):
-    """Why tokens that had been computed before were computed again."""
+    """Names the reason why tokens were computed again."""
 
-    GRANULARITY = "granularity"  # beyond the last whole block that is shared
+    GRANULARITY = "granularity"  # behind the last whole shared block
     NO_STATE = "no state there"
     EVICTED = "evicted"
-    NO_CAPACITY = "no capacity"  # a checkpoint was wanted there and there was no block for it
-    ONLY_NEAR = "only near"  # strict_reuse, and what is there was not computed as a cold prompt is
-    NOT_ASKED = "not asked for"  # the cache is off, or the request does not read it
+    NO_CAPACITY = "no capacity"  # no block was free for a wanted checkpoint
+    ONLY_NEAR = "only near"  # strict_reuse rejects blocks not computed as in a cold prefill
+    NOT_ASKED = "not asked for"  # the cache is off, or read_cache is False
 
     def __repr__(self) -> str:
-        """Return that of the plain string, so that `losses` print as a user would write them."""
+        """Return the repr of the plain string."""
         return repr(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """What the cache did for one prompt, in tokens. `losses` add up to `ceiling - hit`.
+    """Reports on one prompt, in tokens.
 
-    `ceiling` is the longest prefix that the prompt shares with anything computed so far, at most its length - 1.
-    `from_host` is how much of the hit was loaded from the tier in host memory, `from_disk` how much was read from files
-    before that.
+    Attributes:
+        prompt: Length of the prompt.
+        hit: Length of the prefix hit.
+        ceiling: Longest prefix shared with anything computed so far, at most `prompt - 1`.
+        losses: Tokens by reason, `ceiling - hit` in total.
+        from_host: Part of the hit loaded from host memory.
+        from_disk: Part of the hit read from files.
     """
 
     prompt: int
@@ -41,22 +45,21 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """A block's hash came to name a block on the device, or ceased to: what a router needs to know where a prefix is
-    cached.
+    """Tells a router that a block was stored on the device or removed from it.
 
-    `number` counts events; after a gap some were lost, and what the router believes is to be dropped.
+    After a gap in `number` events are lost, and the router must start from an empty view.
     """
 
     number: int
     action: str  # "stored" or "removed"
     kind: str  # "state" or "kv"
     block_hash: bytes
-    num_tokens: int  # the prefix that the hash stands for; 0 where it was removed
-    request_id: str  # who stored it; "" where it was removed
+    num_tokens: int  # length of the prefix; 0 if removed
+    request_id: str  # request that stored the block; "" if removed
 
 
 class CachedBlock(NamedTuple):
-    """The block of one prefix hash: its state and its KV page on the device, each 0 where it is not cached."""
+    """Holds the ids of the state and KV page of one prefix hash, 0 if not cached on the device."""
 
     block_hash: bytes
     state: int
@@ -65,7 +68,7 @@ class CachedBlock(NamedTuple):
 
 @dataclass(slots=True)
 class CacheStats:
-    """Totals since the cache was made."""
+    """Counts totals since the cache was created."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -77,18 +80,18 @@ class CacheStats:
     states_stored: int = 0
     states_evicted: int = 0
     kv_evicted: int = 0
-    host_hit_tokens: int = 0  # of `hit_tokens`, those whose state or KV was loaded from host memory
-    loads: int = 0  # begun, each for one prompt or more
+    host_hit_tokens: int = 0  # part of `hit_tokens` loaded from host memory
+    loads: int = 0  # launched loads, each for at least one prompt
     bytes_to_host: int = 0
     bytes_from_host: int = 0
-    disk_hit_tokens: int = 0  # of `hit_tokens`, those whose state or KV was read from files; none of `host_hit_tokens`
+    disk_hit_tokens: int = 0  # part of `hit_tokens` read from files, not in `host_hit_tokens`
     bytes_to_disk: int = 0
     bytes_from_disk: int = 0
     failed_transfers: int = 0
     state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
-    log_slots: dict[str, int] = field(default_factory=dict)  # free, and held by requests that decode
-    kv_blocks: dict[str, int] = field(default_factory=dict)  # empty where the host keeps the KV, and without attention
-    host_states: dict[str, int] = field(default_factory=dict)  # slots in host memory; empty without such a tier
+    log_slots: dict[str, int] = field(default_factory=dict)  # free, and held by decoding requests
+    kv_blocks: dict[str, int] = field(default_factory=dict)  # empty without KV pages in the cache
+    host_states: dict[str, int] = field(default_factory=dict)  # empty without a tier in host memory
     host_pages: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: RequestReport) -> None:
@@ -102,7 +105,7 @@ class CacheStats:
             self.losses[reason] += tokens
 
     def __str__(self) -> str:
-        """A table."""
+        """Return a table."""
         lost = {reason: tokens for reason, tokens in self.losses.items() if tokens}
         rows = [
             ("requests", f"{self.requests:,}"),
@@ -147,15 +150,14 @@ def _in_words(blocks: dict[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a prompt finds in the cache.
+    """Describes the prefix hit of a prompt.
 
     Attributes:
-        num_tokens: prompt tokens that need not be computed, a multiple of the block size.
-        junction: where the prompt leaves what others computed, in tokens; 0 if that is no deeper than the hit.
-        exact: whether the state, and the KV before it, were computed as a cold prefill computes them; None where the
-            host keeps the KV, of which the cache knows nothing.
-        waits_for: a running request that is about to compute a longer common prefix, or None.
-        losses: tokens that others computed and that are computed again, by reason.
+        num_tokens: Prompt tokens that are not computed, a multiple of the block size.
+        junction: End of the prefix that others computed, in tokens; 0 if not behind the hit.
+        exact: Whether a cold prefill computes the same state and KV; None if the host engine keeps the KV.
+        waits_for: Running request that will compute a longer common prefix, or None.
+        losses: Tokens computed again, by reason.
     """
 
     num_tokens: int
@@ -167,13 +169,13 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Why a request cannot run now; nothing was taken.
+    """Tells why a request cannot run now; it allocated nothing.
 
     Attributes:
-        reason: "no room" (of states or KV), "prefix" (another request computes it), "loading" (it is being copied from
-            host memory, or read from files) or "in flight" (tokens of a step issued for it have not been read).
-        on: for "prefix" the request that computes it, for "loading" the one for which that began; and `until` the
-            position after which it is there.
+        reason: "no room" for states or KV, "prefix" (another request computes it), "loading" (from host memory or
+            files) or "in flight" (tokens of an issued step are not read yet).
+        on: Request that computes the prefix, or request that the load began for.
+        until: Position where the prefix or load ends.
     """
 
     reason: str
@@ -182,9 +184,9 @@ class Wait:
 
 
 class Progress(NamedTuple):
-    """How far a running request came, in tokens."""
+    """Holds positions of a running request, in tokens."""
 
-    computed: int  # by issued steps
-    prefill_end: int  # known at its admission: up to there it prefills
-    in_flight: int  # that issued steps will give
-    proven: int  # the blocks behind this position are its own, and no finite logits followed them yet
+    computed: int  # end of tokens that issued steps compute
+    prefill_end: int  # end of the prefill, fixed at admission
+    in_flight: int  # tokens that issued steps will return
+    proven: int  # behind it only this request uses its blocks, until finite logits follow

@@ -1,4 +1,4 @@
-"""Amounts of memory as users write them."""
+"""Parse amounts of memory."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 def is_bytes(name: str) -> bool:
-    """Return whether the setting of this name is a number of bytes, as `kv_cache_bytes` is."""
+    """Return whether a setting of this name holds bytes, as `kv_cache_bytes` does."""
     return "bytes" in name.split("_")
 
 
 def parse_bytes(value: object) -> int:
-    """Bytes of an integer, or of a text such as "20GiB" or "500 MB".
+    """Return the bytes of an integer, or of a text such as "20GiB" or "500 MB".
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the value is neither.
     """
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)

@@ -245,7 +245,7 @@ def test_a_row_takes_the_place_of_its_like(tmp_path: Path) -> None:
     ("line", "said"),
     [
         ("{", "Expecting property name"),
-        ("[1]", "it is no JSON object"),
+        ("[1]", "it is not a JSON object"),
         (json.dumps({"input_length": 600, "hash_ids": [3, 4]}), "output_length is None: give an integer, 1 or more"),
         (json.dumps({**LINE, "input_length": 0}), "input_length is 0: give an integer, 1 or more"),
         (json.dumps({**LINE, "output_length": 2.5}), "output_length is 2.5: give an integer, 1 or more"),
@@ -259,18 +259,18 @@ def test_a_line_that_is_no_request_is_named(line: str, said: str, tmp_path: Path
     path.write_text(f"{json.dumps(LINE)}\n{line}\n")
     with pytest.raises(ValueError) as caught:
         list(requests(path))
-    assert str(caught.value).startswith(f"line 2 of {path} is no request of a trace: ")
+    assert str(caught.value).startswith(f"line 2 of {path} is not a request: ")
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--budgets", "5+x"], "'5+x' is no budget: give 20+40 (GiB of states and KV), 20+40+200, 60 or unbounded"),
-        (["--budgets", "5+20+40"], "host memory, which mambacache alone has: add --policies mambacache"),
-        (["--running", "0"], "'0' is no number of use: give an integer, 1 or more"),
+        (["--budgets", "5+x"], "'5+x' is not a budget: give 20+40 (GiB of states and KV), 20+40+200, 60 or unbounded"),
+        (["--budgets", "5+20+40"], "only mambacache has host memory, the third number of a budget: add --policies"),
+        (["--running", "0"], "'0' is not a positive integer: give an integer, 1 or more"),
         (["--running", "2"], "simulators run one request after the other: add --policies mambacache, or leave out"),
-        ([], "begins as an earlier one does: there is nothing to hit"),
+        ([], "shares a prefix with an earlier request: give another trace"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_a_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:

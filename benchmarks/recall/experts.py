@@ -1,7 +1,7 @@
-"""Give the last layer of a dense recall model two experts, for vLLM, which serves no Qwen3-Next without experts.
+"""Give the last layer of a dense recall model two experts, since vLLM serves no Qwen3-Next without experts.
 
-Both experts are the layer's own MLP, every token goes to both with weight 1/2, and the shared expert is zero. A half of
-a number is exact in floating point, and so is the sum of two halves: the model computes the same function, bit for bit.
+Both experts are the layer's MLP with weight 1/2, and the shared expert is zero. Halves and their sums are exact in
+floating point, so that the model's results are bitwise equal.
 
     python benchmarks/recall/experts.py mambacache/demo/model
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 
 EXPERTS = 2
 SHARED = 32
-"""Width of the shared expert, whose weights are zero."""
+"""Width of the shared expert."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def with_experts(weights: dict[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Return a dense model's weights, by name, with experts in one layer."""
+    """Return a dense model's weights by name, with experts in `layer`."""
     mlp = f"model.layers.{layer}.mlp"
     dense = {name: weights[f"{mlp}.{name}.weight"] for name in PROJECTIONS}
     hidden = dense["gate_proj"].size(1)

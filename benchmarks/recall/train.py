@@ -1,11 +1,9 @@
-"""Train the recall model: a small Qwen3-Next whose recurrent states have to carry the answers.
+"""Train the recall model, a small Qwen3-Next with the answers in its recurrent states.
 
-The model is transformers' own dense Qwen3NextForCausalLM with three Gated DeltaNet layers and one attention layer. The
-attention layer stands third, before the last Gated DeltaNet layer: as the last layer it would learn to find the
-answers by itself, and the states would not matter. The curriculum starts with 2 names and goes on to more, up to 48,
-whenever 90 % of a batch's answers are right. The learning rate follows a cosine over the steps or over the minutes
-allowed, whichever ends first. On one H200 the 1,300 steps take about 2 minutes. The checkpoint then gets experts, since
-vLLM serves no Qwen3-Next without them: experts.py, beside this file, leaves the function as it is.
+The model is transformers' dense Qwen3NextForCausalLM with three Gated DeltaNet layers and one attention layer. The
+attention layer stands third: as the last layer it would find the answers without the states. The curriculum grows from
+2 to 48 names, a level whenever 90 % of a batch's answers are right. The learning rate follows a cosine over the steps
+or the minutes, whichever ends first. On one H200 the 1,300 steps take about 2 minutes. experts.py then adds experts.
 
     python benchmarks/recall/train.py --out mambacache/demo/model
 """
@@ -51,7 +49,7 @@ EVALUATION_BATCH = 8
 
 
 def build_config() -> Qwen3NextConfig:
-    """A dense Qwen3-Next of 0.91 million parameters."""
+    """Return the configuration of a dense Qwen3-Next of 0.91 million parameters."""
     return Qwen3NextConfig(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
@@ -75,7 +73,7 @@ def build_config() -> Qwen3NextConfig:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word of the vocabulary, words split at white space."""
+    """Return a tokenizer with a token for each word of the vocabulary, split at white space."""
     tokenizer = Tokenizer(models.WordLevel(vocab=dict(TOKEN_ID), unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -89,12 +87,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def learning_rate(progress: float) -> float:
-    """Linear warm-up, then a cosine to zero; `progress` runs from 0 to 1."""
+    """Return the rate of a linear warm-up, then a cosine to zero; `progress` runs from 0 to 1."""
     return PEAK_LEARNING_RATE * min(progress / WARMUP, 0.5 + 0.5 * math.cos(math.pi * progress))
 
 
 def sample_batch(rng: np.random.Generator, num_names: int, num_tokens: int, device: str) -> tuple[torch.Tensor, ...]:
-    """(tokens, labels), int64 [batch, length], about `num_tokens` in all; a quarter to half of the items ask."""
+    """Return (tokens, labels), int64 [batch, length], about `num_tokens` in all, with 1/4 to 1/2 questions."""
     num_items = min(ITEMS_PER_NAME * num_names, MAX_ITEMS)
     num_questions = int(rng.integers(num_items // 4, num_items // 2, endpoint=True))
     num_records = num_items - num_questions
@@ -104,7 +102,7 @@ def sample_batch(rng: np.random.Generator, num_names: int, num_tokens: int, devi
 
 
 def train(model: Qwen3NextForCausalLM, steps: int, minutes: float, num_tokens: int, seed: int) -> int:
-    """Train in place and return the number of steps taken."""
+    """Train in place, and return the number of steps."""
     rng = np.random.default_rng(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     level = 0
@@ -137,10 +135,10 @@ def train(model: Qwen3NextForCausalLM, steps: int, minutes: float, num_tokens: i
 
 @torch.no_grad()
 def evaluate(model: Qwen3NextForCausalLM, num_documents: int, swap_states: bool) -> int:
-    """Right answers to one question about each of `num_documents` demo documents of 4,110 tokens.
+    """Return the number of right answers to one question about each of `num_documents` demo documents.
 
-    With `swap_states` the recurrent states at each document's last boundary are replaced by another document's, and
-    the attention keys and values are kept: a model that keeps its answers in the states then loses them.
+    `swap_states` replaces the recurrent states at each document's last boundary by another document's states, but not
+    the keys and values. A model with its answers in the states then answers wrongly.
     """
     right = 0
     for first in tqdm(range(0, num_documents, EVALUATION_BATCH), desc="evaluate"):

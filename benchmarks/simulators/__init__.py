@@ -1,6 +1,6 @@
-"""What other caches would hit: simulators of their policies, each one request after the other.
+"""Simulate the prefix hits of other caches, one request after the other.
 
-They follow the rules of the real ones as far as hits depend on them, with bytes of states and KV as budgets.
+Simulators follow the rules of real caches as far as hits depend on them, with budgets in bytes of states and KV.
 """
 
 from __future__ import annotations
@@ -24,4 +24,4 @@ POLICIES: dict[str, Callable[[Shape, Budget, Sequence[Request]], Simulator]] = {
     "lru-joint": lambda shape, budget, _: TailLru(shape, budget, joint=True),
     "clairvoyant": Clairvoyant,
 }
-"""By name; the last one is told the whole trace."""
+"""Simulators by name; only the last reads the trace in advance."""

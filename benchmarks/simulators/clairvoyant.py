@@ -1,4 +1,4 @@
-"""What could be hit by who knows the future: a bound that policies are seen against, not a policy."""
+"""Bound the hits of any policy with knowledge of future requests."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from simulators.parts import BLOCK, Budget, Shape, chain
 
 
 class Clairvoyant:
-    """Keeps, in one pool, nothing but what the next request to share a block will hit; what is needed last goes first.
+    """Keeps in one pool only blocks for the next request that shares them, and evicts the latest needed first.
 
-    What a request will hit stays or goes as a whole: a state after the last block that it shares with earlier ones, and
-    the KV of all of them. Greedy, in blocks of 64 tokens, so a little short of the best.
+    A request's hit is kept or evicted as a whole: the state behind its last shared block, and the KV of all shared
+    blocks. The choice is greedy, in blocks of 64 tokens, so slightly below the optimum.
     """
 
     def __init__(self, shape: Shape, budget: Budget, trace: Sequence[Request]) -> None:
         self._state_bytes, self._page_bytes = shape.state_bytes, BLOCK * shape.kv_bytes
         self._capacity = budget.total
         self._goals = [request.ceiling // BLOCK for request in trace]  # blocks
-        self._pages: list[Counter[int]] = []  # of each request: how many of its blocks which later one needs next
-        self._states: list[list[tuple[int, int]]] = []  # after how many of its blocks which later one resumes next
+        self._pages: list[Counter[int]] = []  # by request: its blocks by the request that needs them next
+        self._states: list[list[tuple[int, int]]] = []  # by request: depths in blocks, and requests that resume there
         self._look_ahead(trace)
         self._now = -1
         self._kept: dict[int, int] = {}  # bytes, by the request that needs them
-        self._latest: list[int] = []  # these requests, negative: a heap
-        self._lost: set[int] = set()  # requests for which something had to go
-        self._resumable: set[int] = set()  # requests whose state was kept
+        self._latest: list[int] = []  # heap of the negative numbers of these requests
+        self._lost: set[int] = set()  # requests with an evicted hit
+        self._resumable: set[int] = set()  # requests with a kept state
         self._used = 0
 
     def _look_ahead(self, trace: Sequence[Request]) -> None:

@@ -1,4 +1,4 @@
-"""Marconi (MLSys 2025): a radix tree with a state at the end of every node, and eviction by recency and saved work."""
+"""Simulate Marconi (MLSys 2025): a radix tree with a state at the end of every node."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from simulators.parts import Budget, Shape
 from simulators.radix import Node, Tree
 
 ALPHA = 0.5
-"""Weight of saved work against recency. The paper finds it by replaying the first requests; on the conversation trace
-that gives 1.3 to 2 from 60 GiB on, with which less is hit later (16.7 % of the ceiling at 60 GiB, 25.9 % at 120). This
-one, of 0 to 2, hits most there over budgets from 25 to 160 GiB."""
+"""Weight of saved work against recency, the best value from 0 to 2 on the conversation trace with 25 to 160 GiB.
+
+The paper's search on the first requests gives 1.3 to 2 from 60 GiB on, with fewer hits (16.7 % of the ceiling at 60
+GiB, 25.9 % at 120)."""
 
 
 class Marconi:
-    """States stay where an answer ended and where prompts branch, one budget for them and KV. Of nodes with one child
-    at most the one goes first that is worth least: recency + ALPHA x floating-point operations saved per byte, each
-    scaled to 0 .. 1 over these nodes. One with a child loses its state alone."""
+    """Keeps states at the ends of answers and at branches, with one budget for states and KV.
+
+    It evicts the node with at most one child and the least worth: recency + ALPHA x operations saved per byte, each
+    scaled to 0 .. 1 over these nodes. A node with a child loses only its state.
+    """
 
     def __init__(self, shape: Shape, budget: Budget, alpha: float = ALPHA) -> None:
         self._shape = shape
@@ -28,7 +31,7 @@ class Marconi:
 
     def request(self, prompt: np.ndarray, answer: np.ndarray) -> int:
         self._now += 1
-        tokens = np.concatenate([prompt, answer])[:-1]  # the last one is never fed
+        tokens = np.concatenate([prompt, answer])[:-1]  # the model never reads the last token
         path, half, branch = self._tree.walk(prompt[:-1])
         hit = path[-1].end
         path[-1].used = self._now

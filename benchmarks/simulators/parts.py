@@ -1,4 +1,4 @@
-"""What simulators share: the shape of a model, prefixes as integers, and blocks in the order of their last use."""
+"""Share a model's shape, prefixes as integers, and LRU blocks among simulators."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 GIB = 1 << 30
 BLOCK = 64
-LONGEST = 1 << 20  # tokens of a prompt and its answer
+LONGEST = 1 << 20  # maximum of tokens in a prompt and its answer
 
 _FACTORS = np.random.default_rng(0).integers(1, 1 << 63, LONGEST, np.uint64) | np.uint64(1)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: bytes of a state and of a token's KV, layers of either kind, its width, and its active parameters."""
+    """Describes a model: bytes of a state and of a token's KV, numbers of layers, width and active parameters."""
 
     state_bytes: int
     kv_bytes: int
@@ -30,7 +30,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes. Policies with one budget take the sum."""
+    """Holds bytes for states and KV; policies with one budget take the sum."""
 
     state: int
     kv: int
@@ -42,26 +42,26 @@ class Budget:
 
 class Simulator(Protocol):
     def request(self, prompt: np.ndarray, answer: np.ndarray) -> int:
-        """Runs a request to its end, alone; says how many tokens of its prompt were hit."""
+        """Run a request alone to its end, and return the number of hit prompt tokens."""
 
 
 def prefixes(tokens: np.ndarray) -> np.ndarray:
-    """For each length from 1 on an integer that is equal for equal prefixes; uint64."""
+    """Return a hash of each prefix from length 1 on, uint64."""
     return np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * _FACTORS[: len(tokens)])
 
 
 def chain(prompt: np.ndarray, answer: np.ndarray, size: int) -> list[int]:
-    """The prefixes of a prompt and its answer that end after whole blocks."""
+    """Return the prefix hashes of a prompt and its answer at the ends of whole blocks."""
     return prefixes(np.concatenate([prompt, answer]))[size - 1 :: size].tolist()
 
 
 def state_after(block: int) -> int:
-    """What the state after a prefix is called where KV blocks are called by their prefixes."""
+    """Return the key of the state behind a prefix, distinct from the prefix's KV block."""
     return ~block
 
 
 class Lru:
-    """Blocks with their sizes, the least recently used first."""
+    """Holds blocks with their sizes, least recently used first."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -72,7 +72,7 @@ class Lru:
         return key in self._sizes
 
     def use(self, keys: Iterable[int], size: int) -> None:
-        """Adds blocks, or notes their use; what no longer fits is evicted by `fit`."""
+        """Add blocks or mark them as used; `fit` evicts."""
         sizes = self._sizes
         for key in keys:
             if key in sizes:

@@ -1,4 +1,4 @@
-"""A radix tree over tokens, as SGLang and Marconi keep their prefixes."""
+"""Implement a radix tree over tokens, as in SGLang and Marconi."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Node:
-    """An edge and its end: `tokens` from the end of its parent to position `end`."""
+    """Holds an edge with `tokens` from the end of its parent to position `end`."""
 
     __slots__ = ("children", "end", "parent", "state", "tokens", "used")
 
@@ -15,12 +15,12 @@ class Node:
         self.tokens = tokens
         self.end: int = (parent.end if parent is not None else 0) + len(tokens)
         self.children: dict[int, Node] = {}  # by their first token
-        self.state = False  # whether that at `end` is kept
+        self.state = False  # a state is kept at `end`
         self.used = used
 
 
 def shared(first: np.ndarray, second: np.ndarray) -> int:
-    """How many leading tokens are equal."""
+    """Return the number of equal leading tokens."""
     count = min(len(first), len(second))
     different = first[:count] != second[:count]
     place = int(different.argmax()) if count else 0
@@ -30,10 +30,10 @@ def shared(first: np.ndarray, second: np.ndarray) -> int:
 class Tree:
     def __init__(self) -> None:
         self.root = Node(None, np.empty(0, np.int32))
-        self.tokens = 0  # of all edges
+        self.tokens = 0  # in all edges
 
     def walk(self, tokens: np.ndarray) -> tuple[list[Node], Node | None, int]:
-        """Whole edges along a prompt, the root first; the edge that it leaves half-way, if any, and where."""
+        """Return whole edges along a prompt, root first; the edge that it leaves half-way, if any; and the place."""
         path, place = [self.root], 0
         while place < len(tokens):
             child = path[-1].children.get(int(tokens[place]))
@@ -46,7 +46,7 @@ class Tree:
         return path, None, place
 
     def split(self, node: Node, place: int) -> Node:
-        """Cuts an edge; returns its upper part, without a state."""
+        """Cut an edge, and return its upper part, without a state."""
         parent = node.parent
         assert parent is not None
         cut = place - parent.end
@@ -73,7 +73,7 @@ class Tree:
         self.tokens -= len(leaf.tokens)
 
     def merge(self, node: Node) -> Node:
-        """Joins a node to its only child, which is returned."""
+        """Join a node to its only child, and return the child."""
         (child,) = node.children.values()
         parent = node.parent
         assert parent is not None

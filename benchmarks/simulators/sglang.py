@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: its radix tree with states at the ends of nodes (strategy "extra_buffer"), and its two pools."""
+"""Simulate SGLang 0.5.23: a radix tree with states at the ends of nodes (strategy "extra_buffer"), and two pools."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from simulators.parts import Budget, Shape
 from simulators.radix import Node, Tree
 
 PREFILL = 8192  # tokens of a forward pass, which stores one state
-GRID = 64  # tokens after the start of a pass, of which that state stands at a multiple
+GRID = 64  # the state stands at a multiple of these tokens after the start of the pass
 DECODE_INTERVAL = 256
-RUNNING_STATES = 3  # of a running request: its own, and two that are to be stored
+RUNNING_STATES = 3  # a running request's state, and two states to be stored
 
 
 class SglangRadix:
-    """KV without a state behind it is not kept. A state that is evicted leaves the KV of an inner node, and takes a
-    leaf along; KV is evicted by leaves. A hit refreshes its own state, and the KV of all that it walked over."""
+    """Keeps no KV without a state behind it.
+
+    The eviction of a state keeps the KV of an inner node but removes a leaf. KV is evicted by leaves. A hit refreshes
+    its state, and the KV of all nodes on its path.
+    """
 
     def __init__(self, shape: Shape, budget: Budget) -> None:
         self._max_states = budget.state // shape.state_bytes - RUNNING_STATES
         self._max_tokens = budget.kv // shape.kv_bytes
         self._tree = Tree()
-        self._states: OrderedDict[Node, None] = OrderedDict()  # the least recently used first
+        self._states: OrderedDict[Node, None] = OrderedDict()  # least recently used first
         self._leaves: set[Node] = set()
         self._locked: set[Node] = set()
-        self._private = 0  # tokens of the running request that are not in the tree
+        self._private = 0  # tokens of the running request outside the tree
         self._now = 0
 
     def request(self, prompt: np.ndarray, answer: np.ndarray) -> int:
@@ -41,7 +44,7 @@ class SglangRadix:
                 at_branch = start < branch <= end and (branch - start) % GRID == 0
                 position = branch if at_branch else start + (end - start) // GRID * GRID
                 self._store(tokens[:position], end)
-        last = len(tokens) - 1  # the last token of the answer is never fed
+        last = len(tokens) - 1  # the model never reads the last token
         self._take(max(last - length, 0))
         if last // DECODE_INTERVAL * DECODE_INTERVAL > length:
             self._store(tokens[: last // DECODE_INTERVAL * DECODE_INTERVAL], last)
@@ -49,10 +52,10 @@ class SglangRadix:
         return hit
 
     def _match(self, tokens: np.ndarray) -> tuple[int, int]:
-        """How far states reach, and where, beyond them, the prompt leaves the KV that is cached (0: nowhere)."""
+        """Return the end of the hit, and the place behind it where the prompt leaves the cached KV, or 0."""
         path, half, place = self._tree.walk(tokens)
         if half is not None:
-            path.append(self._split(half, place))  # which has no state
+            path.append(self._split(half, place))
         for node in path:
             node.used = self._now
         hit = next(node for node in reversed(path) if node.state or node is self._tree.root)
@@ -63,7 +66,7 @@ class SglangRadix:
         return hit.end, branch if branch > hit.end else 0
 
     def _take(self, count: int) -> None:
-        """Room for the KV of more tokens."""
+        """Make room for the KV of `count` tokens."""
         self._private += count
         while self._tree.tokens + self._private > self._max_tokens:
             leaves = [leaf for leaf in self._leaves if leaf not in self._locked]
@@ -72,7 +75,7 @@ class SglangRadix:
             self._delete(min(leaves, key=lambda leaf: leaf.used))
 
     def _store(self, tokens: np.ndarray, computed: int) -> None:
-        """Puts a state behind these tokens, and their KV, into the tree."""
+        """Store a state behind `tokens`, and their KV, in the tree."""
         path, half, place = self._tree.walk(tokens)
         node = self._split(half, place) if half is not None else path[-1]
         self._lock(node)
@@ -104,7 +107,7 @@ class SglangRadix:
         return True
 
     def _delete(self, leaf: Node) -> None:
-        """A leaf with its KV, and those before it that have neither a state nor another child."""
+        """Delete a leaf with its KV, and ancestors without a state and another child."""
         parent = leaf.parent
         assert parent is not None
         self._tree.remove(leaf)
@@ -125,7 +128,7 @@ class SglangRadix:
         return upper
 
     def _lock(self, node: Node | None) -> None:
-        """The running request's nodes, and no others."""
+        """Lock the running request's nodes only."""
         self._locked = set()
         while node is not None:
             self._locked.add(node)

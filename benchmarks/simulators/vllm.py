@@ -1,4 +1,4 @@
-"""vLLM 0.33, `mamba_cache_mode` "align", with its default retention."""
+"""Simulate vLLM 0.33 with `mamba_cache_mode` "align" and its default retention."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ PAGE_UNIT = 16  # tokens
 
 
 class VllmAlign:
-    """One pool of pages. A page holds a block's KV of all attention layers, or the states of as many recurrent ones,
-    and a block has so many tokens that these fit. States stay at a prompt's last boundary and where its KV hits end."""
+    """Keeps states and KV in one pool of pages.
+
+    A page holds a block's KV of all attention layers, or states of as many recurrent layers, which set the block size.
+    States stay at a prompt's last boundary and at the end of its KV hit.
+    """
 
     def __init__(self, shape: Shape, budget: Budget) -> None:
         layer_state, layer_kv = shape.state_bytes / shape.recurrent_layers, shape.kv_bytes / shape.attention_layers
@@ -27,8 +30,8 @@ class VllmAlign:
         tail = (len(prompt) - 1) // self.block
         covered = next((depth for depth in range(tail) if blocks[depth] not in pages), tail)
         hit = next((depth for depth in range(covered, 0, -1) if state_after(blocks[depth - 1]) in pages), 0)
-        states = sorted({hit, covered, tail} - {0})  # given back as soon as the request is past them
+        states = sorted({hit, covered, tail} - {0})  # in the order of their release
         pages.use((state_after(blocks[depth - 1]) for depth in states), self._state_pages)
-        pages.use(reversed(blocks), 1)  # at its end
+        pages.use(reversed(blocks), 1)  # makes LRU evict a chain from its end
         pages.fit()
         return hit * self.block

@@ -1,11 +1,11 @@
-"""Note each step of vLLM's engine that takes long, and its compilations and garbage collections.
+"""Log long steps of vLLM's engine with their compilations and garbage collections.
 
-A process imports this module at its start if PYTHONPATH holds the folder. `bench_serving.py --stalls` starts such a
-server. MAMBACACHE_STALLS names the file that receives one JSON object for each long step:
+A process with this folder in PYTHONPATH imports this module at its start, as a server of `bench_serving.py --stalls`.
+The file MAMBACACHE_STALLS receives a JSON object for each long step:
 
-- `held`: seconds of the step
-- `compiled`: seconds by kernel, in which Triton compiled it or read it from its cache
-- `collected`: seconds of garbage collections
+- `held`: Seconds of the step.
+- `compiled`: Seconds of Triton's compilations and cache reads, by kernel.
+- `collected`: Seconds of garbage collections.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 LONG = 0.1
-"""Seconds of a step that is noted."""
+"""Least seconds of a long step."""
 compiled: defaultdict[str, float] = defaultdict(float)
 collected: list[float] = []
-"""The seconds of each collection in the step that runs; during a collection, last, the time when it began."""
+"""Seconds of each collection in the current step; during a collection the last item is its start."""
 
 
 class Changed(MetaPathFinder):
-    """Change a module when it has loaded."""
+    """Changes a module after its import."""
 
     def __init__(self, name: str, change: Callable[[Any], None]) -> None:
         self._name, self._change = name, change

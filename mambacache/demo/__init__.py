@@ -1,4 +1,4 @@
-"""A tiny trained model that answers out of its states, its task, and what the prefix cache does for it."""
+"""Run a tiny trained model that answers from its states, with and without the prefix cache."""
 
 from pathlib import Path
 

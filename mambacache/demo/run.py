@@ -1,7 +1,6 @@
-"""The last write wins: 20 questions about one document, with the prefix cache and without it.
+"""Ask 20 questions about a document, with and without the prefix cache.
 
-10 questions as prompts of their own (document + question), then 10 as turns of one growing conversation. Prints for
-each what was reused and why not more.
+The first 10 prompts hold the document and a question, the others are turns of a conversation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TURN_TOKENS = 6
 
 @dataclass(frozen=True)
 class Asked:
-    """One question: what was answered, and what the cache did for it."""
+    """Holds the answer to one question and the cache's report on it."""
 
     answer: str
     right: bool
@@ -34,7 +33,7 @@ class Asked:
 
 
 def ask_all(llm: LLM, bar: tqdm[None]) -> list[Asked]:
-    """The demo's 20 questions, one at a time."""
+    """Ask the demo's 20 questions, one at a time."""
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     document = demo_document(DEMO_SEED)
     questions = demo_questions(document, DEMO_SEED)
@@ -53,7 +52,7 @@ def ask_all(llm: LLM, bar: tqdm[None]) -> list[Asked]:
 
 
 def expected_hits() -> list[int]:
-    """The last boundary of the document, of it and the turns before; nothing is cached for the first question."""
+    """Return the expected hit of each question: none, then the last boundary of the document and earlier turns."""
     length = demo_document(DEMO_SEED).num_tokens
 
     def floor(tokens: int) -> int:
@@ -82,8 +81,10 @@ def line(number: int, asked: Asked) -> str:
 
 
 def run(device: str = "auto") -> int:
-    """Asks and prints; 1 unless every answer is the same with the cache on and off, at least 19 of 20 are right, and
-    every hit is the one expected."""
+    """Run the demo, and return 0 on success, else 1.
+
+    It succeeds if the cache changes no answer, at least 19 of 20 answers are right, and all hits are as expected.
+    """
     cached, cached_seconds = timed(device, caching=True)
     cold, cold_seconds = timed(device, caching=False)
     for title, rows in (("cache on", cached), ("cache off", cold)):

@@ -1,8 +1,7 @@
-"""The recall task: the last write wins.
+"""Generate the recall task: the last write wins.
 
-A document is a list of records `<name> went to <place> .`, in which every name is written many times; a question
-`where is <name> ?` is answered by `<place> .` with the place that was written last for that name. One word is one
-token, so a record takes 5 tokens, a question 4 and an answer 2.
+A document is a list of records `<name> went to <place> .` with many records of each name. The answer to the question
+`where is <name> ?` is `<place> .` with the last place of that name. A word is a token.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ DEMO_SEED = 3
 
 @dataclass(frozen=True)
 class Document:
-    """Records in the order in which they were written, each a (name, place) pair."""
+    """Holds (name, place) records in the order of writing."""
 
     records: tuple[tuple[str, str], ...]
 
@@ -56,37 +55,41 @@ class Document:
 
     @property
     def boundary(self) -> int:
-        """The last multiple of 64 tokens inside the document."""
+        """Last multiple of `BLOCK_TOKENS` in the document."""
         return self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def question_text(name: str) -> str:
-    """The 4-token prompt that asks for the last place of `name`."""
+    """Return the question for the last place of `name`, 4 tokens."""
     return f"where is {name} ?"
 
 
 def answer_text(place: str) -> str:
-    """The 2-token answer."""
+    """Return the answer, 2 tokens."""
     return f"{place} ."
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text of known words; KeyError for any other word."""
+    """Return the token ids of a text.
+
+    Raises:
+        KeyError: a word is not in the vocabulary.
+    """
     return [TOKEN_ID[word] for word in text.split()]
 
 
 def demo_document(seed: int, num_records: int = 822, num_names: int = 32) -> Document:
-    """A document of uniformly random records; the default length is 4,110 tokens, 14 past a multiple of 64."""
+    """Return a document of uniformly random records, by default 4,110 tokens, 14 behind a multiple of 64."""
     rng = random.Random(seed)
     names = rng.sample(NAMES, num_names)
     return Document(tuple((rng.choice(names), rng.choice(PLACES)) for _ in range(num_records)))
 
 
 def demo_questions(document: Document, seed: int, count: int = 20) -> list[tuple[str, str]]:
-    """`count` (name, right place) pairs about different names, none of them written after the document's boundary.
+    """Return `count` pairs (name, right place) of different names without a record behind the document's boundary.
 
-    The tokens behind the boundary, which a hit there still computes, thus hold none of the answers. Raises ValueError
-    if fewer than `count` names qualify.
+    Raises:
+        ValueError: fewer than `count` names qualify.
     """
     last_place = dict(document.records)
     written_late = {name for name, _ in document.records[document.boundary // RECORD_TOKENS :]}
@@ -98,14 +101,13 @@ def demo_questions(document: Document, seed: int, count: int = 20) -> list[tuple
 def training_batch(
     rng: np.random.Generator, batch_size: int, num_names: int, num_records: int, num_questions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences of records with answered questions between and behind them.
+    """Return random sequences of records with answered questions among them.
 
-    Every sequence draws its own `num_names` of the 64 names, and a point from which on its questions may come, so that
-    some sequences are questioned throughout and some only at their end. A question drawn before its name was written
-    asks for the name of the first record instead.
+    A sequence draws `num_names` of the 64 names, and a point where questions begin. A question without an earlier
+    record of its name asks for the first record's name.
 
-    Returns (tokens, labels), both int64 [batch_size, 5 * num_records + 6 * num_questions]; labels are the answers'
-    token ids and -100 elsewhere.
+    Returns:
+        tokens and labels, int64 [batch_size, 5 * num_records + 6 * num_questions]; labels are -100 outside answers.
     """
     num_items = num_records + num_questions
     rows = np.arange(batch_size)

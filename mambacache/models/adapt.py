@@ -1,4 +1,4 @@
-"""Models of transformers with our mixers, attention, norms and experts in place of theirs."""
+"""Replace mixers, attention, norms and experts in models of transformers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelType:
-    """How one model type of transformers is adapted.
-
-    Args:
-        mixer: class name of its recurrent layers.
-        adapt: builds the layer that takes such a module's place.
-        attention: class name of its attention modules, if it has any.
-    """
+    """Describes a model type by the class names of its layers; `adapt` builds the replacement of a mixer."""
 
     mixer: str
     adapt: Callable[[Any], Mixer]
@@ -65,16 +59,12 @@ MODEL_TYPES = {
     "qwen3_next": ModelType("Qwen3NextGatedDeltaNet", gated_delta_net.from_qwen3_next, "Qwen3NextAttention"),
     "zamba2": ModelType("Zamba2MambaMixer", mamba2.from_mamba2, "Zamba2Attention"),
 }
-"""The supported types. A composite checkpoint is supported where the type of its text part is, and transformers loads
-that part alone."""
+"""Supported types of models, or of a composite checkpoint's text part."""
 
 
 @dataclass
 class Model:
-    """A causal language model of transformers whose recurrent layers and attention read and write our pools.
-
-    `mixers` and `kv_layers` stand in the order in which a forward pass calls them.
-    """
+    """Holds an adapted causal language model; `mixers` and `kv_layers` stand in the order of calls."""
 
     module: PreTrainedModel
     config: PreTrainedConfig
@@ -82,11 +72,11 @@ class Model:
     kv_layers: tuple[KVLayer, ...]
 
     def state_layers(self, state_dtype: torch.dtype) -> list[tuple[StateTensor, ...]]:
-        """The tensors of one state, layer by layer."""
+        """Return the tensors of one state, layer by layer."""
         return [mixer.state_layout(state_dtype) for mixer in self.mixers]
 
     def log_layers(self, state_dtype: torch.dtype) -> list[tuple[StateTensor, ...]]:
-        """The tensors of one token log, layer by layer."""
+        """Return the tensors of one token log, layer by layer."""
         return [mixer.log_layout(state_dtype) for mixer in self.mixers]
 
     @torch.inference_mode()
@@ -97,16 +87,13 @@ class Model:
         logs: Sequence[tuple[torch.Tensor, ...]],
         pages: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
-        """Runs one step.
+        """Run one step, and return the logits of the tokens at `logits_index`, [L, vocabulary].
 
         Args:
-            indices: the batch, with `tokens`, `positions` and `logits_index`.
-            states: for each recurrent layer its tensors of the state pool, [blocks, ...].
-            logs: for each recurrent layer its tensors of the token logs, [slots, ...].
-            pages: for each attention layer its key and value pages, [blocks, block_size, heads, dim].
-
-        Returns:
-            [L, vocabulary], the logits after the tokens at `logits_index`.
+            indices: batch with `tokens`, `positions` and `logits_index`.
+            states: state tensors [blocks, ...] of each recurrent layer.
+            logs: token logs [slots, ...] of each recurrent layer.
+            pages: key and value pages [blocks, block_size, heads, dim] of each attention layer.
         """
         with forward_context(ForwardContext(indices, iter(states), iter(logs), iter(pages))):
             output = self.module(
@@ -120,14 +107,14 @@ class Model:
 
 
 def read_config(model: str | Path, revision: str | None = None) -> PreTrainedConfig:
-    """The configuration of a checkpoint's text part, read without its weights.
+    """Return the configuration of a checkpoint's text part.
 
     Args:
         model: directory or Hub id.
-        revision: of the Hub's repository; None for its newest.
+        revision: revision of the Hub repository; None for the newest.
 
     Raises:
-        ValueError: a file, no config.json there, one that transformers cannot use, or one of an unsupported model type.
+        ValueError: `model` is a file, or its config.json is absent, unusable or of an unsupported model type.
     """
     if Path(model).is_file():
         raise ValueError(f"{model} is a file: give the directory that holds it")
@@ -138,7 +125,7 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
             whole = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
         raise ValueError(_not_fetched(model, error) or _no_config(model)) from error
-    except Exception as error:  # what transformers makes of such values has no type of its own
+    except Exception as error:  # transformers raises any type for bad values
         raise _unusable(model, error) from error
     if not raw:
         raise ValueError(_no_config(model))
@@ -146,7 +133,7 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
         config = whole.get_text_config()
         if config.model_type in MODEL_TYPES and type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING:
             if config.model_type != model_type:
-                logger.warning("%s: of this %s checkpoint only the text part is loaded", model, model_type)
+                logger.warning("%s: only the text part of this %s checkpoint is loaded", model, model_type)
             return config
     raise ValueError(f"model type {model_type!r} of {model} is not supported: use one of {', '.join(MODEL_TYPES)}")
 
@@ -154,13 +141,12 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
 def load_model(
     model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
 ) -> Model:
-    """Loads a checkpoint's text part and puts our layers in place of its own.
+    """Load and adapt a checkpoint's text part.
 
     Args:
         model: directory or Hub id of a checkpoint with safetensors weights.
-        dtype: "float32", "bfloat16", "float16", or "auto": the checkpoint's own, on a CPU float32.
-        device: where the weights go.
-        revision: of the Hub's repository; None for its newest.
+        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's, float32 on a CPU.
+        revision: revision of the Hub repository; None for the newest.
 
     Raises:
         ValueError: see `read_config`; or weights are absent, unreadable, or do not fit the configuration.
@@ -192,7 +178,7 @@ def load_model(
 def model_skeleton(
     model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
 ) -> Model:
-    """The model that `load_model` would give, without memory or weights: for its layouts and sizes.
+    """Return `load_model`'s model on the meta device, without weights.
 
     Raises:
         ValueError: see `read_config`.
@@ -207,19 +193,18 @@ def model_skeleton(
                 attn_implementation=ATTENTION,
                 experts_implementation=EXPERTS,
             )
-    except Exception as error:  # as above: heads that do not divide the width, layers of no such type
+    except Exception as error:
         raise _unusable(model, error) from error
     return adapt(module)
 
 
 def adapt(module: PreTrainedModel) -> Model:
-    """Puts our layers in place of those of a model of a supported type, and takes over their parameters.
+    """Replace the layers of a model of a supported type, in place, with their parameters.
 
-    The model must have been built with `attn_implementation=ATTENTION`, and is quicker with
-    `experts_implementation=EXPERTS`.
+    The model must be built with `attn_implementation=ATTENTION`; `experts_implementation=EXPERTS` makes it faster.
 
     Raises:
-        ValueError: it has no recurrent layer, or one of an activation that our layers do not know.
+        ValueError: the model has no recurrent layer, or a layer has an unsupported activation.
     """
     config = module.config
     model_type = MODEL_TYPES[config.model_type]
@@ -232,7 +217,7 @@ def adapt(module: PreTrainedModel) -> Model:
         if type(child).__name__ == model_type.mixer
     ]
     mixers = []
-    for parent, name in places:  # one at a time: the old layer's weights are freed before the next one's are merged
+    for parent, name in places:  # frees each layer's old weights before the next
         mixers.append(model_type.adapt(getattr(parent, name)))
         setattr(parent, name, mixers[-1])
     if not mixers:
@@ -265,14 +250,14 @@ def _no_config(model: str | Path) -> str:
 
 
 def _not_fetched(model: str | Path, error: BaseException) -> str | None:
-    """What kept a model from being fetched, if that is why there was an error."""
+    """Return a message if `error` comes from a failed download, else None."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
     first = causes[-1]
     if not any(isinstance(each, LocalEntryNotFoundError) for each in causes):
         return None
-    if isinstance(first, LocalEntryNotFoundError):  # nothing failed before it
+    if isinstance(first, LocalEntryNotFoundError):
         return f"{model} is not cached, and HF_HUB_OFFLINE keeps it from being fetched: give a directory"
     reason = (isinstance(first, OSError) and first.strerror) or str(first) or type(first).__name__
     return (

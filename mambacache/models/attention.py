@@ -1,4 +1,4 @@
-"""Attention of transformers' models over our KV pages."""
+"""Run attention of transformers' models over KV pages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from mambacache.kernels import paged_attention
 from mambacache.models.layer import KVLayer, current_context
 
 ATTENTION = "mambacache"
-"""The name under which `forward` is registered in transformers' attention interface. No mask function is registered
-under it, so that transformers builds no mask."""
+"""Name in transformers' attention interface, without a mask function, so that no mask is built."""
 
 
 def forward(
@@ -25,13 +24,15 @@ def forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends over the pages of the calling layer, after writing the step's own keys and values to them.
+    """Write the step's keys and values to the layer's pages, and attend over them.
 
     Args:
-        query: [1, HQ, F, D]; key: [1, HKV, F, D]; value: [1, HKV, F, DV], rotated and normalised by the caller.
+        query: [1, HQ, F, D], rotated and normalised.
+        key: [1, HKV, F, D], rotated and normalised.
+        value: [1, HKV, F, DV].
 
     Returns:
-        [1, F, HQ, DV], and no attention weights.
+        [1, F, HQ, DV], and None for attention weights.
     """
     context = current_context()
     key_pages, value_pages = next(context.pages)
@@ -40,8 +41,7 @@ def forward(
 
 
 def kv_layer(module: Any, config: Any, dtype: torch.dtype) -> KVLayer:
-    """The widths of an attention module with grouped key and value heads, or of a latent one (MLA), which expands keys
-    and values to a head for every query, each to a width of its own."""
+    """Return the KV widths of a module; latent attention (MLA) has KV for every query head."""
     if hasattr(module, "qk_head_dim"):
         return KVLayer(module.num_heads, module.qk_head_dim, module.v_head_dim, dtype)
     return KVLayer(config.num_key_value_heads, module.head_dim, module.head_dim, dtype)

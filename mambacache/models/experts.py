@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers' models, in few launches around their products by expert."""
+"""Run transformers' mixtures of experts in few launches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from mambacache.kernels import choose_experts, combine_experts, group_by_expert, silu_and_mul
 
 EXPERTS = "mambacache"
-"""The name under which `forward` is registered in transformers' interface of experts. In that of FP8 weights it stands
-for what transformers would choose."""
+"""Name in transformers' experts interfaces; for FP8 weights it selects transformers' default."""
 
 DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
-"""What modules do with the two halves unless they say otherwise: the activation of the first, times the second."""
+"""Transformers' gate: the activation of the first half, times the second half."""
 
 ROUND_LOGITS = 8
-"""Logits of a token, padded to a multiple of it: products of other widths take another, slower kernel."""
+"""Multiple to pad router logits to, since other widths run a slower kernel."""
 
 OTHER_LAYOUTS = ("has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
-"""What a module of experts may have and ours knows not. Releases of transformers lack some."""
+"""Attributes of unsupported features, absent in some releases of transformers."""
 
 
 def forward(
@@ -36,18 +35,16 @@ def forward(
     top_k_weights: torch.Tensor,
     *shared: torch.Tensor,
 ) -> torch.Tensor:
-    """The weighted sum of what each token's experts make of it, as transformers' `grouped_mm_experts_forward` gives it.
+    """Return the weighted sum of each token's experts, [F, dim].
 
-    Values are rounded where they are there, so that 16-bit results are the same to the last bit, but for sums of more
-    than four terms, which are added in another order.
+    For k up to 4, 16-bit results are bitwise equal to transformers' `grouped_mm_experts_forward`. For larger k the
+    order of addition differs.
 
     Args:
         hidden_states: [F, dim].
-        top_k_index: int64 [F, k], the experts of each token; top_k_weights: [F, k].
-        shared: of a module that ours serves, what `combine_experts` adds, and its gate.
-
-    Returns:
-        [F, dim].
+        top_k_index: int64 [F, k], experts of each token.
+        top_k_weights: [F, k].
+        shared: output and gate of a shared expert, for `combine_experts`; only if `is_served`.
     """
     if not is_served(module, hidden_states):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -65,8 +62,7 @@ def forward(
 
 
 def is_served(module: Any, hidden_states: torch.Tensor) -> bool:
-    """Whether ours serves a call: on a GPU, for plain weights in the dtype of activations. (On a CPU launches cost
-    little, and what transformers does is done by several threads.)"""
+    """Return whether `forward` runs its kernels: on a GPU, with plain weights in the activations' dtype."""
     plain = not any(getattr(module, name, False) for name in OTHER_LAYOUTS)
     return plain and hidden_states.is_cuda and module.down_proj.dtype == hidden_states.dtype
 
@@ -76,11 +72,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 class GatedMixture(nn.Module):
-    """A mixture of experts beside one that all tokens take, times the sigmoid of a gate of its own, as Qwen's are.
-
-    Args:
-        source: the module of transformers, whose parameters it takes over: router and gate become one product.
-    """
+    """Runs a mixture of experts plus a shared expert with a sigmoid gate; router and gate are one product."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -93,7 +85,7 @@ class GatedMixture(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [1, F, dim] -> [1, F, dim]."""
+        """Map hidden_states [1, F, dim] to [1, F, dim]."""
         x = hidden_states.flatten(0, -2)
         logits = linear(x, self.weight)
         weights, chosen = choose_experts(logits[:, : self.num_experts], self.choices, normalize=self.normalize)
@@ -106,7 +98,7 @@ class GatedMixture(nn.Module):
 
 
 def from_qwen(source: Any) -> nn.Module:
-    """The module itself where its gate is not a plain linear like the router, as in a quantised checkpoint."""
+    """Return a `GatedMixture`, or `source` itself if its gate is quantised."""
     gate = source.shared_expert_gate
     return GatedMixture(source) if type(gate) is nn.Linear and gate.weight.dtype == source.gate.weight.dtype else source
 
@@ -115,7 +107,7 @@ MIXTURES: dict[str, Callable[[Any], nn.Module]] = {
     "Qwen3NextSparseMoeBlock": from_qwen,
     "Qwen3_5MoeSparseMoeBlock": from_qwen,
 }
-"""How mixtures of transformers are replaced; one that is not here stays as it is, but for its experts."""
+"""Replacements of transformers' mixtures by class name."""
 
 ExpertsInterface.register(EXPERTS, forward)
 FP8ExpertsInterface.register(EXPERTS, fp8_grouped_mm_experts_forward)

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+"""Implement Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from mambacache.models.projection import fuse
 
 
 class GatedDeltaNet(nn.Module):
-    """A Gated DeltaNet layer over the state pool, with the parameters of the module that it replaces.
+    """Runs a Gated DeltaNet layer over the state pool.
 
-    Its state is the conv window [W - 1, 2 * H * K + HV * V] of raw queries, keys and values, and the recurrent
-    matrices [HV, V, K].
+    A state is a conv window [W - 1, 2 * H * K + HV * V] of raw queries, keys and values, and matrices [HV, V, K].
 
     Args:
-        source: the module of transformers, for its heads, conv1d, A_log and dt_bias.
-        in_proj: hidden -> [queries, keys, values, gate, a, b].
-        norm: the gated norm of `source`; out_proj: its output projection.
-        beta_scale: 2 where negative eigenvalues are allowed, else 1.
+        source: module of transformers.
+        in_proj: maps to [queries, keys, values, gate, a, b].
+        beta_scale: 2 with negative eigenvalues, else 1.
 
     Raises:
-        ValueError: the layer's activation is not SiLU.
+        ValueError: the activation is not SiLU.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class GatedDeltaNet(nn.Module):
         self.norm_weight, self.norm_eps = norm.weight, norm.variance_epsilon
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
             StateTensor((width - 1, dim), self.conv_weight.dtype),
@@ -60,7 +57,6 @@ class GatedDeltaNet(nn.Module):
         )
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The convolution's inputs, then what the recurrence logs."""
         sizes = self.key_heads, self.value_heads, self.key_dim, self.value_dim
         dtype = self.conv_weight.dtype
         return (
@@ -69,7 +65,7 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
@@ -96,7 +92,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def from_qwen3_next(source: Any) -> GatedDeltaNet:
-    """A layer whose projections interleave, for each key head, its query, key, values and gates, and its b and a."""
+    """Build a layer from projections that interleave [query, key, values, gates] and [b, a] by key head."""
     groups, per_group = source.num_k_heads, source.num_v_heads // source.num_k_heads
     values = per_group * source.head_v_dim
     sizes = [source.head_k_dim, source.head_k_dim, values, values]
@@ -108,18 +104,18 @@ def from_qwen3_next(source: Any) -> GatedDeltaNet:
 
 
 def from_qwen3_5(source: Any) -> GatedDeltaNet:
-    """A layer with one projection for queries, keys and values, and one each for gate, b and a."""
+    """Build a layer from projections [queries, keys, values], gate, a and b."""
     in_proj = fuse([source.in_proj_qkv, source.in_proj_z, source.in_proj_a, source.in_proj_b])
     return GatedDeltaNet(source, in_proj, source.norm, source.out_proj)
 
 
 def from_olmo_hybrid(source: Any) -> GatedDeltaNet:
-    """A layer with six projections, and eigenvalues down to -1 if the config allows them."""
+    """Build a layer from six projections."""
     in_proj = fuse([source.q_proj, source.k_proj, source.v_proj, source.g_proj, source.a_proj, source.b_proj])
     return GatedDeltaNet(source, in_proj, source.o_norm, source.o_proj, 2.0 if source.allow_neg_eigval else 1.0)
 
 
 def _deinterleave(groups: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """For `groups` groups of sections of these sizes: the rows of each section, over all groups."""
+    """Return the rows of each section over all groups of sections."""
     rows = torch.arange(groups * sum(sizes), device="cpu").view(groups, -1)
     return [section.flatten() for section in rows.split(list(sizes), dim=1)]

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention layers of Kimi-Linear."""
+"""Implement Kimi Delta Attention layers of Kimi-Linear."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from mambacache.models.projection import fuse
 
 
 class KimiDeltaAttention(nn.Module):
-    """A KDA layer over the state pool, with the parameters of transformers' KimiLinearDeltaAttention.
+    """Runs a KDA layer over the state pool.
 
-    Its state is the conv window [W - 1, 3 * H * D] of raw queries, keys and values, and the recurrent matrices
-    [H, D, D].
-
-    Args:
-        source: the module that it replaces.
+    A state is a conv window [W - 1, 3 * H * D] of raw queries, keys and values, and matrices [H, D, D].
 
     Raises:
-        ValueError: the layer's activation is not SiLU.
+        ValueError: the activation is not SiLU.
     """
 
     def __init__(self, source: Any) -> None:
@@ -41,7 +37,6 @@ class KimiDeltaAttention(nn.Module):
         self.norm_weight, self.norm_eps = source.o_norm.weight, source.o_norm.variance_epsilon
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
             StateTensor((width - 1, dim), self.conv_weight.dtype),
@@ -49,7 +44,6 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The convolution's inputs, then what the recurrence logs."""
         dtype = self.conv_weight.dtype
         return (
             conv1d_log(len(self.conv_weight), dtype),
@@ -57,7 +51,7 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         shape = self.heads, self.head_dim

@@ -1,4 +1,4 @@
-"""What a replaced layer tells of its memory, and what a forward pass tells its layers."""
+"""Define the interface of replaced layers and the context of a forward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mambacache.kernels import StateIndices, StateTensor
 
 @dataclass(frozen=True)
 class KVLayer:
-    """The key and value widths of one attention layer."""
+    """Describes the KV of one attention layer."""
 
     heads: int
     key_dim: int
@@ -24,21 +24,21 @@ class KVLayer:
 
 
 class Mixer(Protocol):
-    """A recurrent layer that keeps its state in the pool: a module from hidden states [1, F, hidden] to the same."""
+    """Describes a recurrent layer with its state in the pool, a module from [1, F, hidden] to [1, F, hidden]."""
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The tensors of one state: conv windows of W - 1 rows first, then recurrent matrices in `state_dtype`."""
+        """Return the tensors of one state: a conv window in the model's dtype, then matrices in `state_dtype`."""
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Those of one token log: the convolution's first, then the recurrence's."""
+        """Return the tensors of one token log: the convolution's, then the recurrence's."""
 
 
 @dataclass
 class ForwardContext:
-    """What the layers of one forward pass read beside their hidden states.
+    """Holds the inputs of all layers in a forward pass.
 
-    The n-th recurrent layer that is called takes the n-th tensors of `states` and `logs`, the n-th attention call the
-    n-th of `pages`: the order of calls is the same in every pass, even where layers share a module.
+    Each call of a recurrent layer takes the next item of `states` and `logs`, each attention call the next item of
+    `pages`. The order of calls never changes, even if layers share a module.
     """
 
     indices: StateIndices
@@ -52,7 +52,7 @@ _context: ContextVar[ForwardContext] = ContextVar("forward_context")
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Makes `context` the one that layers called inside see."""
+    """Set `context` for layers called inside."""
     token = _context.set(context)
     try:
         yield
@@ -61,5 +61,5 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
 
 
 def current_context() -> ForwardContext:
-    """The context of the forward pass that is running."""
+    """Return the context of the current forward pass."""
     return _context.get()

@@ -1,4 +1,4 @@
-"""Mamba layers of Mamba, Falcon-Mamba and Jamba."""
+"""Implement Mamba layers of Mamba, Falcon-Mamba and Jamba."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from mambacache.models.projection import without_bias
 
 
 class Mamba1(nn.Module):
-    """A Mamba layer over the state pool, with the parameters of the module that it replaces.
+    """Runs a Mamba layer over the state pool.
 
-    Its state is the conv window [W - 1, dim] and the recurrent matrix [dim, N].
-
-    Args:
-        source: the module of transformers, for its projections, conv1d, A_log and D.
-        dt_norm, b_norm, c_norm: what x_proj's step sizes, B and C go through.
+    A state is a conv window [W - 1, dim] and a matrix [dim, N]. Norms apply to outputs of `source.x_proj`.
 
     Raises:
-        ValueError: the layer's activation is not SiLU.
+        ValueError: the activation is not SiLU.
     """
 
     def __init__(self, source: Any, dt_norm: nn.Module, b_norm: nn.Module, c_norm: nn.Module) -> None:
@@ -39,7 +35,6 @@ class Mamba1(nn.Module):
         self.dt_rank = source.time_step_rank
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The conv window in the model's dtype, the recurrent matrix in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
             StateTensor((width - 1, dim), self.conv_weight.dtype),
@@ -47,12 +42,11 @@ class Mamba1(nn.Module):
         )
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The convolution's inputs, then what the recurrence logs."""
         dtype = self.conv_weight.dtype
         return conv1d_log(len(self.conv_weight), dtype), *selective_scan_log(*self.A.shape, dtype, state_dtype)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         x, z = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
@@ -76,10 +70,10 @@ class Mamba1(nn.Module):
 
 
 def from_mamba(source: Any) -> Mamba1:
-    """A layer that takes step sizes, B and C as x_proj gives them."""
+    """Build a layer without norms of step sizes, B and C."""
     return Mamba1(source, nn.Identity(), nn.Identity(), nn.Identity())
 
 
 def from_normed_mamba(source: Any) -> Mamba1:
-    """A layer with norms of step sizes, B and C."""
+    """Build a layer with norms of step sizes, B and C."""
     return Mamba1(source, source.dt_layernorm, source.b_layernorm, source.c_layernorm)

@@ -1,4 +1,4 @@
-"""Mamba2 layers of Mamba2, Bamba, Granite 4 hybrids, Nemotron-H, Falcon-H1 and Zamba2."""
+"""Implement Mamba2 layers of Mamba2, Bamba, Granite 4 hybrids, Nemotron-H, Falcon-H1 and Zamba2."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mambacache.models.projection import scale
 
 
 class Mamba2(nn.Module):
-    """A Mamba2 layer over the state pool, with the parameters of the module that it replaces.
+    """Runs a Mamba2 layer over the state pool.
 
-    Its state is the conv window [W - 1, H * P + 2 * G * N] of raw x, B and C, and the recurrent matrices
-    [H, P, N]. Step sizes are clamped to `time_step_limit` in decode as in prefill.
+    A state is a conv window [W - 1, H * P + 2 * G * N] of raw x, B and C, and matrices [H, P, N]. Step sizes are
+    clamped to `time_step_limit` in decode as in prefill.
 
     Args:
-        source: the module of transformers, for its sizes, conv1d, A_log, D, dt_bias and out_proj.
-        in_proj: hidden -> [gate, x, B, C, step sizes].
-        norm_options: how `gated_rms_norm` computes the norm of `source`; None if it has none, and gates without one.
+        source: module of transformers.
+        in_proj: maps to [gate, x, B, C, step sizes].
+        norm_options: options of `gated_rms_norm`; None to gate without a norm.
 
     Raises:
-        ValueError: the layer's activation is not SiLU.
+        ValueError: the activation is not SiLU.
     """
 
     def __init__(self, source: Any, in_proj: nn.Module, norm_options: dict[str, Any] | None) -> None:
@@ -43,7 +43,6 @@ class Mamba2(nn.Module):
         self.norm_weight: nn.Parameter | None = None if norm_options is None else source.norm.weight
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The conv window in the model's dtype, the recurrent matrices in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (
             StateTensor((width - 1, dim), self.conv_weight.dtype),
@@ -51,7 +50,6 @@ class Mamba2(nn.Module):
         )
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The convolution's inputs, then what the recurrence logs."""
         dtype = self.conv_weight.dtype
         return (
             conv1d_log(len(self.conv_weight), dtype),
@@ -59,7 +57,7 @@ class Mamba2(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
         inner, state = self.heads * self.head_dim, self.groups * self.state_dim
@@ -86,14 +84,14 @@ class Mamba2(nn.Module):
 
 
 def from_mamba2(source: Any) -> Mamba2:
-    """A layer whose gate comes before a norm, over groups of channels where the module of transformers has them."""
+    """Build a layer that gates before its norm, over groups of channels if `source.norm` has them."""
     group_size = getattr(source.norm, "group_size", None)
     options = {"eps": source.norm.variance_epsilon, "norm_before_gate": False, "group_size": group_size}
     return Mamba2(source, source.in_proj, options)
 
 
 def from_falcon_h1(source: Any) -> Mamba2:
-    """A layer with multipliers of its input and its projections, and a norm in either order, or none."""
+    """Build a layer with multipliers of its input and projections, and an optional norm before or after the gate."""
     in_proj = scale(source.in_proj, source.ssm_in_multiplier, source.mup_vector.flatten())
     options = None
     if source.mamba_rms_norm:

@@ -1,4 +1,4 @@
-"""RMSNorm of all models, in one kernel."""
+"""Run RMSNorm of all models in one kernel."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from mambacache.kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dim, with the result, dtype included, of the module that it replaces.
+    """Normalises the last dim, with the results and dtype of the replaced module.
 
     Args:
         weight: [dim], or None.
-        eps: added to the mean square.
-        round_normed: whether the normalised value is rounded before its product with the weight; see
-            `mambacache.kernels.rms_norm`.
+        round_normed: round before the product with the weight, see `mambacache.kernels.rms_norm`.
     """
 
     def __init__(self, weight: nn.Parameter | None, eps: float, round_normed: bool) -> None:
@@ -26,27 +24,27 @@ class RMSNorm(nn.Module):
         self.weight, self.eps, self.round_normed = weight, eps, round_normed
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [..., dim], of which all dims but the last may have any stride -> [..., dim]."""
+        """Map hidden_states [..., dim], with any strides but in the last dim, to [..., dim]."""
         return rms_norm(hidden_states, self.weight, self.eps, round_normed=self.round_normed)
 
 
 def from_rounding(source: Any) -> RMSNorm:
-    """weight * normed.to(dtype), as Llama's."""
+    """Build `weight * normed.to(dtype)`, as in Llama."""
     return RMSNorm(source.weight, source.variance_epsilon, round_normed=True)
 
 
 def from_fp32(source: Any) -> RMSNorm:
-    """(weight * normed).to(dtype), the product in fp32."""
+    """Build `(weight * normed).to(dtype)`, with the product in fp32."""
     return RMSNorm(source.weight, source.variance_epsilon, round_normed=False)
 
 
 def from_zero_centred(source: Any) -> RMSNorm:
-    """((1 + weight) * normed).to(dtype), sum and product in fp32, which the sum has to stay in."""
+    """Build `((1 + weight) * normed).to(dtype)`, with sum and product in fp32."""
     return RMSNorm(nn.Parameter(1 + source.weight.detach().float(), requires_grad=False), source.eps, False)
 
 
 def from_weightless(source: Any) -> RMSNorm:
-    """normed.to(dtype)."""
+    """Build `normed.to(dtype)`."""
     return RMSNorm(None, source.eps, round_normed=False)
 
 
@@ -69,7 +67,7 @@ NORMS: dict[str, Callable[[Any], RMSNorm]] = {
     "Qwen3_5RMSNorm": from_zero_centred,
     "Zamba2RMSNorm": from_rounding,
 }
-"""How each norm class of transformers is replaced. One that is not here stays as it is.
+"""Replacements of transformers' norms by class name.
 
-NemotronHRMSNorm is that of transformers 5.18, as the model was trained; 5.17 rounds the normalised value as well.
+NemotronHRMSNorm follows transformers 5.18, as the model was trained; 5.17 also rounds the normalised value.
 """

@@ -1,4 +1,4 @@
-"""Several linears over one input as one."""
+"""Merge linears over one input into one linear."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class JoinedLinears(nn.Module):
-    """Linears that cannot be merged, since their weights are quantised: called one by one, outputs put in order."""
+    """Calls linears that cannot be merged, as quantised linears, and orders their outputs."""
 
     order: torch.Tensor | None
 
@@ -20,13 +20,13 @@ class JoinedLinears(nn.Module):
         self.register_buffer("order", order, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out], all linears' outputs, in the order given."""
+        """Map x [..., in] to all outputs in `order`, [..., out]."""
         y = torch.cat([linear(x) for linear in self.linears], dim=-1)
         return y if self.order is None else y.index_select(-1, self.order)
 
 
 class ScaledLinear(nn.Module):
-    """A linear that cannot be scaled, since its weights are quantised: its input and output are."""
+    """Scales the input and output of a linear with quantised weights."""
 
     outputs: torch.Tensor
 
@@ -36,14 +36,14 @@ class ScaledLinear(nn.Module):
         self.register_buffer("outputs", outputs, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] -> [..., out]."""
+        """Map x [..., in] to [..., out]."""
         return self.linear(x * self.inputs) * self.outputs.to(x.dtype)
 
 
 def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.Module:
-    """One module whose output is that of `linears`, concatenated, then taken in `order` (an index of rows).
+    """Return a module that concatenates the outputs of `linears` and takes them in `order`, an index.
 
-    Plain linears without bias become one linear, so that a step neither concatenates nor permutes; others are called.
+    Plain linears without bias become one linear.
     """
     plain: list[Any] = [linear for linear in linears if type(linear) is nn.Linear and linear.bias is None]
     if len(plain) < len(linears):
@@ -57,7 +57,7 @@ def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.
 
 
 def without_bias(linear: Any) -> tuple[nn.Module, nn.Parameter | None]:
-    """A linear without its bias, and that bias, for an op that adds it in fp32; one that is not plain keeps it."""
+    """Return a plain linear without its bias, and the bias, for addition in fp32; other linears stay whole."""
     if type(linear) is not nn.Linear:
         return linear, None
     bare = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -66,7 +66,7 @@ def without_bias(linear: Any) -> tuple[nn.Module, nn.Parameter | None]:
 
 
 def scale(linear: Any, inputs: float, outputs: torch.Tensor) -> nn.Module:
-    """A module that maps x to linear(inputs * x) * outputs: for a plain linear, one with other weights."""
+    """Return a module for `linear(inputs * x) * outputs`; a plain linear gets scaled weights."""
     if type(linear) is not nn.Linear:
         return ScaledLinear(linear, inputs, outputs)
     scaled = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")

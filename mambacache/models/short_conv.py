@@ -1,4 +1,4 @@
-"""Short convolution layers of LFM2."""
+"""Implement short convolution layers of LFM2."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from mambacache.models.layer import current_context
 
 
 class ShortConv(nn.Module):
-    """A gated short convolution over the state pool: C * conv(B * x), with the parameters of transformers' module.
+    """Runs a gated short convolution, C * conv(B * x), over the state pool.
 
-    Its whole state is the conv window [W - 1, hidden] of the products B * x, rounded to the model's dtype.
-
-    Args:
-        source: an Lfm2ShortConv or Lfm2MoeShortConv.
+    A state is a conv window [W - 1, hidden] of products B * x in the model's dtype.
     """
 
     def __init__(self, source: Any) -> None:
@@ -27,16 +24,14 @@ class ShortConv(nn.Module):
         self.conv_bias = source.conv.bias
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The conv window in the model's dtype; nothing is in `state_dtype`."""
         dim, width = self.conv_weight.shape
         return (StateTensor((width - 1, dim), self.conv_weight.dtype),)
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """The convolution's inputs."""
         return (conv1d_log(len(self.conv_weight), self.conv_weight.dtype),)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """hidden_states [1, F, hidden] -> [1, F, hidden]; the batch's indices and states come from the context."""
+        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state,), (conv_log,) = next(context.states), next(context.logs)
         b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)

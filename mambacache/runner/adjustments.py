@@ -1,4 +1,4 @@
-"""What becomes of logits before tokens are chosen: penalties, biases, end tokens that would come too early."""
+"""Adjust logits by penalties, biases and `min_tokens`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ from mambacache.config import SamplingParams
 
 
 class Adjustment(NamedTuple):
-    """What becomes of the logits of some tokens, each of them once: `bias` is added, then positive ones are divided by
-    `penalty` and negative ones multiplied by it, then `cost` is taken away."""
+    """Holds changes to logits: add `bias`, divide positive and multiply negative sums by `penalty`, subtract `cost`."""
 
-    tokens: np.ndarray  # int64 [k]
+    tokens: np.ndarray  # int64 [k], distinct
     bias: np.ndarray  # float32 [k], as the rest
     penalty: np.ndarray
     cost: np.ndarray
 
 
 class Tally:
-    """The adjustments of one answer. It is told the answer's tokens as they come, so that a step costs what is new.
-
-    Args:
-        prompt: the prompt's tokens.
-        end_tokens: that end the answer, and must not come before `min_tokens` others.
-    """
+    """Tracks the adjustments of one answer; `end_tokens` are forbidden before `min_tokens` answer tokens."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], end_tokens: Iterable[int]) -> None:
         self._params = params
-        self._read = 0  # tokens of the answer
+        self._read = 0
         given, ends = params.logit_bias or {}, sorted(end_tokens) if params.min_tokens else []
         seen = prompt if params.repetition_penalty != 1 else ()
         self._tokens = np.unique(np.array([*seen, *given, *ends], dtype=np.int64))
@@ -44,16 +38,20 @@ class Tally:
     def after(
         self, answer: Sequence[int], drafts: Sequence[int] = (), unread: int = 0, parents: Sequence[int] = ()
     ) -> list[Adjustment]:
-        """Of the logits after the answer so far, which only grows, and after each of the drafts, which may form a tree
-        (`SequenceStep.parents`). Tokens behind it may be `unread` where there are no penalties: then it does not matter
-        which they are."""
+        """Return the adjustments of the logits after `answer` and after each draft.
+
+        Args:
+            answer: extends the answer of the last call.
+            unread: sampled tokens that `answer` lacks; above 0 only without penalties.
+            parents: see `SequenceStep.parents`.
+        """
         self._note(answer[self._read :])
         self._read = len(answer)
-        known = [(self._tokens, self._bias, self._penalty, self._count, 0)]  # after each draft, and its depth
+        known = [(self._tokens, self._bias, self._penalty, self._count, 0)]
         found = [self._adjustment(len(answer) + unread)]
         for draft, parent in zip(drafts, parents or range(len(drafts)), strict=True):
             self._tokens, self._bias, penalty, count, depth = known[parent]
-            self._penalty, self._count = penalty.copy(), count.copy()  # what is known stays as it is
+            self._penalty, self._count = penalty.copy(), count.copy()  # siblings start from the same arrays
             self._note([draft])
             found.append(self._adjustment(len(answer) + depth + 1))
             known.append((self._tokens, self._bias, self._penalty, self._count, depth + 1))
@@ -81,11 +79,13 @@ class Tally:
 
 
 class Adjustments(NamedTuple):
-    """All adjustments of a step on the device, of the samples that ask for any.
+    """Holds all adjustments of a step on the device.
 
-    `samples` int32 [D] are these, `draws` int32 [2, D'] which of the step's random draws are of which of them. `place`
-    int32 [2, A] are the number of the sample and the token of every logit that changes, `values` int32 [3, A] its bias,
-    penalty and cost as the bits of a float32.
+    Args:
+        samples: int32 [D], adjusted samples.
+        draws: int32 [2, D'], random draws, and their indices in `samples`.
+        place: int32 [2, A], index in `samples` and token of each adjusted logit.
+        values: int32 [3, A], bias, penalty and cost as float32 bits.
     """
 
     samples: torch.Tensor
@@ -95,12 +95,7 @@ class Adjustments(NamedTuple):
 
 
 def adjustment_arrays(adjusted: Mapping[int, Adjustment], drawn: Sequence[int]) -> dict[str, np.ndarray]:
-    """The arrays of `Adjustments`.
-
-    Args:
-        adjusted: by the number of the sample.
-        drawn: the numbers of the samples that are drawn at random.
-    """
+    """Return the arrays of `Adjustments` for adjustments by sample, and `drawn`, the samples drawn at random."""
     number = {sample: i for i, sample in enumerate(adjusted)}
     draws = [(i, number[sample]) for i, sample in enumerate(drawn) if sample in number]
     rows = np.repeat(np.arange(len(adjusted)), [len(each.tokens) for each in adjusted.values()])

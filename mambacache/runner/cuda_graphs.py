@@ -1,4 +1,4 @@
-"""Decode steps in CUDA graphs: the host launches one of them in place of every kernel of the model."""
+"""Run decode steps as CUDA graphs, with one launch for the whole model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """The model on `rows` decode rows of `width` tokens, some of them padding.
+    """Holds the captured model for `rows` decode rows of `width` tokens.
 
     Args:
-        indices: whose arrays the graph reads, at addresses that never move.
-        logits, likeliest: [rows * width, vocabulary] and [rows * width], what a replay leaves until the next one.
+        indices: arrays at fixed addresses.
+        logits: [rows * width, vocabulary], overwritten by each replay.
+        likeliest: [rows * width], overwritten by each replay.
     """
 
     rows: int
@@ -36,20 +37,15 @@ class DecodeGraph:
     likeliest: torch.Tensor
 
     def replay(self, indices: StateIndices) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of a step that was padded to this graph's rows, and the tokens that `likeliest_tokens` finds."""
-        flat = indices.flat[: len(self.indices.flat)]  # more of it the model does not read
+        """Return logits and `likeliest_tokens` of a padded step."""
+        flat = indices.flat[: len(self.indices.flat)]
         self.indices.flat[: len(flat)].copy_(flat)
         self.graph.replay()
         return self.logits, self.likeliest
 
 
 class DecodeGraphs:
-    """Graphs for powers of two of rows and, with drafts, of tokens a row, and for as many as there may be.
-
-    Args:
-        graphs: those that were captured, by their rows and width.
-        max_pages: KV pages that one row may have.
-    """
+    """Holds graphs by rows and width, which are powers of 2 or the maximum."""
 
     def __init__(self, graphs: dict[tuple[int, int], DecodeGraph], max_pages: int) -> None:
         self._graphs, self._max_pages = graphs, max_pages
@@ -67,24 +63,22 @@ class DecodeGraphs:
         max_width: int,
         max_pages: int,
     ) -> DecodeGraphs | None:
-        """Captures the model, the largest steps first, whose memory the others share. None if it cannot be: a layer of
-        it waits for the device, or the memory does not suffice.
+        """Capture the model on padding rows; return None if a layer synchronises or memory runs out.
 
-        Every row is padding meanwhile: nothing of the pools is read or written. At its beginning what waits for a
-        device raises, in other threads too.
+        During the first shape synchronising raises in all threads.
         """
         sizes, widths = ({1 << bits for bits in range(most.bit_length())} | {most} for most in (max_rows, max_width))
         shapes = sorted(((rows, width) for rows in sizes for width in widths), reverse=True)
         layers = (states.layers, logs.layers, pages.layers if pages is not None else [])
         graphs: dict[tuple[int, int], DecodeGraph] = {}
         pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # of this device: torch's own one is of that of the first capture
+        stream = torch.cuda.Stream()  # torch's default capture stream belongs to the device of the first capture
         try:
             for rows, width in tqdm(shapes, desc="CUDA graphs", disable=None):
                 indices = StateIndices.from_arrays(_padding(rows, width, max_pages), states.buffer.device)
-                likeliest_tokens(model.logits(indices, *layers))  # compiles, and what libraries do in their first call
+                likeliest_tokens(model.logits(indices, *layers))  # kernels compile, libraries initialise
                 if not graphs:
-                    with _waits_raise():  # before any capture: what breaks one off leaves more behind
+                    with _waits_raise():  # outside a capture, since an error inside leaves the stream broken
                         model.logits(indices, *layers)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -99,7 +93,7 @@ class DecodeGraphs:
         return cls(graphs, max_pages)
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:
-        """The smallest graph that the step fits; None for one with prompts, or with more rows or pages than any."""
+        """Return the smallest graph for a step; None with prefill rows, or with too many rows or pages."""
         rows = next((rows for rows in self._rows if rows >= plan.num_decodes), None)
         width = next((width for width in self._widths if width >= plan.tokens_per_decode), None)
         if rows is None or width is None or len(plan.steps) > plan.num_decodes:
@@ -119,7 +113,7 @@ def _waits_raise() -> Iterator[None]:
 
 
 def _padding(rows: int, width: int, max_pages: int) -> dict[str, np.ndarray]:
-    """Arrays of padding alone; for a model with attention with room in the block table for the pages of all rows."""
+    """Return arrays of padding rows, with room in the block table for the pages of all rows."""
     none = np.zeros(0, np.int32)
     arrays = {**layout((), 0), "tokens": none, "positions": none}
     if max_pages:

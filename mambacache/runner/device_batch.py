@@ -1,4 +1,4 @@
-"""A step's host arrays on the device, in one transfer."""
+"""Copy a step's host arrays to the device in one transfer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from mambacache.runner.sampler import RowSampling, draw_groups, draw_parameters,
 
 
 class Draw(NamedTuple):
-    """A sample that is drawn at random: how, the seed, the token's position, and the row that may be late."""
-
     sample: int
     params: SamplingParams
     seed: int
@@ -29,23 +27,24 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """A plan on the device, and what to do with its logits.
+    """Holds a plan and its sampling on the device.
 
     Args:
-        indices: the plan's arrays.
-        samples: for each row how many tokens it samples.
-        unknown, source: int32 [U], offsets in the flat batch of tokens that the host does not know yet, and where they
-            stand among those that the step before sampled.
-        num_top: most likely tokens wanted where log probabilities are.
-        sample_index: int32 [S], the logits after which a token is sampled, row by row.
-        draw_index: int32 [R], which of these are drawn at random.
-        draw_parameters: int32 [5, R], see `sampler.draw_parameters`; draw_groups: see `sampler.draw_groups`.
-        late_bits, draw_row: int32 [R, 8] and [R], where rows may be late: the random bits of each draw for every number
-            of tokens by which its row may be, and that row; N for prefill rows, which never are.
-        prompt_index, prompt_token: int32 [K], the logits from which log probabilities of prompt tokens are taken, row
-            by row, and of which tokens.
-        scored_samples: int32 [K'], the samples whose log probabilities are wanted.
-        adjustments: of the logits before tokens are chosen; None if no row asks for any.
+        indices: arrays of the plan.
+        samples: number of samples of each row.
+        num_top: most likely tokens in a score.
+        unknown: int32 [U], offsets in the flat batch of tokens that the host lacks.
+        source: int32 [U], their indices in the last step's samples.
+        sample_index: int32 [S], logits to sample from.
+        draw_index: int32 [R], samples drawn at random.
+        draw_parameters: int32 [5, R], see `sampler.draw_parameters`.
+        draw_groups: see `sampler.draw_groups`.
+        late_bits: int32 [R, 8], random bits for a row late by 0 to 7 tokens; None if no row may be late.
+        draw_row: int32 [R], row of each draw, N for prefill; None as above.
+        prompt_index: int32 [K], logits that score prompt tokens.
+        prompt_token: int32 [K], scored prompt tokens.
+        scored_samples: int32 [K'], samples with log probabilities.
+        adjustments: None without adjusted samples.
     """
 
     indices: StateIndices
@@ -72,8 +71,7 @@ class DeviceBatch:
         device: torch.device | str,
         places: Mapping[int, int],
     ) -> DeviceBatch:
-        """Packs a plan, and how its rows are sampled, into one buffer on the device. `places`, by the life of a
-        request, are those of the tokens that the step before sampled."""
+        """Pack a plan and its sampling into one buffer; `places` holds a residency's first sample in the last step."""
         samples: list[int] = []
         offsets: list[int] = []
         draws: list[Draw] = []
@@ -100,7 +98,7 @@ class DeviceBatch:
             if params.prompt_logprobs is not None:
                 prompts += enumerate(row.prompt_targets, first)
                 num_top = max(num_top, params.prompt_logprobs)
-        draws.sort(key=lambda draw: ordered(draw.params))  # those that are made alike together
+        draws.sort(key=lambda draw: ordered(draw.params))  # `draw_groups` needs like draws side by side
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
         unknown = [row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].late]
         lists = {
@@ -128,14 +126,14 @@ class DeviceBatch:
         return cls(indices, tuple(samples), num_top, draw_groups=groups, **tensors, adjustments=adjustments)
 
     def draw_late(self, late: torch.Tensor) -> None:
-        """The random bits of draws of rows that are `late`, int64 [N], by so many tokens."""
+        """Select the random bits of all draws for rows late by `late` tokens, int64 [N]."""
         if self.late_bits is not None and self.draw_row is not None:
             by = torch.cat([late, late.new_zeros(1)])[self.draw_row]
             self.draw_parameters[4] = self.late_bits.gather(1, by[:, None])[:, 0]
 
 
 def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
-    """For each row its first offset in `logits_index`, and that after its last."""
+    """Return the range of each row in `logits_index`."""
     decode_starts = np.arange(plan.num_decodes) * plan.tokens_per_decode
     starts = np.concatenate([decode_starts, plan.arrays["query_start_loc"]])
     bounds = np.searchsorted(plan.arrays["logits_index"], starts).tolist()
@@ -143,7 +141,6 @@ def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
 
 
 def _draws(step: SequenceStep, sampling: RowSampling, samples: Sequence[int], row: int) -> list[Draw]:
-    """Of each of a row's samples the draw."""
     params, seeds, end = sampling.params, sampling.seeds, step.start + step.num_tokens
     if step.prefill:
         return [Draw(sample, params, seed, end, row) for sample, seed in zip(samples, seeds, strict=True)]

@@ -1,4 +1,4 @@
-"""A directory of files, one for each state or KV page, and each of them checked by its name, length and checksum."""
+"""Store each state or KV page in a file, checked by name, length and checksum."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 HEADER = Struct("<16s48sQI")
-"""`MAGIC`, the file's name, bytes that follow, and their checksum."""
+"""`MAGIC`, file name, bytes behind the header, and checksum."""
 
 MAGIC = b"mambacache 1"
 NAME = re.compile(r"[0-9a-f]{32}\.(state|kv)(\.near)?")
 UNFINISHED = ".new"
 OTHERS = 0o077
-"""The permissions of all but the owner: states and KV tell what prompts said."""
+"""Permissions of other users, since states and KV reveal prompts."""
 
 
 class DamagedError(Exception):
-    """A file is not what was written under its name."""
+    """Signals a file that differs from the block written under its name."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StoredFile:
-    """A file as its name tells of it: the block that it holds, whether that was computed exactly; and its bytes."""
+    """Describes a file by the contents of its name."""
 
     kind: str
     block_hash: bytes
@@ -44,7 +44,6 @@ class StoredFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
         return HEADER.size + self.block_bytes
 
     @property
@@ -53,14 +52,14 @@ class StoredFile:
 
 
 class Directory:
-    """Reads and writes the files, for one process at a time: it holds a lock until it is closed or forgotten.
+    """Reads and writes block files; a lock excludes other processes until `close`.
 
-    A file gets its name once it is whole. Files of other names are nobody's business here. Only the owner can read the
-    files, and a directory that is made here; one that was there before keeps its permissions, with a line in the log.
+    A file gets its name when complete. Other files are ignored. Files and a new directory are private to the owner; an
+    open directory logs a warning.
 
     Raises:
-        OSError: it cannot be made or written.
-        ValueError: another engine has it.
+        OSError: the directory cannot be created or written.
+        ValueError: another engine holds the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,16 +81,16 @@ class Directory:
 
     @property
     def epoch(self) -> str:
-        """What names this period of the directory's life, from one `renew` to the next; "" if nothing does."""
+        """Name of the epoch that the last `renew` began; "" without an epoch."""
         with suppress(OSError):
             return (self.path / "epoch").read_bytes().hex()
         return ""
 
     def renew(self) -> str:
-        """Begins another epoch, so that nothing written before counts any more, even if the machine stops now.
+        """Begin a new epoch, which invalidates all files even after a power failure.
 
         Raises:
-            OSError: it cannot be written, and the old one goes on.
+            OSError: the epoch cannot be written; the old epoch may stay valid.
         """
         epoch, unfinished = secrets.token_bytes(16), self.path / f"epoch{UNFINISHED}"
         with _created(unfinished) as stream:
@@ -107,10 +106,10 @@ class Directory:
         return epoch.hex()
 
     def files(self) -> list[StoredFile]:
-        """All that are whole, those first that were used longest ago. Other users can read none of them afterwards."""
+        """Return all complete files, least recently used first, and make them private to the owner."""
         found = []
         for name in self._names():
-            with suppress(OSError):  # it may be gone by now
+            with suppress(OSError):
                 of_file, stem, *endings = (self.path / name).stat(), *name.split(".")
                 if of_file.st_mode & OTHERS:
                     (self.path / name).chmod(0o600)
@@ -120,14 +119,13 @@ class Directory:
         return [file for _, file in sorted(found, key=lambda each: each[0])]
 
     def room(self) -> int:
-        """Bytes that are free on its disk."""
         return shutil.disk_usage(self.path).free
 
     def write(self, file: StoredFile, block: memoryview) -> None:
-        """Makes a file of a block's bytes.
+        """Write a block's bytes to its file.
 
         Raises:
-            OSError: it cannot be written; nothing of it is left then, if that can be helped.
+            OSError: the file cannot be written; the incomplete file is deleted if possible.
         """
         unfinished = self.path / f"{file.name}{UNFINISHED}"
         try:
@@ -141,12 +139,13 @@ class Directory:
             raise
 
     def read(self, file: StoredFile, block: memoryview) -> None:
-        """Fills a block with a file's bytes, and notes that it was used. Into the slot itself, and not through a map of
-        the file: one that is cut short under a map takes the process with it.
+        """Read a file into `block` and mark the file as used.
+
+        It avoids a memory map, since a truncated file would kill the process.
 
         Raises:
-            OSError: it cannot be read.
-            DamagedError: it is not what was written; the block's bytes mean nothing then.
+            OSError: the file cannot be read.
+            DamagedError: length, header or checksum differ; `block` is then undefined.
         """
         path = self.path / file.name
         with path.open("rb") as stream:
@@ -160,15 +159,15 @@ class Directory:
             os.utime(path)
 
     def remove(self, file: StoredFile) -> None:
-        """Deletes a file; one that is gone already is no matter.
+        """Delete a file if present.
 
         Raises:
-            OSError: it cannot be deleted.
+            OSError: the file cannot be deleted.
         """
         (self.path / file.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets others have it."""
+        """Release the lock."""
         self._lock.release()
 
     def _names(self, ending: str = "") -> Iterator[str]:
@@ -178,7 +177,7 @@ class Directory:
 
 
 def _created(path: Path) -> BinaryIO:
-    """Open a new file that only its owner can read; what stood there is deleted."""
+    """Open a new file that only its owner can read, in place of any file at `path`."""
     path.unlink(missing_ok=True)
     path.touch(0o600, exist_ok=False)
     return path.open("wb")

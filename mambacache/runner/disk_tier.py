@@ -1,4 +1,4 @@
-"""The tier in files: which blocks are there, and the thread that reads and writes them."""
+"""Keep an index of block files, and a thread that reads and writes them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,17 @@ logger = logging.getLogger(__name__)
 
 Key = tuple[str, bytes]
 STOP, READ, WRITE = range(3)
-"""What the thread does first."""
+"""Priorities of the thread, first to last."""
 
 
 class Filing:
-    """Files to read, to write or to delete, of which the thread takes one after the other.
-
-    Args:
-        what: becomes of them, "read", "written" or "deleted".
-        era: of `Worker`, in which this is wanted.
-        wanted: how many there should be.
-    """
+    """Holds files to be "read", "written" or "deleted", skipped if `Worker.era` changes."""
 
     def __init__(self, what: str, era: int, wanted: int) -> None:
         self.what, self.era, self._wanted = what, era, wanted
-        self.acts: deque[tuple[StoredFile, Callable[[], None]]] = deque()  # that are left
+        self.acts: deque[tuple[StoredFile, Callable[[], None]]] = deque()
         self.files: list[StoredFile] = []
-        self.good: list[StoredFile] = []  # with which the thread was done
+        self.good: list[StoredFile] = []
         self.over = threading.Event()
         self.asked = False
 
@@ -49,30 +43,24 @@ class Filing:
         self.acts.append((file, act))
 
     def query(self) -> bool:
-        """Whether it is over."""
         return self.over.is_set()
 
     def synchronize(self) -> None:
-        """Returns when it is over."""
         self.over.wait()
 
     @property
     def failed(self) -> bool:
-        """Whether any of its files did."""
         return len(self.good) < self._wanted
 
 
 class Worker:
-    """A thread that does one thing after another, reads before all else. It knows no books: it is given bytes.
-
-    What it raises is told in the log, of each kind of trouble once, or of a damaged file each time.
-    """
+    """Runs filings in a thread, reads first; logs each damaged file, and other errors once per kind of filing."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
         self.busy = threading.Lock()  # held while a file is read, written or deleted
-        self.era = 0  # what is wanted in another one is not done any more
-        self._asked: SimpleQueue[tuple[int, int, Filing | None]] = SimpleQueue()  # whose put no signal can cut in two
+        self.era = 0
+        self._asked: SimpleQueue[tuple[int, int, Filing | None]] = SimpleQueue()  # its `put` is atomic under signals
         self._numbers = count()
         self._told: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="mambacache files", daemon=True)
@@ -80,24 +68,23 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is there: it is not in a process that was forked off, whose parent's the files are."""
+        """Tells whether the thread runs; False in a forked process, since the files belong to its parent."""
         return self._thread.is_alive()
 
     def ask(self, filing: Filing) -> None:
-        """Puts files in line, unless that was done before; twice is no matter. Without the thread it is over."""
+        """Queue a filing once; without the thread end it at once."""
         if not self.alive:
-            filing.over = threading.Event()  # the thread may have held the other one's lock when it was forked
+            filing.over = threading.Event()  # a fork may have copied the old event with its lock held
             filing.over.set()
         elif not filing.asked:
             self._asked.put((READ if filing.what == "read" else WRITE, next(self._numbers), filing))
             filing.asked = True
 
     def stop(self) -> None:
-        """It ends after what it is doing, deletes what is given up, and lets go of the directory."""
+        """Tell the thread to finish its file, run all deletions and release the directory."""
         self._asked.put((STOP, next(self._numbers), None))
 
     def join(self) -> None:
-        """Returns when it has ended."""
         self._thread.join()
 
     def _run(self) -> None:
@@ -114,7 +101,7 @@ class Worker:
                 heappop(line)
         while not self._asked.empty():
             heappush(line, self._asked.get())
-        for *_, filing in sorted(line):  # who comes next may find no file that was given up: it may hold what is wrong
+        for *_, filing in sorted(line):  # a removed file may hold wrong values, which a restart must not find
             while filing is not None and filing.what == "deleted" and filing.acts:
                 self._act(filing)
         self.directory.close()
@@ -126,7 +113,7 @@ class Worker:
                 if filing.era == self.era:
                     act()
                     filing.good.append(file)
-        except BaseException as error:  # whatever it is, the next file may do better
+        except BaseException as error:  # no error ends the thread
             self._tell(filing.what, error)
         if not filing.acts:
             filing.over.set()
@@ -144,16 +131,12 @@ class Worker:
 
 
 class DiskTier:
-    """What is in a directory, for the cache as its `Files`, and for `HostTier` the way there and back.
-
-    All but the thread's own acts is done by its caller's thread. A hash counts under one `key` alone, which is made of
-    all that states depend on and of the directory's epoch.
+    """Implements the cache's `Files`, and moves blocks between files and slots for `HostTier`.
 
     Args:
-        directory: which this owns from now on.
-        limit: bytes of all its files at most, of which those go first that were used longest ago; None for half of what
-            its disk has free beside them.
-        identity: tells what states depend on, as it is when it is called.
+        directory: closed by this tier.
+        limit: maximum of bytes, least recently used evicted first; None for half of present and free bytes.
+        identity: returns everything that states depend on, for the `key` of hashes.
     """
 
     def __init__(self, directory: Directory, limit: int | None, identity: Callable[[], str]) -> None:
@@ -162,40 +145,39 @@ class DiskTier:
         self.key = self._make_key(directory.epoch)
         files = directory.files()
         self._index: OrderedDict[Key, StoredFile] = OrderedDict(((f.kind, f.block_hash), f) for f in files)
-        self._born: dict[Key, int] = {}  # of those of this process
-        self._writers: dict[Key, int] = {}  # the requests that wrote them
-        self._coming: set[StoredFile] = set()  # which are in the index, and being written
+        self._born: dict[Key, int] = {}  # only files written by this process
+        self._writers: dict[Key, int] = {}
+        self._coming: set[StoredFile] = set()  # in the index, but not yet complete
         self.num_bytes = sum(file.num_bytes for file in files)
         self._limit = (directory.room() + self.num_bytes) // 2 if limit is None else limit
         self._worker = Worker(directory)
         self._end = weakref.finalize(self, self._worker.stop)
         self._make_room(0)
 
-    # --- as the cache sees it ---
+    # --- called by the cache ---
 
     @property
     def present(self) -> bool:
-        """Whether files can be read and written."""
         return self._usable and self._worker.alive
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
-        """Whether the block in a file was computed exactly; None if there is no such file."""
+        """Return whether the block in a file was computed exactly; None without a complete file."""
         file = self._index.get((kind, block_hash))
         return file.exact if file is not None and file not in self._coming else None
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Delete the files of these hashes, unless another request than `writer` wrote their blocks."""
+        """Delete the files of these hashes, or only those written by `writer`."""
         for key in [(kind, each) for each in block_hashes for kind in ("state", "kv")]:
             if writer in (None, self._writers.get(key)):
                 self._remove(key)
 
     def drop_born(self, since: int) -> None:
-        """So is what was written by this issue of this process or a later one."""
+        """Delete files of this process with `BlockFile.born` of at least `since`."""
         for key in [key for key, born in self._born.items() if born >= since]:
             self._remove(key)
 
     def clear(self) -> None:
-        """Deletes all, and sees to it that what cannot be deleted counts no more, here or after a restart."""
+        """Delete all files, and renew the epoch so that remaining files are invalid after a restart too."""
         self._index.clear()
         self._born.clear()
         self._writers.clear()
@@ -210,18 +192,17 @@ class DiskTier:
             except OSError as error:
                 self._usable = False
                 logger.error(
-                    "%s cannot be written (%s) and may hold what was to be forgotten: delete it before the next start",
+                    "%s cannot be written (%s) and may hold invalid files: delete it before the next start",
                     self._directory.path, error,
                 )  # fmt: skip
             with suppress(OSError):
                 for file in self._directory.files():
                     self._directory.remove(file)
 
-    # --- as `HostTier` sees it ---
+    # --- called by `HostTier` ---
 
     def filing(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing:
-        """What is to be done for a transfer that has files, once `ask` is told. `slots` are the host's by kind, uint8
-        [slots, bytes]."""
+        """Return the filing of a transfer for `ask`, with host slots by kind, uint8 [slots, bytes]."""
         filing = Filing("read" if transfer.to_host else "written", self._worker.era, len(transfer.files))
         for asked in transfer.files:
             block = slots[asked.kind][asked.slot].numpy().data
@@ -234,22 +215,21 @@ class DiskTier:
         return filing
 
     def ask(self, filing: Filing) -> None:
-        """Has the thread do it, unless that was asked before."""
         self._worker.ask(filing)
 
     def note(self, filing: Filing) -> None:
-        """Takes down what became of a transfer that is over."""
+        """Drop failed files of an ended filing from the index."""
         for file in filing.files:
             key = file.kind, file.block_hash
             if self._index.get(key) is not file:
-                continue  # it was given up meanwhile
+                continue
             self._coming.discard(file)
             if file not in filing.good:
                 self._remove(key)
         filing.files = []
 
     def close(self) -> None:
-        """Ends the thread, whatever is left for it to do."""
+        """End the thread; reads and writes in its queue are dropped."""
         self._end()
         self._worker.join()
 
@@ -259,7 +239,7 @@ class DiskTier:
         return blake2b(repr((self._identity(), epoch)).encode(), digest_size=16).hexdigest()
 
     def _to_read(self, asked: BlockFile) -> StoredFile | None:
-        """The file to read, which counts as used; None if it is gone, or holds another block than was asked for."""
+        """Return the file to read, now most recently used; None if it is gone or its exactness differs."""
         key = asked.kind, asked.block_hash
         if self.exact(*key) is not asked.exact:
             return None
@@ -267,7 +247,7 @@ class DiskTier:
         return self._index[key]
 
     def _to_write(self, asked: BlockFile, block_bytes: int) -> StoredFile | None:
-        """The file to write, for which others were given up if they must and may; None if there can be no room."""
+        """Return the file to write, after evicting others unless `asked.if_room`; None without room."""
         key, file = (asked.kind, asked.block_hash), StoredFile(asked.kind, asked.block_hash, asked.exact, block_bytes)
         if asked.if_room and self.num_bytes + file.num_bytes > self._limit:
             return None
@@ -286,8 +266,7 @@ class DiskTier:
         return self.num_bytes + num_bytes <= self._limit
 
     def _remove(self, key: Key) -> None:
-        """Gives up a file, and deletes it: behind what is being written, which may be itself. One that is not written
-        by then never will be."""
+        """Remove a file from the index, and queue its deletion behind writes."""
         file = self._index.get(key)
         if file is not None:
             deletion = Filing("deleted", self._worker.era, 1)
@@ -301,6 +280,6 @@ class DiskTier:
 
 
 def _write(directory: Directory, coming: set[StoredFile], file: StoredFile, block: memoryview) -> None:
-    """Nothing of a file that was given up meanwhile: its deletion may be over, and no other one would follow."""
+    """Write a file unless it was removed, since its deletion may already be over."""
     if file in coming:
         directory.write(file, block)

@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes by itself."""
+"""Allocate host memory that a GPU reads and writes directly."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import torch
 
 
 class HostMemory:
-    """Slots in host memory, pinned where the device is a GPU, until this is closed or forgotten.
+    """Owns slots in host memory, pinned for a GPU, until `close`.
 
-    It has pages of its own, since none can be pinned twice. It is pinned in place: `pin_memory` would round the size up
-    to a power of 2.
+    `mmap` gives separate pages, since a page cannot be pinned twice; `pin_memory` would round sizes up to a power of 2.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pinned: list[torch.Tensor] = []
         self.close = weakref.finalize(self, _unpin, device, self._pinned)
-        self.close.atexit = False  # the driver gives all back, and may have gone by then
+        self.close.atexit = False  # the driver may be unloaded by then
 
     def slots(self, count: int, slot_bytes: int) -> torch.Tensor:
-        """uint8 [count, slot_bytes].
+        """Return slots, uint8 [count, slot_bytes].
 
         Raises:
-            ValueError: the memory cannot be had, or not pinned.
+            ValueError: the memory cannot be allocated or pinned.
         """
         size = count * slot_bytes
         try:
@@ -35,7 +34,7 @@ class HostMemory:
             raise ValueError(f"{size:,} bytes of host memory cannot be had: lower host_cache_bytes") from error
         if self._device.type == "cuda":
             if int(torch.cuda.cudart().cudaHostRegister(slots.data_ptr(), size, 0)) != 0:
-                with suppress(RuntimeError):  # the runtime keeps the error for whoever asks next
+                with suppress(RuntimeError):  # clears the runtime's error
                     torch.zeros(1, device=self._device)
                 raise ValueError(f"{size:,} bytes of host memory cannot be pinned: lower host_cache_bytes")
             self._pinned.append(slots)
@@ -44,6 +43,6 @@ class HostMemory:
 
 def _unpin(device: torch.device, pinned: list[torch.Tensor]) -> None:
     if pinned:
-        torch.cuda.synchronize(device)  # copies may be under way
+        torch.cuda.synchronize(device)  # copies may be in flight
     while pinned:
         torch.cuda.cudart().cudaHostUnregister(pinned.pop().data_ptr())

@@ -1,4 +1,4 @@
-"""The tier in host memory: its slots, and the copies between them, the device's pools and files."""
+"""Copy blocks between the device's pools, slots in host memory and files."""
 
 from __future__ import annotations
 
@@ -19,68 +19,66 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Copy:
-    """A transfer that was begun. `done` tells whether it is over, an event on a GPU; None where it was when it was
-    launched."""
+    """Holds a launched transfer; `done` is None for a copy that was over when launched."""
 
     transfer: Transfer
-    pairs: list[torch.Tensor] = field(default_factory=list)  # kept until they were read
+    pairs: list[torch.Tensor] = field(default_factory=list)  # alive until the device has read them
     done: torch.cuda.Event | Filing | None = None
     failed: bool = False
 
 
 class HostTier:
-    """Runs transfers beside the steps: on a GPU on a stream of their own, which waits for what the device was told
-    before each of them, and which nothing waits for. Those with files are the thread's of `DiskTier`.
+    """Runs transfers beside the steps.
 
-    What fails is told as the failure of its transfer, which costs a miss and nothing else.
+    On a GPU copies run on a separate stream, behind all work launched before them. A failed transfer costs only a
+    prefix hit.
 
     Args:
-        pools: the device's, of states and, for a model with attention, of KV pages.
-        slots: how many slots there are for each of them.
-        disk: the files, which this closes; None for none.
+        pools: device pools of states and, with attention, KV pages.
+        slots: number of host slots for each pool.
+        disk: tier in files, closed by this tier.
 
     Raises:
-        ValueError: the memory cannot be had, or not pinned.
+        ValueError: the memory cannot be allocated or pinned.
     """
 
     def __init__(self, pools: Sequence[StatePool], slots: Sequence[int], disk: DiskTier | None = None) -> None:
         self._device = pools[0].buffer.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._memory = HostMemory(self._device)
-        self._pools = [  # slot 0 is no slot
+        self._pools = [  # slot 0 holds no block
             (pool.slabs, self._memory.slots(count + 1, pool.block_bytes))
             for pool, count in zip(pools, slots, strict=True)
         ]
         self._disk = disk
         self._slots = {kind: slots for kind, (_, slots) in zip(("state", "kv"), self._pools, strict=False)}
         self._copies: dict[int, Copy] = {}
-        self._told = False  # of a failure
+        self._told = False
         if self._stream is not None:
-            with torch.cuda.device(self._device):  # from null to no slot, so that no transfer waits for the compiler
+            with torch.cuda.device(self._device):  # compiles the kernel before the first transfer
                 self._copy(Copy(Transfer(0, True, ((0, 0),), ((0, 0),))))
 
     @property
     def has_files(self) -> bool:
-        """Whether there is a tier behind this one."""
         return self._disk is not None
 
     @property
     def under_way(self) -> bool:
-        """Whether transfers were launched that nobody has forgotten."""
+        """Tells whether any launched transfer was not passed to `forget`."""
         return bool(self._copies)
 
     def launch(self, transfers: Sequence[Transfer]) -> None:
-        """Begins those of the transfers that were not begun before."""
+        """Launch each transfer once."""
         for transfer in transfers:
             copy = self._copies.get(transfer.number)
             if copy is None:
                 self._copies[transfer.number] = copy = Copy(transfer)
                 self._launch(copy)
             elif self._disk is not None and isinstance(copy.done, Filing):
-                self._disk.ask(copy.done)  # it may have been cut short before
+                self._disk.ask(copy.done)  # an interrupt may have come before the first `ask`
 
     def ended(self) -> dict[Transfer, bool]:
-        """The transfers that are over, until they are forgotten; and whether they failed."""
+        """Return whether each ended transfer failed, until `forget` drops it."""
         over = [copy for copy in self._copies.values() if copy.done is None or copy.done.query()]
         for copy in over:
             if self._disk is not None and isinstance(copy.done, Filing):
@@ -89,12 +87,11 @@ class HostTier:
         return {copy.transfer: copy.failed for copy in over}
 
     def forget(self, transfers: Mapping[Transfer, bool]) -> None:
-        """Whoever had to know of these ended transfers does."""
         for transfer in transfers:
             self._copies.pop(transfer.number, None)
 
     def wait(self) -> None:
-        """Returns when the transfer that was begun first is over; files that are written wait for all others."""
+        """Wait for the transfer launched first; writes to files come after all others."""
         copies = sorted(self._copies.values(), key=lambda copy: bool(copy.transfer.files) and not copy.transfer.to_host)
         copy = next(iter(copies), None)
         if copy is not None and copy.done is not None:
@@ -102,7 +99,7 @@ class HostTier:
             copy.done.synchronize()
 
     def close(self) -> None:
-        """Gives the memory back, once all copies are over; what is not written by then never will be."""
+        """Release the memory after all copies; pending writes to files are dropped."""
         if self._disk is not None:
             self._disk.close()
         self._memory.close()
@@ -112,7 +109,7 @@ class HostTier:
 
     def _launch(self, copy: Copy) -> None:
         if self._disk is not None and copy.transfer.files:
-            copy.failed = True  # unless it is known to be otherwise: this may be cut short anywhere
+            copy.failed = True  # until `ended` knows better, since an interrupt may come anywhere
             copy.done = self._disk.filing(copy.transfer, self._slots)
             self._disk.ask(copy.done)
             return
@@ -127,7 +124,7 @@ class HostTier:
                 if not self._told:
                     logger.exception("a transfer between device and host failed, which is said once: it costs a miss")
                 self._told = True
-            if self._stream is not None:  # whatever failed: part of it may be under way
+            if self._stream is not None:  # also after an error: part of the copy may be in flight
                 copy.done = torch.cuda.Event()
                 copy.done.record()
 

@@ -1,4 +1,4 @@
-"""What states and KV depend on beside tokens: equal for engines that may read each other's files, and for no others."""
+"""Identify everything but tokens that states and KV depend on, for engines that share files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from mambacache.config import EngineConfig
 from mambacache.models.adapt import Model
 
 WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Of 8 bytes, that are digested at a time: as a CPU's caches hold, and as keeps a GPU busy."""
+"""Words of 8 bytes in a piece: a CPU's caches hold one, and one keeps a GPU busy."""
 
 
 def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
-    """Names a model as it is in memory, its weights by a digest of all of them; the layout of states and pages; the
-    code and the device that compute them. It knows no paths: a checkpoint may be moved."""
+    """Return a text of weights, settings, layout, source, versions and device, without paths."""
     settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     layers = model.state_layers(getattr(torch, config.state_dtype))
     on_cpu = device.type == "cpu"
@@ -31,8 +30,7 @@ def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
 
 @torch.inference_mode()
 def weights_digest(module: torch.nn.Module) -> str:
-    """Of all parameters and buffers: names, types, shapes and every byte. It is made where they are, from sums of words
-    that are scattered by their value and place, so that a GPU reads them about as quickly as it can."""
+    """Return a digest of all parameters and buffers, computed on their device."""
     digest = blake2b(digest_size=16)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
@@ -42,8 +40,10 @@ def weights_digest(module: torch.nn.Module) -> str:
 
 
 def _sums(raw: torch.Tensor) -> torch.Tensor:
-    """int64, one for each piece of uint8 [bytes]: of its words of 8 bytes, each put with its place through the last
-    steps of splitmix64."""
+    """Return for each piece of `raw`, uint8 [bytes], the sum of its words hashed with their positions, int64 [pieces].
+
+    The hash is SplitMix64's last steps.
+    """
     size = min(WORDS[raw.device.type], -(-len(raw) // 8))
     places = torch.arange(size, device=raw.device) * -0x61C8864680B583EB
     buffer, shifted = torch.zeros_like(places), torch.empty_like(places)
@@ -51,7 +51,7 @@ def _sums(raw: torch.Tensor) -> torch.Tensor:
     for piece in raw.split(8 * size) if size else ():
         count = -(-len(piece) // 8)
         words, other = buffer[:count], shifted[:count]
-        words[-1] = 0  # which the piece may fill in part
+        words[-1] = 0  # the piece may end inside the last word
         words.view(torch.uint8)[: len(piece)] = piece
         words += places[:count]
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
@@ -63,7 +63,6 @@ def _sums(raw: torch.Tensor) -> torch.Tensor:
 
 
 def source_digest() -> str:
-    """Of this package's code, the kernels' and the version included."""
     digest = blake2b(digest_size=16)
     for root in (Path(__file__).parents[1], Path(kernels.__file__).parent):
         for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Device memory of attention's keys and values, and of states in the same memory."""
+"""Allocate device memory for KV pages, and for states in the same memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mambacache.models.layer import KVLayer
 
 
 def _tensors(layers: Sequence[KVLayer], block_size: int) -> list[tuple[StateTensor, StateTensor]]:
-    """For each attention layer the key page and the value page of one block."""
 
     def page(layer: KVLayer, dim: int) -> StateTensor:
         return StateTensor((block_size, layer.heads, dim), layer.dtype, per_token=True)
@@ -22,37 +21,35 @@ def _tensors(layers: Sequence[KVLayer], block_size: int) -> list[tuple[StateTens
 
 
 def kv_block_bytes(layers: Sequence[KVLayer], block_size: int) -> int:
-    """Bytes of one KV block: `block_size` tokens' keys and values of all attention layers, aligned as a state is."""
+    """Return the bytes of one KV block in all layers."""
     return state_bytes(_tensors(layers, block_size))
 
 
 def allocate_kv_pages(
     layers: Sequence[KVLayer], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> StatePool | None:
-    """A pool whose blocks are contiguous, as states are; its `layers` are, for each attention layer, its key pages
-    [num_blocks + 1, block_size, heads, key_dim] and value pages. None without such layers."""
+    """Return a pool of key pages [num_blocks + 1, block_size, heads, key_dim] and value pages; None without layers."""
     return StatePool(_tensors(layers, block_size), num_blocks, device) if layers else None
 
 
 @dataclass(frozen=True)
 class Slab:
-    """A piece of one memory for both kinds of blocks: it holds so many states, or so many KV pages; one of them is 1.
-
-    Blocks lie `nbytes` / their number apart, so that slab i holds those with ids from i times their number on.
-    """
+    """Describes a slab for `states` states or `pages` KV pages; slab i holds state ids from i * states on."""
 
     states: int
     pages: int
     nbytes: int
 
     def lost(self, state: int, page: int) -> float:
-        """The share of it that blocks of these sizes leave unused at most."""
+        """Return the largest share that blocks of `state` or `page` bytes leave unused."""
         return 1 - min(self.states * state, self.pages * page) / self.nbytes
 
 
 def slab_of(state: int, page: int) -> Slab:
-    """The slab that loses least by rounding, for blocks of so many bytes: as large as the larger kind, or as the fewest
-    of the smaller kind that are no smaller than it."""
+    """Return the better slab for blocks of `state` and `page` bytes.
+
+    Its size is the larger block's, rounded up for alignment, or the size of the fewest smaller blocks that reach it.
+    """
     small, large = sorted((state, page))
     few, many = large // small, -(-large // small)
     unit = few * ALIGNMENT
@@ -65,7 +62,7 @@ def allocate_slabs(
     state_layers: StateLayers, kv_layers: Sequence[KVLayer], num_slabs: int, slab: Slab, block_size: int,
     device: torch.device | str = "cpu",
 ) -> tuple[StatePool, StatePool]:  # fmt: skip
-    """Pools of states and of KV pages in so many slabs of one memory, beside slab 0 with both null blocks."""
+    """Return pools of states and KV pages in one memory; slab 0, with both null blocks, comes on top of `num_slabs`."""
     buffer = torch.empty((num_slabs + 1) * slab.nbytes, dtype=torch.uint8, device=device)
     return (
         StatePool.from_tensor(buffer, state_layers, slab.nbytes // slab.states),

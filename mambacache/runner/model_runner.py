@@ -1,4 +1,4 @@
-"""Runs plans on a model."""
+"""Run step plans on a model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from mambacache.runner.sampler import RowSampling, likeliest_tokens, sample, sco
 from mambacache.warm_up import CompilerThreads
 
 Logprobs = dict[int, float]
-"""Log probabilities of one position: of the token that stands or was sampled there, then of the most likely ones."""
+"""Log probabilities at one position: of the prompt's or sampled token, then of the most likely tokens."""
 
 Score = tuple[int, float, list[int], list[float]]
-"""A token, its log probability, the most likely tokens, and theirs."""
+"""A token, its log probability, the most likely tokens, and their log probabilities."""
 
 
 @dataclass(slots=True)
 class RowOutput:
-    """What a step gives for one row.
+    """Holds the results of one batch row.
 
-    `tokens` are the sampled ones: none if the row does not sample; for a decode row one after each of its tokens (after
-    a draft it means something only if the draft is accepted); else one for each seed; `NOT_FINITE` where the logits are
-    no numbers. `logprobs` has one entry for each of them if the request asks for it, `prompt_logprobs` one for each of
-    the row's `prompt_targets`.
+    Args:
+        tokens: samples or `NOT_FINITE`. A decode row has a sample behind each of its tokens, valid up to the first
+            rejected draft; a sampling prefill row has a sample for each seed.
+        logprobs: an entry for each token, if requested.
+        prompt_logprobs: an entry for each of `RowSampling.prompt_targets`, if requested.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -43,13 +44,12 @@ class RowOutput:
 
 
 class Launched:
-    """A step that the device was told to run.
+    """Holds a step in flight.
 
     Args:
-        plan, sampling, batch: the step.
-        tokens: int32 [S] on the device, what it samples.
-        scores: of K tokens these, int64 [K]; their log probabilities [K]; the most likely ones [K, top], and theirs.
-        counts: int64 [N], how many of a decode row's tokens are accepted, where the device itself drafts.
+        tokens: int32 [S], samples.
+        scores: empty, or scored tokens int64 [K], their log probabilities, the most likely tokens [K, top], and theirs.
+        counts: int64 [N], valid samples of each decode row; None unless the device drafts.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Launched:
         counts: torch.Tensor | None = None,
     ) -> None:
         self.tokens = tokens
-        self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # of each row in the tokens
+        self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # range of each row in `tokens`
         self.places = {step.residency: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
         self._sampling, self._batch, self._num_decodes = sampling, batch, plan.num_decodes
         self._drafts = counts is not None
@@ -70,13 +70,13 @@ class Launched:
         self._shapes = [column.shape for column in columns]
         bits = [x.view(torch.int32) if x.is_floating_point() else x.int() for x in columns]
         packed = tokens if len(bits) == 1 else torch.cat([x.flatten() for x in bits])
-        self._results = packed.to("cpu", non_blocking=True)  # pinned then
+        self._results = packed.to("cpu", non_blocking=True)
         self._done = torch.cuda.Event() if tokens.is_cuda else None
         if self._done is not None:
             self._done.record()
 
     def read(self) -> list[RowOutput]:
-        """For each row of the step what it gives, once the device has run it."""
+        """Wait for the device and return the output of each row."""
         if self._done is not None:
             self._done.synchronize()
         ends = np.cumsum([shape.numel() for shape in self._shapes])
@@ -88,8 +88,7 @@ class Launched:
         return self._by_rows(tokens.tolist(), counts, scored)
 
     def _by_rows(self, tokens: list[int], counts: list[int], scores: list[Score]) -> list[RowOutput]:
-        """Hands out tokens and scores, but for drafts that are known to be wrong. Both stand in the order of rows, the
-        scores of prompts before the rest."""
+        """Split tokens and scores by row; all scores of prompts come first."""
         kept = [end - first for first, end in self._bounds]
         kept[: len(counts)] = counts
         if not scores:
@@ -109,14 +108,7 @@ class Launched:
 
 
 class ModelRunner:
-    """Executes plans: what they say is read from and written to, nothing else of the pools.
-
-    Args:
-        model: whose layers read and write the pools.
-        states: the state pool, laid out for the model's `state_layers`.
-        logs: the token logs, laid out for its `log_layers`.
-        pages: the pool of KV pages for the model's `kv_layers`; None if it has none.
-    """
+    """Executes plans on pools laid out for the model; `pages` is None without attention."""
 
     def __init__(self, model: Model, states: StatePool, logs: StatePool, pages: StatePool | None) -> None:
         self.model = model
@@ -126,25 +118,20 @@ class ModelRunner:
         self._histories: Histories | None = None
 
     def draft(self, max_model_len: int, max_draft_tokens: int, block_size: int) -> None:
-        """From now on drafts that a plan leaves open are made here, for requests of up to so many tokens."""
+        """Make the drafts that later plans leave open."""
         slots, device = len(self.logs.slabs) - 1, self.states.buffer.device
         self._histories = Histories(slots, max_model_len, max_draft_tokens, device)
         self._block_size = block_size if self.pages is not None else None
 
     def capture(self, max_rows: int, max_draft_tokens: int, max_pages: int) -> None:
-        """Captures decode steps of up to `max_rows` rows, with a bar, in CUDA graphs: from now on a step that fits one
-        is its replay. A model that cannot be captured runs on as it did, which is said once.
-
-        Args:
-            max_pages: KV pages that one row may have.
-        """
+        """Capture decode steps in CUDA graphs, or warn and stay eager; a row has at most `max_pages` KV pages."""
         with torch.cuda.device_of(self.states.buffer):
             self._graphs = DecodeGraphs.capture(
                 self.model, self.states, self.logs, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
 
     def warm_up(self, batches: Sequence[Sequence[SequenceStep]], block_size: int) -> None:
-        """Run batches of rows that read and store no state: first only to compile their kernels, side by side."""
+        """Run batches that read and store no state; on a GPU a first run compiles their kernels in parallel."""
         with torch.cuda.device_of(self.states.buffer):
             if self.states.buffer.is_cuda:
                 with CompilerThreads() as threads, compiling(threads):
@@ -154,7 +141,7 @@ class ModelRunner:
             self._histories.forget()
 
     def _run(self, batches: Sequence[Sequence[SequenceStep]], block_size: int) -> None:
-        if any(step.drafts for steps in batches for step in steps):  # perhaps of trees
+        if any(step.drafts for steps in batches for step in steps):
             unmoved = torch.tensor([[0, 1] + [-1] * 7], dtype=torch.int32, device=self.states.buffer.device)
             for pool in filter(None, (self.logs, self.pages)):
                 keep_paths(pool, unmoved)
@@ -173,16 +160,15 @@ class ModelRunner:
         unread: Launched | None = None,
         known: Known = lambda request_id: (),
     ) -> Launched:
-        """Tells the device to run one step, and does not wait for it.
+        """Launch one step without waiting for the device.
 
         Args:
-            plan: the step, of at least one row.
-            sampling: for each row of `plan.steps` how it is sampled.
-            unread: the step before, if its tokens were not read when this one was planned: they are taken on the device
-                where the plan has none.
-            known: the tokens of a request that the host knows, asked where drafts are made here.
+            plan: at least one row.
+            sampling: sampling of each row.
+            unread: step before, if the plan lacks its tokens; the device fills them in.
+            known: returns a request's tokens, for drafts made on the device.
         """
-        with torch.cuda.device_of(self.states.buffer):  # where Triton launches, whatever its arguments lie on
+        with torch.cuda.device_of(self.states.buffer):  # Triton launches on the current device, not on its arguments'
             pages = self.pages.layers if self.pages is not None else []
             for source, target in plan.kv_copies:
                 for page in (page for layer in pages for page in layer):
@@ -212,14 +198,14 @@ class ModelRunner:
             return Launched(plan, sampling, batch, tokens, scores, counts)
 
     def finite(self, states: Sequence[int], pages: Sequence[int]) -> list[bool]:
-        """Return for each pair of a state and a KV page whether all their values are finite. Waits for the device."""
+        """Wait for the device, and return for each state and its KV page whether all values are finite."""
         sound = self.states.finite(states)
         if self.pages is None:
             return sound
         return [both[0] and both[1] for both in zip(sound, self.pages.finite(pages), strict=True)]
 
     def _keep_paths(self, plan: StepPlan) -> None:
-        """Moves what trees of drafts have left."""
+        """Move log entries and KV of accepted draft paths into place."""
         arrays = {"log": plan.log_paths, "kv": plan.kv_paths}
         paths = {name: array for name, array in arrays.items() if array is not None}
         moved = pack_arrays(paths, self.states.buffer.device) if paths else {}
@@ -230,7 +216,7 @@ class ModelRunner:
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
-    """See `Launched`: of prompts, then of samples; nothing where none are wanted."""
+    """Return `Launched.scores`, prompts before samples."""
     if not len(batch.prompt_index) + len(batch.scored_samples):
         return []
     scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
@@ -239,7 +225,7 @@ def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> l
 
 
 def _take(scores: Iterator[Score], count: int, top: int | None) -> list[Logprobs]:
-    """The next `count` scores, each with its `top` most likely tokens; nothing is taken where none are wanted."""
+    """Take the next `count` scores with `top` tokens each, or nothing if `top` is None."""
     if top is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Sizes of a model on one of several GPUs that share its layers, as vLLM divides them (tensor parallelism)."""
+"""Compute a model's block sizes on one GPU under vLLM's tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mambacache.models.layer import KVLayer
 from mambacache.runner.kv_pages import kv_block_bytes
 
 HEADS = "heads", "key_heads", "value_heads", "groups"
-"""The attributes of our recurrent layers that are divided."""
+"""Attributes of recurrent layers that are divided among GPUs."""
 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Bytes of one state, one token log and one KV block on each GPU."""
+    """Holds the bytes of one state, one token log and one KV block on each GPU."""
 
     state: int
     log: int
@@ -31,7 +31,7 @@ def shard_sizes(config: EngineConfig, model: Model, ranks: int) -> ShardSizes:
     """Return the sizes on each of `ranks` GPUs.
 
     Args:
-        model: without weights; its recurrent layers are those of one GPU afterwards.
+        model: model without weights; its recurrent layers are cut to one GPU's part.
 
     Raises:
         ValueError: the recurrent layers cannot be divided by `ranks`.
@@ -49,14 +49,14 @@ def shard_sizes(config: EngineConfig, model: Model, ranks: int) -> ShardSizes:
 
 def _divide(mixer: Any, ranks: int) -> None:
     channels, width = mixer.conv_weight.shape
-    if getattr(mixer, "groups", ranks) % ranks:  # each GPU has a copy of a group
+    if getattr(mixer, "groups", ranks) % ranks:  # vLLM copies a group to each GPU
         channels += 2 * (ranks - mixer.groups) * mixer.state_dim
         mixer.groups = ranks
     for name in HEADS:
         if hasattr(mixer, name):
             setattr(mixer, name, _part(name, getattr(mixer, name), ranks))
     mixer.conv_weight = _empty(mixer.conv_weight, _part("channels", channels, ranks), width)
-    if not hasattr(mixer, "heads") and hasattr(mixer, "A"):  # Mamba1, whose matrix has a row a channel
+    if not hasattr(mixer, "heads") and hasattr(mixer, "A"):  # Mamba1
         mixer.A = _empty(mixer.A, _part("channels", len(mixer.A), ranks), mixer.A.shape[1])
 
 
@@ -74,8 +74,7 @@ def _empty(like: torch.Tensor, *shape: int) -> nn.Parameter:
 
 
 def _divided_kv(layer: KVLayer, config: Any, ranks: int) -> KVLayer:
-    """Return an attention layer's KV on one GPU: its share of the heads, one at least; or what vLLM keeps of latent
-    attention (MLA), the same on all."""
+    """Return a layer's KV on one GPU: its share of the heads, at least 1, or the whole latent vector (MLA)."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is not None:
         return KVLayer(1, rank + config.qk_rope_head_dim, 0, layer.dtype)

@@ -1,4 +1,4 @@
-"""How much memory a model's states and KV take, and how many blocks of each a configuration gets."""
+"""Size a model's states and KV, and divide memory into blocks."""
 
 from __future__ import annotations
 
@@ -27,27 +27,25 @@ SHARES = {
     "cpu": (0.25, "a CPU's memory is shared with other programs"),
     "cuda": (0.85, "the rest is for activations and CUDA graphs"),
 }
-"""Parts of what the weights leave free that the default budgets take together, and why not all of it."""
+"""Shares of the memory left by the weights that default budgets take together, and the reason for the rest."""
 
 STRETCHING = ("linear", "dynamic", "yarn")
-"""Scalings of rotary positions by a factor."""
+"""Types of rotary scaling by a factor."""
 
 MAX_DEFAULT_BLOCKS = 1 << 16
 
 LEAST_SLABS, MOST_LOST = 8, 0.1
-"""Memory is shared in slabs where so many are left beside running states, since fewer divide it too coarsely, and
-rounding loses no more of any."""
+"""Least number of slabs beside running states, and largest share of a slab lost by rounding, for shared memory."""
 
 FP8_TILE = 128
 
 SPARE_STATES = 2
-"""Blocks beside those that the running requests hold at most, so that a step's dst need not wait for its src."""
+"""Blocks beside those of running requests, so that a step's dst need not wait for its src."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of one block, and how many blocks of each kind there are beside the null block; of token logs as
-    many as requests. With a `slab` both kinds share one memory, and the counts are what each may have at most."""
+    """Holds bytes and numbers of blocks, without null blocks; numbers are upper limits with `slab`."""
 
     state_bytes: int
     log_bytes: int
@@ -67,7 +65,7 @@ class Sizes:
 
     @property
     def device_bytes(self) -> int:
-        """What states, logs and KV take of the device, the null blocks left out."""
+        """Bytes of states, logs and KV on the device, without null blocks."""
         logs = self.max_num_seqs * self.log_bytes
         if self.slab is not None:
             return logs + self.num_slabs * self.slab.nbytes
@@ -79,19 +77,18 @@ class Sizes:
 
     @property
     def host_bytes(self) -> int:
-        """What the tier in host memory takes of it."""
         return self.num_host_states * self.state_bytes + self.num_host_pages * self.kv_block_bytes
 
 
 def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
-    """Divides memory between running states, checkpoints and KV pages.
+    """Divide memory between running states, checkpoints and KV pages.
 
     Args:
-        model: with or without weights.
-        free_bytes: of the device, once the weights are there.
+        model: model with or without weights.
+        free_bytes: bytes for states and KV, weights excluded.
 
     Raises:
-        ValueError: not even one request fits, the budgets exceed the free memory, or max_model_len the model's limit.
+        ValueError: one request does not fit, the budgets exceed `free_bytes`, or max_model_len the model's limit.
     """
     state_dtype = getattr(torch, config.state_dtype)
     state, log = state_bytes(model.state_layers(state_dtype)), state_bytes(model.log_layers(state_dtype))
@@ -108,7 +105,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
             f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
             f"{_more_memory(config)}"
         )
-    # What runs takes half of the memory at most, so that there is room for KV and for what is cached.
+    # Running states take at most half of the memory, which leaves room for KV and cached states.
     max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + log), 1))
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
@@ -140,21 +137,23 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
 
 
 def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:
-    """A slab, and how many checkpoints and KV pages there may be in slabs; None where memory is not shared: budgets are
-    given, there is one kind of block alone, too little memory, or too much of it would be lost."""
+    """Return a slab, and the limits of checkpoints and KV pages; None if the memory is not shared.
+
+    It is shared by default, if the model has attention and slabs are neither too few nor too wasteful.
+    """
     budgets = config.kv_cache_bytes, config.checkpoint_budget_bytes
     if not page or not config.enable_prefix_caching or budgets != (None, None):
         return None
     slab = slab_of(state, page)
     num_slabs = min(memory // slab.nbytes - 1, 2 * MAX_DEFAULT_BLOCKS // max(slab.states, slab.pages))
-    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # slabs: a request's states may lie apart
+    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # a request's states may lie in different slabs
     if num_slabs < reserve + LEAST_SLABS or slab.lost(state, page) > MOST_LOST:
         return None
     return slab, num_slabs * slab.states - num_running, (num_slabs - reserve) * slab.pages
 
 
 def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: int) -> tuple[int, int]:
-    """States and KV pages that the host's memory holds: one state for `KV_TOKENS_PER_HOST_STATE` tokens."""
+    """Return the host's slots for states and KV pages, one state for `KV_TOKENS_PER_HOST_STATE` tokens."""
     budget = config.host_cache_bytes
     if budget and not max_checkpoints:
         logger.warning("host_cache_bytes is %d and not used: nothing is cached on the device", budget)
@@ -171,8 +170,10 @@ def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: in
 
 
 def _kv_share(rest: int, state: int, page: int, max_model_len: int, block_size: int) -> int:
-    """Bytes of KV: `KV_TOKENS_PER_STATE` for each cached state; but the longest request where half of all holds it, and
-    a sixteenth for states where they are small, which costs little and lets short prompts be cached too."""
+    """Return the bytes of KV, `KV_TOKENS_PER_STATE` tokens for each cached state.
+
+    States get at least a sixteenth, so that short prompts are cached. KV gets at least the longest request, or half.
+    """
     kv = KV_TOKENS_PER_STATE * page // block_size
     longest = -(-max_model_len // block_size) * page
     return max(min(rest * kv // (kv + state), rest // 16 * 15), min(longest, rest // 2), page)
@@ -201,7 +202,6 @@ def _checkpoints(config: EngineConfig, state: int, default_bytes: int) -> int:
 
 
 def _more_memory(config: EngineConfig, *others: str) -> str:
-    """What to do where there is too little."""
     share = config.gpu_memory_utilization
     ways = ["free memory", "take a device with more", *others]
     if share is not None and share < 1:
@@ -210,13 +210,15 @@ def _more_memory(config: EngineConfig, *others: str) -> str:
 
 
 def weight_bytes(model: Model) -> int:
-    """Bytes of all parameters and buffers."""
+    """Return the bytes of all parameters and buffers."""
     return sum(x.numel() * x.element_size() for x in (*model.module.parameters(), *model.module.buffers()))
 
 
 def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
-    """What the weights will take: for a quantised checkpoint its files; where they are not in this folder, what FP8
-    takes, or None for any other kind."""
+    """Return the bytes of loaded weights.
+
+    A quantised checkpoint gives the bytes of its files in `folder`; without files a computed number for FP8, or None.
+    """
     quantised = getattr(model.config, "quantization_config", None)
     if quantised is None:
         return weight_bytes(model)
@@ -227,15 +229,17 @@ def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
 
 
 def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
-    """Return the bytes of all parameters and buffers where linears and experts are FP8, with a scale for each tile of
-    128 x 128; embeddings, norms and what has one of the names in `left` are as they were."""
+    """Return the bytes with FP8 linears and experts, and a float32 scale for each tile of 128 x 128.
+
+    Other modules, the output layer and names in `left` stay unchanged.
+    """
     output, seen, total = model.module.get_output_embeddings(), set(), weight_bytes(model)
     for name, module in model.module.named_modules():
         if module is output or any(part in name for part in left):
             continue
         for weight in module.parameters(recurse=False):
             is_product = weight.ndim == 3 or (weight.ndim == 2 and isinstance(module, nn.Linear))
-            if is_product and weight not in seen:  # layers may share it
+            if is_product and weight not in seen:  # layers may share a weight
                 *experts, rows, columns = weight.shape
                 tiles = prod(experts) * -(-rows // FP8_TILE) * -(-columns // FP8_TILE)
                 total += weight.numel() * (1 - weight.element_size()) + 4 * tiles
@@ -244,12 +248,7 @@ def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
 
 
 def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> int:
-    """Bytes for states and KV: what the weights leave of the device's share, and at most what is free.
-
-    Args:
-        weights: bytes that they take.
-        total: bytes of the device, of which `gpu_memory_utilization` is a share.
-        free: of these, once the weights are there.
+    """Return the bytes for states and KV: `gpu_memory_utilization` of `total` less `weights`, at most `free`.
 
     Raises:
         ValueError: the weights do not fit.
@@ -264,13 +263,13 @@ def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> 
     if free <= 0:
         raise ValueError(
             f"the weights take {weights:,} bytes and {free + weights:,} are there: take a device with more memory, or "
-            "a dtype of fewer bytes"
+            "a smaller dtype"
         )
     return min(left, free)
 
 
 def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usable: int) -> str:
-    """The sizes as a table, and what the settings that change them cost. `usable` is what `usable_memory` gave."""
+    """Return a table of sizes and of the costs of settings; `usable` comes from `usable_memory`."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
     share, reason = _share(config.device)
     at_most = "at most " if sizes.slab is not None else ""
@@ -329,7 +328,6 @@ def _host_memory(sizes: Sizes) -> str:
 
 
 def _longest(config: EngineConfig, model: Model) -> int:
-    """Tokens of prompt and answer together."""
     limit = _position_limit(model.config)
     if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
         raise ValueError(
@@ -340,7 +338,7 @@ def _longest(config: EngineConfig, model: Model) -> int:
 
 
 def _position_limit(settings: Any) -> int | None:
-    """Positions that a model was made for; a scaled rotation stretches those that it was trained on."""
+    """Return the model's number of positions, stretched by a rotary scaling; None without a limit."""
     limit: int | None = getattr(settings, "max_position_embeddings", None)
     rope = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
     if limit is None or rope.get("rope_type") not in STRETCHING:
@@ -353,10 +351,10 @@ def _share(device: str) -> tuple[float, str]:
 
 
 def resolve_device(device: str) -> str:
-    """The device that a setting means, here or elsewhere: "auto" is cuda where there is one.
+    """Return the device for a setting, present or not; "auto" is cuda if available, else cpu.
 
     Raises:
-        ValueError: no such kind of device.
+        ValueError: the setting names no kind of device.
     """
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -366,10 +364,10 @@ def resolve_device(device: str) -> str:
 
 
 def present_device(device: str) -> str:
-    """`resolve_device`, of a device that is here.
+    """Return `resolve_device(device)` for a present device.
 
     Raises:
-        ValueError: there is no such device, or the kernels are not made for it or for the Triton that is installed.
+        ValueError: the device is absent, or the kernels do not support it or the installed Triton.
     """
     resolved = resolve_device(device)
     if resolved == "cpu":
@@ -387,10 +385,10 @@ def present_device(device: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Bytes that a device has free, the caches of the operating system counted as free.
+    """Return the free bytes of a device, with the operating system's caches counted as free.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device is absent.
     """
     if present_device(device) == "cpu":
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
@@ -399,7 +397,7 @@ def free_memory(device: str) -> int:
 
 
 def total_memory(device: str) -> int:
-    """Bytes of a device that is here, whoever uses them."""
+    """Return all bytes of a present device."""
     if resolve_device(device) == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.cuda.get_device_properties(device).total_memory
