@@ -70,8 +70,10 @@ def test_blocks_are_bitwise_the_same_after_a_restart(start: Restarts) -> None:
     for _ in range(2):
         llm = start()
         ask_all(llm)
-        books, held = llm.cache._books, {}
-        for kind, (pool, memory) in enumerate(((books.pool, llm.runner.states), (books.pages.pool, llm.runner.pages))):
+        admission, held = llm.cache._admission, {}
+        for kind, (pool, memory) in enumerate(
+            ((admission.pool, llm.runner.states), (admission.pages.pool, llm.runner.pages))
+        ):
             named = [(block_hash, block) for block, block_hash in enumerate(pool.hashes) if block_hash is not None]
             assert memory is not None and len(named) >= len(PROMPTS)
             copies = torch.empty(len(named), memory.block_bytes, dtype=torch.uint8, device=memory.slabs.device)

@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[list[list[int]], dict[str, Any], str]] = {
     "negative token": ([CACHED, CACHED, [5, -1]], {}, "^prompt 2 holds token -1, .* give ids"),
     "longer than the model": ([tokens_of(20, 400)], {"max_tokens": 101}, "^prompt 0 .* 500 in all: .* or lower max_"),
     "longer than the pool": ([tokens_of(20, 300)], {"max_tokens": 85}, "^prompt 0 .* holds 384: .* raise kv_"),
-    "too many parameters": ([CACHED], {"params": 2}, "1 prompts came with 2 sampling_params: give one"),
+    "too many parameters": ([CACHED], {"params": 2}, "1 prompts came with 2 sampling_params: give"),
 }
 
 

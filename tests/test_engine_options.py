@@ -18,7 +18,7 @@ import mambacache
 from engine_driver import Engines, answer, ask, byte_tokenizer, greedy, hits, run_until_idle, tokens_of
 from mambacache import LLM, EngineConfig, SamplingParams
 from mambacache.engine.checkpoint import load_tokenizer
-from mambacache.engine.options import HARMLESS, UNUSED, EngineOptions, Options, engine_config
+from mambacache.engine.options import NO_EFFECT, EngineOptions, Options, engine_config
 from mambacache.models import adapt
 from mambacache.runner.sizing import _position_limit, weight_bytes
 from tiny_models import save_tiny_model
@@ -49,27 +49,24 @@ def test_typed_options_are_the_fields() -> None:
         if name != "model"
     }
     assert list(EngineOptions.__annotations__) == list(annotations)
-    assert set(get_type_hints(Options)) == set(annotations) | set(HARMLESS) | set(UNUSED)
+    assert set(get_type_hints(Options)) == set(annotations) | NO_EFFECT
 
 
-def test_options_of_vllm_that_change_nothing(engine: Engines, tiny_model: Callable[[str], Path]) -> None:
-    values: dict[str, Any] = {name: takes[0] if takes else None for name, takes in HARMLESS.items()}
-    llm = LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, **values)
+def test_options_of_vllm_have_no_effect(
+    engine: Engines, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The configuration ignores them, and a warning names each."""
+    assert engine_config("model", dict.fromkeys(NO_EFFECT, 2)) == EngineConfig("model")
+    assert {record.message.partition("=")[0] for record in caplog.records} == NO_EFFECT
+    caplog.clear()
+    llm = LLM(tiny_model("qwen3_next"), device="cpu", max_num_seqs=2, quantization="fp8")
+    assert "quantization='fp8' is an option of vLLM and has no effect here: remove it, or use the vLLM" in caplog.text
     assert answer(ask(llm, [PROMPT], greedy(5))[0]) == answer(ask(engine(), [PROMPT], greedy(5))[0])
-    assert engine_config("model", dict.fromkeys(HARMLESS)) == EngineConfig("model")
-    assert engine_config("model", {"swap_space": 4}) == EngineConfig("model")
 
 
 # --- what is refused, and when ---
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (
-        {"trust_remote_code": True},
-        "trust_remote_code is True and this engine takes False: .* vLLM plugin, MAMBACACHE=1",
-    ),
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and this engine takes 1: for more use the vLLM plugin"),
-    ({"cpu_offload_gb": 4}, "cpu_offload_gb is 4 and this engine takes 0: for more use the vLLM plugin"),
-    ({"quantization": "fp8"}, "quantization is 'fp8' and this engine takes None: for more use the vLLM plugin"),
     ({"max_model_len": 600}, "max_model_len is 600 and .* takes 500 tokens: set it to 500 or less, or leave it out"),
     ({"max_draft_tokens": 3}, "max_draft_tokens is 3 and nothing proposes drafts: set speculative, give draft="),
     ({"speculative": "some/model"}, "speculative is 'some/model': set it to \"ngram\", or leave it out and give LLM's"),

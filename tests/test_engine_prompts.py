@@ -141,7 +141,7 @@ def test_wrong_parameters(llm: LLM) -> None:
     wrong: list[tuple[Any, str]] = [
         ({"max_tokens": 4}, "the parameters of prompt 0 are of type dict: give SamplingParams"),
         ([SamplingParams(), None, 5], "the parameters of prompt 2 are of type int: give SamplingParams"),
-        ([], "3 prompts came with 0 sampling_params: give one, or one for each"),
+        ([], "3 prompts came with 0 sampling_params: give SamplingParams, or a list"),
     ]
     for params, message in wrong:
         with pytest.raises(ValueError, match=message):

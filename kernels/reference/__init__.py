@@ -1,4 +1,4 @@
-"""Every op in plain torch and any float dtype: the CPU backend, and the oracle of the GPU kernels."""
+"""Implement every op in plain torch: the CPU backend, and the oracle of the GPU kernels."""
 
 from .conv1d import conv1d
 from .copy_blocks import copy_blocks

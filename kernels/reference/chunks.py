@@ -1,4 +1,4 @@
-"""The chunk table of a step's prefill rows, laid out for vectorised work: every chunk padded to 64 slots."""
+"""Lay out prefill chunks for vectorised work."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .states import read_states, write_states
 
 @dataclass
 class Chunks:
-    """C chunks of 64 slots, filled from the front: products of other sizes would round differently."""
+    """Hold C chunks of 64 slots, filled from the front: products of other sizes would round differently."""
 
     count: int
-    token: Tensor  # [n] offset in the flat batch of every prefill token
-    slot: Tensor  # [n] its place among C * 64 slots
-    last: Tensor  # [C] offset in the flat batch of every chunk's last token
+    token: Tensor  # [n] prefill tokens
+    slot: Tensor  # [n] their slots
+    last: Tensor  # [C] last tokens
 
     @classmethod
     def of(cls, indices: StateIndices) -> Chunks:
@@ -35,25 +35,25 @@ class Chunks:
         return cls(count, (start[:, None] + offset)[filled], slot[filled], start + length - 1)
 
     def pad(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """[F, heads, ...] to [C, heads, 64, ...] with zeros in empty slots."""
+        """Return [F, heads, ...] as [C, heads, 64, ...], padded with zeros."""
         slots = torch.zeros(self.count * CHUNK, *x.shape[1:], dtype=dtype, device=x.device)
         slots[self.slot] = x[self.token].to(dtype)
         return slots.view(self.count, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
 
     def unpad(self, y: Tensor, out: Tensor) -> None:
-        """Writes [C, heads, 64, ...] to the prefill tokens of `out` [F, heads, ...]."""
+        """Write [C, heads, 64, ...] to the prefill tokens of `out`."""
         out[self.token] = y.transpose(1, 2).reshape(self.count * CHUNK, *out.shape[1:])[self.slot].to(out.dtype)
 
     def scan(
         self, state: Tensor, indices: StateIndices, dtype: torch.dtype, step: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Carries every row's state from its src through its chunks in order, and stores it where `chunk_dst` says.
+        """Carry each row's state from src through its chunks, and store it as `chunk_dst` says.
 
-        `step(states [n, ...], chunks [n])` returns the states after those chunks, one of each row that has chunks left.
-        A state is rounded to the pool's dtype after every chunk, stored or not, so that storing it changes nothing.
+        `step(states [n, ...], chunks [n])` returns the states after those chunks, one per unfinished row. Each state is
+        rounded to the pool's dtype, stored or not: storing it changes no result.
         """
         first, end = indices.seq_chunk_start[:-1], indices.seq_chunk_start[1:]
-        counts, order = (end - first).sort(descending=True, stable=True)  # rows with chunks left are then a prefix
+        counts, order = (end - first).sort(descending=True, stable=True)
         first = first[order]
         states = read_states(state, indices.src[order], dtype)
         for index in range(int(counts[0])):

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a mixed batch, in plain torch."""
+"""Implement `conv1d`."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def conv1d(
     output_gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.conv1d`. One history holds, row by row, the window before the row and then its tokens."""
+    """See `mambacache.kernels.conv1d`. The history has each row's window, then its tokens."""
     out = x.new_zeros(x.shape) if out is None else out.zero_()
     if input_gate is not None:
         x = input_gate * x
     num_rows = indices.num_decodes + indices.num_prefills
     if not num_rows:
         return out
-    reach = weight.shape[1] - 1  # tokens before its own that an output sees
+    reach = weight.shape[1] - 1
     token, row, row_start = _rows(indices)
-    place = token + reach * (row + 1)  # of a token in the history
+    place = token + reach * (row + 1)
     window_start = row_start + reach * torch.arange(num_rows, device=x.device)
     history = x.new_zeros(indices.num_tokens + reach * num_rows, x.shape[1])
     history[place] = x[token]
@@ -68,7 +68,7 @@ def conv1d(
 
 @once_a_step
 def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
-    """The computed tokens [n] and the row of each, then each row's first token."""
+    """Return real tokens, their rows, and each row's first token."""
     parts = []
     device = indices.device
     if indices.num_decodes:
@@ -84,7 +84,7 @@ def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
 
 
 def _previous(indices: StateIndices, place: Tensor, token: Tensor, places: int) -> Tensor:
-    """Where in the history each place's token follows on: the place before it, but for branches of decode rows."""
+    """Return the history place before each place; branches of draft trees skip siblings."""
     previous = torch.arange(-1, places - 1, device=place.device)
     if indices.tokens_per_decode > 1 and indices.num_decodes:
         width = indices.tokens_per_decode
@@ -96,7 +96,7 @@ def _previous(indices: StateIndices, place: Tensor, token: Tensor, places: int) 
 
 
 def _convolve(history: Tensor, place: Tensor, previous: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Outputs of the tokens at these places. Taps are added one by one: no sum whose order could vary."""
+    """Add taps one by one, so the order of the sum is fixed."""
     dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
     places = [place]
     for _ in range(weight.shape[1] - 1):
@@ -110,10 +110,10 @@ def _convolve(history: Tensor, place: Tensor, previous: Tensor, weight: Tensor, 
 
 
 def _logged_windows(windows: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
-    """Windows [N, W - 1, dim] that stand before the logs of rows, moved on to the end of these."""
+    """Move windows [N, W - 1, dim] to the ends of the logs."""
     reach = windows.shape[1]
     tap = torch.arange(reach, device=log.device)
-    entry = indices.log_end[:, None] - reach + tap  # what stands before `log_start` is of the window
+    entry = indices.log_end[:, None] - reach + tap
     logged = log[indices.log_slot[:, None], entry.clamp(min=0)]
     row = torch.arange(len(windows), device=log.device)[:, None]
     old = windows[row, (entry - indices.log_start[:, None] + reach).clamp(max=reach - 1)]
@@ -121,5 +121,4 @@ def _logged_windows(windows: Tensor, log: Tensor, indices: StateIndices) -> Tens
 
 
 def _write_windows(state: Tensor, blocks: Tensor, history: Tensor, start: Tensor, reach: int) -> None:
-    """Writes to each block the window that begins at `start` in the history."""
     write_states(state, blocks, history[start[:, None] + torch.arange(reach, device=start.device)])

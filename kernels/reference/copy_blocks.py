@@ -1,4 +1,4 @@
-"""Blocks copied one by one."""
+"""Implement `copy_blocks`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decays between the tokens of a chunk, for recurrences that have one log decay per token and head."""
+"""Compute decays between the tokens of a chunk."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from torch import Tensor
 
 
 def chunk_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The decays that follow from log decays g [..., T] of T tokens.
+    """Return decays from the chunk's start, between tokens [..., T (to), T (from)], and to its end.
 
-    Returns those from the chunk's start to every token [..., T], from token j to token i [..., T (i), T (j)], 0 for
-    j > i, and from every token to the chunk's end [..., T].
-
-    Every pair has a sum of its own: differences of one running sum would lose what a strong decay leaves of a weak one.
+    Each pair has its own sum: differences of a running sum would lose a weak decay after a strong decay.
     """
     count = g.shape[-1]
     of_rows = g[..., :, None].expand(*g.shape, count)

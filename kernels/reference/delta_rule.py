@@ -1,4 +1,4 @@
-"""What the gated delta rule and Kimi Delta Attention share: norms of queries and keys, and decode over a log."""
+"""Share norms and decode between the delta rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decode(
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Log decays g [F, HV, K] of every channel, or [F, HV, 1] of all of them; the log's sums have the same shape."""
+    """Decode with log decays g [F, HV, K], or [F, HV, 1]; the log's sums have the same shape."""
     shape = indices.num_decodes, indices.tokens_per_decode
     tokens, dtype, group = shape[0] * shape[1], g.dtype, v.shape[1] // k.shape[1]
     q, k, v, g, beta = (x[:tokens].to(dtype).unflatten(0, shape) for x in (q, k, v, g, beta))

@@ -1,7 +1,7 @@
-"""Elementwise functions whose result does not depend on an element's place in a tensor.
+"""Compute functions with results independent of an element's place in a tensor.
 
-torch's sigmoid, silu, softplus and exp2 use vector code for most of a tensor and scalar code for its tail, which differ
-in the last bit; exp, log1p, sums, quotients, roots and exp2 of integers do not. Bitwise claims need the latter.
+torch's sigmoid, silu, softplus and exp2 round a tensor's tail differently. exp, log1p, sums, quotients, roots and exp2
+of integers do not. Bitwise claims need this.
 """
 
 from __future__ import annotations

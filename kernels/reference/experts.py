@@ -1,4 +1,4 @@
-"""What a mixture of experts does around its products, in plain torch."""
+"""Implement the ops of experts."""
 
 from __future__ import annotations
 

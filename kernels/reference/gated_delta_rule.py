@@ -1,4 +1,4 @@
-"""Gated delta rule over a mixed batch, in plain torch: chunked in prefill, over a token log in decode."""
+"""Implement `gated_delta_rule`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mambacache.plan import CHUNK
+
 from ..indices import StateIndices
 from ..logs import inner_dtype
-from .chunks import CHUNK, Chunks
+from .chunks import Chunks
 from .decays import chunk_decays
 from .delta_rule import decode, inverse_norm
 from .elementwise import sigmoid, softplus
@@ -33,7 +35,7 @@ def gated_delta_rule(
 ) -> Tensor:
     """See `mambacache.kernels.gated_delta_rule`.
 
-    `operand_dtype` rounds the operands of every product in prefill: what a kernel on tensor cores may lose.
+    `operand_dtype` rounds operands of prefill products, as tensor cores do.
     """
     dtype = inner_dtype(q.dtype, state.dtype)
     g = -torch.exp(A_log.to(dtype)) * softplus(a.to(dtype) + dt_bias.to(dtype))
@@ -58,7 +60,7 @@ def _prefill(
     out: Tensor,
     operand_dtype: torch.dtype | None,
 ) -> None:
-    """Chunks in the WY form. Norms, gates and decays stay outside the products, whose operands may be rounded."""
+    """Run chunks in the WY form, with norms, gates and decays outside the rounded products."""
     dtype, group = g.dtype, v.shape[1] // k.shape[1]
     chunks = Chunks.of(indices)
     if not chunks.count:

@@ -1,4 +1,4 @@
-"""Gated RMSNorm in plain torch."""
+"""Implement `gated_rms_norm`."""
 
 from __future__ import annotations
 

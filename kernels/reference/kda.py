@@ -1,4 +1,4 @@
-"""Kimi Delta Attention over a mixed batch, in plain torch: chunked in prefill, over a token log in decode."""
+"""Implement `kda`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mambacache.plan import CHUNK
+
 from ..indices import StateIndices
 from ..logs import inner_dtype
-from .chunks import CHUNK, Chunks
+from .chunks import Chunks
 from .delta_rule import decode, inverse_norm
 from .elementwise import sigmoid, softplus
 
-BLOCK = 16  # tokens whose pairs have one reference
+BLOCK = 16  # tokens
 
 
 def kda(
@@ -33,7 +35,7 @@ def kda(
 ) -> Tensor:
     """See `mambacache.kernels.kda`.
 
-    `operand_dtype` rounds the operands of every product in prefill: what a kernel on tensor cores may lose.
+    `operand_dtype` rounds operands of prefill products, as tensor cores do.
     """
     dtype = inner_dtype(q.dtype, state.dtype)
     rate = torch.exp(A_log.to(dtype))[:, None]
@@ -58,7 +60,7 @@ def _prefill(
     out: Tensor,
     operand_dtype: torch.dtype | None,
 ) -> None:
-    """Chunks in the WY form. Decays of channels cannot stay outside the products, so neither do norms."""
+    """Run chunks in the WY form. Decays per channel, and so norms, are part of the operands."""
     dtype = g.dtype
     chunks = Chunks.of(indices)
     if not chunks.count:
@@ -71,7 +73,7 @@ def _prefill(
     system = (kk * beta[..., None]).tril(-1)
     inverse = torch.linalg.solve_triangular(system, identity, upper=False, unitriangular=True)
 
-    decay = torch.exp(g.cumsum(-2))  # from the chunk's start to each token
+    decay = torch.exp(g.cumsum(-2))
     q_in, k_in, k_out = q * decay, k * decay, k * _decay_to_end(g)
     q_in, k_in, k_out, qk, inverse = (_round(x, operand_dtype) for x in (q_in, k_in, k_out, qk, inverse))
     outputs = torch.empty_like(v)
@@ -88,11 +90,9 @@ def _prefill(
 
 
 def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | None) -> Tensor:
-    """rows [2, ..., 64, K], keys and log decays g [..., 64, K] -> [2, ..., 64, 64]: for j <= i the product of row i and
-    key j with every channel decayed from j to i; 0 for j > i.
+    """Return [2, ..., 64 (i), 64 (j)]: products of line i and key j, decayed from j to i; 0 for j > i.
 
-    Pairs in different blocks meet at the start of the row's block: the decays up to it and from it on are sums of
-    gates, not differences, and factors of at most 1.
+    Pairs in different blocks meet at the start of i's block: decays are sums there, not differences, and at most 1.
     """
     scores = rows.new_zeros(*rows.shape[:-1], CHUNK)
     for start in range(0, CHUNK, BLOCK):
@@ -106,7 +106,7 @@ def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | 
 
 
 def _block_scores(rows: Tensor, keys: Tensor, g: Tensor) -> Tensor:
-    """`_scores` within blocks [..., 16, K], pair by pair: keys decay from row to row, as they do in the recurrence."""
+    """Decay keys line by line within blocks, as the recurrence does."""
     decays, keys = torch.exp(g), keys.clone()
     of_rows = []
     for i in range(BLOCK):
@@ -116,14 +116,14 @@ def _block_scores(rows: Tensor, keys: Tensor, g: Tensor) -> Tensor:
 
 
 def _decay_to_end(g: Tensor) -> Tensor:
-    """[..., n, K] -> the same: the decay after each token, up to and with the last."""
+    """Return the decay after each token, the last included."""
     after = torch.zeros_like(g)
     after[..., :-1, :] = g[..., 1:, :]
     return torch.exp(after.flip(-2).cumsum(-2).flip(-2))
 
 
 def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """x to the precision of `dtype` and the range of its own: what has decayed may be too small for fp16."""
+    """Round to the precision of `dtype`, not its range: decayed values may be too small for fp16."""
     if dtype is None:
         return x
     mantissa, exponent = torch.frexp(x)

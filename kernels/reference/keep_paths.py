@@ -1,4 +1,4 @@
-"""Entries of tokens moved within their slots."""
+"""Implement `keep_paths`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from what a request's tokens were, in plain torch."""
+"""Implement the ops of drafts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.nn.functional import pad
 from ..indices import StateIndices
 
 SHORTEST, LONGEST = 2, 4
-"""Of how many last tokens an earlier place is looked for: a longer match goes before a shorter one."""
+"""Fewest and most last tokens that an earlier place must match: a longer match wins."""
 
 OPEN = -1
-"""In place of a draft that is to be made."""
+"""Marks a draft still to be made."""
 
 
 def draft_from_history(indices: StateIndices, histories: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,22 +39,21 @@ def add_to_history(
     right = (tokens[:, 1:] == given[:, :-1]) & (each[1:] < indices.decode_len[:, None])
     count = 1 + right.int().cumprod(1).sum(1)
     before = lengths[slots]
-    histories[slots[:, None], before[:, None] + each] = given  # beyond the count nobody reads them
+    histories[slots[:, None], before[:, None] + each] = given
     lengths[slots] = torch.where(slots > 0, before + count, before)
     return count
 
 
 def decode_tokens(indices: StateIndices) -> Tensor:
-    """Of the decode rows [N, T], a view."""
+    """Return a view [N, T]."""
     rows, width = indices.num_decodes, indices.tokens_per_decode
     return indices.tokens[: rows * width].view(rows, width)
 
 
 def follow(tokens: Tensor, last: Tensor, count: int) -> Tensor:
-    """What followed the last tokens of each row at the latest of the longest matches before that has `count` more, or
-    at the earliest of them; zeros where there is no match of `SHORTEST` tokens.
+    """Return `count` tokens after the best earlier match of each row's last tokens, or zeros: see `draft_from_history`.
 
-    Shapes: tokens int32 [N, L], last int64 [N] (the index of a row's last token); returns int32 [N, count].
+    Shapes: tokens int32 [N, L]; last int64 [N], a row's last index.
     """
     length = tokens.shape[1]
     end, last = torch.arange(length, device=tokens.device), last[:, None]

@@ -1,4 +1,4 @@
-"""Causal attention over a paged key-value cache, in plain torch."""
+"""Implement `paged_attention`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..indices import StateIndices
 
-QUERY_BLOCK = 1024  # bounds the mask of a long prompt, and skips keys that come after all its queries
+QUERY_BLOCK = 1024  # bounds the mask
 
 
 def paged_attention(
@@ -23,7 +23,7 @@ def paged_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.paged_attention`. One row at a time: no row's result depends on another's length."""
+    """See `mambacache.kernels.paged_attention`. Rows run alone: no result depends on another row's length."""
     written = indices.kv_slot >= 0
     slot, block_size = indices.kv_slot[written].long(), key_pages.shape[1]
     key_pages[slot // block_size, slot % block_size] = k[written].to(key_pages.dtype)
@@ -54,8 +54,7 @@ def paged_attention(
 
 
 def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: int) -> Tensor:
-    """bool [queries, visible]: which keys of its row, of `length` tokens, each query meets: those up to its own, of a
-    decode row's tokens its ancestors alone."""
+    """Return bool [queries, visible]: the keys that each query sees; decode tokens see their ancestors."""
     key = torch.arange(visible, device=indices.device)
     width, row = indices.tokens_per_decode, start // indices.tokens_per_decode
     if row >= indices.num_decodes:
@@ -66,7 +65,7 @@ def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: in
 
 
 def _row_spans(indices: StateIndices) -> list[tuple[int, int]]:
-    """Begin and end of every row in the flat batch, the padding of decode rows left out."""
+    """Return begin and end of every row, without padding."""
     width = indices.tokens_per_decode
     decodes = [(row * width, row * width + length) for row, length in enumerate(indices.decode_len.tolist())]
     return decodes + list(pairwise(indices.query_start_loc.tolist()))

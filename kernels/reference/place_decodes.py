@@ -1,4 +1,4 @@
-"""Decode rows moved to where their sequences are."""
+"""Implement `place_decodes`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     """See `mambacache.kernels.place_decodes`."""
     late, starts = indices.late_len > 0, starts.to(torch.int32)
     end = torch.where(indices.decode_len > 0, starts % FOLD, indices.log_end)
-    passed = (late & (end < indices.log_end)).int()  # the row before has folded
+    passed = (late & (end < indices.log_end)).int()
     src, dst, begin = after_fold(passed, indices.decode_src, indices.decode_dst, indices.log_start, 0)
     length = torch.where(late, torch.minimum(indices.late_len, FOLD - end), indices.decode_len)
     dst = torch.where(late & (end + length < FOLD), 0, dst)

@@ -1,4 +1,4 @@
-"""Selective scan over a mixed batch, in plain torch: in chunks in prefill, over a state in the log in decode."""
+"""Implement `selective_scan`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mambacache.plan import CHUNK
+
 from ..indices import StateIndices
 from ..logs import inner_dtype
-from .chunks import CHUNK, Chunks
+from .chunks import Chunks
 from .elementwise import silu, softplus
 from .log import entries_before, read_log, write_log
 from .states import computed_tokens, decode_targets, once_a_step, parents, read_states, write_states
@@ -50,7 +52,7 @@ def _steps(dt: Tensor, dt_bias: Tensor | None) -> Tensor:
 
 
 def _advance(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """States [n, dim, N] one token on, with u = dt x and dt [n, dim] and B [n, N]."""
+    """Advance states [n, dim, N] by one token, with u = dt x."""
     return torch.exp(dt[..., None] * A) * states + u[..., None] * B[:, None, :]
 
 
@@ -70,7 +72,7 @@ def _decode(
     indices: StateIndices,
     y: Tensor,
 ) -> None:
-    """From the state in a row's log through the entries behind it, or from src where the log is empty."""
+    """Advance from the log's state over later entries, or from src."""
     shape = indices.num_decodes, indices.tokens_per_decode
     x, dt, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, B, C, y))
     *entries, carried, stands = log
@@ -80,8 +82,8 @@ def _decode(
     logged = [read_log(each, indices, entries_before(indices), y.dtype) for each in entries]
     known = _carried_on(indices)
     states = torch.where(known[:, None, None], carried[slot], read_states(state, indices.decode_src, y.dtype))
-    start = torch.where(known[:, None], stands[slot], end[:, None])  # of every channel
-    for entry in range(int(start.min()), int(end.max())):  # drafts that were accepted
+    start = torch.where(known[:, None], stands[slot], end[:, None])
+    for entry in range(int(start.min()), int(end.max())):
         advanced = _token(states, [each[:, entry] for each in logged], A, dt_bias)
         inside = (start <= entry) & (entry < end[:, None])
         states = torch.where(inside[..., None], advanced, states)
@@ -98,7 +100,7 @@ def _decode(
 
 
 def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """States [n, dim, N] after one token more, its x, dt and B as they came."""
+    """Advance states by one raw token."""
     x, dt, B = token
     dt = _steps(dt, dt_bias)
     return _advance(states, dt * x, dt, A, B)
@@ -106,17 +108,14 @@ def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor |
 
 @once_a_step
 def _carried_on(indices: StateIndices) -> Tensor:
-    """bool [N]: the decode rows whose state is in their log."""
+    """Return bool [N]: rows with their state in the log."""
     return (indices.log_start < indices.log_end) & (indices.decode_len > 0)
 
 
 def _prefill(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, indices: StateIndices, y: Tensor
 ) -> None:
-    """All chunks at once, twice: from zeros, for what each adds to a state, and from their starts, for the outputs.
-
-    Between the two, states are carried from chunk to chunk; the decay over a chunk is exp(A sum dt).
-    """
+    """Run chunks twice: from zeros for the states they add, then from their starts for outputs."""
     chunks = Chunks.of(indices)
     if not chunks.count:
         return

@@ -1,4 +1,4 @@
-"""State-space duality (Mamba2) over a mixed batch, in plain torch: chunked in prefill, over a token log in decode."""
+"""Implement `ssd`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ssd(
 ) -> Tensor:
     """See `mambacache.kernels.ssd`.
 
-    `operand_dtype` rounds the operands of every product in prefill: what a kernel on tensor cores may lose.
+    `operand_dtype` rounds operands of prefill products, as tensor cores do.
     """
     dtype = inner_dtype(x.dtype, state.dtype)
     dt = softplus(dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)).clamp(*dt_limit)
@@ -92,7 +92,7 @@ def _prefill(
     y: Tensor,
     operand_dtype: torch.dtype | None,
 ) -> None:
-    """The block decomposition of the SSD paper: inside a chunk a masked product of scores, between chunks the state."""
+    """Run the SSD paper's block decomposition."""
     dtype, group = y.dtype, x.shape[1] // B.shape[1]
     chunks = Chunks.of(indices)
     if not chunks.count:

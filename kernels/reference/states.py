@@ -1,4 +1,4 @@
-"""Reading and writing the rows of a state pool, and which tokens are real."""
+"""Read and write states in a pool, and tell real tokens from padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Derived = TypeVar("Derived")
 
 
 def once_a_step(derive: Callable[[StateIndices], Derived]) -> Callable[[StateIndices], Derived]:
-    """Keeps what is derived of a step's indices, which all its layers take alike."""
+    """Derive once for all layers of a step."""
 
     @wraps(derive)
     def kept(indices: StateIndices) -> Derived:
@@ -29,27 +29,27 @@ def once_a_step(derive: Callable[[StateIndices], Derived]) -> Callable[[StateInd
 
 
 def read_states(state: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """States [n, ...] of `blocks` [n] in `dtype`; the null block reads as zeros whatever it holds."""
+    """Return `blocks` in `dtype`; the null block reads as zeros."""
     states = state[blocks].to(dtype)
     states[blocks == 0] = 0
     return states
 
 
 def write_states(state: Tensor, blocks: Tensor, values: Tensor) -> None:
-    """Writes values [n, ...] to `blocks` [n] of the pool, except to the null block."""
+    """Write to `blocks`, except to the null block."""
     stored = blocks != 0
     state[blocks[stored]] = values[stored].to(state.dtype)
 
 
 @once_a_step
 def computed_decode_tokens(indices: StateIndices) -> Tensor:
-    """bool [N, T]: the tokens before their row's padding."""
+    """Return bool [N, T], False for padding."""
     return torch.arange(indices.tokens_per_decode, device=indices.device) < indices.decode_len[:, None]
 
 
 @once_a_step
 def parents(indices: StateIndices) -> Tensor:
-    """[N, T]: which token of its row each token of the decode rows comes after; -1 for the first."""
+    """Return [N, T]: each token's parent in its row, or -1."""
     width = indices.tokens_per_decode
     others = indices.ancestors.view(-1, width) & ((1 << torch.arange(width, device=indices.device)) - 1)
     bits = (others[..., None] >> torch.arange(width, device=indices.device)) & 1
@@ -58,19 +58,19 @@ def parents(indices: StateIndices) -> Tensor:
 
 @once_a_step
 def depths(indices: StateIndices) -> Tensor:
-    """[N, T]: on how many tokens of its row each token of the decode rows follows."""
+    """Return [N, T]."""
     return (indices.depths[:, None] >> 4 * torch.arange(indices.tokens_per_decode, device=indices.device)) & 15
 
 
 @once_a_step
 def decode_targets(indices: StateIndices) -> Tensor:
-    """[N]: the block for the state after each decode row, or 0: a row of padding stores nothing."""
+    """Return [N]: dst blocks, 0 for padding rows."""
     return torch.where(indices.decode_len > 0, indices.decode_dst, 0)
 
 
 @once_a_step
 def computed_tokens(indices: StateIndices) -> Tensor:
-    """bool [F]: `computed_decode_tokens` and all tokens of prefill rows; the others are padding."""
+    """Return bool [F], False for padding."""
     decodes = indices.num_decodes * indices.tokens_per_decode
     computed = torch.zeros(indices.num_tokens, dtype=torch.bool, device=indices.device)
     if decodes:

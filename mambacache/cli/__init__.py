@@ -1,6 +1,6 @@
-"""The command line: `mambacache generate | chat | plan | demo`.
+"""Run the command line: `mambacache generate | chat | plan | demo`.
 
-What a command needs is imported when it runs: without the dependencies there is a sentence and no traceback.
+Commands import their dependencies late, so that a missing package gives a sentence and no traceback.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from contextlib import suppress
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-"""What shells call the end by Ctrl-C."""
+"""Exit status of shells after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; 0 if it did its work, 1 with one sentence on standard error if it cannot."""
+    """Run a command and return its exit status; print an error as a sentence."""
     from mambacache.cli.errors import sentence
 
     try:
         from mambacache.cli.parser import parse
 
         args = parse(sys.argv[1:] if argv is None else argv)
-        with warnings.catch_warnings():  # a line each, without the source that Python shows
+        with warnings.catch_warnings():  # without source lines
             warnings.showwarning = lambda message, *_, **__: logger.warning("%s", message)
             code = int(args.run(args))
         sys.stdout.flush()
@@ -45,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Whoever read has gone, such as `head`: what is left in the buffers goes nowhere, and nothing is said of it."""
+    """Discard buffered output after the reader, such as `head`, has ended."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:
-            with suppress(OSError, AttributeError):  # of a stream that is no file
+            with suppress(OSError, AttributeError):  # the stream is no file
                 os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

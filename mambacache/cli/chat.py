@@ -1,4 +1,4 @@
-"""`mambacache chat`: a conversation over standard input, a line a turn."""
+"""Run `mambacache chat`: each line of standard input is a turn."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RESET = "/reset"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answers lines until there are no more; 1 if one of them failed."""
+    """Answer all lines; return 1 if any failed, else 0."""
     params = SamplingParams(**DEFAULTS | given_fields(args, SamplingParams))
     if params.n > 1:
         raise ValueError("a chat goes on with one answer: leave n at 1")
-    config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # what it refuses, before torch is loaded
+    config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # fails before torch is loaded
     from mambacache.engine.llm import LLM
 
     with LLM(config.model, **given_fields(args, EngineConfig)) as llm:
@@ -32,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _chat(llm: LLM, params: SamplingParams) -> int:
-    tokens_of_chat(llm, [{"role": "user", "content": "?"}])  # whether there is a template, before the first line
+    tokens_of_chat(llm, [{"role": "user", "content": "?"}])  # fails without a template
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is no UTF-8 is refused as others are
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 fails in its turn only
     terminal = sys.stdin.isatty()
     if terminal:
         print(f"{RESET} begins anew, Ctrl-C ends an answer, Ctrl-D ends the chat", file=sys.stderr)
@@ -49,7 +49,7 @@ def _chat(llm: LLM, params: SamplingParams) -> int:
 
 
 def _line(terminal: bool) -> str | None:
-    """The next line; None at the end."""
+    """Return the next line, or None at the end."""
     if terminal:
         print("> ", end="", file=sys.stderr, flush=True)
     try:
@@ -59,14 +59,14 @@ def _line(terminal: bool) -> str | None:
 
 
 def _turn(llm: LLM, messages: list[dict[str, Any]], line: str, params: SamplingParams) -> bool:
-    """Answers a line and puts both to the conversation, which a line that cannot be answered leaves as it was."""
+    """Answer a line, and add both to the conversation unless the line fails."""
     asked = [*messages, {"role": "user", "content": line}]
     output, said = None, ""
     try:
         for output in llm.stream(tokens_of_chat(llm, asked), params):
             said += output.outputs[0].delta
             print(output.outputs[0].delta, end="", flush=True)
-    except KeyboardInterrupt:  # what was said so far stays
+    except KeyboardInterrupt:  # keeps the answer so far
         pass
     except ValueError as error:
         print(f"mambacache: {error}; {RESET} begins anew", file=sys.stderr)

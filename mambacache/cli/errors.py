@@ -1,13 +1,13 @@
-"""What is said of an error: one sentence with its cause, and what to change."""
+"""Describe errors in a sentence, with the cause and the remedy."""
 
 from __future__ import annotations
 
 NO_MEMORY = ("allocate memory", "out of memory")
-"""What torch says of it, in words of its own for each device."""
+"""Words in errors of torch, which differ by device."""
 
 
 def sentence(error: BaseException) -> str:
-    """One sentence of an error that a user can cause."""
+    """Return a sentence about an error."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install mambacache"
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):

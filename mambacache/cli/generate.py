@@ -1,4 +1,4 @@
-"""`mambacache generate`: answers to prompts, as text or JSON."""
+"""Run `mambacache generate`: answer prompts as text or JSON."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DEFAULTS = {"temperature": 0.0, "max_tokens": 64}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all prompts. Return 0, or 1 if any of them failed or was refused."""
+    """Answer all prompts; return 1 if any failed, else 0."""
     asked = read(args.prompt, args.prompts, DEFAULTS | given_fields(args, SamplingParams))
     if args.stream and any(each.params.n > 1 for each in asked):
         raise ValueError("--stream prints one answer a prompt: leave n at 1")
-    config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # what it refuses, before torch is loaded
-    if all(each.error is not None for each in asked):  # no model is needed
+    config = EngineConfig(args.model, **given_fields(args, EngineConfig))  # fails before torch is loaded
+    if all(each.error is not None for each in asked):
         return _print(args, asked, (_refused(str(each.error)) for each in asked))
     from mambacache.engine.llm import LLM
 
@@ -52,7 +52,7 @@ def _print(args: argparse.Namespace, asked: Sequence[Asked], outputs: Iterable[R
 
 
 def _outputs(llm: LLM, asked: Sequence[Asked], stream: bool) -> Iterator[RequestOutput]:
-    """Yield the output of each prompt, in their order. The output of a refused prompt has its error."""
+    """Yield an output for each prompt, in order, with the error of refused prompts."""
     ready = [_encoded(llm, each) for each in asked]
     prompts = [each for each in ready if not isinstance(each, RequestOutput)]
     answered = (print_stream(llm, each) for each in prompts) if stream else iter(llm.generate(prompts))
@@ -71,12 +71,12 @@ def _encoded(llm: LLM, asked: Asked) -> Encoded | RequestOutput:
 
 
 def _refused(error: str) -> RequestOutput:
-    """Return the output of a prompt that never ran."""
+    """Return an output for a prompt that never ran."""
     return RequestOutput("", [], [Completion(0, finish_reason="error", error=error)], RequestMetrics(time.time()))
 
 
 def print_stream(llm: LLM, prompt: Encoded) -> RequestOutput:
-    """Prints an answer as it comes, and a line's end after it."""
+    """Print an answer as it comes."""
     output = None
     for output in llm.stream(prompt):
         print(output.outputs[0].delta, end="", flush=True)
@@ -86,7 +86,7 @@ def print_stream(llm: LLM, prompt: Encoded) -> RequestOutput:
 
 
 def cache_line(output: RequestOutput) -> str:
-    """What the cache did for a prompt, or the error that ended its answer."""
+    """Return the cache report of a prompt, or its error."""
     for answer in output.outputs:
         if answer.error is not None:
             return f"error: {answer.error}"
@@ -120,7 +120,7 @@ def _as_json(index: int, asked: Asked, output: RequestOutput, answer: Completion
 
 
 def _finite(value: Any) -> Any:
-    """A value with None for the numbers that JSON does not have."""
+    """Replace infinity and NaN with None, as JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

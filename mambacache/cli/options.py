@@ -1,4 +1,4 @@
-"""Flags for the fields of a dataclass, with what its docstring says of each."""
+"""Make flags for the fields of a dataclass, with help from its docstring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLING = {option.name for option in fields(SamplingParams)}
 
 
 def field_texts(config: type) -> dict[str, str]:
-    """What a dataclass's docstring says of its fields under `Args`; names before one colon share its text."""
+    """Return the text of each field under `Args`; names before a colon share its text."""
     lines = inspect.cleandoc(config.__doc__ or "").splitlines()
     texts: dict[str, str] = {}
     names: list[str] = []
@@ -36,10 +36,10 @@ def field_texts(config: type) -> dict[str, str]:
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE) -> None:
-    """Adds a flag for every field but `model`; one that is not given stays out of the parsed arguments.
+    """Add a flag for every field except `model`. Flags that are not given set no attribute.
 
     Args:
-        defaults: of this command, where it has others than the dataclass.
+        defaults: the command's defaults that differ from the dataclass.
     """
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):
@@ -59,13 +59,13 @@ def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[
 
 
 def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """The fields of which a flag was given."""
+    """Return the fields with a given flag."""
     names = [option.name for option in fields(config) if hasattr(args, _destination(config, option.name))]
     return {name: getattr(args, _destination(config, name)) for name in names if name != "model"}
 
 
 def _destination(config: type, name: str) -> str:
-    """Where the flag of a field is stored. Those of an engine give way to those of a request."""
+    """Return the attribute of a field's flag; an engine field gets a prefix on conflict."""
     return f"engine_{name}" if config is EngineConfig and name in SAMPLING else name
 
 
@@ -79,7 +79,7 @@ def _metavar(option: Field[Any]) -> str:
 
 
 def _reader(option: Field[Any]) -> Callable[[str], Any]:
-    """What makes a field's value of a flag's text; None of the word `none`, but for texts."""
+    """Return the parser of a flag's text; `none` means None, except for strings."""
     kind = _kind(option).removeprefix("Sequence[").removesuffix("]")
     if kind in ("str", "str | Path"):
         return str
@@ -103,7 +103,7 @@ def _number(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes, of an argument such as 80GB."""
+    """Parse an amount of memory, such as 80GB, into bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The commands and their arguments."""
+"""Parse the commands and their arguments."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from mambacache.config import EngineConfig, SamplingParams
 
 MODEL = "directory of a checkpoint, or a Hub id"
 PROMPTS = (
-    'a file with a prompt a line; or, where its first line begins with "{", a JSON object a line, with "prompt", '
-    '"prompt_token_ids" or "messages", and sampling parameters of its own; - for standard input'
+    'a file with a prompt on each line; or, if its first line begins with "{", a JSON object on each line, with '
+    '"prompt", "prompt_token_ids" or "messages", and its own sampling parameters; - for standard input'
 )
 
-MEMORY = "of a GPU to plan for, such as 80GB, in bfloat16 unless --dtype says otherwise; in place of what is here"
+MEMORY = "memory of a GPU to plan for, such as 80GB, in place of this machine's; implies bfloat16 without --dtype"
 
 FLAG = re.compile(r"-(?!\d*\.?\d+$)\S+")
-"""What argparse takes for a flag: no `-` alone, no negative number, nothing with a space in it."""
+"""Match flags as argparse does: no lone `-`, no negative number, no space."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are raised: what is wrong is one sentence."""
+    """Raise errors as ValueError, in a sentence."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}: see {self.prog} --help")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments of a command; `run` is its function. What stands after `--` are prompts, whatever they begin with.
+    """Return the arguments of a command, with its function `run`. All words after `--` are prompts.
 
     Raises:
-        ValueError: there is no such command, flag or value.
+        ValueError: the command, a flag or a value is invalid.
     """
     parser, words = _parser(), list(argv)
     end = words.index("--") if "--" in words else len(words)
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown or (rest and not hasattr(args, "prompt")):
         parser.error(f"unknown arguments {' '.join(rest)}")
     if rest:
-        args.prompt += rest  # those after a flag
+        args.prompt += rest  # prompts after a flag
     return args
 
 
@@ -57,30 +57,30 @@ def _parser() -> argparse.ArgumentParser:
     answer = commands.add_parser("generate", help="answer prompts", allow_abbrev=False)
     answer.set_defaults(run=generate.run)
     answer.add_argument("model", metavar="MODEL", help=MODEL)
-    answer.add_argument("prompt", metavar="PROMPT", nargs="*", help="a prompt; - for those on standard input")
+    answer.add_argument("prompt", metavar="PROMPT", nargs="*", help="a prompt; - reads prompts from standard input")
     answer.add_argument("--prompts", metavar="FILE", help=PROMPTS)
     form = answer.add_mutually_exclusive_group()
-    form.add_argument("--jsonl", action="store_true", help="one JSON object an answer, with its cache report")
-    form.add_argument("--stream", action="store_true", help="answer one prompt after another, text as it comes")
+    form.add_argument("--jsonl", action="store_true", help="print a JSON object for each answer, with its cache report")
+    form.add_argument("--stream", action="store_true", help="answer prompts in turn, and print text as it comes")
     add_fields(answer, SamplingParams, generate.DEFAULTS)
 
-    talk = commands.add_parser("chat", help="a conversation, a line a turn", allow_abbrev=False)
+    talk = commands.add_parser("chat", help="hold a conversation, each line a turn", allow_abbrev=False)
     talk.set_defaults(run=chat.run)
     talk.add_argument("model", metavar="MODEL", help=MODEL)
     add_fields(talk, SamplingParams, chat.DEFAULTS)
 
     sizes = commands.add_parser(
-        "plan", help="what a model's states and KV take, before anything is loaded", allow_abbrev=False
+        "plan", help="print the memory of a model's states and KV, without loading it", allow_abbrev=False
     )
     sizes.set_defaults(run=plan.run)
     sizes.add_argument("model", metavar="MODEL", help=MODEL)
     sizes.add_argument("--memory", type=size, metavar="BYTES", help=MEMORY)
-    sizes.add_argument("--tensor-parallel-size", type=int, metavar="N", help="GPUs of vLLM with the plugin")
-    sizes.add_argument("--state-bytes", type=size, metavar="BYTES", help="its states and token logs on each GPU")
-    sizes.add_argument("--quantization", choices=["fp8"], help="of its weights")
+    sizes.add_argument("--tensor-parallel-size", type=int, metavar="N", help="number of GPUs of vLLM with the plugin")
+    sizes.add_argument("--state-bytes", type=size, metavar="BYTES", help="memory of states and token logs on each GPU")
+    sizes.add_argument("--quantization", choices=["fp8"], help="quantization of the weights")
 
     show = commands.add_parser(
-        "demo", help="20 questions about one document, with the cache and without it", allow_abbrev=False
+        "demo", help="answer 20 questions about a document, with and without the cache", allow_abbrev=False
     )
     show.set_defaults(run=_demo)
     show.add_argument("--device", default="auto", help="auto, cpu or cuda")

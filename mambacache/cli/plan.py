@@ -1,4 +1,4 @@
-"""`mambacache plan`: what a model's states and KV take."""
+"""Run `mambacache plan`: print the memory of a model's states and KV."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 GPU_MEMORY_UTILIZATION = 0.92
 MANY_SEQS, FEW_SEQS, LARGE_GPU = 1024, 256, 70 << 30
-"""vLLM's defaults: its share of a GPU's memory, and requests at a time on large GPUs and on others."""
+"""vLLM's defaults: share of a GPU's memory, and requests at a time on large and on other GPUs."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the sizes that an engine would choose, or vLLM with the plugin."""
+    """Print the sizes that an engine, or vLLM with the plugin, would choose."""
     plugin = args.tensor_parallel_size is not None or args.state_bytes is not None or args.quantization is not None
     given = given_fields(args, EngineConfig)
     if (args.memory is not None or plugin) and given.get("device", "auto") == "auto":
@@ -51,10 +51,10 @@ def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
-    """Plans what vLLM with the plugin keeps on each of its GPUs.
+    """Print the sizes of vLLM with the plugin on each GPU.
 
     Raises:
-        ValueError: it is planned for a CPU, the model cannot be divided, or too little memory is left.
+        ValueError: the device is a CPU, the model cannot be divided, or too little memory is left.
     """
     from mambacache.runner import sizing
     from mambacache.runner.shards import shard_sizes
@@ -113,7 +113,7 @@ def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _load(config: EngineConfig, device: str) -> tuple[Model, int, str | None]:
-    """Return a model without its weights, the bytes that they will take, and what these leave out of account."""
+    """Return a model without weights, the bytes of its weights, and a note on their accuracy."""
     from mambacache.models.adapt import model_skeleton
     from mambacache.runner import sizing
 

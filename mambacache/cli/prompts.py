@@ -1,4 +1,4 @@
-"""What is asked: prompts out of arguments, files and standard input, each with its sampling parameters."""
+"""Read prompts from arguments, files and standard input, with their sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt as it was written: a text, token ids, or messages; or a line that is none.
+    """Hold a prompt as written: a text, token ids, messages or an invalid line.
 
     Attributes:
-        where: it was written, counted from 1.
-        error: why the line is no prompt; it names the line.
+        where: the prompt's place, counted from 1.
+        error: why the line is invalid.
     """
 
     where: str
@@ -37,13 +37,13 @@ class Asked:
 
 
 def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> list[Asked]:
-    """Prompts of the arguments, `-` for those on standard input, and then those of a file.
+    """Return the prompts of the arguments, then of a file; `-` reads standard input.
 
     Args:
-        options: sampling parameters of all prompts that have none of their own.
+        options: default sampling parameters.
 
     Raises:
-        ValueError: there is none, or an option is of no use.
+        ValueError: no prompt is given, or an option is invalid.
         OSError: the file cannot be read.
     """
     params = SamplingParams(**options)
@@ -58,10 +58,10 @@ def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> l
 
 
 def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
-    """The prompt that the model's chat template makes of messages.
+    """Return the token ids of messages, rendered by the model's chat template.
 
     Raises:
-        ValueError: there is no template, it refuses these messages, or the tokenizer their text.
+        ValueError: the template is missing or refuses the messages, or the tokenizer refuses their text.
     """
     from mambacache.engine.text import render_chat
 
@@ -71,21 +71,23 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
         prompt = render_chat(llm.tokenizer, messages)
     except ImportError:
         raise
-    except Exception as error:  # the template is code of others
+    except Exception as error:
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     try:
         return list(llm.tokenizer.encode(prompt, add_special_tokens=False))
-    except Exception as error:  # such as a TypeError, for text that is no UTF-8
+    except Exception as error:  # a TypeError for invalid UTF-8
         raise ValueError(
             f"the messages cannot be encoded by the tokenizer ({type(error).__name__}: {error}): change them"
         ) from error
 
 
 def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> list[Asked]:
-    """Return the prompts of a file, one a line. Blank lines are left out. The lines are JSON objects if the first one
-    begins as such. A line that is no prompt has an error, and the others are read all the same."""
+    """Return a prompt for each line of a file, except blank lines.
+
+    The lines are JSON objects if the first begins with "{". An invalid line gives a prompt with an error.
+    """
     name = "standard input" if file == STDIN else file
-    text = _text(file).removeprefix("\ufeff")  # the mark that some editors put before a UTF-8 text
+    text = _text(file).removeprefix("\ufeff")  # a byte order mark
     lines = [(f"line {number} of {name}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     is_json = bool(lines) and lines[0][1].lstrip().startswith("{")
     asked = []
@@ -100,7 +102,7 @@ def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> lis
 
 
 def _text(file: str) -> str:
-    """Return a file's text. Bytes that are no UTF-8 become surrogates."""
+    """Return a file's text; invalid UTF-8 becomes surrogates."""
     if file != STDIN:
         return Path(file).read_text(encoding="utf-8", errors="surrogateescape")
     if isinstance(sys.stdin, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""The answers to one prompt, as they are generated."""
+"""Collect the answers to a prompt in its output."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """`params.n` requests on one prompt, and the output that is made of them.
+    """Hold the `params.n` requests for a prompt, and build their output.
 
     Args:
-        end_tokens: the model's own, which end an answer unless that ignores them.
-        tokenizer: None where there is no text.
-        seed: of the first answer's draws; the others count on from it.
-        text: of the prompt, if that was given.
+        end_tokens: end tokens of the model.
+        tokenizer: None if answers have no text.
+        seed: answer i draws with seed + i.
+        text: the prompt's text, if given.
     """
 
     def __init__(
@@ -38,17 +38,14 @@ class Answers:
         seed: int,
         text: str | None = None,
     ) -> None:
-        self.request_id = request_id
-        self.params = params
         stops = frozenset(params.stop_token_ids or ())
-        self._all_ends = stops | end_tokens
-        self._stops = stops if params.ignore_eos else stops - end_tokens
-        self._adjusts = params.adjusts(0)  # if not at first, then never
-        self._tallies: dict[int, Tally] = {}  # of the answers whose logits are adjusted
+        ends = stops if params.ignore_eos else stops | end_tokens
+        self._model_ends = end_tokens
+        self._adjusts = params.adjusts(0)  # if not at token 0, then never
+        self._tallies: dict[int, Tally] = {}
         self._submitted = time.perf_counter()
-        self._seeds = tuple(seed + i for i in range(params.n))
-        self._plain = [RowSampling(params, (seed,)) for seed in self._seeds]  # of nearly all rows
-        self._given = [0] * params.n  # characters of each text that were handed out
+        self._plain = [RowSampling(params, (seed + i,)) for i in range(params.n)]
+        self._given = [0] * params.n  # characters
         self._handed_out: list[tuple[int, str | None]] = [(0, None)] * params.n
         self._texts = [_detokenizer(tokenizer, params) for _ in range(params.n)] if tokenizer is not None else []
         self.requests = [
@@ -56,7 +53,7 @@ class Answers:
                 f"{request_id}/{i}" if i else request_id,
                 prompt,
                 params,
-                stops if params.ignore_eos else self._all_ends,
+                ends,
                 self._texts[i].completes_stop if self._texts else None,
             )
             for i in range(params.n)
@@ -73,36 +70,45 @@ class Answers:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
 
+    @property
+    def request_id(self) -> str:
+        return self.requests[0].request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.requests[0].params
+
     def sampling(self, step: SequenceStep) -> RowSampling:
-        """How a row of these requests is sampled: where the prompt ends, once for each answer."""
+        """Return how to sample a batch row: at the prompt's end, once for each answer."""
         index, siblings = self._index[step.request_id], self.requests[0].siblings
         if not (self._adjusts or siblings or step.prompt_logits):
             return self._plain[index]
         after = slice(step.start + 1, step.start + step.num_tokens + 1)
         targets = self.requests[0].prompt[after] if step.prompt_logits else ()
-        seeds = self._seeds if siblings else self._seeds[index : index + 1]
+        seeds = tuple(plain.seeds[0] for plain in self._plain) if siblings else self._plain[index].seeds
         return RowSampling(self.params, seeds, targets, self._adjustments(step, index))
 
     def _adjustments(self, step: SequenceStep, index: int) -> list[Adjustment]:
         if not step.samples:
             return []
-        answer, prompt = self.requests[index].output, self.output.prompt_token_ids
-        answered = step.start + step.num_tokens - len(step.drafts) - len(prompt)
-        if not self.params.adjusts(answered):
+        request, params = self.requests[index], self.params
+        answered = step.start + step.num_tokens - len(step.drafts) - len(request.prompt)
+        if not params.adjusts(answered):
             return []
         if index not in self._tallies:
-            self._tallies[index] = Tally(self.params, prompt, self._all_ends)
-        return self._tallies[index].after(answer, step.drafts, answered - len(answer), step.parents)
+            ends = self._model_ends.union(params.stop_token_ids or ())
+            self._tallies[index] = Tally(params, request.prompt, ends)
+        return self._tallies[index].after(request.output, step.drafts, answered - len(request.output), step.parents)
 
     def keep_logprobs(self, step: SequenceStep, row: RowOutput) -> None:
-        """Notes a row's log probabilities; those of tokens that turn out not to be taken are dropped by `refresh`."""
+        """Add a batch row's log probabilities; `refresh` drops the excess."""
         output = self.output
         if self.params.logprobs is None and output.prompt_logprobs is None:
             return
         if output.finished:
-            return  # by the step before, whose tokens were not read when this one was launched
-        if output.prompt_logprobs is not None and step.prompt_logits:  # a second time after a preemption
-            first = step.start + 1  # a row's logits are those of the tokens that follow
+            return  # this step was in flight at the end
+        if output.prompt_logprobs is not None and step.prompt_logits:
+            first = step.start + 1
             output.prompt_logprobs[first : first + step.num_tokens] = row.prompt_logprobs
         if self.params.logprobs is None:
             return
@@ -111,13 +117,12 @@ class Answers:
                 completion.logprobs = [entry]
         else:
             completion = output.outputs[self._index[step.request_id]]
-            assert completion.logprobs is not None, "log probabilities were asked for"
+            assert completion.logprobs is not None, "log probabilities were requested"
             if completion.finish_reason is None:
                 places = agreed(step, row.tokens) if step.drafts else range(len(row.logprobs))
                 completion.logprobs += [row.logprobs[place] for place in places]
 
     def refresh(self) -> None:
-        """Brings the output up to date with the requests."""
         output = self.output
         for i, completion in enumerate(output.outputs):
             if completion.finish_reason is None:
@@ -140,7 +145,7 @@ class Answers:
             text = self._texts[i]
             try:
                 if reason is FinishReason.STOP and self.params.include_stop_str_in_output:
-                    for position in range(text.count, len(request.output)):  # the stop token, which nobody read
+                    for position in range(text.count, len(request.output)):  # the scheduler passes no end token
                         text.completes_stop(position, request.output[position])
                 if reason is not None:
                     text.finish(len(request.output))
@@ -155,7 +160,9 @@ class Answers:
 
     def _stop_reason(self, i: int) -> str | int | None:
         last = self.requests[i].output[-1]
-        return last if last in self._stops else self._texts[i].stop if self._texts else None
+        if last in (self.params.stop_token_ids or ()) and (self.params.ignore_eos or last not in self._model_ends):
+            return last
+        return self._texts[i].stop if self._texts else None
 
     def _note_end(self) -> None:
         metrics = self.output.metrics
@@ -163,7 +170,7 @@ class Answers:
             metrics.finished_time = metrics.arrival_time + time.perf_counter() - self._submitted
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
-        """Ends the answers that go on, whatever becomes of their requests."""
+        """End all open answers, in the output only."""
         for completion in self.output.outputs:
             if completion.finish_reason is None:
                 completion.finish_reason, completion.error = reason, error
@@ -171,17 +178,17 @@ class Answers:
 
     @property
     def has_news(self) -> bool:
-        """Whether there is more than was handed out."""
+        """Return whether the output changed since it was handed out."""
         return self._progress() != self._handed_out
 
     def show(self) -> RequestOutput:
-        """The output, its deltas from when it was last handed out."""
+        """Return the output, with the deltas since it was handed out."""
         for given, completion in zip(self._given, self.output.outputs, strict=True):
             completion.delta = completion.text[given:]
         return self.output
 
     def hand_out(self) -> RequestOutput:
-        """The output, for the last time with these deltas."""
+        """Return the output, and start new deltas."""
         output = self.show()
         self._given, self._handed_out = [len(completion.text) for completion in output.outputs], self._progress()
         return output

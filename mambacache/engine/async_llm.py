@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine for asyncio, owned by one thread of its own."""
+"""Serve asyncio callers with an engine in a thread."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Consumer:
-    """Who reads the outputs of one request, and what is not read yet: one output at most, and the error after it."""
+    """Hold the unread output of a request, and the error after it."""
 
     loop: asyncio.AbstractEventLoop
-    request_id: str | None  # the caller's, or the engine's once it is in line
-    aborted: bool = False  # before it was in line
+    request_id: str | None
+    aborted: bool = False
     _output: RequestOutput | None = None
     _error: Exception | None = None
-    _news: asyncio.Event = field(default_factory=asyncio.Event)  # set while anything is unread
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def give(self, item: RequestOutput | Exception) -> bool:
-        """Leaves an output, or the error that ends them; False where nobody can read it, as the loop is closed."""
+        """Leave an output or error; return False if the event loop is closed."""
         with self._lock:
             wakes = self._output is None and self._error is None
             if isinstance(item, Exception):
@@ -55,46 +55,37 @@ class _Consumer:
         return not self.loop.is_closed()
 
     async def take(self) -> RequestOutput:
-        """The output that is unread, or the next one.
-
-        Raises:
-            Exception: it ended the outputs, and all of them are read.
-        """
+        """Return the next output, or raise the final error."""
         await self._news.wait()
         with self._lock:
             output, self._output = self._output, None
             if self._error is None:
                 self._news.clear()
         if output is None:
-            assert self._error is not None, "nobody is woken for nothing"
+            assert self._error is not None, "news without an output or error"
             raise self._error
         return output
 
 
 class AsyncLLM:
-    """Answers any number of prompts at once, each as its own stream.
+    """Answer many prompts at once, each as its own stream; see `LLM` for arguments and errors.
 
-    One thread owns the `LLM` and runs steps while there is work; a stream that is read more slowly gets the tokens of
-    several steps at once. Another thread encodes texts, with a tokenizer of its own, so that a long one holds up no
-    step. Loading blocks the caller. Use it as an asynchronous context manager, or await `close`.
-
-    Args:
-        model, draft, options: as of `LLM`, which raises the same errors.
+    A thread owns the `LLM`, and another encodes texts. Use `async with`, or await `close`.
     """
 
     def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
         self._llm = LLM(model, draft=draft, **options)
-        # Copies are made before the thread begins to use the engine's own tokenizer.
+        # Copy before the thread starts.
         self._tokenizer = deepcopy(self._llm.get_tokenizer())
         self._encoder = replace(self._llm.encoder, tokenizer=deepcopy(self._llm.get_tokenizer()))
         self._own_threads: set[threading.Thread] = set()
         self._texts = ThreadPoolExecutor(1, "mambacache texts", self._note_thread)
-        self._coming: set[_Consumer] = set()  # of requests that are not in line yet
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: close
-        self._consumers: dict[str, _Consumer] = {}  # by the id of their request; the thread's own
+        self._coming: set[_Consumer] = set()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None closes
+        self._consumers: dict[str, _Consumer] = {}  # the thread's own
         self._lock = threading.Lock()
         self._closed = False
-        self._cause: BaseException | None = None  # what broke the thread off
+        self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="mambacache", daemon=True)
         self._thread.start()
 
@@ -107,21 +98,19 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput]:
-        """Answers one prompt, with an output of its own after each step that added to it; `delta` is the new text.
+        """Answer a prompt; yield an output after each step that adds to it.
 
-        Who reads slowly gets what several steps added as one output: none of its text is left out. Whoever stops
-        reading, is cancelled, or whose event loop is closed, aborts the request.
+        A slow reader gets several steps as one output. The request is aborted if its reader stops or is cancelled.
 
         Raises:
             ValueError: see `LLM.submit`.
-            RuntimeError: the engine is closed, or was while the answer went on, and `__cause__` is what broke it off if
-                anything did; or the device has failed.
-            Exception: from a step that failed as a whole, in a copy for each reader.
+            RuntimeError: the engine closed (see `__cause__`), or the device failed.
+            Exception: a step failed as a whole.
         """
         in_line = self._texts if _is_text(prompt) else None
         return self._answers(lambda: self._encoder(prompt, sampling_params), in_line, request_id)
 
-    stream = generate  # as LLM calls it
+    stream = generate
 
     def chat(
         self,
@@ -130,11 +119,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Answers one conversation, rendered by the tokenizer's chat template, as `generate` answers a prompt.
-
-        Raises:
-            ValueError, RuntimeError, Exception: see `generate` and `LLM.chat`.
-        """
+        """Answer a conversation; see `generate` and `LLM.chat`."""
 
         def encode() -> Encoded:
             [prompt] = self._encoder.render([messages], **template_options)
@@ -143,27 +128,26 @@ class AsyncLLM:
         return self._answers(encode, self._texts, request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request. Its reader gets a last output with the finish reason "abort". Blocks that it committed stay
-        cached. An unknown id is ignored: its request may have ended."""
+        """End a request with a last output. An unknown id is ignored."""
         await self._ask(lambda: self._end(request_id))
 
     async def stats(self) -> CacheStats:
-        """As of `LLM.stats`."""
+        """Return `LLM.stats`."""
         return await self._ask(lambda: self._llm.stats)
 
     async def reset_prefix_cache(self) -> None:
-        """As of `LLM.reset_prefix_cache`."""
+        """Call `LLM.reset_prefix_cache`."""
         await self._ask(self._llm.reset_prefix_cache)
 
     def get_tokenizer(self) -> Any:
-        """As of `LLM.get_tokenizer`; a copy, as the engine's own is in use by its thread."""
+        """Return a copy of the tokenizer, or None."""
         return self._tokenizer
 
     async def close(self) -> None:
-        """Ends all requests, whose readers get a RuntimeError, and the thread; gives the memory back.
+        """End all requests with a RuntimeError, and free the memory.
 
         Raises:
-            RuntimeError: it is called out of this engine's own tokenizer or draft source.
+            RuntimeError: a tokenizer or draft source of this engine calls.
         """
         self._check_thread()
         with self._lock:
@@ -175,7 +159,6 @@ class AsyncLLM:
     async def _answers(
         self, encode: Callable[[], Encoded], in_line: ThreadPoolExecutor | None, request_id: str | None
     ) -> AsyncGenerator[RequestOutput]:
-        """Answer a prompt that `encode` makes in a thread: in line with other texts, or of asyncio's own."""
         consumer = _Consumer(asyncio.get_running_loop(), request_id)
         try:
             encoded = await self._encoded(consumer, encode, in_line)
@@ -187,14 +170,14 @@ class AsyncLLM:
                     return
         finally:
             self._coming.discard(consumer)
-            with suppress(RuntimeError):  # closed: its request has ended
+            with suppress(RuntimeError):  # closed
                 self._tell(lambda: self._abort(consumer))
 
     async def _encoded(
         self, consumer: _Consumer, encode: Callable[[], Encoded], in_line: ThreadPoolExecutor | None
     ) -> Encoded:
         self._check_thread()
-        with self._lock:  # nothing comes after the threads have ended
+        with self._lock:
             self._check_open()
             self._coming.add(consumer)
             future = consumer.loop.run_in_executor(in_line, self._encode, encode)
@@ -207,14 +190,14 @@ class AsyncLLM:
             return encode()
         except Exception:
             raise
-        except BaseException as error:  # it would end the event loop of the reader
+        except BaseException as error:  # would end the event loop
             raise ValueError(
                 f"the prompt cannot be encoded ({type(error).__name__}: {error}): change it, or give token ids"
             ) from error
 
     def _tell(self, command: Callable[[], None]) -> None:
         self._check_thread()
-        with self._lock:  # nothing comes after the command that closes
+        with self._lock:  # the close stays the last command
             self._check_open()
             self._commands.put(command)
 
@@ -225,7 +208,7 @@ class AsyncLLM:
             raise RuntimeError(GONE)
 
     def _check_thread(self) -> None:
-        """Whoever waits for a thread inside of it, in an event loop of its own, would wait for ever."""
+        """Raise in own threads, which would wait for themselves."""
         if threading.current_thread() in self._own_threads:
             raise RuntimeError(INSIDE)
 
@@ -250,7 +233,7 @@ class AsyncLLM:
         self._tell(answer)
         return await asyncio.wrap_future(future)
 
-    # --- in the thread ---
+    # --- thread ---
 
     def _work(self) -> None:
         self._note_thread()
@@ -268,12 +251,12 @@ class AsyncLLM:
                 self._end_all(self._closed_error)
                 self._llm.close()
             finally:
-                while not self._commands.empty():  # only where it was broken off: each is told that it is closed
+                while not self._commands.empty():  # tell each caller of the close
                     if (command := self._commands.get()) is not None:
                         command()
 
     def _run_commands(self) -> bool:
-        """Does what was asked for, and waits for more while there is no request; False when it is to close."""
+        """Run commands, and wait while no request is left; return False to close."""
         while True:
             try:
                 command = self._commands.get(block=self._llm.idle)
@@ -288,7 +271,7 @@ class AsyncLLM:
         try:
             for output in self._llm.step():
                 consumer = self._consumers.get(output.request_id)
-                if consumer is None or not consumer.give(_snapshot(output)):  # None: an abort of it has failed
+                if consumer is None or not consumer.give(_snapshot(output)):  # None: its abort failed
                     unread.append(output.request_id)
                 elif output.finished:
                     del self._consumers[output.request_id]
@@ -301,12 +284,12 @@ class AsyncLLM:
     def _submit(self, consumer: _Consumer, encoded: Encoded) -> None:
         self._coming.discard(consumer)
         try:
-            if self._closed:  # the engine may not be, if closing it failed
+            if self._closed:  # the engine is open if its close failed
                 raise self._closed_error()
             consumer.request_id = self._llm.submit(encoded, request_id=consumer.request_id)
         except Exception as error:
             consumer.give(error)
-        except BaseException as error:  # it goes on to end the thread, which does not know this reader
+        except BaseException as error:  # ends the thread, so tell this reader
             self._cause = error
             consumer.give(self._closed_error())
             raise
@@ -317,7 +300,7 @@ class AsyncLLM:
 
     def _abort(self, consumer: _Consumer) -> None:
         request_id = consumer.request_id
-        if request_id is not None and self._consumers.get(request_id) is consumer:  # else it has ended
+        if request_id is not None and self._consumers.get(request_id) is consumer:
             del self._consumers[request_id]
             self._llm.abort(request_id)
 
@@ -332,7 +315,7 @@ class AsyncLLM:
             consumer.give(_snapshot(answers.hand_out()))
 
     def _end_all(self, make_error: Callable[[], Exception]) -> None:
-        """Gives each reader an error, and only then aborts: whatever that raises, nobody waits."""
+        """Give each reader an error before an abort can fail."""
         ended, self._consumers = self._consumers, {}
         for consumer in ended.values():
             consumer.give(make_error())
@@ -342,29 +325,27 @@ class AsyncLLM:
 
 
 def _is_text(prompt: Prompt) -> bool:
-    """Return whether a prompt is for the tokenizer."""
     return isinstance(prompt, str) or (isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt)
 
 
 def _own(error: Exception) -> Exception:
-    """A copy for one reader of several: whoever raises an exception writes a traceback into it."""
+    """Copy an error, as each raise changes its traceback."""
     try:
         own = copy(error)
-    except Exception:  # its class is not called with its `args`
+    except Exception:
         own = RuntimeError(f"{type(error).__name__}: {error}")
     own.__cause__ = error
     return own
 
 
 def _joined(unread: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """The newer output, with the text of both as new."""
+    """Add unread deltas to the newer output."""
     for before, completion in zip(unread.outputs, newer.outputs, strict=True):
         completion.delta = before.delta + completion.delta
     return newer
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:
-    """A copy for another thread: the engine goes on to change its own."""
     outputs = [
         replace(each, token_ids=list(each.token_ids), logprobs=None if each.logprobs is None else list(each.logprobs))
         for each in output.outputs

@@ -1,4 +1,4 @@
-"""What a checkpoint brings beside its weights."""
+"""Read a checkpoint's tokenizer, end tokens and default sampling."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ GENERATION_SETTINGS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""What transformers calls the settings of a `generation_config.json`, and what `SamplingParams` does."""
+"""Names in `generation_config.json`, and in `SamplingParams`."""
 
 
 def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | None) -> Any:
-    """A tokenizer, or None where the checkpoint has none: prompts are then token ids, and answers have no text.
+    """Load a tokenizer; return None if the checkpoint has none.
 
     Args:
-        given: another one than the checkpoint's own; its revision is the newest.
+        given: directory or Hub id of another tokenizer, at its newest revision.
 
     Raises:
-        ValueError: the one that was given cannot be loaded.
+        ValueError: `given` cannot be loaded.
     """
     own, problem, reason = given is None, "has no tokenizer that can be loaded", "it holds none"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model if own else given, revision=revision if own else None)
         if not _is_empty(tokenizer):
-            tokenizer.clean_up_tokenization_spaces = False  # it takes back text that answers have shown
+            tokenizer.clean_up_tokenization_spaces = False  # cleaning changes text already shown
             return tokenizer
     except ImportError:
         raise
-    except OSError as error:  # there is none, or the Hub does not answer
+    except OSError as error:
         reason = str(error).partition("\n")[0]
     except Exception as error:
-        if type(error) is not ValueError:  # with which, too, transformers finds none
+        if type(error) is not ValueError:  # transformers raises ValueError too if files are missing
             problem = f"has a damaged tokenizer ({type(error).__name__}: {' '.join(str(error).split())})"
     if not own:
         raise ValueError(
@@ -52,12 +52,11 @@ def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | 
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """Without its files transformers makes up one that knows special tokens alone."""
+    """Detect the tokenizer of special tokens only that transformers makes without files."""
     return len(tokenizer) <= len(set(tokenizer.all_special_ids))
 
 
 def end_tokens(module: Any) -> frozenset[int]:
-    """The tokens with which the model ends an answer."""
     generation = getattr(module, "generation_config", None)
     for config in (generation, module.config):
         end = getattr(config, "eos_token_id", None)
@@ -67,9 +66,9 @@ def end_tokens(module: Any) -> frozenset[int]:
 
 
 def default_sampling(module: Any) -> SamplingParams:
-    """The sampling that the checkpoint's `generation_config.json` asks for; the rest as in `SamplingParams`.
+    """Return the sampling of `generation_config.json`, with defaults for the rest.
 
-    Where it says not to sample, answers are greedy, whatever its temperature.
+    `do_sample: false` means greedy, at any temperature.
     """
     generation = getattr(module, "generation_config", None)
     asked = generation.to_diff_dict() if generation is not None else {}

@@ -1,4 +1,4 @@
-"""Ctrl-C while an engine works: the first waits until no step is under way, the second does not."""
+"""Delay the first Ctrl-C until no step is under way."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Self
 
 
 class Interrupts:
-    """As a context manager it counts Ctrl-C in the main thread, unless the host has a handler of its own there.
+    """Count Ctrl-C in the main thread, unless the host has its own handler.
 
-    The first is raised by `check`, or at the end of the context. The second is raised at once.
+    `check` or the end of the context raises the first. The second is raised at once.
     """
 
     def __init__(self) -> None:
@@ -31,11 +31,7 @@ class Interrupts:
             self.check()
 
     def check(self) -> None:
-        """Raise a Ctrl-C that came.
-
-        Raises:
-            KeyboardInterrupt: it came since the context began.
-        """
+        """Raise KeyboardInterrupt if Ctrl-C came."""
         if self.count:
             raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""`LLM`: a model, its caches and a scheduler, on one device."""
+"""Generate text with a model on one device."""
 
 from __future__ import annotations
 
@@ -24,27 +24,24 @@ from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftFunction
 
 OWN_ID = re.compile(r"request-(\d{1,18})(?:/|$)")
-"""What the ids look like that requests get which bring none, and their further answers."""
+"""Ids given to requests without an id, and to their further answers."""
 
 
 class LLM:
-    """Generates text with a Hugging Face checkpoint; prompts that begin alike are computed once.
+    """Generate text with a Hugging Face checkpoint, computing shared prefixes once.
 
-    It takes one caller at a time: a call from a second thread, or out of a tokenizer or a draft source while another
-    call is under way, raises a RuntimeError at once and disturbs nothing. Streams that take turns are no such calls.
-    Ctrl-C ends a call after the step that runs, and a second Ctrl-C closes the engine. A host's own handler stays.
-    As a context manager it closes itself. Python's garbage collector leaves out from then on what was there when one is
-    made (`gc.freeze`), as modules: going through that held up steps.
+    A call during another call raises a RuntimeError and changes nothing; streams may take turns. Ctrl-C ends a call
+    after the running step, and a second Ctrl-C closes the engine, unless the host has its own handler. Construction
+    calls `gc.freeze`.
 
     Args:
         model: directory of a checkpoint, or a Hub id.
-        draft: proposes tokens that may follow a request's known ones, or a `DraftTree` of them, to be verified in one
-            step; needs `max_draft_tokens`.
-        options: see `EngineConfig`; and those of vLLM that change nothing here, as `tensor_parallel_size=1`.
+        draft: proposes a request's next tokens, or a `DraftTree`; needs `max_draft_tokens`.
+        options: see `EngineConfig`. Options of vLLM, as `swap_space`, log a warning.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
+        TypeError: an option is unknown.
+        ValueError: an option's value, the model's type or its weights cannot work.
     """
 
     def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
@@ -65,8 +62,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Ends all requests with "abort" and gives the memory of model and pools back. Later calls but this one raise a
-        RuntimeError.
+        """End all requests with "abort", and free the memory.
 
         Raises:
             RuntimeError: another call is inside this engine.
@@ -74,9 +70,9 @@ class LLM:
         try:
             if not self._step_loop.closed:
                 self._close()
-        finally:  # files may take a while to be written, and be interrupted
+        finally:
             vars(self).pop("runner", None)
-        with suppress(RuntimeError):  # of a device that has failed: whoever closes may be handling that error
+        with suppress(RuntimeError):  # a failed device
             torch.cuda.empty_cache()
 
     @alone
@@ -84,14 +80,12 @@ class LLM:
         self._step_loop.close()
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, of transformers; None where the checkpoint has none."""
+        """Return the tokenizer; None if the checkpoint has none."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How prompts are sampled that come without parameters: as the checkpoint's generation_config.json says."""
+        """Return the default parameters, from generation_config.json."""
         return self.encoder.default
-
-    # --- one call for all ---
 
     @alone
     def generate(
@@ -101,21 +95,22 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answers prompts, in their order.
+        """Answer prompts, in their order.
 
         Args:
-            prompts: one, or a list of them: texts, token ids, {"prompt": text}, {"prompt_token_ids": token ids}, or
-                what `encoder` gave.
-            sampling_params: for all, or one for each prompt; None for `get_default_sampling_params`.
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": token ids} or `Encoded`; or a list.
+            sampling_params: for all prompts, or a list; None for `get_default_sampling_params`.
 
         Raises:
-            ValueError: see `submit`; nothing is generated then, and the message says which prompt it is.
-            RuntimeError: see `submit`; or nothing can run although requests are left.
+            ValueError: see `submit`; nothing is generated.
+            RuntimeError: see `submit`; or requests are left and nothing can run.
         """
         every, names = listed(prompts)
         each = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params] * len(every)
         if len(each) != len(every):
-            raise ValueError(f"{len(every)} prompts came with {len(each)} sampling_params: give one, or one for each")
+            raise ValueError(
+                f"{len(every)} prompts came with {len(each)} sampling_params: give SamplingParams, or a list"
+            )
         asked = [self._prepare(*of_one) for of_one in zip(every, each, names, strict=True)]
         try:
             for answers in asked:
@@ -132,14 +127,12 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answers conversations (lists of {"role", "content"}), rendered by the tokenizer's chat template.
+        """Answer conversations (lists of {"role", "content"}), rendered by the tokenizer's chat template.
 
-        Warns when the template renders earlier turns otherwise than when they were answered: their states are then of
-        no use, however much is cached.
+        Warn if the template rewrites earlier turns, which prevents prefix hits.
 
         Raises:
-            ValueError, RuntimeError: see `generate`; or there is no chat template, or it fails, and the message says
-                for which conversation.
+            ValueError, RuntimeError: see `generate`; or the chat template is missing or fails.
         """
         if not isinstance(messages, list | tuple):
             raise ValueError(f"messages is {messages!r}: give a list of messages, or a list of such lists")
@@ -149,10 +142,9 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answers one prompt, with an output after each step that added to it; `delta` is the new text.
+        """Answer a prompt; yield an output after each step that adds to it.
 
-        Several streams may take turns, and other requests be run meanwhile: every step brings on all of them. The
-        stream ends early if its request is aborted.
+        Every step advances all requests. The stream ends early if its request is aborted.
         """
         asked: list[Answers] = []
         try:
@@ -161,20 +153,17 @@ class LLM:
                 yield output
         finally:
             self._step_loop.abandoned.extend(asked)
-            with suppress(RuntimeError):  # a collector may close a stream in the midst of a call, which ends it then
+            with suppress(RuntimeError):  # a garbage collection during a call
                 self._tidy()
-
-    # --- step by step ---
 
     @alone
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Puts a prompt in line; gives the id under which `step` reports it.
+        """Put a prompt in line, and return the id of its outputs.
 
         Raises:
-            ValueError: the prompt has none of the forms that `generate` takes, is empty, too long for the model or the
-                KV pool, or holds tokens out of the vocabulary; or text is wanted and there is no tokenizer.
+            ValueError: the prompt, parameters or id are not accepted.
             RuntimeError: the device has failed; or another call is inside this engine.
         """
         answers = self._prepare(prompt, sampling_params, "the prompt", request_id)
@@ -183,50 +172,45 @@ class LLM:
 
     @alone
     def step(self) -> list[RequestOutput]:
-        """Takes the tokens of one step; on a GPU the next one runs by then.
+        """Take the tokens of one step, while the next runs on a GPU.
 
         Returns:
-            The outputs that have grown or ended since they were last given, the same objects each time, brought up to
-            date. There may be none although requests are under way: `idle` tells when all have ended.
+            The outputs that grew or ended. A request keeps its object.
 
         Raises:
-            RuntimeError: the device has failed; nothing can run although requests are left; or another call is inside
-                this engine.
+            RuntimeError: see `submit`; or requests are left and nothing can run.
         """
         self._step_loop.advance()
         return self._step_loop.give()
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended and its output was given."""
+        """Return whether all requests ended and their outputs were given."""
         return self._step_loop.idle
 
     @alone
     def abort(self, request_id: str) -> None:
-        """Ends a request; what it committed stays cached. An unknown id is ignored: it may have ended."""
+        """End a request. An unknown id is ignored."""
         answers = self._step_loop.answers.get(request_id)
         if answers is not None:
             self._step_loop.abandoned.append(answers)
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Drop all cached states and pages, as after a change of weights. Running requests keep theirs.
+        """Drop all cached states and pages, except of running requests.
 
-        Weights must change in place: CUDA graphs hold their addresses.
+        Change weights in place: CUDA graphs hold addresses.
         """
         self.cache.reset()
 
     @property
     def stats(self) -> CacheStats:
-        """Totals of hits, losses by reason, and blocks, since the engine was made; it prints as a table."""
+        """Return totals of hits, losses and blocks."""
         return self.cache.stats
-
-    # --- inside ---
 
     def _prepare(
         self, prompt: Prompt, params: SamplingParams | None, name: str, request_id: str | None = None
     ) -> Answers:
-        """The answers that a prompt asks for; they are not in line yet."""
         self._step_loop.interrupts.check()
         encoded = self.encoder(prompt, params, name)
         seed = self._rng.getrandbits(63) if encoded.params.seed is None else encoded.params.seed
@@ -244,7 +228,6 @@ class LLM:
         return answers
 
     def _id(self, given: str | None) -> str:
-        """A request's id: the caller's, or one of our own that no caller has given before."""
         if given is None:
             self._next_id += 1
             return f"request-{self._next_id - 1}"
@@ -283,4 +266,4 @@ class LLM:
 
     @alone
     def _tidy(self) -> None:
-        """Does what every call begins and ends with."""
+        """Let `alone` abort abandoned requests."""

@@ -1,7 +1,8 @@
-"""What `LLM` takes beside a model: its own options, and those of vLLM that change nothing here."""
+"""Define the options of `LLM`."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any, TypedDict
 
 from mambacache.config import EngineConfig
 
+logger = logging.getLogger(__name__)
+
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of `EngineConfig` but the model, for type checkers."""
+    """List the fields of `EngineConfig` except the model, for type checkers."""
 
     tokenizer: str | Path | None
     revision: str | None
@@ -41,8 +44,8 @@ class EngineOptions(TypedDict, total=False):
     seed: int | None
 
 
-class Options(EngineOptions, total=False):
-    """All that `LLM` takes: see `EngineConfig`, and `HARMLESS` and `UNUSED` for the rest."""
+class VllmOptions(TypedDict, total=False):
+    """List the options of vLLM that are accepted without effect."""
 
     trust_remote_code: bool
     tensor_parallel_size: int
@@ -60,44 +63,30 @@ class Options(EngineOptions, total=False):
     kv_cache_dtype: str
 
 
-HARMLESS: Mapping[str, tuple[Any, ...]] = {
-    "trust_remote_code": (False,),
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "cpu_offload_gb": (0,),
-    "disable_log_stats": (True, False),
-    "disable_custom_all_reduce": (True, False),
-    "enable_chunked_prefill": (True,),
-    "enable_lora": (False,),
-    "quantization": (),
-    "tokenizer_mode": ("auto",),
-    "load_format": ("auto", "safetensors"),
-    "kv_cache_dtype": ("auto",),
-}
-"""Options of vLLM, and the values for which this engine does what they ask; None always is one."""
+class Options(EngineOptions, VllmOptions, total=False):
+    """List the keyword arguments of `LLM`."""
 
-UNUSED = ("swap_space",)
-"""Options of vLLM that may have any value: they size what this engine does not do, such as swapping."""
+
+NO_EFFECT = frozenset(VllmOptions.__annotations__)
+"""A warning names each given option of this table as without effect."""
 
 
 def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of an engine.
+    """Return the configuration, and warn of options in `NO_EFFECT`.
 
     Raises:
-        TypeError: an unknown option.
-        ValueError: a value is none, or asks for what vLLM alone can do.
+        TypeError: an option is unknown.
+        ValueError: a value is invalid.
     """
     known = [option.name for option in fields(EngineConfig)][1:]
     for name, value in options.items():
-        if name in known or name in UNUSED:
-            continue
-        if name not in HARMLESS:
-            raise TypeError(f"LLM has no option {name!r}: choose from {', '.join(known)}")
-        if value is not None and value not in HARMLESS[name]:
-            takes = " or ".join(map(repr, HARMLESS[name] or [None]))
-            raise ValueError(
-                f"{name} is {value!r} and this engine takes {takes}: for more use the vLLM plugin, "
-                "MAMBACACHE=1 vllm serve"
+        if name in NO_EFFECT:
+            logger.warning(
+                "%s=%r is an option of vLLM and has no effect here: remove it, or use the vLLM plugin, "
+                "MAMBACACHE=1 vllm serve",
+                name,
+                value,
             )
+        elif name not in known:
+            raise TypeError(f"LLM has no option {name!r}: choose from {', '.join(known)}")
     return EngineConfig(model, **{name: value for name, value in options.items() if name in known})

@@ -1,4 +1,4 @@
-"""What an engine gives back."""
+"""Define the outputs of an engine."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass, field
 from mambacache.report import RequestReport
 
 Logprobs = dict[int, float]
-"""Log probabilities after one position, by token id: the token that stands or was sampled there comes first."""
+"""Log probabilities at a position, by token id; the position's own token comes first."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """One answer so far. `delta` is the text added since the request's last output; `text` holds all of it.
+    """Hold an answer so far.
 
     Attributes:
-        finish_reason: None while the answer goes on; then "stop", "length", "abort" or "error" (see `error`).
-        stop_reason: the stop string, or the token of `stop_token_ids`, that ended it; None for the model's own end
-            tokens and for other reasons.
-        logprobs: one entry for each token, if asked for.
-        num_draft_tokens: guesses that were verified with other tokens of the answer, in the same steps.
-        num_accepted_tokens: those that were right.
+        delta: text added since the last output.
+        finish_reason: "stop", "length", "abort" or "error"; None before the end.
+        stop_reason: the stop string or token that ended the answer.
+        logprobs: an entry for each token, if requested.
+        num_draft_tokens: verified draft tokens.
     """
 
     index: int
@@ -36,13 +35,13 @@ class Completion:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' log probabilities; None unless they were asked for."""
+        """Return the sum of the tokens' log probabilities."""
         return None if self.logprobs is None else sum(next(iter(entry.values())) for entry in self.logprobs)
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When it happened, in seconds since the epoch; None for what has not."""
+    """Hold times in seconds since the epoch; None before the event."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -51,13 +50,13 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's answers so far.
+    """Hold a request's answers so far.
 
     Attributes:
-        prompt: its text, if that was given.
-        time_to_first_token: seconds from submission to the first token; None before it.
-        cache: what was reused of the prompt, and why not more; None before the request first ran.
-        prompt_logprobs: one entry for each prompt token, if asked for; None for the first, before which nothing stands.
+        prompt: the text, if given.
+        time_to_first_token: seconds from submission.
+        cache: the prefix hit and the losses; None before the request first ran.
+        prompt_logprobs: an entry for each prompt token, if requested; None for the first.
     """
 
     request_id: str
@@ -71,7 +70,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """Prompt tokens that were not computed; None before the request first ran."""
+        """Return the prompt tokens of the prefix hit."""
         return None if self.cache is None else self.cache.hit
 
     @property

@@ -1,4 +1,4 @@
-"""The parts of an engine; what its options ask for is checked in full before any weights are loaded."""
+"""Build the parts of an engine; check all options before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an `LLM`."""
+    """Hold the parts of an `LLM`."""
 
     sizes: Sizes
     cache: PrefixCache
@@ -59,12 +59,8 @@ class Parts:
 
 
 def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
-    """Load a model, and make its pools and its scheduler.
-
-    Raises:
-        ValueError: an option's value, the model's type or its weights cannot work; the message says what to change.
-    """
-    with ExitStack() as undone:  # what fails gives the directory back, however long its exception is kept
+    """Load a model, and make its pools and scheduler; see `LLM` for errors."""
+    with ExitStack() as undone:
         parts = _build(config, draft, undone)
         undone.pop_all()
     return parts
@@ -93,11 +89,11 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
     directory = _directory(config, sizes, undone)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
     del skeleton
-    # What was imported lives on anyway; to look through it holds up steps for tenths of a second, again and again.
+    # Collections over all modules would delay steps.
     gc.collect()
     gc.freeze()
     atexit.unregister(gc.unfreeze)
-    atexit.register(gc.unfreeze)  # extensions look at exit for what was never collected
+    atexit.register(gc.unfreeze)  # extensions check for leaks at exit
 
     model = load_model(config.model, config.dtype, device, config.revision)
     usable = usable_memory(config, weight_bytes(model), total_memory(device), free_memory(device))
@@ -122,7 +118,7 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
 
 
 def _runner(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> ModelRunner:
-    """Return the model with its pools. On a GPU its kernels are compiled and its graphs captured."""
+    """Make the runner; on a GPU, compile kernels and capture graphs."""
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
     if config.speculative:
         runner.draft(sizes.max_model_len, config.max_draft_tokens, config.block_size)
@@ -139,7 +135,6 @@ def _runner(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> Mo
 def _pools(
     config: EngineConfig, model: Model, sizes: Sizes, device: str
 ) -> tuple[StatePool, StatePool, StatePool | None]:
-    """Of states, of token logs, and of KV pages."""
     dtype, size = getattr(torch, config.state_dtype), config.block_size
     layers, logs = model.state_layers(dtype), StatePool(model.log_layers(dtype), sizes.max_num_seqs, device)
     if sizes.slab is not None:
@@ -177,10 +172,10 @@ def _check_host_memory(sizes: Sizes) -> None:
 
 
 def _directory(config: EngineConfig, sizes: Sizes, undone: ExitStack) -> Directory | None:
-    """That of the files; none, with a line in the log, where it cannot be used or nothing is cached.
+    """Open `disk_cache_dir`; warn and return None if it is unusable or nothing is cached.
 
     Raises:
-        ValueError: another engine has it, or its files would hold nothing.
+        ValueError: another engine uses the directory, or `disk_cache_bytes` is too small.
     """
     if config.disk_cache_dir is None:
         return None
@@ -205,7 +200,6 @@ def _directory(config: EngineConfig, sizes: Sizes, undone: ExitStack) -> Directo
 def _disk_tier(
     config: EngineConfig, model: Model, device: torch.device, directory: Directory | None, undone: ExitStack
 ) -> DiskTier | None:
-    """What is in the directory, for this very model."""
     if directory is None:
         return None
     try:
@@ -213,12 +207,11 @@ def _disk_tier(
     except OSError as error:
         logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
         return None
-    undone.callback(files.close)  # before the directory is: nothing may be deleted later
+    undone.callback(files.close)  # before the directory closes: nothing may be deleted later
     return files
 
 
 def _host_tier(sizes: Sizes, runner: ModelRunner, files: DiskTier | None) -> HostTier | None:
-    """The host's memory for what the runner's pools have no room for."""
     if not sizes.num_host_states:
         return None
     pools = [pool for pool in (runner.states, runner.pages) if pool is not None]
@@ -239,7 +232,7 @@ def _warn_of_small_steps(config: EngineConfig, sizes: Sizes) -> None:
 
 @contextmanager
 def _warnings_wait() -> Iterator[None]:
-    """What is warned of while memory is planned will be so again when the weights are there."""
+    """Suppress warnings that repeat after the weights are loaded."""
     sizing.logger.disabled = True
     try:
         yield

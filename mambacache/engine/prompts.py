@@ -1,4 +1,4 @@
-"""What users write as prompts, and the token ids that they stand for."""
+"""Turn prompts into token ids, and check them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mambacache.field_types import is_integer
 
 TokenIds = Sequence[int] | np.ndarray | torch.Tensor
 Prompt = Union[str, TokenIds, Mapping[str, Any], "Encoded"]
-"""A text; token ids, in one dimension; {"prompt": text}; {"prompt_token_ids": token ids}; or an `Encoded`."""
+"""A text; token ids of shape [n]; {"prompt": text}; {"prompt_token_ids": token ids}; or an `Encoded`."""
 
 Messages = Sequence[dict[str, Any]]
-"""A conversation: {"role": ..., "content": ...} for each message."""
+"""A conversation, with {"role": ..., "content": ...} for each message."""
 
 FORMS = "a text, token ids, {'prompt': text} or {'prompt_token_ids': token ids}"
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequence[str]]:
-    """One prompt or a list of them as a list, and how errors call each. A list that begins with a number is one."""
+    """Return a list of prompts, and their names in errors."""
     if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Number)):
         return prompts, [f"prompt {i}" for i in range(len(prompts))]
     return [prompts], ["the prompt"]  # type: ignore[list-item]
@@ -37,14 +37,12 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequen
 
 @dataclass(frozen=True)
 class Limits:
-    """What an engine can take.
+    """Check prompts and parameters against the limits of an engine.
 
     Args:
-        model: its name in errors.
-        vocab_size: token ids are below it.
-        max_model_len: tokens of prompt and answer that the model takes together.
-        kv_tokens: that the KV pool holds; 0 where there is none.
-        max_logprobs: the largest number that `logprobs` and `prompt_logprobs` may have; -1 for no limit.
+        max_model_len: tokens of prompt and answer.
+        kv_tokens: tokens in the KV pool; 0 without.
+        max_logprobs: -1 for no limit.
     """
 
     model: str
@@ -54,14 +52,10 @@ class Limits:
     max_logprobs: int
 
     def tokens_of(self, prompt: Prompt, name: str, tokenizer: Tokenizer | None) -> list[int]:
-        """The token ids of a prompt.
-
-        Args:
-            name: of the prompt in errors.
-            tokenizer: None where prompts are token ids.
+        """Return the token ids of a prompt; errors call it `name`.
 
         Raises:
-            ValueError: it has none of the forms, is empty, or holds what is no token.
+            ValueError: the prompt has another form, is empty, or holds invalid tokens.
         """
         given = _of_mapping(prompt, name) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
@@ -85,13 +79,10 @@ class Limits:
         return tokens
 
     def fit(self, params: SamplingParams, num_tokens: int, name: str, clip: bool = False) -> SamplingParams:
-        """The parameters for a prompt of so many tokens: where the answer had no limit, it has one.
-
-        Args:
-            clip: whether an answer's limit is lowered to what there is room for, since the caller did not name it.
+        """Check parameters, and limit the answer; `clip` lowers `max_tokens` to the room left.
 
         Raises:
-            ValueError: they are none, or prompt and answer are too long together.
+            ValueError: `params` is invalid here, or prompt and answer are too long.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"the parameters of {name} are of type {type(params).__name__}: give SamplingParams")
@@ -108,9 +99,9 @@ class Limits:
                     "most: lower it, or raise the engine's max_logprobs"
                 )
         if params.top_k >= self.vocab_size:
-            params = replace(params, top_k=0)  # cuts nothing off
+            params = replace(params, top_k=0)
         stops = tuple(token for token in params.stop_token_ids or () if 0 <= token < self.vocab_size)
-        if stops != params.stop_token_ids:  # the others never come
+        if stops != params.stop_token_ids:
             params = replace(params, stop_token_ids=stops)
         if params.max_tokens == NO_LIMIT or clip:
             room = max(min(self.max_model_len, self.kv_tokens or self.max_model_len) - num_tokens, 1)
@@ -135,13 +126,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt that an engine accepts.
-
-    Attributes:
-        tokens: its token ids.
-        params: its parameters, with a limit to the answer's length.
-        text: None unless it was given as a text.
-    """
+    """Hold a prompt that an engine accepts."""
 
     tokens: list[int]
     params: SamplingParams
@@ -150,13 +135,12 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes prompts ready for an engine, and changes nothing in it: any thread may have an encoder.
+    """Prepare prompts for an engine, in any thread.
 
     Args:
-        limits: of the engine.
-        tokenizer: None where prompts are token ids; for one thread at a time.
-        default: the parameters of prompts that come without any.
-        caches: whether requests may read and store cached states.
+        tokenizer: for a single thread, or None.
+        default: parameters for prompts without any.
+        caches: whether requests may use the cache.
     """
 
     limits: Limits
@@ -165,14 +149,10 @@ class Encoder:
     caches: bool
 
     def __call__(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "the prompt") -> Encoded:
-        """Return the prompt, encoded and checked.
-
-        Args:
-            params: None for the default ones, or for those of an `Encoded`.
-            name: of the prompt in errors.
+        """Return the prompt, encoded and checked; `params` must be None for an `Encoded`.
 
         Raises:
-            ValueError: the engine cannot take the prompt or its parameters; the message says what to change.
+            ValueError: the engine cannot take the prompt or its parameters.
         """
         if isinstance(prompt, Encoded):
             if params is not None:
@@ -189,27 +169,25 @@ class Encoder:
         return Encoded(tokens, fitted, text if isinstance(text, str) else None)
 
     def render(self, conversations: Sequence[Messages], **options: Any) -> list[dict[str, Any]]:
-        """Return the prompts of conversations, rendered by the tokenizer's chat template with these options.
-
-        Warns where the template changes earlier turns.
+        """Render conversations, and warn if the chat template rewrites earlier turns.
 
         Raises:
-            ValueError: there is no chat template, or it refuses a conversation; the message says which.
+            ValueError: the chat template is missing or fails.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.limits.model} has no chat template: use generate with prompts of your own")
         prompts, rewritten = chat_prompts(self.tokenizer, conversations, **options)
         if rewritten:
             warnings.warn(
-                "the chat template rewrites earlier turns, so that only what comes before them can be reused: keep "
-                "them as they were answered, or use a template that does",
+                "the chat template rewrites earlier turns, so prefix hits end before them: keep the turns as they were "
+                "answered, or use a template that does",
                 stacklevel=3,
             )
         return prompts
 
 
 def _of_mapping(prompt: Mapping[str, Any], name: str) -> Any:
-    """What stands in {"prompt": ...} or {"prompt_token_ids": ...}; the ids, if both are given."""
+    """Return the token ids of a mapping, else the text."""
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown or not prompt:
         raise ValueError(f"{name} has the keys {sorted(map(str, prompt))}: give 'prompt' or 'prompt_token_ids'")
@@ -217,19 +195,18 @@ def _of_mapping(prompt: Mapping[str, Any], name: str) -> Any:
 
 
 def _largest(tokens: list[int]) -> float:
-    """The largest token, of some; infinity where any is negative or beyond 32 bits."""
+    """Return the largest token; infinity if any is negative or exceeds 32 bits."""
     try:
-        return int(np.frombuffer(array("I", tokens), np.uint32).max())  # a third of the time of min and max
+        return int(np.frombuffer(array("I", tokens), np.uint32).max())
     except OverflowError:
         return math.inf
 
 
 def _integers(given: Any, name: str) -> list[int]:
-    """Token ids as Python's integers."""
     values = given.tolist() if isinstance(given, np.ndarray | torch.Tensor) else given
     if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
         raise ValueError(f"{name} is of type {type(given).__name__}: give {FORMS}")
-    if list(map(type, values)).count(int) == len(values):  # long prompts are checked in no time
+    if list(map(type, values)).count(int) == len(values):
         return list(values)
     wrong = [value for value in values if not is_integer(value)]
     if wrong:

@@ -1,4 +1,4 @@
-"""Steps as transactions: the tokens of each are taken, or it is failed, whatever is raised on the way."""
+"""Run steps as transactions."""
 
 from __future__ import annotations
 
@@ -29,26 +29,17 @@ PLANNING_ATTEMPTS = 3
 
 @dataclass(eq=False)
 class Flight:
-    """A step from its plan until its tokens are taken, or until it failed."""
+    """Hold a step in flight."""
 
     plan: StepPlan
-    answers: Sequence[Answers] = ()  # one for each of its rows
+    answers: Sequence[Answers] = ()  # by batch row
     launched: Launched | None = None
 
 
 class StepLoop:
-    """Runs the requests of an engine step by step, and keeps their outputs up to date.
+    """Run the requests of an engine step by step, and update their outputs.
 
-    On a GPU it is a step ahead: the next step is planned and launched before the tokens of this step are read, so that
-    the device has work meanwhile. A request that ends with this step has run one row in vain.
-
-    Its methods are for one caller at a time: see `alone`.
-
-    Args:
-        scheduler: plans steps, and is told what became of them.
-        runner: executes them.
-        device: where it does so.
-        tier: runs the transfers between device and host, if there is one.
+    On a GPU the next step is launched before this step's tokens are read. Decorate callers with `alone`.
     """
 
     def __init__(
@@ -61,44 +52,38 @@ class StepLoop:
         self._tier_failures = 0  # in a row
         self.lock = threading.Lock()
         self.interrupts = Interrupts()
-        self.answers: dict[str, Answers] = {}  # by the id of each of their requests
-        self.touched: dict[str, Answers] = {}  # by their id; their outputs may have news that were not given
-        self.shown: list[Answers] = []  # whose outputs the last call returned
-        self.abandoned: deque[Answers] = deque()  # to be aborted at the end of the call that is under way
-        self.steps_ahead = int(device.type == "cuda")  # launched before one is read; a CPU runs them at once
+        self.answers: dict[str, Answers] = {}  # by id of each request
+        self.touched: dict[str, Answers] = {}  # with news
+        self.shown: list[Answers] = []
+        self.abandoned: deque[Answers] = deque()
+        self.steps_ahead = int(device.type == "cuda")
         self._flights: deque[Flight] = deque()  # oldest first
         self._failure: str | None = None
         self.closed = False
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended and its output was given."""
+        """Return whether all requests ended and their outputs were given."""
         over = {answers for answers in self.shown if answers.output.finished}
         return all(answers in over for answers in chain(self.answers.values(), self.touched.values()))
 
     def add(self, answers: Answers) -> None:
-        """Puts requests in line.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
         self._check_device_works()
         self._scheduler.add(answers.requests[0])
         self.answers.update((request.request_id, answers) for request in answers.requests)
 
     def advance(self) -> None:
-        """Take the tokens of one step, and bring the outputs of its requests up to date.
+        """Take the tokens of one step, and update outputs.
 
-        An exception ends the step and not its requests. They run again, one to a step, and a request whose step fails
-        alone ends with the error.
+        Requests of a failed step run again, each in its own step. A request that fails alone ends.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came; what this step brought on is given later.
-            RuntimeError: the device has failed; or nothing can run although requests are left.
-            Exception: from planning a step, which failed several times in a row.
+            KeyboardInterrupt: Ctrl-C came; the step's outputs are given later.
+            RuntimeError: the device has failed; or requests are left and nothing can run.
+            Exception: planning failed `PLANNING_ATTEMPTS` times.
         """
         if self._failure is not None and self.touched:
-            return  # not all know yet that their requests ended
+            return
         self._check_device_works()
         self.interrupts.check()
         try:
@@ -110,7 +95,7 @@ class StepLoop:
         self.interrupts.check()
 
     def close(self) -> None:
-        """End all requests, write to files what they lack, if there are any, and let go of the runner."""
+        """End all requests, write unsaved blocks to files, and release the runner."""
         for answers in list(dict.fromkeys(chain(self.answers.values(), self.touched.values()))):
             self.abort(answers)
         self.settle()
@@ -123,7 +108,7 @@ class StepLoop:
             self.shut()
 
     def shut(self) -> None:
-        """Let go of the runner without a look at requests and steps, which a second Ctrl-C may have torn."""
+        """Release the runner; a second Ctrl-C may have left requests inconsistent."""
         self.closed = True
         vars(self).pop("_runner", None)
         for of_requests in (self.answers, self.touched, self.shown, self.abandoned, self._flights):
@@ -133,25 +118,24 @@ class StepLoop:
             tier.close()
 
     def begin(self) -> None:
-        """Note that the caller has the outputs that the last call returned."""
+        """Mark the outputs of the last call as handed out."""
         while self.shown:
             self.hand_out(self.shown.pop())
         self.settle()
 
     def settle(self) -> None:
-        """Abort what is abandoned, and read steps that nobody waits for."""
+        """Abort abandoned requests, and read steps left in flight."""
         while self.abandoned:
             self.abort(self.abandoned.popleft())
         while self._flights and self._failure is None and not self._scheduler.requests:
-            self._read()  # a failed step would take the states of its ended requests with it
+            self._read()  # a failed step would drop the states of ended requests
         if self._failure is not None:
             self._end_all(self._failure)
         self._refresh()
 
     def abort(self, answers: Answers) -> None:
-        """End requests; what they committed stays cached."""
         if answers not in (self.answers.get(answers.request_id), self.touched.get(answers.request_id)):
-            return  # forgotten, and the id may be another's by now
+            return  # the id is in use again
         try:
             for request in answers.requests:
                 self._scheduler.abort(request.request_id)
@@ -164,7 +148,7 @@ class StepLoop:
             self._forget(answers)
 
     def hand_out(self, answers: Answers) -> RequestOutput:
-        """Return the output of requests with news. Requests that have ended are forgotten."""
+        """Return an output, and forget ended requests."""
         output = answers.hand_out()
         if output.finished:
             self._forget(answers)
@@ -173,22 +157,20 @@ class StepLoop:
         return output
 
     def give(self) -> list[RequestOutput]:
-        """Return the outputs with news. They are given once more if this call raises before it returns."""
+        """Return outputs with news; the next call repeats them after an error."""
         self.shown = list(self.touched.values())
         return [answers.show() for answers in self.shown]
 
     def next_output(self, answers: Answers) -> RequestOutput | None:
-        """Run steps until requests have news. Return None if they have ended and all was given."""
+        """Run steps until the output has news; return None after the end."""
         while self.answers.get(answers.request_id) is answers:
             if answers.request_id in self.touched:
                 return self.hand_out(answers)
             self.advance()
         return None
 
-    # --- inside ---
-
     def _advance(self) -> None:
-        self._move(ended=True)  # what has come is found by the requests that wait for it
+        self._move(ended=True)
         plan, moving = None, False
         while len(self._flights) <= self.steps_ahead:
             plan = self._plan()
@@ -214,7 +196,6 @@ class StepLoop:
         return self._scheduler.schedule()
 
     def _launch(self, flight: Flight) -> bool:
-        """Launch the newest step. Return whether that went well."""
         unread = self._flights[-2].launched if len(self._flights) > 1 else None
         plan = flight.plan
         try:
@@ -228,7 +209,6 @@ class StepLoop:
         return True
 
     def _read(self) -> None:
-        """Takes the tokens of the oldest step."""
         flight = self._flights[0]
         plan = flight.plan
         assert flight.launched is not None
@@ -247,7 +227,7 @@ class StepLoop:
             self._contain(flight, error)
 
     def _test_hits(self, plan: StepPlan, rows: Sequence[RowOutput]) -> None:
-        """Test the blocks that requests without finite logits resumed from, and drop the bad blocks."""
+        """Drop blocks of prefix hits that led to NaN or infinite logits."""
         cache = self._scheduler.cache
         for step, row in zip(plan.steps, rows, strict=True):
             if NOT_FINITE in row.tokens and cache.is_live(step) and (blocks := cache.suspects(step.request_id)):
@@ -256,12 +236,9 @@ class StepLoop:
                 cache.invalidate([each for each, is_sound in zip(hashes, sound, strict=True) if not is_sound])
 
     def _move(self, ended: bool = False, flush: bool = False) -> bool:
-        """Tells which transfers are over, and launches those that are due; with `ended` only if any is over, with
-        `flush` all that go to files. What is raised here costs a miss: it is tried again.
+        """Report ended transfers and launch new transfers; with `ended`, only if any ended.
 
-        Returns:
-            Whether transfers are under way, as far as that is known. Without `flush` also whether any just ended: a
-            request that waited for it runs soon.
+        Return whether transfers may be under way.
         """
         if self._tier is None:
             return False
@@ -277,10 +254,9 @@ class StepLoop:
             logger.exception("the tier in host memory failed in this step")
             return self._tier_failures < PLANNING_ATTEMPTS
         self._tier_failures = 0
-        return bool(under_way or (over and not flush))  # another flush would begin with all states again
+        return bool(under_way or (over and not flush))  # else `close` would flush all states again
 
     def _wait_for_transfer(self) -> None:
-        """Nothing can run: requests that are left may wait for a transfer, or for what one holds."""
         assert self._tier is not None
         try:
             self._tier.wait()
@@ -291,7 +267,6 @@ class StepLoop:
             self._end_all(failure)
 
     def _check_all_ended(self) -> None:
-        """Nothing can run: with requests left, whoever waits for them would wait for ever."""
         self.touched.update((answers.request_id, answers) for answers in self.answers.values())
         self._refresh()
         left = {answers.request_id for answers in self.answers.values() if not answers.output.finished}
@@ -307,25 +282,24 @@ class StepLoop:
             self._end_all(failure)
 
     def _fail(self, error: Exception | None, first: Flight | None = None) -> None:
-        """Fail a step in flight and the steps behind it, which are not to blame; without `first` all steps."""
+        """Fail the steps in flight, from `first` on."""
         at = 0 if first is None else self._flights.index(first)
         while len(self._flights) > at:
             try:
                 self._note(self._scheduler.failed(self._flights[at].plan, error))
-            except Exception:  # it keeps its books in order whatever it raises, and a second call would tell it no more
+            except Exception:  # a second call returns nothing more
                 logger.exception("a failed step was not taken back in order")
             del self._flights[at]
             error = None
 
     def _note(self, requests: Sequence[Request]) -> None:
-        """Note the answers of requests that got tokens or ended, not all of them in this step."""
         for request in requests:
             answers = self.answers.get(request.request_id)
             if answers is not None:
                 self.touched[answers.request_id] = answers
 
     def _device_failure(self) -> str | None:
-        """What to say if the device fails from now on whatever it is asked, as CUDA does after an error in a kernel."""
+        """Return a message if the CUDA device failed for good."""
         if self._device.type != "cuda":
             return None
         try:
@@ -350,7 +324,6 @@ class StepLoop:
             self.touched[answers.request_id] = answers
 
     def _refresh(self) -> None:
-        """Bring the outputs of touched answers up to date."""
         for request_id, answers in list(self.touched.items()):
             answers.refresh()
             if not answers.has_news:
@@ -372,10 +345,7 @@ H = TypeVar("H", bound=HasStepLoop)
 
 
 def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """Let one caller at a time be inside a method, or inside any other method that is so marked.
-
-    In the main thread the first Ctrl-C is raised between two steps, or at the end of the call. The second is raised at
-    once, and closes the engine.
+    """Let a single caller into an engine. A second Ctrl-C closes the engine.
 
     Raises:
         RuntimeError: another call is under way; or the engine is closed.
@@ -389,8 +359,7 @@ def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P],
                 "another call is inside this LLM: call it from one thread at a time, and not out of its own tokenizer "
                 "or draft source"
             )
-        # Not an acquire that gives up: Ctrl-C right after it would leave the lock taken for good. Of two threads that
-        # both found it open the second waits.
+        # With acquire(blocking=False), Ctrl-C could leave the lock taken.
         with step_loop.lock:
             if step_loop.closed:
                 raise RuntimeError("this LLM is closed: make a new one")

@@ -1,4 +1,4 @@
-"""Between text and tokens: incremental detokenisation, stop strings, chat templates."""
+"""Convert tokens to text, find stop strings, and render chat templates."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, Protocol
 REPLACEMENT = "\ufffd"
 
 LONGEST_CHARACTER = 4
-"""Bytes of UTF-8, and so tokens, that one character takes."""
+"""Most bytes of a character in UTF-8, and so most tokens."""
 
 MAX_PENDING = 16
-"""Tokens that are waited for at most until they make a character, or a text at all."""
+"""Most tokens to wait for a whole character, or for any text."""
 
 MAX_CONTEXT = 8
-"""Tokens in the text, about, that are decoded again with each new one: to drop some takes a call of its own."""
+"""Known tokens to decode again with each new token, as dropping tokens costs a call."""
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """List the methods of a tokenizer."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -29,30 +29,21 @@ class Tokenizer(Protocol):
 
 
 class _Read(NamedTuple):
-    """What the first tokens of an answer say. Never changed but replaced, so that whatever a tokenizer raises leaves
-    the one before."""
+    """Hold the text of an answer's first tokens; a tokenizer error leaves the old value."""
 
     num_tokens: int = 0
-    window: tuple[int, ...] = ()  # tokens that are decoded again with each new one
-    known: int = 0  # how many of them are in the text
-    shown: str = ""  # what these decode to
+    window: tuple[int, ...] = ()
+    known: int = 0  # tokens of `window` in `text`
+    shown: str = ""
     text: str = ""
-    held: int = 0  # characters at the text's end that may begin a stop string
-    stop: str | None = None  # that ended it
+    held: int = 0  # characters held back
+    stop: str | None = None
 
 
 class Detokenizer:
-    """Turns an answer's tokens into text as they come, and watches for stop strings.
+    """Convert an answer's tokens to text as they come, and find stop strings.
 
-    Text is held back while it may still change (an unfinished multi-byte character) or may turn out to be the beginning
-    of a stop string. Each call decodes the last few tokens only, whatever they are. What the tokenizer raises goes
-    through, and changes nothing.
-
-    Args:
-        stop: strings that end the text.
-        keep_stop: whether the one that does stays in it.
-        min_tokens: what ends among so many first tokens is no stop.
-        skip_special_tokens: whether special tokens have no text.
+    An unfinished character or a possible start of a stop string is held back. A tokenizer's error changes nothing.
     """
 
     def __init__(
@@ -75,13 +66,9 @@ class Detokenizer:
         self._ended = False
 
     def completes_stop(self, position: int, token: int) -> bool:
-        """Takes the answer's token at a position, its first one at 0.
+        """Take the token at a position; return whether the text reached a stop string.
 
-        A step may fail after some of its tokens were taken here: they are taken again, or others in their place. The
-        tokens before `position` are then read anew.
-
-        Returns:
-            Whether the text now holds a stop string, which is cut off with all after it.
+        A failed step may repeat positions.
         """
         if position != self.count:
             self._rewind(position)
@@ -90,7 +77,7 @@ class Detokenizer:
         return self._read.stop is not None
 
     def finish(self, count: int) -> None:
-        """No tokens come but the first `count`: nothing is held back any more."""
+        """End the answer after `count` tokens, and hold no text back."""
         if count < self.count:
             self._rewind(count)
         read = self._read
@@ -100,12 +87,11 @@ class Detokenizer:
 
     @property
     def count(self) -> int:
-        """Tokens that are read. More than the answer has are those of a step that failed after they were taken."""
+        """Return the tokens read, even of failed steps."""
         return self._read.num_tokens
 
     @property
     def text(self) -> str:
-        """The text that is certain."""
         read = self._read
         if read.stop is not None or self._ended:
             return read.text
@@ -113,7 +99,6 @@ class Detokenizer:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the text."""
         return self._read.stop
 
     def _rewind(self, position: int) -> None:
@@ -124,17 +109,16 @@ class Detokenizer:
         self._read = read
 
     def _next(self, read: _Read) -> _Read:
-        """Reads one token more."""
         window = (*read.window, self._tokens[read.num_tokens])
         read = _Read(read.num_tokens + 1, window, *read[2:])
         new, waits = self._decode(window), len(window) - read.known <= MAX_PENDING
         if new == read.shown:
-            # Tokens without text are decoded again with the next: they may stand between two words. One of many does.
+            # Tokens without text may separate words; past MAX_PENDING the last is enough.
             return read if waits else read._replace(window=window[: read.known] + window[-1:])
         if not new.endswith(REPLACEMENT):
             return self._append(read, len(window), new)
         if not self._decode(window[-2:]) and len(window) > 1:
-            # Tokens without text may stand inside a character too. One of many does, so that they push nothing out.
+            # Inside a character, a single token without text is enough.
             return read._replace(window=window[:-1])
         if waits:
             return read
@@ -142,14 +126,13 @@ class Detokenizer:
         return self._append(read, end, self._decode(window[:end]))
 
     def _cut(self, window: tuple[int, ...], known: int, whole: str) -> int:
-        """Where no character is cut in two, so far from the end that what comes before will not change."""
+        """Return an end in the window that splits no character."""
         for end in range(len(window) - LONGEST_CHARACTER, known, -1):
             if self._decode(window[:end]) + self._decode(window[end:]) == whole:
                 return end
         return len(window)
 
     def _append(self, read: _Read, end: int, decoded: str) -> _Read:
-        """Takes the window's tokens up to `end` into the text, and what they decode to."""
         old, text = len(read.text), read.text + decoded[len(read.shown) :]
         if decoded != read.shown:
             window, known, shown = read.window, end, decoded
@@ -160,7 +143,6 @@ class Detokenizer:
             read = _Read(read.num_tokens, window, known, shown, text, held)
         if read.num_tokens <= self._min_tokens:
             return read
-        # What ends in the new text; of several the one that begins first.
         found = [
             (at, len(stop), stop) for stop in self._stop if (at := text.find(stop, max(old - len(stop) + 1, 0))) >= 0
         ]
@@ -178,10 +160,7 @@ class Detokenizer:
         return text
 
     def _held_back(self, text: str, most: int) -> int:
-        """Return the number of characters at the end that may begin a stop string, at most `most`.
-
-        It grows by new characters alone, so that a token costs few comparisons however long the stop strings are.
-        """
+        """Count the last characters that may begin a stop string."""
         for length in range(min(most, self._longest_stop - 1), 0, -1):
             end = text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
@@ -190,18 +169,17 @@ class Detokenizer:
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """The prompt that the tokenizer's chat template makes of a conversation, ready for the next answer."""
+    """Render a conversation up to the next answer."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
 def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> bool:
-    """Whether the template renders an earlier turn otherwise than when it was answered (many drop its reasoning): what
-    was computed then is not a prefix now, and only what comes before that turn can be reused."""
+    """Return whether the template rewrites the last answer, as without its reasoning."""
     answers = [i for i, message in enumerate(messages) if i and message.get("role") == "assistant"]
     if not answers:
         return False
     last = answers[-1]
-    content = messages[last].get("content")  # None beside tool calls, a list of parts in some clients
+    content = messages[last].get("content")
     then = render_chat(tokenizer, messages[:last], **options) + (content if isinstance(content, str) else "")
     return not render_chat(tokenizer, messages, **options).startswith(then)
 
@@ -209,10 +187,10 @@ def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **
 def chat_prompts(
     tokenizer: Tokenizer, conversations: Sequence[Sequence[dict[str, Any]]], **options: Any
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The prompts of conversations, each with its text and its token ids; and whether any has `rewritten_turns`.
+    """Return the prompts of conversations, and whether any has `rewritten_turns`.
 
     Raises:
-        ValueError: one is no list of messages, or cannot be rendered or encoded; the message says which.
+        ValueError: a conversation has another form, or cannot be rendered or encoded.
     """
     prompts, rewritten = [], False
     for i, messages in enumerate(conversations):

@@ -1,4 +1,4 @@
-"""What the layers of one model runner share: the pools, and the indices of the step that runs."""
+"""Share pools and indices among a runner's layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from mambacache.vllm.rows import Columns, Receiver
 
 
 class Order(NamedTuple):
-    """How a batch and the indices' flat one go together, where they differ: with drafts decode rows may stand anywhere,
-    and have any length.
+    """Maps between vLLM's batch and the flat batch of indices. With drafts decode rows stand anywhere, at any length.
 
     Args:
-        taken: int32 [F], for each token of the indices its place in the batch; any one for padding.
-        back: int32, for each token of the batch its place among those.
+        taken: int32 [F], batch place of each token of the indices, arbitrary for padding.
+        back: int32, indices' place of each token of the batch.
     """
 
     taken: Tensor
@@ -29,39 +28,39 @@ class Order(NamedTuple):
 
 
 class StepContext:
-    """Runs that have no plan (profiling, warm-up of mixed batches) prefill from null to null: kernels are compiled by
-    them, and vLLM sees the memory that they take, but no state is read or stored.
+    """Holds pools and the indices of the step.
+
+    Runs without a plan (profiling, warm-up of mixed batches) prefill from null to null: they read and store no state,
+    but compile kernels and show vLLM their memory.
 
     Args:
-        layers: the recurrent layers, each with `bind_states(context, states, logs)`.
-        pool: their states, layer by layer.
-        logs: their token logs.
-        max_rows: rows of a step, at most.
+        layers: recurrent layers, with `bind_states(context, states, logs)`.
+        max_rows: most rows of a step.
     """
 
     def __init__(self, layers: Sequence[Any], pool: StatePool, logs: StatePool, max_rows: int) -> None:
         self._device = pool.buffer.device
         self._receiver = Receiver()
-        self._columns: Columns | None = None  # what came for this step; None: it has no rows
+        self._columns: Columns | None = None  # None: no rows
         self._indices: StateIndices | None = None
-        self.order: Order | None = None  # None: the batch is in that of the indices
+        self.order: Order | None = None  # None: same order
         self._null: dict[int, StateIndices] = {}
         self._null_order: Order | None = None
-        self._filled: StateIndices | None = None  # buffers that hold rows of one token each, as of step `_number`
-        self._names: list[str] = []  # theirs
-        self._places: dict[str, int] = {}  # of each name
+        self._filled: StateIndices | None = None  # one-token rows as of step `_number`
+        self._names: list[str] = []  # of `_filled`
+        self._places: dict[str, int] = {}
         self._arrays: dict[str, np.ndarray] = {}
         self._number = 0
-        self._late = False  # whether some of the rows in buffers are
-        self._steady = False  # none is, nor folds: what is on the device is what `_arrays` say
+        self._late = False
+        self._steady = False  # no late row or fold: the device agrees with `_arrays`
         self.pool, self.logs = pool, logs
         for layer, states, log in zip(layers, pool.layers, logs.layers, strict=True):
             layer.bind_states(self, states, log)
         self._max_rows = max_rows
-        self._buffers: dict[int, DecodeBuffers] = {}  # for full graphs, by the tokens of a row
+        self._buffers: dict[int, DecodeBuffers] = {}  # by tokens of a row
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
-        """The scheduler's rows of the step that comes; None: it has none."""
+        """Take the next step's rows; None without rows."""
         self._columns = columns
         if columns is not None:
             self._receiver.take(columns, finished)
@@ -73,13 +72,13 @@ class StepContext:
         padded: tuple[int, int] | None = None,
         positions: Tensor | None = None,
     ) -> None:
-        """The step that comes.
+        """Make the next step's indices.
 
         Args:
-            names: its rows in the order of the batch.
-            lengths: tokens of each in the batch. Of those a decode row has fewer, where its log ends before.
-            padded: for a full graph, of how many decode rows and tokens.
-            positions: on the device, of all tokens of the batch; where rows may be late.
+            names: rows in batch order.
+            lengths: tokens of each row; a decode row runs fewer if its log ends before.
+            padded: decode rows and tokens of a full graph.
+            positions: positions of the batch on the device, for late rows.
         """
         names = list(names) if self._columns is not None else []
         self._indices, self.order = None, self._null_order
@@ -105,12 +104,11 @@ class StepContext:
             place_decodes(self._indices, positions[taken][::width])
 
     def _order_of(self, lengths: np.ndarray, decode: np.ndarray, width: int) -> Order:
-        """Of rows that the batch has back to back, in whatever order."""
         starts = np.cumsum(lengths) - lengths
         rows = np.argsort(~decode, kind="stable")
         padded = np.where(decode[rows], width, lengths[rows])
-        ours = np.cumsum(padded) - padded  # where each row begins
-        place = np.arange(padded.sum()) - np.repeat(ours, padded)  # of each token in its row
+        ours = np.cumsum(padded) - padded
+        place = np.arange(padded.sum()) - np.repeat(ours, padded)
         real = place < np.repeat(lengths[rows], padded)
         taken = np.where(real, np.repeat(starts[rows], padded) + place, 0)
         back = np.empty(lengths.sum(), np.int32)
@@ -118,8 +116,7 @@ class StepContext:
         return Order(**pack_arrays({"taken": taken.astype(np.int32), "back": back}, self._device))
 
     def _fill(self, names: list[str], rows: int, width: int) -> StateIndices:
-        """The buffers with these decode rows, and padding behind them. Without drafts most rows are one token further
-        than in the step before, and else the same: where all are, the device moves them on, and nothing is copied."""
+        """Fill buffers with decode rows and padding. If all rows only advance by a token, the device advances them."""
         filled, further = self._filled, self._receiver.number - self._number
         self._filled, self._number = None, self._receiver.number
         if filled is not None and width == 1 and filled.num_decodes == rows and names == self._names:
@@ -131,8 +128,9 @@ class StepContext:
                 self._filled = filled
                 return filled
             folded = ((arrays["decode_dst"] != 0) & (arrays["late_len"] == 0)).astype(np.int32)
-            end, moved = arrays["log_end"], ("decode_src", "decode_dst", "log_start")
-            arrays |= zip(moved, after_fold(folded, *(arrays[name] for name in moved), end), strict=True)
+            end = arrays["log_end"]
+            after = after_fold(folded, arrays["decode_src"], arrays["decode_dst"], arrays["log_start"], end)
+            arrays["decode_src"], arrays["decode_dst"], arrays["log_start"] = after
             arrays["log_end"] = np.where(folded, end % FOLD, end)
             if columns is not None:
                 places = [self._places[name] for name in columns.names]
@@ -152,10 +150,10 @@ class StepContext:
 
     @contextmanager
     def warming(self, rows: Sequence[SequenceStep], gathered: bool) -> Iterator[int]:
-        """Have runs without a plan take these rows, which read and store no state. Yield their tokens.
+        """Have runs without a plan take these rows, which read and store no state. Yield the number of tokens.
 
         Args:
-            gathered: whether activations go through an order. Their copies have other strides than a layer's views.
+            gathered: whether activations are copied in order, with other strides than views.
         """
         decodes = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
@@ -169,7 +167,7 @@ class StepContext:
         self._null, self._null_order = {}, None
 
     def indices(self, num_tokens: int) -> StateIndices:
-        """Of the step that runs, for layers that are given so many tokens, padding included."""
+        """Return the step's indices, or indices of `num_tokens` without a plan."""
         if self._indices is not None:
             return self._indices
         if num_tokens not in self._null:
@@ -178,5 +176,5 @@ class StepContext:
         return self._null[num_tokens]
 
     def end(self) -> None:
-        """The forward pass is on the stream."""
+        """End the step, once its forward pass is on the stream."""
         self._indices = self.order = self._columns = None
