@@ -64,7 +64,7 @@ MODEL_TYPES = {
 
 @dataclass
 class Model:
-    """Holds an adapted causal language model; `mixers` and `kv_layers` stand in the order of calls."""
+    """Holds an adapted causal language model; the numbers of layers are places in `mixers` and `kv_layers`."""
 
     module: PreTrainedModel
     config: PreTrainedConfig
@@ -95,7 +95,7 @@ class Model:
             logs: token logs [slots, ...] of each recurrent layer.
             pages: key and value pages [blocks, block_size, heads, dim] of each attention layer.
         """
-        with forward_context(ForwardContext(indices, iter(states), iter(logs), iter(pages))):
+        with forward_context(ForwardContext(indices, states, logs, pages)):
             output = self.module(
                 input_ids=indices.tokens[None],
                 position_ids=indices.positions[None],
@@ -210,16 +210,20 @@ def adapt(module: PreTrainedModel) -> Model:
     model_type = MODEL_TYPES[config.model_type]
     attention = [child for child in module.modules() if type(child).__name__ == model_type.attention]
     kv_layers = tuple(kv_layer(child, config, module.dtype) for child in attention)
+    for number, child in enumerate(attention):
+        child.number = number
     places = [
         (parent, name)
         for parent in module.modules()
         for name, child in parent.named_children()
         if type(child).__name__ == model_type.mixer
     ]
-    mixers = []
+    mixers: list[Mixer] = []
     for parent, name in places:  # frees each layer's old weights before the next
-        mixers.append(model_type.adapt(getattr(parent, name)))
-        setattr(parent, name, mixers[-1])
+        mixer = model_type.adapt(getattr(parent, name))
+        mixer.number = len(mixers)
+        mixers.append(mixer)
+        setattr(parent, name, mixer)
     if not mixers:
         raise ValueError(f"this {config.model_type} model has attention layers only: serve it with another engine")
     for parent in [*module.modules()]:

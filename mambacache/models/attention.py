@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AttentionInterface
 
 from mambacache.kernels import paged_attention
@@ -16,7 +15,7 @@ ATTENTION = "mambacache"
 
 
 def forward(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -35,7 +34,7 @@ def forward(
         [1, F, HQ, DV], and None for attention weights.
     """
     context = current_context()
-    key_pages, value_pages = next(context.pages)
+    key_pages, value_pages = context.pages[module.number]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return paged_attention(q, k, v, key_pages, value_pages, context.indices, scale=scaling)[None], None
 

@@ -34,6 +34,8 @@ class GatedDeltaNet(nn.Module):
         ValueError: the activation is not SiLU.
     """
 
+    number: int
+
     def __init__(
         self, source: Any, in_proj: nn.Module, norm: Any, out_proj: nn.Module, beta_scale: float = 1.0
     ) -> None:
@@ -67,7 +69,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
+        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         qkv, gate, a, b = self.in_proj(hidden_states[0]).split(
             [2 * keys + values, values, self.value_heads, self.value_heads], dim=-1

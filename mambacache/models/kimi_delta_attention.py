@@ -21,6 +21,8 @@ class KimiDeltaAttention(nn.Module):
         ValueError: the activation is not SiLU.
     """
 
+    number: int
+
     def __init__(self, source: Any) -> None:
         super().__init__()
         if source.activation not in ("silu", "swish"):
@@ -53,7 +55,7 @@ class KimiDeltaAttention(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
+        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         shape = self.heads, self.head_dim
         qkv, decay, gate, b = self.in_proj(hidden_states[0]).split(
             [3 * self.heads * self.head_dim, self.head_dim, self.head_dim, self.heads], dim=-1

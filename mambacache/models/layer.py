@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ class KVLayer:
 class Mixer(Protocol):
     """Describes a recurrent layer with its state in the pool, a module from [1, F, hidden] to [1, F, hidden]."""
 
+    number: int  # among the model's recurrent layers
+
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """Return the tensors of one state: a conv window in the model's dtype, then matrices in `state_dtype`."""
 
@@ -35,16 +37,12 @@ class Mixer(Protocol):
 
 @dataclass
 class ForwardContext:
-    """Holds the inputs of all layers in a forward pass.
-
-    Each call of a recurrent layer takes the next item of `states` and `logs`, each attention call the next item of
-    `pages`. The order of calls never changes, even if layers share a module.
-    """
+    """Holds the inputs of all layers in a forward pass, by the number of the layer among its kind."""
 
     indices: StateIndices
-    states: Iterator[tuple[torch.Tensor, ...]]
-    logs: Iterator[tuple[torch.Tensor, ...]]
-    pages: Iterator[tuple[torch.Tensor, ...]]
+    states: Sequence[tuple[torch.Tensor, ...]]
+    logs: Sequence[tuple[torch.Tensor, ...]]
+    pages: Sequence[tuple[torch.Tensor, ...]]
 
 
 _context: ContextVar[ForwardContext] = ContextVar("forward_context")

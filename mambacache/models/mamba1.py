@@ -21,6 +21,8 @@ class Mamba1(nn.Module):
         ValueError: the activation is not SiLU.
     """
 
+    number: int
+
     def __init__(self, source: Any, dt_norm: nn.Module, b_norm: nn.Module, c_norm: nn.Module) -> None:
         super().__init__()
         if source.activation not in ("silu", "swish"):
@@ -48,7 +50,7 @@ class Mamba1(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
+        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         x, z = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
         x = conv1d(x, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")
         width = self.A.shape[1]

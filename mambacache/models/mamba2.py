@@ -27,6 +27,8 @@ class Mamba2(nn.Module):
         ValueError: the activation is not SiLU.
     """
 
+    number: int
+
     def __init__(self, source: Any, in_proj: nn.Module, norm_options: dict[str, Any] | None) -> None:
         super().__init__()
         if source.activation not in ("silu", "swish"):
@@ -59,7 +61,7 @@ class Mamba2(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = next(context.states), next(context.logs)
+        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         inner, state = self.heads * self.head_dim, self.groups * self.state_dim
         gate, xBC, dt = self.in_proj(hidden_states[0]).split([inner, inner + 2 * state, self.heads], dim=-1)
         xBC = conv1d(xBC, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")

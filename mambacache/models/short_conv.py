@@ -17,6 +17,8 @@ class ShortConv(nn.Module):
     A state is a conv window [W - 1, hidden] of products B * x in the model's dtype.
     """
 
+    number: int
+
     def __init__(self, source: Any) -> None:
         super().__init__()
         self.in_proj, self.out_proj = source.in_proj, source.out_proj
@@ -33,7 +35,7 @@ class ShortConv(nn.Module):
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
-        (conv_state,), (conv_log,) = next(context.states), next(context.logs)
+        (conv_state,), (conv_log,) = context.states[self.number], context.logs[self.number]
         b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)
         weight, bias = self.conv_weight, self.conv_bias
         y = conv1d(x, weight, bias, conv_state, conv_log, context.indices, activation=None, input_gate=b, output_gate=c)
