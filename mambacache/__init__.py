@@ -1,7 +1,7 @@
-"""A prefix cache for models with recurrent state, and the engine parts that feed it.
+"""Cache prefixes of models with recurrent state.
 
-The public names are resolved on first use: importing `mambacache.cache` loads neither torch nor transformers, and
-importing `mambacache.kernels` loads no transformers.
+Public names load on first use: importing `mambacache.cache` loads neither torch nor transformers, and importing
+`mambacache.kernels` loads no transformers.
 """
 
 from importlib import import_module

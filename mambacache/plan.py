@@ -1,8 +1,6 @@
-"""What a scheduler hands to a runner: pure data, host integers and numpy int32 arrays, and how the arrays are laid out.
+"""Define the plan that a scheduler gives to a runner: host integers and numpy int32 arrays.
 
-A `SequenceStep` is one row of a step, a `StepPlan` the whole mixed batch: decode rows first, then prefill rows. A
-`Transfer` is what is to be copied between device, host and files beside the steps. Every block in them was chosen by
-the cache; whoever reads a plan only follows it.
+A `SequenceStep` is a batch row, a `StepPlan` the batch. The cache has chosen all blocks.
 """
 
 from __future__ import annotations
@@ -18,38 +16,38 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 64
-"""Tokens that a prefill kernel handles at once, anchored at absolute positions."""
+"""Tokens in a chunk of the prefill kernels. Chunks begin at absolute multiples of CHUNK."""
 
 FOLD = 16
-"""Entries of a token log. No decode row crosses an absolute multiple of FOLD: there its log is folded into a dst."""
+"""Entries of a token log. No decode row crosses an absolute multiple of FOLD, where its log is folded into a dst."""
 
 MAX_TOKENS_PER_DECODE = 8
 MAX_DRAFT_TOKENS = MAX_TOKENS_PER_DECODE - 1
-"""The most drafts of a row, which has a known token before them."""
+"""Maximum number of drafts in a row, after a known token."""
 
 NULL_BLOCK = 0
-"""As src: a fresh state (zeros, never read). As dst: do not store."""
+"""As src: a fresh state (zeros, never read). As dst: store nothing."""
 
 PLACEHOLDER = -1
-"""A token that the host does not know yet: it is being sampled by a step that was issued before."""
+"""Token that the host does not know yet: a step issued before samples it."""
 
 NOT_FINITE = -2
-"""The token that a runner gives after logits that are NaN or infinite."""
+"""Token that a runner returns for logits that are NaN or infinite."""
 
 DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len"
-"""Arrays of a decode row; a row of padding has zeros in them."""
+"""Names of the arrays of decode rows. A row of padding has zeros in them."""
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
 
 class Guess(NamedTuple):
-    """Drafts of one row; `parents` as of `SequenceStep`."""
+    """Holds the drafts of a row; `parents` as in `SequenceStep`."""
 
     drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
 
     def cut(self, count: int) -> Guess:
-        """The first so many."""
+        """Return the first `count` drafts."""
         return Guess(self.drafts[:count], self.parents[:count]) if self.drafts else self
 
 
@@ -57,39 +55,36 @@ NO_GUESS = Guess()
 
 
 class SequenceStep(NamedTuple):
-    """One sequence's part of a step.
+    """Describes a batch row: the tokens at positions `start` to `start + num_tokens`.
 
-    It runs the tokens at positions `start` to `start + num_tokens`, a decode row a known token and then `drafts`. `src`
-    holds the state before the row, or, where it goes on from a log, before the entry `log_start` of that; `dst` will
-    hold the one after the row, and is null where a decode row adds to its log alone.
+    A decode row runs a known token, then `drafts`. `src` holds the state before the row, or before entry `log_start` of
+    its log. `dst` receives the state after the row; it is null if the row only adds to its log.
 
-    Drafts may form a tree, in preorder: then `parents` says which token of the row, counted from the known one on, each
-    of them comes after. In logs and KV pages the tokens of a tree have the places of a row without branches. After a
-    tree's row was accepted, `keep_paths` must move its path before the next row runs: from the positions `kept` to the
-    positions right before `start`.
+    Drafts may form a tree in preorder: `parents` gives the place in the row that each draft follows; place 0 is the
+    known token. If the row before was a tree, `keep_paths` must first move the entries at positions `kept` to just
+    before `start`.
     """
 
     request_id: str
-    residency: int  # number of the time from one admission of the request to the next
-    row: int  # a number that no other row of the cache has
+    residency: int  # its number
+    row: int  # unique in the cache
     start: int
     num_tokens: int
-    prefill: bool  # which kernels run it
-    samples: bool  # whether the row's last token is followed by an unknown one, so that its logits are wanted
+    prefill: bool
+    samples: bool  # wants logits of its last token
     src: int
     dst: int
     log_slot: int = 0
     log_start: int = 0
     drafts: tuple[int, ...] = ()
-    checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, for states beside the state in dst
-    prompt_logits: bool = False  # whether the logits of all tokens of a prefill row are wanted
-    late: int = 0  # the most tokens by which a decode row may begin later, if drafts before it are accepted
-    parents: tuple[int, ...] = ()  # empty where each draft comes after the one before it
+    checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside dst
+    prompt_logits: bool = False  # wants all logits of a prefill row
+    late: int = 0  # tokens by which it may start later, if drafts are accepted
+    parents: tuple[int, ...] = ()  # empty without branches
     kept: tuple[int, ...] = ()
 
     def draft_after(self, place: int, token: int) -> int:
-        """The place in the row of the draft that is this token and comes after the one at a place; 0 if none does. A
-        placeholder is any token."""
+        """Return the place of the draft `token` after `place`, or 0. Without a tree a placeholder matches any token."""
         if not self.parents:
             return place + 1 if place < len(self.drafts) and self.drafts[place] in (token, PLACEHOLDER) else 0
         for i, (draft, parent) in enumerate(zip(self.drafts, self.parents, strict=True), 1):
@@ -98,7 +93,7 @@ class SequenceStep(NamedTuple):
         return 0
 
     def followed(self, tokens: Sequence[int]) -> list[int]:
-        """The places in the row of its first token and of the drafts that these tokens behind it agree with."""
+        """Return place 0 and the places of the drafts that agree with `tokens`."""
         path = [0]
         for token in tokens:
             place = self.draft_after(path[-1], token)
@@ -108,7 +103,7 @@ class SequenceStep(NamedTuple):
         return path
 
     def depths(self) -> Sequence[int]:
-        """By how many tokens of the row each of a decode row's is preceded."""
+        """Return the number of tokens before each token on its path."""
         if not self.parents:
             return range(self.num_tokens)
         depths = [0]
@@ -118,30 +113,29 @@ class SequenceStep(NamedTuple):
 
 
 class PageTables(NamedTuple):
-    """The KV pages of each row's sequence."""
+    """Lists the KV pages of each row."""
 
     pages: Sequence[array[int]]
     num_shared: Sequence[int]  # leading pages that others wrote
-    copied: Sequence[int]  # the page whose contents the first one after those begins with; 0 for none
+    copied: Sequence[int]  # page to copy to the first page after the shared pages; 0 for none
 
 
 class BlockFile(NamedTuple):
-    """A host slot that is to be written to a file, or read from one."""
+    """Names a host slot to write to a file, or to fill from it."""
 
     kind: str  # "state" or "kv"
     slot: int
     block_hash: bytes
-    exact: bool  # computed as a cold prefill computes it
-    born: int  # number of the issue that wrote the block; 0 for one before this process
-    writer: int = 0  # number of the request that wrote the block; 0 for one before this process
-    if_room: bool = False  # to be written only if no other file must be given up for it
+    exact: bool  # same bits as a cold prefill
+    born: int  # issue that wrote the block; 0: an earlier process
+    writer: int = 0  # request number; 0: an earlier process
+    if_room: bool = False  # only if no other file is deleted
 
 
 class Transfer(NamedTuple):
-    """Blocks to copy between the device's pools and the host's, pairs of (device block, host slot); or, where there are
-    `files`, between the host's slots and those."""
+    """Lists copies, as (device block, host slot), or between host slots and `files`."""
 
-    number: int  # transfers are numbered as they begin
+    number: int
     to_host: bool
     states: tuple[tuple[int, int], ...]
     pages: tuple[tuple[int, int], ...]
@@ -150,45 +144,43 @@ class Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """One forward pass over a mixed batch.
+    """Describes a forward pass. Its flat batch of F tokens holds N decode rows, then P prefill rows.
 
-    `arrays` holds numpy int32 arrays. N decode rows of T = `tokens_per_decode` tokens come first in the flat batch of
-    F tokens, padded with null tokens where a row has fewer; then P prefill rows, back to back, cut into C chunks at
-    absolute multiples of 64:
+    Decode rows are padded to T = `tokens_per_decode` tokens. Prefill rows are cut into C chunks at absolute multiples
+    of 64. `arrays` are int32; offsets are in the flat batch:
 
-    - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (the entry of the first token), `decode_len` (the
-      tokens of a row that are not padding) and `late_len` [N]: 0, or of a row that is `late` the tokens that it has if
-      it does not end with its log
-    - `ancestors` [N * T], if the drafts of a row form a tree: of each token those of its row that it follows on and
-      itself, as bits
-    - `query_start_loc` [P + 1] (offsets in the flat batch, so the first is N * T); `context_len`, `src` [P]
-    - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C]; `seq_chunk_start` [P + 1]
-    - `tokens`, `positions` [F]; with a KV pool also `kv_slot` [F] (block * block_size + offset, -1: do not write),
-      `block_table` (the pages of all rows, one row after the other), `block_table_start` [N + P + 1] (where each row's
-      pages begin) and `kv_len` [N + P] (tokens readable, this step's included)
-    - `logits_index` [L]: offsets in the flat batch of the tokens whose logits are wanted, row by row
+    - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (entry of the first token) [N]
+    - `decode_len` [N]: tokens without padding
+    - `late_len` [N]: tokens of a `late` row if its log has room; else 0
+    - `ancestors` [N * T], with trees: a bit for each token on a token's path, itself included
+    - `query_start_loc` [P + 1] (offsets), `context_len`, `src` [P]
+    - `chunk_seq`, `chunk_start` (offset), `chunk_dst` [C], `seq_chunk_start` [P + 1]
+    - `tokens`, `positions` [F]
+    - `logits_index` [L]: offsets of the wanted logits
+    - with a KV pool: `kv_slot` [F] (block * block_size + offset; -1: do not write), `block_table` (pages, row by row),
+      `block_table_start` [N + P + 1], `kv_len` [N + P] (readable tokens, with this step's)
 
-    `log_paths` and `kv_paths` are what `keep_paths` is to do in the token logs and in the KV pages before the pass.
+    `log_paths`, `kv_paths`: moves of `keep_paths` before the pass, int32 [R, 9] or None.
     """
 
     steps: tuple[SequenceStep, ...]
     num_decodes: int
     tokens_per_decode: int
     arrays: dict[str, np.ndarray]
-    kv_copies: tuple[tuple[int, int], ...] = ()  # (from, to): KV pages to copy before the pass, once for each fork
-    log_paths: np.ndarray | None = None  # int32 [R, 9], None where nothing is to be moved
+    kv_copies: tuple[tuple[int, int], ...] = ()  # (from, to): KV pages to copy first
+    log_paths: np.ndarray | None = None
     kv_paths: np.ndarray | None = None
 
 
 def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = None) -> dict[str, np.ndarray]:
-    """The arrays of states and chunks for rows that stand in this very order: without tokens and KV.
+    """Lay out the arrays of states and chunks for ordered rows.
 
     Args:
-        decode_rows: how many rows, from the first on, run in the decode kernels.
-        width: tokens of each of those in the batch; None for as many as the longest has.
+        decode_rows: number of leading decode rows.
+        width: their tokens; None for the longest.
 
     Raises:
-        ValueError: rows for the decode kernels do not come first, or their number is another one.
+        ValueError: `decode_rows` is wrong, or decode rows are not first.
     """
     decode, prefill = rows[:decode_rows], rows[decode_rows:]
     if any([row.prefill for row in decode]) or not all([row.prefill for row in prefill]):
@@ -202,9 +194,10 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = N
 
 
 def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
-    """A plan of decode rows alone as one of `rows` rows of `width` tokens: what is added is padding, which reads and
-    writes nothing. All logits are wanted. Arrays of equal `rows` and `width` have equal shapes but for `block_table`,
-    which comes last.
+    """Pad a plan of decode rows to `rows` rows of `width` tokens; all logits are wanted.
+
+    Padding reads and writes nothing. Shapes depend on `rows` and `width` only, except for `block_table`, which comes
+    last.
     """
     old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
     tokens = {"tokens": 0, "positions": 0, "kv_slot": -1}
@@ -247,20 +240,17 @@ _decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "l
 
 
 def after_fold(folded: Any, src: Any, dst: Any, log_start: Any, log_end: Any) -> tuple[Any, Any, Any]:
-    """Return src, dst and log_start of the rows that follow these.
-
-    The row after a fold reads the stored state, and its log starts where the folded log ended. Others stay as they are.
+    """Return src, dst and log_start of the next rows. A row after a fold reads the stored state.
 
     Args:
-        folded: 1 for a row that has folded its log, else 0. Like all arguments int, or an int32 array or tensor [N].
-        log_end: entries of the log behind the row.
+        folded: 1 after a fold, else 0. All arguments: int, or int32 array or tensor [N].
+        log_end: log entries after the row.
     """
     return src + folded * (dst - src), dst - folded * dst, log_start + folded * (log_end % FOLD - log_start)
 
 
 def decode_arrays(numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """`DECODE_ARRAYS` of rows without trees: int32 [N, 7] are start, num_tokens, src, dst, log_slot, log_start and late
-    of each."""
+    """Return `DECODE_ARRAYS` from int32 [N, 7]: start, num_tokens, src, dst, log_slot, log_start, late."""
     start, num_tokens, src, dst, log_slot, log_start, late = numbers.T.copy()
     log_end = start % FOLD
     columns = src, dst, log_slot, log_start, log_end, np.minimum(num_tokens, FOLD - log_end), num_tokens * (late > 0)
@@ -275,7 +265,7 @@ def _ancestors(row: SequenceStep, width: int) -> np.ndarray:
 
 
 def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarray | None:
-    """Return the moves of `keep_paths` for rows with a slot each. Entry i of a slot holds position i modulo `size`."""
+    """Return the moves of `keep_paths`. Position p is at p % `size` in a slot."""
     paths = []
     for row, slot in rows:
         places = [position % size for position in row.kept]
@@ -291,7 +281,7 @@ def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.nd
     for row in rows:
         start, offset = row.start, query_start_loc[-1]
         end = start + row.num_tokens
-        cut = start // CHUNK * CHUNK + CHUNK  # the first one inside the row, if it is before the end
+        cut = start // CHUNK * CHUNK + CHUNK  # may be beyond the end
         chunk_start.append(offset)
         chunk_start += range(offset + cut - start, offset + end - start, CHUNK)
         if row.checkpoints:
@@ -316,18 +306,18 @@ def _prefill_arrays(rows: Sequence[SequenceStep], first: int) -> dict[str, np.nd
 def build_plan(
     steps: Sequence[SequenceStep], tokens: Sequence[array[int]], tables: PageTables | None, block_size: int
 ) -> StepPlan:
-    """The plan of rows that are in order, decode first.
+    """Lay out the plan of ordered rows, decode rows first.
 
     Args:
-        tokens: of each row's sequence, as far as they are known.
-        tables: None where the KV pages are the host's, or there are none.
+        tokens: known tokens of each row's request.
+        tables: None if the cache keeps no KV pages.
     """
     num_decodes = sum([not step.prefill for step in steps])
     decode, prefill = steps[:num_decodes], steps[num_decodes:]
     width = max([step.num_tokens for step in decode], default=1)
     arrays = layout(steps, num_decodes, width)
     most = np.maximum(arrays["decode_len"], arrays["late_len"])
-    real = np.arange(width) < most[:, None]  # the tokens of decode rows that are not padding
+    real = np.arange(width) < most[:, None]  # not padding
     starts = _int32([step.start for step in decode])
     depths = np.arange(width)
     if "ancestors" in arrays:
@@ -368,14 +358,14 @@ def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _wanted(row: SequenceStep, end: int) -> range:
-    """Offsets whose logits a prefill row that ends at `end` of the flat batch wants."""
+    """Return the offsets of wanted logits."""
     return range(end - row.num_tokens if row.prompt_logits else end - row.samples, end)
 
 
 def _kv_arrays(
     steps: Sequence[SequenceStep], tables: PageTables, size: int, positions: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """`positions` are the places of the decode rows' tokens, -1 for padding."""
+    """Lay out the KV arrays; `positions` [N, T]: -1 for padding."""
     num_decodes = len(positions)
     pages = np.frombuffer(bytearray().join(tables.pages), np.int32)
     starts = np.cumsum([0, *map(len, tables.pages)], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The batches that an engine runs before its first request, which then waits for no compilation."""
+"""Make batches that compile all kernels."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from tqdm import tqdm
 from mambacache.plan import NULL_BLOCK, SequenceStep
 
 WARM_UP_TOKENS = 4096
-"""The tokens of one long prompt. With two experts a token or more, they take all kernels of experts."""
+"""Tokens of one long prompt. With two or more experts a token they use every kernel of experts."""
 LONG_PROMPT = 320
-"""The tokens of each of many long prompts, which take another form of prefill than many short prompts."""
+"""Tokens of each of many long prompts, which use another form of prefill than many short prompts."""
 UNEVEN = 2048, 32
-"""The tokens of a prompt, and the number of prompts of one token beside it: most processors have little to do."""
+"""Tokens of a prompt, and number of one-token prompts beside it, which leave most processors idle."""
 MIXED = 70, 3
-"""The tokens of the prompts beside decode rows."""
+"""Tokens of the prompts beside decode rows."""
 
 
 def warm_up_batches(room: int, longest: int, most_rows: int, width: int) -> list[list[SequenceStep]]:
-    """Return the rows of batches that take every kernel of a step. They read and store no state.
-
-    The number and the lengths of prompts choose the form of prefill. Decode rows have one token or the most tokens, and
-    run alone or beside prompts.
+    """Return batches of rows that use every kernel of a step, and no state.
 
     Args:
-        room: the most tokens of a batch.
-        longest: the most tokens of a prompt.
-        most_rows: the most rows of a batch.
-        width: the most tokens of a decode row, from 1 to 8.
+        room: most tokens of a batch.
+        longest: most tokens of a prompt.
+        most_rows: most rows of a batch.
+        width: most tokens of a decode row, 1 to 8.
     """
     widths = sorted({1, min(width, room)})
     mixes = [([tokens], [*_fitting(MIXED, room - tokens, longest)]) for tokens in widths]
@@ -43,7 +40,7 @@ def warm_up_batches(room: int, longest: int, most_rows: int, width: int) -> list
 
 
 def prompts_of_every_form(room: int, longest: int, most_rows: int) -> list[list[int]]:
-    """Return the prompts' tokens in batches that take every form of prefill."""
+    """Return prompt lengths of batches for every form of prefill."""
     longest = min(longest, room)
     rows, length = min(most_rows, room), min(LONG_PROMPT, longest)
     short = min(UNEVEN[1], rows - 1)
@@ -64,19 +61,17 @@ def _rows(decodes: Sequence[int], prompts: Sequence[int]) -> list[SequenceStep]:
 
 
 def decode_row(name: str, tokens: int, late: int) -> SequenceStep:
-    """Return a row of a token and its drafts that reads and stores no state."""
     return SequenceStep(
         name, 0, 0, 0, tokens, False, True, NULL_BLOCK, NULL_BLOCK, drafts=(0,) * (tokens - 1), late=late
     )
 
 
 def prompt_row(name: str, tokens: int) -> SequenceStep:
-    """Return a row of a prompt that reads and stores no state."""
     return SequenceStep(name, 0, 0, 0, tokens, True, True, NULL_BLOCK, NULL_BLOCK)
 
 
 class CompilerThreads(ThreadPoolExecutor):
-    """A thread for each processor, and a bar that shows how many kernels have compiled."""
+    """Shows a progress bar of kernels."""
 
     def __init__(self) -> None:
         super().__init__(os.cpu_count())

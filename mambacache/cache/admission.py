@@ -1,4 +1,4 @@
-"""What stands behind `PrefixCache`: pools, look-up, policy and ledger, and the changes that concern several of them."""
+"""Combine the parts of the cache, for changes that concern several of them."""
 
 from __future__ import annotations
 
@@ -19,29 +19,32 @@ from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
 
 STEPS_IN_FLIGHT = 4
-"""Rows of freed requests are kept for as many steps."""
+"""Keep the rows of freed requests for this number of steps."""
 
 
 class Admission:
-    """As a context manager it marks a change of the books. One that an exception breaks off leaves them torn; the next
-    call then rebuilds them (`mend`) from what cannot be torn: requests, their tokens, and issued rows."""
+    """Changes several parts of the cache together, as a context manager.
+
+    If an exception breaks off a change, the records are torn. The next call rebuilds them (`mend`) from requests,
+    tokens and issued rows, which cannot be torn.
+    """
 
     def __init__(self, config: CacheConfig, files: Files | None) -> None:
         self._config, self._files = config, files if files is not None else NoFiles()
         self.requests: dict[str, CachedRequest] = {}
         self.num_logs = config.num_log_slots or config.num_state_blocks
         self.rows = Rows(self.requests, most_freed=STEPS_IN_FLIGHT * (config.num_state_blocks + self.num_logs))
-        self.request_numbers, self._life_numbers = count(1), count(1)
+        self.request_numbers, self._residency_numbers = count(1), count(1)
         self._row_numbers, self._transfer_numbers = count(1), count(1)
         self._prompts, self.torn = Prompts(), False
-        self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, how many tokens were known before, and new ones
+        self.accepting: list[tuple[Row, int, array[int]]] = []  # rows, counts of tokens known before, new tokens
         self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
         most = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
         self._policy = Policy(config.block_size, config.checkpoint_interval, most)
         self.set_up(())
 
     def set_up(self, under_way: Iterable[Transfer]) -> None:
-        """Empty pools, and nothing known of any block but those that are being copied."""
+        """Start with empty pools; only transfers under way hold blocks."""
         config = self._config
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
@@ -76,7 +79,7 @@ class Admission:
     # --- admission ---
 
     def find(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Found:
-        """One look along the request's chain; the arguments are those of `PrefixCache.match`."""
+        """Look up a request; arguments as in `PrefixCache.match`."""
         if not request.read:
             return Found()
         size, limit = self._config.block_size, self._limit(request, max_tokens)
@@ -85,12 +88,12 @@ class Admission:
         return self.lookup.find(request.chain, limit, last, host_coverage, waits=self._policy.max_checkpoints > 0)
 
     def _limit(self, request: CachedRequest, max_tokens: int | None) -> int:
-        """The blocks after which a request may resume at most: one token at least is computed."""
+        """Return the most blocks to resume after: at least one token is computed."""
         bound = len(request.tokens) - 1
         return (bound if max_tokens is None else min(bound, int(max_tokens))) // self._config.block_size
 
     def still_waits(self, request: CachedRequest) -> Wait | None:
-        """The wait that a request was told, unless the state is there or given up by now."""
+        """Return the wait of a request, unless it is over."""
         if request.load is not None and not request.load.done:
             return self.tier.loads.wait(request.load)
         if request.waits is None:
@@ -103,7 +106,7 @@ class Admission:
         return Wait("prefix", writer.request.request_id, boundary)
 
     def _can_resume(self, request: CachedRequest, depth: int) -> bool:
-        """Return whether the state after `depth` blocks and all KV before it are cached. A host's KV is not known."""
+        """Return whether the state after `depth` blocks and all KV before it are known to be cached."""
         chain = request.chain[: depth + 1]
         if self._config.host_keeps_kv or not self.lookup.usable(chain[depth]):
             return False
@@ -126,7 +129,7 @@ class Admission:
             self.ledger.waited()
             return Wait("prefix", found.writer.request.request_id, boundary)
         state = self.pool.lookup(request.chain[found.hit]) or 0 if found.hit else 0
-        room = self.pool.num_available - (state > 0 and not self.pool.references[state])  # beside what is hit
+        room = self.pool.num_available - (state > 0 and not self.pool.references[state])  # without the hit itself
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
             return self.admit(request, kv_tokens, max_tokens) if self.tier.loads.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
@@ -143,7 +146,7 @@ class Admission:
         if request.store and request.turn is None:
             request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
         at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
-        junction = 0 if at_end else hit.junction  # nobody else leaves where a turn ended
+        junction = 0 if at_end else hit.junction  # no other prompt branches off where a turn ended
         residency.marks = self._policy.marks(request.marks, request.prompt_len)
         lengths = request.prompt_len, residency.prefill_end
         residency.wishes = self._policy.wishes(request.marks, residency.marks, junction, lengths)
@@ -156,7 +159,7 @@ class Admission:
         return hit
 
     def _begin(self, request: CachedRequest, computed: int, prefill_end: int) -> Residency:
-        trace, number = Trace(request.chain[0], request.token_bytes), next(self._life_numbers)
+        trace, number = Trace(request.chain[0], request.token_bytes), next(self._residency_numbers)
         residency = Residency(number, request, self.states.num_issued, computed, computed, prefill_end, trace)
         request.residency, request.waits = residency, None
         return residency
@@ -191,7 +194,7 @@ class Admission:
         return running
 
     def allocate(self, residency: Residency, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
-        """See `States.allocate`; what was loaded for requests that do not run yet makes room."""
+        """Allocate a row, with room from ended loads if needed."""
         row = self.states.allocate(residency, num_tokens, guess, decode)
         if row is None and self.tier.loads.let_go():
             row = self.states.allocate(residency, num_tokens, guess, decode)
@@ -202,7 +205,7 @@ class Admission:
     # --- the end of a residency ---
 
     def end_residency(self, residency: Residency, finished: bool) -> None:
-        """A request runs no more; it waits for its next admission unless it was forgotten."""
+        """End a residency; its request waits for the next admission unless it was forgotten."""
         request, row = residency.request, residency.row
         request.residency = None
         if row is not None and row.planned:
@@ -277,7 +280,7 @@ class Admission:
 
     def issued(self, row: Row) -> None:
         residency, request = row.residency, row.residency.request
-        if residency.ended:  # its tokens will be noted, if the request is still there
+        if residency.ended:  # its tokens count while the request is known
             self._end_row(row)
             if residency.void or self.requests.get(request.request_id) is not request:
                 return
@@ -330,7 +333,7 @@ class Admission:
         for row in rows:
             issued = row.residency.request.issued
             if row in issued:
-                self._void(row.residency, issued.index(row))  # what comes after it as well
+                self._void(row.residency, issued.index(row))  # later rows too
             if not row.residency.ended:
                 self.end_residency(row.residency, finished=False)
                 self.ledger.preempted()
@@ -340,7 +343,7 @@ class Admission:
             self._drop_since(since)
 
     def _void(self, residency: Residency, first: int) -> None:
-        """Ignore the tokens of a residency's issued rows from the `first` on, and of its row that is not issued."""
+        """Ignore the tokens of a residency's rows from the issued row `first` on."""
         request, residency.void = residency.request, True
         for row in request.issued[first:]:
             request.in_flight -= row.step.samples
@@ -348,7 +351,7 @@ class Admission:
         del request.issued[first:]
 
     def _end_row(self, row: Row) -> None:
-        """A row that will not be issued, or whose residency ended before it was: what was held for it is given back."""
+        """Give back the blocks of a row that will not be issued or outlived its residency."""
         self.rows.pop(row.step.row, None)
         residency = row.residency
         if not residency.ended:
@@ -358,7 +361,7 @@ class Admission:
         self.states.release(residency)
 
     def _drop_since(self, issue: int) -> None:
-        """A row failed on the device after it was issued: what was committed since, and who resumed there, is void."""
+        """Drop blocks committed since a failed issue, and preempt requests with a later hit."""
         self.pool.drop_born(issue)
         self.pages.pool.drop_born(issue)
         self.tier.drop_born(issue)
@@ -384,6 +387,6 @@ class Admission:
             self._drop_state(block_hash)
 
     def _drop_state(self, block_hash: bytes) -> None:
-        """The KV of its last block is nowhere any more."""
+        """Drop a state without the KV of its last block."""
         self.pool.drop(block_hash, evicted=True)
         self.tier.states.drop(block_hash)

@@ -1,4 +1,4 @@
-"""States and pages in host memory and in files: copies out, loads, and the transfers between the places."""
+"""Copy blocks between device, host memory and files."""
 
 from __future__ import annotations
 
@@ -21,32 +21,31 @@ from mambacache.report import Wait
 
 
 class Files(Protocol):
-    """Which blocks are in files, by kind ("state" or "kv") and hash. Blocks go there and come from there as transfers;
-    it is only asked here, and told what is wrong."""
+    """Tells which blocks are in files, by kind ("state" or "kv") and hash."""
 
     @property
     def present(self) -> bool:
-        """Whether anything can be there."""
+        """Return whether any file can exist."""
 
     @property
     def key(self) -> object:
-        """Enters every hash: another one for whatever makes states incomparable, and whenever all was forgotten."""
+        """Return a part of every hash; it differs where states must not be shared."""
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
-        """Whether the block in a file was computed exactly; None if there is no such file."""
+        """Return whether the block is exact; None without a file."""
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Delete the files of these hashes, unless another request than `writer` wrote their blocks."""
+        """Delete the files of these hashes, or only files of `writer`."""
 
     def drop_born(self, since: int) -> None:
-        """So is what was written by this issue of this process or a later one."""
+        """Delete files of issue `since` or later."""
 
     def clear(self) -> None:
-        """Forgets all, for whoever comes later too."""
+        """Forget all files for good."""
 
 
 class NoFiles:
-    """There are none; `key` counts how often all was forgotten."""
+    """Stands in for `Files`."""
 
     present = False
     key = 0
@@ -55,10 +54,10 @@ class NoFiles:
         return None
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Nothing is there."""
+        """Do nothing."""
 
     def drop_born(self, since: int) -> None:
-        """Nor is this."""
+        """Do nothing."""
 
     def clear(self) -> None:
         self.key += 1
@@ -66,8 +65,6 @@ class NoFiles:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """A block of the device that a transfer writes, and what it is once that is done."""
-
     pool: BlockPool
     block: int
     block_hash: bytes
@@ -75,17 +72,16 @@ class Arrival:
     rank: Rank
     born: int
     writer: int
-    depth: int  # blocks of the prefix that it ends
+    depth: int  # in blocks
 
     @classmethod
     def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int) -> Arrival:
-        """What becomes of `target`, as it is what `source` was."""
         pool, block = source.pool, source.block
         flags = pool.exact[block], pool.rank[block], pool.born[block], pool.writer[block]
         return cls(target.pool, target.block, block_hash, *flags, depth)
 
     def name(self) -> bool:
-        """The block has arrived; whether it is found by its hash."""
+        """Commit the block; return whether the hash names it."""
         return self.pool.commit(
             self.block, self.block_hash, exact=self.exact, rank=self.rank, born=self.born, writer=self.writer
         )
@@ -93,20 +89,15 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """A transfer under way, and what is held for it."""
-
     transfer: Transfer
-    leases: list[Lease] = field(default_factory=list)  # by turns a block on the device and a slot
-    arrivals: list[Arrival] = field(default_factory=list)  # from the host
-    coming: set[bytes] = field(default_factory=set)  # the hashes of pages on their way to the host
-    load: Load | None = None  # for whom it comes from the host
-    void: bool = False  # what it brings does not count
+    leases: list[Lease] = field(default_factory=list)  # device block and slot in turn; to files, slots
+    arrivals: list[Arrival] = field(default_factory=list)  # of a load
+    coming: set[bytes] = field(default_factory=set)
+    load: Load | None = None
+    void: bool = False  # commits nothing
 
     def lose(self, block_hashes: Collection[bytes], writer: int | None) -> None:
-        """Keep the blocks of these hashes from being named when they arrive, unless another request wrote them.
-
-        The writer of a block from a file is not known.
-        """
+        """Commit no arrival of these hashes unless another known request wrote it."""
         self.arrivals = [
             arrival
             for arrival in self.arrivals
@@ -114,7 +105,6 @@ class Move:
         ]
 
     def name(self) -> None:
-        """Slots have arrived: each is found by the hash of the block that it is a copy of, unless that lost its own."""
         for lent, slot in zip(self.leases[::2], self.leases[1::2], strict=True):
             device, block = lent.pool, lent.block
             if (block_hash := device.hashes[block]) is not None:
@@ -124,21 +114,13 @@ class Move:
 
 
 def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
-    """Raises, as `PrefixCache.transferred` does, unless a transfer is one of these."""
     move = moves.get(transfer.number)
     if move is None or move.transfer != transfer:
         raise RuntimeError(f"transfer {transfer.number} is not under way: end each of `transfers` once")
 
 
 class Loads:
-    """Two stages: what files alone have is read into the host's slots, and is held there until the requests that wait
-    for it ask again; what the device lacks then goes on from there.
-
-    Args:
-        device: the device's states, and `pages` its KV pages.
-        host: the host's pools, by kind.
-        begin: numbers a move and names it as under way.
-    """
+    """Loads prefixes from files into host slots, and from the host to the device."""
 
     def __init__(
         self, config: CacheConfig, device: States, states: BlockPool, pages: Pages, host: dict[str, BlockPool],
@@ -149,12 +131,14 @@ class Loads:
         self._host, self._files, self._ledger, self._begin = host, files, ledger, begin
         self._on_device = {"state": states, "kv": pages.pool}
         self._bytes = {"state": config.state_bytes, "kv": config.page_bytes}
-        self._coming: dict[bytes, Load] = {}  # by the hashes of the blocks that are being loaded
-        self._arrived: dict[Load, None] = {}  # which still hold blocks
+        self._coming: dict[bytes, Load] = {}  # by hash
+        self._arrived: dict[Load, None] = {}
 
     def fetch(self, request: CachedRequest, found: Found, limit: int) -> Wait | None:
-        """Begins to load a longer prefix than was found, at most `limit` blocks, or joins who does. None if there is
-        none, it is not worth it, there is no room, or the request's own loads have ended."""
+        """Start or join a load of a longer prefix than `found`.
+
+        Return None without use or room, or if the request's own loads have ended.
+        """
         stored = self._files.present or any(pool.num_committed for pool in self._host.values())
         if not stored or self._config.max_checkpoints == 0:
             return None
@@ -171,11 +155,10 @@ class Loads:
         return self.wait(load)
 
     def wait(self, load: Load) -> Wait:
-        """What a request is told that waits for a load."""
         return Wait("loading", load.request_id, load.depth * self._size)
 
     def held(self, block_hash: bytes, *pools: BlockPool) -> int:
-        """The block of this hash that may be reused, in the first of these pools that has one; 0 for none."""
+        """Return the first reusable block of this hash in these pools, or 0."""
         for pool in pools:
             block = pool.lookup(block_hash)
             if block is not None and (pool.exact[block] or not self._config.strict_reuse):
@@ -183,15 +166,13 @@ class Loads:
         return 0
 
     def _there(self, kind: str, block_hash: bytes, filed: bool = False) -> bool:
-        """Whether device or host has such a block, or else a file."""
         if self.held(block_hash, self._on_device[kind], self._host[kind]):
             return True
         exact = self._files.exact(kind, block_hash) if filed else None
         return exact is not None and (exact or not self._config.strict_reuse)
 
     def _depth(self, chain: Sequence[bytes], found: Found, limit: int, filed: bool = False) -> int:
-        """After how many blocks, at most `limit`, a request resumes with what device and host have together, and
-        files."""
+        """Return the longest hit with device, host and (if `filed`) files."""
         depth = min(found.coverage, limit)
         while depth < limit and self._there("kv", chain[depth + 1], filed):
             depth += 1
@@ -199,10 +180,10 @@ class Loads:
             depth -= 1
         return depth
 
-    # --- from the host to the device ---
+    # --- host to device ---
 
     def _load(self, request: CachedRequest, found: Found, depth: int) -> Load | None:
-        """Who loads so many blocks, be it now or since before; None without need, or room."""
+        """Join or start a load of `depth` blocks; None without use or room."""
         chain = request.chain
         depths = range(1, depth + 1) if self._pages.present else ()
         lacks = [i for i in depths if not self.held(chain[i], self._pages.pool)]
@@ -216,7 +197,6 @@ class Loads:
         return load
 
     def _begin_load(self, request: CachedRequest, depth: int, lacks: Sequence[int], lacks_state: bool) -> Load | None:
-        """Takes blocks on the device, evicting others if it must; None without room for the request."""
         chain, states, pages = request.chain, self._states, self._pages.pool
         if not self._pages.has_room(chain, depth, len(request.tokens)):
             return None
@@ -227,7 +207,7 @@ class Loads:
         else:
             kept[depth + 1] = states.share(self.held(chain[depth], states))
         room = states.num_available > lacks_state
-        own = [Lease(states, block) for block in states.take(int(room and lacks_state))]  # which may come from pages
+        own = [Lease(states, block) for block in states.take(int(room and lacks_state))]  # may shrink `pages`
         if not room or pages.num_available < len(lacks):
             for lease in [*own, *slots, *kept.values()]:
                 lease.end()
@@ -244,15 +224,14 @@ class Loads:
         self._ledger.loads()
         return self._under_way(load, move)
 
-    # --- from files to the host ---
+    # --- files to host ---
 
     def _read(self, request: CachedRequest, found: Found, held: int, limit: int) -> Load | None:
-        """Who reads a longer prefix than what device and host have; None without such a one, or room."""
         chain, depth = request.chain, self._depth(request.chain, found, limit, filed=True)
         if depth <= max(held, found.promised):
             return None
         depths = range(depth, 0, -1) if self._pages.present else ()
-        places = [("state", depth), *(("kv", i) for i in depths)]  # what is read last is what is evicted last
+        places = [("state", depth), *(("kv", i) for i in depths)]  # the chain is evicted from its end
         lacks = [(kind, i) for kind, i in places if not self._there(kind, chain[i])]
         load = next((self._coming[chain[i]] for _, i in lacks if chain[i] in self._coming), None)
         read = sum(self._bytes[kind] for kind, _ in lacks)
@@ -266,7 +245,6 @@ class Loads:
     def _begin_read(
         self, request: CachedRequest, depth: int, places: Sequence[tuple[str, int]], lacks: Sequence[tuple[str, int]]
     ) -> Load | None:
-        """Takes slots of the host, evicting others if it must; what is there already of the prefix stays."""
         chain = request.chain
         there = {(kind, i): self.held(chain[i], self._host[kind]) for kind, i in places}
         slots = {(kind, i): self._host[kind].share(slot) for (kind, i), slot in there.items() if slot}
@@ -287,7 +265,7 @@ class Loads:
         request.may_read = False
         return self._under_way(load, move)
 
-    # --- the end ---
+    # --- end of a load ---
 
     def _under_way(self, load: Load, move: Move) -> Load:
         self._coming.update((arrival.block_hash, load) for arrival in move.arrivals)
@@ -295,13 +273,12 @@ class Loads:
         return load
 
     def done(self, load: Load) -> None:
-        """Nobody waits for a load any more."""
         load.done = True
         for block_hash in [each for each in load.chain[1:] if self._coming.get(each) is load]:
             del self._coming[block_hash]
 
     def ended(self, load: Load, arrivals: Sequence[Arrival]) -> None:
-        """Its transfer is over: these have arrived, or none."""
+        """Commit the arrivals, and hold them while requests wait."""
         self.done(load)
         for arrival in arrivals:
             self._arrive(arrival, load)
@@ -324,7 +301,7 @@ class Loads:
             self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)
 
     def leave(self, request: CachedRequest) -> None:
-        """A request waits for its load no more: that has ended and the request is admitted, or it is gone."""
+        """Take a request off its load. The last request gives back its blocks."""
         load, request.load = request.load, None
         if load is not None:
             load.waiting.discard(request)
@@ -333,19 +310,17 @@ class Loads:
                 load.let_go()
 
     def let_go(self) -> bool:
-        """Room is needed more than what loads brought whose requests have not come yet; whether that makes any."""
+        """Give back the blocks of ended loads; return whether any were held."""
         arrived, self._arrived = self._arrived, {}
         return any([load.let_go() for load in arrived])
 
-    # --- the books ---
+    # --- checks ---
 
     @property
     def arrived(self) -> list[Load]:
-        """Those that hold blocks though their transfers are over."""
         return list(self._arrived)
 
     def check(self, moves: Sequence[Move], requests: Sequence[CachedRequest]) -> None:
-        """Raises AssertionError unless these transfers and requests are those that loads know."""
         loads = [move.load for move in moves if move.load is not None and not move.load.done]
         assert {id(load) for load in self._coming.values()} == set(map(id, loads)), "what is being loaded"
         waiting = {request for load in [*loads, *self._arrived] for request in load.waiting}
@@ -353,33 +328,24 @@ class Loads:
 
 
 AHEAD, LEAST = 4, (16, 128)
-"""Copied ahead is what would be lost with the blocks that go first, one in so many of a pool's, but at least so many
-states and pages: more than a few steps of 8,192 tokens evict."""
+"""Copy blocks among the next 1 / AHEAD of a pool to be evicted, and at least the next LEAST (states, pages).
+
+A few steps of 8,192 tokens evict fewer."""
 
 STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
-"""Blocks that one transfer takes to the host at most: while it lasts, nobody else can take them. A chain is best taken
-whole, since it may be the next to go."""
+"""Limit the blocks of a transfer to the host: they cannot be taken meanwhile. A chain is best copied whole."""
 
 FILES_A_TRANSFER = 32
-"""Slots that one transfer takes to files at most: nobody else can take them meanwhile either."""
+"""Limit the slots of a transfer to files: they cannot be taken meanwhile."""
 
 
 class Tier:
-    """Slots in host memory, found by the hashes that name blocks on the device.
+    """Holds copies of device blocks in host slots, under the same hashes.
 
-    A request resumes where its state and all KV before it are, each on the device or here; what only the host has is
-    loaded first. So a page here keeps the state of its block alive, on either side, as one on the device does. Without
-    slots no call does anything.
-
-    What comes here is written to files, if there are any, and is held in its slot until it was. What is evicted before
-    its turn is not waited for.
+    A page here keeps its state alive on either side: a request resumes from both together.
 
     Args:
-        pool, states, pages: the device's.
-        files: what is there.
-        on_page_removed: called as a `BlockPool` does when a page here is lost.
-        numbers: of transfers.
-        under_way: transfers that nobody wants any more, and that may yet read and write the blocks that they name.
+        under_way: void transfers from before a rebuild; they hold their blocks until they end.
     """
 
     def __init__(
@@ -392,18 +358,18 @@ class Tier:
         self._ledger, self._chains, self._numbers, self._files = ledger, chains, numbers, files
         self.states = BlockPool(config.num_host_states, lambda *_: None, chains)
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
-        self._slots = {pool: self.states, pages.pool: self.pages}  # of what the device's pools hold
+        self._slots = {pool: self.states, pages.pool: self.pages}
         self._host = {"state": self.states, "kv": self.pages}
         self.moves: dict[int, Move] = {}
         self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
-        self._unwritten: dict[tuple[str, bytes], None] = {}  # blocks in host memory that have no file
-        self._unflushed: list[int] | None = None  # states that a flush has not come to; None: no flush has begun
-        self._spare = False  # whether the flush has come to a spare state
-        self._lacked: dict[int, int] = {}  # the state that the flush has come to, and how many blocks had no file
-        self._writable = True  # as far as the last transfer to files has told
+        self._unwritten: dict[tuple[str, bytes], None] = {}  # host blocks without a file
+        self._unflushed: list[int] | None = None  # None before a flush
+        self._spare = False
+        self._lacked: dict[int, int] = {}  # state being flushed -> blocks without a file
+        self._writable = True
         self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
-        self._within = max(chains.blocks // AHEAD, LEAST[1])  # the same, as time
-        self._seen = (-1, 0)  # when there was a look at what to copy: nothing else makes a block due
+        self._within = max(chains.blocks // AHEAD, LEAST[1])
+        self._seen = (-1, 0)  # at the last look; unchanged, no block is due
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
@@ -413,9 +379,10 @@ class Tier:
     # --- to the host ---
 
     def transfers(self, flush: bool) -> tuple[Transfer, ...]:
-        """All that are under way; one more to the host and one more to files is begun if there is need and none is on
-        its way. With `flush` there is need of all that no file has, as long as files can be written, and what came here
-        is written before more comes."""
+        """Start at most one transfer to the host and one to files; return all under way.
+
+        With `flush`, every block without a file is due.
+        """
         to_host, to_files = (self._moving(files) for files in (False, True))
         seen = (self._chains.now, self._states.num_available) if self.present else self._seen
         self._unflushed, self._spare = (self._unflushed, self._spare) if flush else (None, False)
@@ -427,28 +394,29 @@ class Tier:
         if self._unwritten and not to_files:
             self._write_out()
         if flush and not self.moves:
-            self._unflushed, self._lacked = None, {}  # a later flush looks at all states again
+            self._unflushed, self._lacked = None, {}
         return tuple([move.transfer for move in self.moves.values()])
 
     def _moving(self, files: bool) -> bool:
-        """Whether a transfer to the host is under way, or to files."""
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
     def _copy_out(self, limit: float) -> None:
-        """Begin to copy the states that would be lost first. A state is lost by its own eviction or by the eviction of
-        the KV before it: a state as cold as the next pages to be evicted has some of these before it."""
+        """Start to copy the states next in line for eviction, directly or because a KV page that they need is.
+
+        A state as cold as the next pages to be evicted needs some of them.
+        """
         states = self._states
         left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
         move = Move(Transfer(0, True, (), ()))
         while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
             missing = self._missing_pages(move, state)
             if missing is None:
-                states.lend(state).end()  # not to be looked at again before it was used
+                states.lend(state).end()  # skipped until used again
                 continue
             room = self._room_for_pages(move)
             self._copy(move, self._pages.pool, missing[:room])
             if len(missing) > room:
-                break  # the rest goes with the next transfer
+                break
             left -= 1
             if self._restore(state):
                 states.lend(state).end()
@@ -457,9 +425,7 @@ class Tier:
         self._begin(move)
 
     def _flush(self) -> None:
-        """Begins with what is in no file of the state that goes first, and of its pages: what is here is to be written,
-        else the device's blocks are copied, as far as there are slots for them. To be called again until nothing is
-        begun; a state is left alone once that does not help. Spare states come last, and evict no file."""
+        """Start to bring the next state to files, spare states last; call it until nothing starts."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
         self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
@@ -481,7 +447,7 @@ class Tier:
         self._begin(move)
 
     def _limits(self) -> tuple[float, float]:
-        """How cold what goes first is: of states, and of pages; infinite while there is room."""
+        """Return how cold the next states and pages to evict are."""
         states, pages = self._slots
         most = self._config.max_checkpoints
         budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
@@ -490,7 +456,7 @@ class Tier:
         return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
 
     def _restore(self, state: int) -> bool:
-        """Whether the host has a state, as exact as the device's; it is kept there from now on."""
+        """Return whether the host has a state as exact, and take back its `evict_first`."""
         states, block_hash = self._states, self._states.hashes[state]
         slot = self.states.lookup(block_hash) if block_hash is not None else None
         if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
@@ -498,14 +464,12 @@ class Tier:
         return self.states.restore(block_hash, states.rank[state])
 
     def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
-        """Whether a file has a block as exact as this one."""
         block_hash = pool.hashes[block]
         exact = self._files.exact(kind, block_hash) if block_hash is not None else None
         return exact is not None and exact >= pool.exact[block]
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
-        """The device's pages before a state that are not here nor coming, the deepest first; what is here is kept from
-        now on. None if one is nowhere, or the state may not be reused."""
+        """Return the pages of a state that the host lacks; None if it cannot be reused."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
         held = self.loads.held
@@ -524,16 +488,15 @@ class Tier:
         return missing
 
     def _room_for_pages(self, move: Move) -> int:
-        """So many that half of the pages that can be taken stay so."""
+        """Leave half of the available pages available."""
         taken = len(move.coming)
         return max(min(PAGES_A_TRANSFER, (self._pages.pool.num_available + taken) // 2) - taken, 0)
 
     def _copy(self, move: Move, pool: BlockPool, blocks: Sequence[int]) -> None:
-        """Adds blocks to a transfer to the host, as far as there are slots for them."""
         host = self._slots[pool]
         for block, number in zip(blocks, host.take(min(len(blocks), host.num_available)), strict=False):
             slot, block_hash = Lease(host, number), pool.hashes[block]
-            if block_hash is None:  # the slots' pages were all that kept this state
+            if block_hash is None:  # `take` evicted a page that kept this state
                 slot.end()
                 continue
             lent = pool.lend(block)
@@ -543,7 +506,6 @@ class Tier:
                 move.coming.add(block_hash)
 
     def _begin(self, move: Move) -> None:
-        """Numbers a transfer, if it has any blocks, and names those that come from the device or go there."""
         transfer, leases = move.transfer, move.leases if not move.transfer.files else []
         pairs = list(zip(leases[::2], leases[1::2], strict=True))
         if pairs or transfer.files:
@@ -554,7 +516,6 @@ class Tier:
             self.moves[move.transfer.number] = move
 
     def _write_out(self) -> None:
-        """Begins to write what came to the host, in that order."""
         move, files = Move(Transfer(0, False, (), ())), list[BlockFile]()
         while self._unwritten and len(files) < FILES_A_TRANSFER:
             kind, block_hash = next(iter(self._unwritten))
@@ -568,15 +529,15 @@ class Tier:
         self._begin(move)
 
     def hit(self, chain: Sequence[bytes], depth: int) -> None:
-        """So many blocks are in use on the device: what is here of them goes first, until that is about to go."""
+        """Evict the host's copies of a hit first, until `_copy_out` restores them."""
         for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
             for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
                 pool.evict_first(slot)
 
-    # --- the end of a transfer ---
+    # --- end of a transfer ---
 
     def transferred(self, number: int, failed: bool) -> None:
-        """A transfer is done, or has failed: neither reads nor writes its blocks any more."""
+        """Release an ended transfer's blocks, committed unless it failed."""
         move = self.moves.pop(number)
         transfer, load, good = move.transfer, move.load, not (failed or move.void)
         if load is None and transfer.files:
@@ -594,30 +555,27 @@ class Tier:
         self._ledger.transferred(transfer.to_host, moved, failed, files=bool(transfer.files))
 
     def _note_unwritten(self, move: Move) -> None:
-        """What came to the host is to be written to files that do not have it."""
         for slot in move.leases[1::2] if self._files.present else ():
             kind, block_hash = "state" if slot.pool is self.states else "kv", slot.pool.hashes[slot.block]
             if block_hash is not None and not self._filed(kind, slot.pool, slot.block):
                 self._unwritten[kind, block_hash] = None
 
-    # --- what is given up ---
+    # --- blocks given up ---
 
     def void(self) -> None:
-        """What is being copied is not what it was taken for: it is named by no hash, and nobody waits for it."""
+        """Commit nothing under way, and let no request wait for it."""
         for move in self.moves.values():
             move.void = True
             if move.load is not None:
                 self.loads.done(move.load)
 
     def drop_born(self, since: int) -> None:
-        """What was written by this issue or a later one is wrong."""
         self.void()
         self._files.drop_born(since)
         self.states.drop_born(since)
         self.pages.drop_born(since)
 
     def drop(self, block_hashes: Collection[bytes], writer: int | None) -> None:
-        """Forget the blocks of these hashes, on their way to the device too; see `BlockPool.drop`."""
         self._files.drop(block_hashes, writer)
         for block_hash in block_hashes:
             self.states.drop(block_hash, writer=writer)
@@ -626,24 +584,21 @@ class Tier:
             move.lose(block_hashes, writer)
 
     def clear(self) -> None:
-        """Forgets every hash."""
         self.void()
         self.loads.let_go()
         self._unwritten.clear()
         self.states.clear()
         self.pages.clear()
 
-    # --- the books ---
+    # --- checks ---
 
     def held(self, pool: BlockPool) -> list[int]:
-        """The blocks of a pool that transfers and loads hold, each as often as it is held."""
         moves = list(self.moves.values())
         leases = [lease for move in moves for lease in (move.leases if move.load is None else move.leases[1::2])]
         loads = [*self.loads.arrived, *(move.load for move in moves if move.load is not None)]
         return [x.block for x in [*leases, *(x for load in loads for x in load.leases)] if x.pool is pool]
 
     def check(self, requests: Sequence[CachedRequest]) -> None:
-        """Raises AssertionError unless the books balance."""
         self.states.check(self.held(self.states))
         self.pages.check(self.held(self.pages))
         self.loads.check(list(self.moves.values()), requests)

@@ -1,4 +1,4 @@
-"""Totals, fates of blocks, events and reports: the ledger watches the cache, decides nothing, and can be off."""
+"""Count totals and events; decide nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ TOKEN_BYTES = 4
 
 
 class Branch:
-    """Tokens that follow those of its parent, and what followed them.
-
-    `end` is the number of tokens from the beginning to its own last one; 0 for a root, -1 for one that was dropped.
-    """
+    """Holds tokens after the parent's. `end`: token depth; -1 once dropped."""
 
     __slots__ = ("children", "end", "parent", "tokens")
 
@@ -23,23 +20,20 @@ class Branch:
         self.parent = parent
         self.tokens = bytearray(tokens)
         self.end = end
-        self.children: dict[bytes, Branch] = {}  # by their first token
+        self.children: dict[bytes, Branch] = {}  # by first token
 
 
 class TokenRecord:
-    """A tree of token prefixes. Beyond `max_tokens` the branch that was used longest ago is cut from its end.
-
-    It takes 4 to 5 bytes a token, and some 400 for each branch.
-    """
+    """Stores token prefixes, up to `max_tokens`, in 4 to 5 bytes a token and about 400 a branch."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self.num_tokens = 0
         self._roots: dict[bytes, Branch] = {}
-        self._leaves: OrderedDict[Branch, None] = OrderedDict()  # longest unused first
+        self._leaves: OrderedDict[Branch, None] = OrderedDict()  # least recently used first
 
     def longest(self, root: bytes, tokens: bytes) -> int:
-        """Tokens at the beginning of `tokens` (int32) that were computed before under this root."""
+        """Return how many leading `tokens` (int32) were computed before."""
         branch = self._roots.get(root)
         if branch is None:
             return 0
@@ -47,15 +41,7 @@ class TokenRecord:
         return (common + beyond) // TOKEN_BYTES
 
     def add(self, root: bytes, tokens: bytes, known: Branch | None) -> Branch:
-        """These tokens were computed.
-
-        Args:
-            tokens: int32, from the beginning if `known` is None, else from its end.
-            known: the branch at whose end they go on, as an earlier call gave it; it still ends there.
-
-        Returns:
-            The branch that ends with them.
-        """
+        """Record int32 tokens after `known` (an earlier result, its end unchanged) or the root; return their branch."""
         branch = known
         if branch is None:
             branch = self._roots.get(root)
@@ -83,8 +69,7 @@ class TokenRecord:
         return branch
 
     def _descend(self, branch: Branch, tokens: bytes, at: int) -> tuple[Branch, int, int]:
-        """From the end of `branch` along `tokens[at:]`: the last branch that is met whole, the bytes of `tokens` up to
-        its end, and the bytes that the next one shares beyond it."""
+        """Return the last branch that matches whole, the bytes up to its end, and the bytes matched beyond."""
         while True:
             child = branch.children.get(tokens[at : at + TOKEN_BYTES])
             if child is None:
@@ -95,7 +80,7 @@ class TokenRecord:
             branch, at = child, at + common
 
     def _split(self, branch: Branch, size: int) -> Branch:
-        """A new branch of the first `size` bytes of one, which keeps the rest."""
+        """Split off the first `size` bytes as a new branch."""
         parent = branch.parent
         assert parent is not None
         upper = Branch(parent, bytes(branch.tokens[:size]), branch.end - (len(branch.tokens) - size) // TOKEN_BYTES)
@@ -106,7 +91,7 @@ class TokenRecord:
         return upper
 
     def _cut(self, count: int) -> None:
-        """Drops up to `count` tokens of the branch that was used longest ago."""
+        """Cut up to `count` tokens off the oldest leaf."""
         branch = next(iter(self._leaves))
         count = min(count, len(branch.tokens) // TOKEN_BYTES)
         first = bytes(branch.tokens[:TOKEN_BYTES])
@@ -128,11 +113,11 @@ class TokenRecord:
 
 
 def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
-    """How many leading tokens two strings of int32 tokens share."""
+    """Return the number of leading int32 tokens that both share."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length // TOKEN_BYTES
-    low, high = 0, length  # the first low bytes are equal, the first high bytes are not
+    low, high = 0, length  # a[:low] == b[:low], a[:high] != b[:high]
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
@@ -144,26 +129,17 @@ MAX_EVENTS = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """What one running request computes, for the record.
-
-    `read(start, end)` gives its known tokens there as int32 bytes; `root` is where its hash chain begins.
-    """
+    """Tracks a residency's computed tokens; `read` returns int32 bytes."""
 
     root: bytes
     read: Callable[[int, int], bytes]
     computed: int = 0
-    recorded: int = 0  # tokens that the record has of it, and the branch where they end
+    recorded: int = 0  # tokens up to the end of `branch`
     branch: Branch | None = None
 
 
 class Ledger:
-    """Observes commits, evictions and hits.
-
-    Args:
-        block_size: tokens in a block.
-        record_tokens: tokens remembered for ceilings.
-        on: False to note nothing but how much was hit.
-    """
+    """Observes commits, evictions and hits; records nothing unless `on`."""
 
     def __init__(self, block_size: int, record_tokens: int, on: bool) -> None:
         self._block_size = block_size
@@ -175,13 +151,13 @@ class Ledger:
         self.start_over()
 
     def start_over(self) -> None:
-        """The books were rebuilt: what is known of blocks is gone, and readers of events see a gap."""
+        """Forget all blocks; a skipped event number shows the gap."""
         self._record = TokenRecord(self._record_tokens)
         self._unrecorded: dict[Trace, None] = {}
         self._fates: OrderedDict[bytes, Loss] = OrderedDict()
         self._num_events += 1
 
-    # --- what happens ---
+    # --- recording ---
 
     def stored(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
         if not self.on:
@@ -192,7 +168,7 @@ class Ledger:
             self._stats.states_stored += 1
 
     def loaded(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
-        """A block came back from the host's memory."""
+        """Record a block loaded from host memory."""
         if self.on:
             self._event("stored", kind, block_hash, position, request_id)
             self._fates.pop(block_hash, None)
@@ -209,12 +185,12 @@ class Ledger:
                 self._stats.kv_evicted += 1
 
     def refused(self, block_hash: bytes) -> None:
-        """A state was wanted there and there was no block for it."""
+        """Record a state that got no block."""
         if self.on:
             self._set_fate(block_hash, Loss.NO_CAPACITY)
 
     def computed(self, trace: Trace, num_tokens: int) -> None:
-        """So many tokens are computed by now. They are recorded when somebody asks, or when that ends."""
+        """Note the computed tokens, to be recorded on demand."""
         if self.on:
             trace.computed = num_tokens
             self._unrecorded[trace] = None
@@ -227,7 +203,7 @@ class Ledger:
         self._stats.loads += self.on
 
     def transferred(self, to_host: bool, num_bytes: int, failed: bool, files: bool) -> None:
-        """So much was copied between device and host, or between host and files; or that failed."""
+        """Count a copy; `files`: between host and files."""
         if not self.on:
             return
         if failed:
@@ -248,29 +224,29 @@ class Ledger:
         self._stats.preemptions += self.on
 
     def ran(self, report: RequestReport) -> None:
-        """A request ran for the first time."""
+        """Add the report of a request's first run."""
         if self.on:
             self._stats.add(report)
 
-    # --- what is asked ---
+    # --- reading ---
 
     def longest_computed(self, root: bytes, tokens: bytes) -> int:
-        """Tokens at the beginning of `tokens` (int32) that were ever computed under this root, just now ones too."""
+        """Return how many leading `tokens` (int32) were ever computed under `root`."""
         for trace in self._unrecorded:
             self._add_to_record(trace)
         self._unrecorded.clear()
         return self._record.longest(root, tokens) if self.on else 0
 
     def fate(self, block_hash: bytes) -> Loss | None:
-        """Why there is no state at this prefix; None if none was ever put there."""
+        """Return why this state is missing; None if unknown."""
         return self._fates.get(block_hash)
 
     def stats(self) -> CacheStats:
-        """A snapshot of the totals."""
+        """Copy the totals."""
         return replace(self._stats, losses=dict(self._stats.losses))
 
     def take_events(self) -> list[CacheEvent]:
-        """Events since the last call, oldest first; the latest 65,536 are kept."""
+        """Return events since the last call, oldest first."""
         events = list(self._events)
         self._events.clear()
         return events
@@ -296,12 +272,7 @@ class Ledger:
 def partition_loss(
     hit: int, ceiling: int, block_size: int, causes: Sequence[Loss | None], not_asked: bool
 ) -> dict[Loss, int]:
-    """Splits ceiling - hit by reason.
-
-    Args:
-        causes: for each boundary after the hit, in order, why no state was found there; None if none was put there.
-            A block's loss goes to the cause at the nearest boundary at or above it.
-    """
+    """Split `ceiling - hit` tokens by reason. A block's loss goes to the first cause at or after its boundary."""
     losses: dict[Loss, int] = {}
     if not_asked:
         return {Loss.NOT_ASKED: ceiling} if ceiling else losses

@@ -1,4 +1,4 @@
-"""Hash chains of token blocks, and what is found along one: coverage, hit, junction, who writes and who waits."""
+"""Hash token blocks into chains, and look chains up."""
 
 from __future__ import annotations
 
@@ -20,17 +20,14 @@ Chain = Sequence[bytes]
 
 
 def root_hash(*keys: object) -> bytes:
-    """Where a chain begins: equal for requests that may share, and for no others."""
+    """Return the root of a chain: requests with equal keys may share blocks."""
     return hashlib.blake2b(repr(keys).encode(), digest_size=16).digest()
 
 
 def extend_chain(
     chain: list[bytes], tokens: array[int], block_size: int, keys: Mapping[int, bytes] | None = None
 ) -> None:
-    """Appends the hashes of the whole blocks of `tokens` that `chain` (its root first) lacks.
-
-    The hash of a block is blake2b-128 over the hash before it, the block's token ids, and its key if it has one.
-    """
+    """Append the whole blocks of `tokens`: blake2b-128 over the hash before, the block's token ids, and its key."""
     digest, parent, data = hashlib.blake2b, chain[-1], memoryview(tokens)
     for end in range(len(chain) * block_size, len(tokens) + 1, block_size):
         block = digest(parent, digest_size=16)
@@ -42,11 +39,10 @@ def extend_chain(
 
 
 class Prompts:
-    """Makes the chains of prompts. What one shares with the prompt before it is not hashed again: those of a burst come
-    together."""
+    """Computes chains, reusing hashes of the prompt before."""
 
     def __init__(self) -> None:
-        self._tokens, self._chain = b"", [b""]  # of the last one whose blocks have no keys: few have any
+        self._tokens, self._chain = b"", [b""]  # last prompt without keys
 
     def chain(self, root: bytes, tokens: array[int], block_size: int, keys: Mapping[int, bytes]) -> list[bytes]:
         chain, given = [root], tokens.tobytes()
@@ -54,28 +50,23 @@ class Prompts:
             chain = self._chain[: common_tokens(given, self._tokens) // block_size + 1]
         extend_chain(chain, tokens, block_size, keys)
         if not keys:
-            self._tokens, self._chain = given, chain  # which may grow: no more of it is taken than was given
+            self._tokens, self._chain = given, chain  # may grow: only hashes of `given` are reused
         return chain
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a request meets in the cache, in blocks from its beginning."""
+    """Describes a lookup result, in blocks."""
 
-    coverage: int = 0  # leading blocks whose KV is cached
-    hit: int = 0  # the deepest reusable state
-    junction: int = 0  # where the prompt leaves what others computed; 0 if that is no deeper than the hit
-    writer: Residency | None = None  # who is about to compute a longer prefix of it
-    promised: int = 0  # and up to where
+    coverage: int = 0  # leading blocks with cached KV
+    hit: int = 0
+    junction: int = 0  # end of the computed prefix, if beyond the hit
+    writer: Residency | None = None  # of a longer prefix
+    promised: int = 0  # its depth
 
 
 class Lookup:
-    """Finds the deepest reusable state along a chain, and who else is at work on it.
-
-    Hashes of computed blocks are remembered in a bounded LRU after their KV is gone (or where there is none). Blocks
-    that running requests have yet to compute, and those that waiting ones could resume after, are known by hash too, so
-    that no admission goes through the other requests.
-    """
+    """Finds reusable states. Writers and waiting requests are indexed by hash: admissions never scan requests."""
 
     def __init__(self, config: CacheConfig, states: BlockPool, pages: Pages, ledger: Ledger) -> None:
         self._states = states
@@ -86,12 +77,11 @@ class Lookup:
         self._host_kv = config.host_keeps_kv
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._writers: dict[bytes, dict[Residency, None]] = {}
-        self._waiting: dict[bytes, int] = {}  # how many requests wait that could resume after this block
+        self._waiting: dict[bytes, int] = {}  # requests that could resume there
 
     # --- what was computed ---
 
     def add_computed(self, block_hash: bytes) -> None:
-        """A block was computed."""
         self._seen[block_hash] = None
         self._seen.move_to_end(block_hash)
         if len(self._seen) > self._max_seen:
@@ -101,18 +91,16 @@ class Lookup:
         self._seen.clear()
 
     def usable(self, block_hash: bytes) -> bool:
-        """Whether the state pool holds this block, under `strict_reuse` exactly computed."""
+        """Return whether requests may resume from this state."""
         block = self._states.lookup(block_hash)
         return block is not None and (self._states.exact[block] or not self._strict)
 
     def find(self, chain: Chain, limit: int, junction_limit: int, host_coverage: int | None, waits: bool) -> Found:
-        """Looks along a chain.
+        """Look a chain up.
 
         Args:
-            limit: blocks at most to resume after.
-            junction_limit: blocks at most to learn a junction after: one token at least must be computed.
-            host_coverage: leading blocks that the host's KV covers; None where the pages know, or nothing needs KV.
-            waits: whether the request may wait for another one to compute its prefix.
+            limit: maximum depth of the hit.
+            host_coverage: leading blocks in the host's KV; None: use the pages.
         """
         needs_kv = self._pages.present or host_coverage is not None
         coverage = len(chain) - 1
@@ -133,17 +121,17 @@ class Lookup:
                     return Found(coverage, hit, junction, residency, depth)
         return Found(coverage, hit, junction)
 
-    # --- what that means ---
+    # --- results ---
 
     def inexact_from(self, request: CachedRequest, found: Found) -> int:
-        """The position from which states and KV computed after this hit are near."""
+        """Return the position where near states and KV begin."""
         block = self._states.lookup(request.chain[found.hit]) if found.hit else None
         if block is not None and not self._states.exact[block]:
             return 0
         return self._pages.exact_until(request.chain, found.coverage) if found.coverage else ALWAYS_EXACT
 
     def hit(self, request: CachedRequest, found: Found) -> Hit:
-        """What was found, in tokens, and why not more."""
+        """Convert to tokens, with the loss by reason."""
         size = self._pages.block_size
         hit = found.hit * size
         longest = self._ledger.longest_computed(request.chain[0], request.token_bytes(0, len(request.tokens)))
@@ -157,29 +145,29 @@ class Lookup:
         return Hit(hit, found.junction * size, exact, writer, losses)
 
     def _cause(self, request: CachedRequest, found: Found, depth: int) -> Loss | None:
-        """Why a request does not resume after `depth` blocks; None if nothing was ever put there."""
+        """Return why the state at `depth` is unused; None if unknown."""
         if self._states.lookup(request.chain[depth]) is None:
             return self._ledger.fate(request.chain[depth])
         if depth <= found.coverage:
             return Loss.ONLY_NEAR
-        # The state is there, but not all KV before it.
+        # Not all KV is cached.
         gone = self._pages.pool.lookup(request.chain[found.coverage + 1]) is None
         return Loss.EVICTED if gone else Loss.ONLY_NEAR
 
-    # --- who writes ---
+    # --- writers ---
 
     def worth_a_wait(self, residency: Residency, depth: int) -> bool:
-        """Whether the state that a residency will reach after so many blocks is one that others may reuse."""
+        """Return whether others may reuse the state at `depth`."""
         return not self._strict or self._pages.block_size * depth <= residency.inexact_from
 
     def writes(self, residency: Residency, chain: Chain) -> None:
-        """A running request that stores will compute the blocks of its chain that are known by now."""
+        """Announce the blocks that a residency will compute."""
         for depth in range(residency.announced + 1, len(chain)):
             self._writers.setdefault(chain[depth], {})[residency] = None
         residency.announced = len(chain) - 1
 
     def wrote(self, residency: Residency, chain: Chain, depth: int) -> None:
-        """It has computed so many blocks, or will compute no more up to there."""
+        """Withdraw announced blocks up to `depth`."""
         for block_hash in chain[residency.written + 1 : min(depth, residency.announced) + 1]:
             residencies = self._writers[block_hash]
             if len(residencies) == 1:
@@ -190,7 +178,7 @@ class Lookup:
         residency.announced = max(residency.announced, residency.written)
 
     def lengthen(self, residency: Residency) -> None:
-        """Its request's chain, by the blocks that are full of tokens now."""
+        """Add full blocks to the request's chain."""
         request, size = residency.request, self._pages.block_size
         if len(request.tokens) < len(request.chain) * size:
             return
@@ -201,10 +189,9 @@ class Lookup:
         elif request.store and not request.stale:
             self.writes(residency, request.chain)
 
-    # --- who waits ---
+    # --- waiting requests ---
 
     def wait(self, request: CachedRequest) -> None:
-        """A request waits for its admission."""
         request.lined = (len(request.tokens) - 1) // self._pages.block_size if request.read else 0
         counts = self._waiting
         for block_hash in request.chain[1 : request.lined + 1]:
@@ -221,7 +208,7 @@ class Lookup:
         request.lined = 0
 
     def awaited(self, chain: Chain, first: int, last: int) -> list[int]:
-        """The blocks from `first` to `last` after which a waiting request leaves this chain, or must stop to hit."""
+        """Return depths where waiting requests leave this chain or end."""
         found, counts = [], self._waiting
         here = counts.get(chain[first], 0) if counts and first <= last else 0
         for depth in range(first, last + 1):
@@ -234,7 +221,7 @@ class Lookup:
         return found
 
     def check(self, requests: Sequence[CachedRequest]) -> None:
-        """Raises AssertionError unless writers and waiting requests are those of `requests`."""
+        """Raise AssertionError unless the records match `requests`."""
         writers: dict[bytes, int] = {}
         waiting: dict[bytes, int] = {}
         for request in requests:

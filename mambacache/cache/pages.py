@@ -1,4 +1,4 @@
-"""KV pages of running requests; none where the host keeps the KV, or nothing needs it."""
+"""Manage the KV pages of running requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mambacache.plan import PageTables
 
 
 class Pages:
-    """A pool of KV pages. Where it has none, the host keeps the KV, or nothing needs it: every call succeeds then."""
+    """Manages KV pages; without a pool (host KV, or none needed) every call succeeds."""
 
     def __init__(self, block_size: int, pool: BlockPool) -> None:
         self.block_size = block_size
         self.pool = pool
         self.present = pool.num_blocks > 0
-        self._lacking = 0  # pages that admitted prompts will still take
+        self._lacking = 0  # pages still needed by admitted prompts
 
     def coverage(self, chain: Sequence[bytes], strict: bool) -> int:
-        """Leading blocks of a chain whose KV is cached."""
+        """Count leading blocks with cached KV."""
         lookup, exact = self.pool.lookup, self.pool.exact
         for depth in range(1, len(chain)):
             page = lookup(chain[depth])
@@ -30,12 +30,12 @@ class Pages:
         return len(chain) - 1
 
     def exact_until(self, chain: Sequence[bytes], coverage: int) -> int:
-        """The position up to which covering pages are exact; `ALWAYS_EXACT` if all are."""
+        """Return the first position on an inexact page."""
         exact = [self.pool.exact[page] for page in self._covering(chain, coverage)]
         return ALWAYS_EXACT if all(exact) else exact.index(False) * self.block_size
 
     def has_room(self, chain: Sequence[bytes], coverage: int, num_tokens: int) -> bool:
-        """Whether there are pages for all known tokens beside what is shared and what admitted prompts still lack."""
+        """Return whether there is room beside the needs of admitted prompts."""
         if not self.present:
             return True
         shared = self._covering(chain, coverage)
@@ -43,7 +43,6 @@ class Pages:
         return self._blocks(num_tokens) - len(shared) <= self.pool.num_available - idle - self._lacking
 
     def begin(self, residency: Residency, chain: Sequence[bytes], coverage: int) -> None:
-        """Takes references to the pages that cover a residency's beginning."""
         residency.shared_pages = coverage if self.present else 0
         residency.pages.extend(self._covering(chain, coverage))
         for page in residency.pages:
@@ -51,7 +50,7 @@ class Pages:
         self._lacking += self._lack(residency)
 
     def fork(self, parent: Residency, child: Residency) -> bool:
-        """Shares a parent's full pages; a partial last one is to be copied. False: no room, and nothing changed."""
+        """Share full pages and plan a copy of a partial page; return False, unchanged, without room."""
         if not self.present:
             return True
         full, partial = divmod(parent.computed, self.block_size)
@@ -63,13 +62,13 @@ class Pages:
             child.pages.append(page)
         self._lacking += self._lack(child)
         if partial:
-            own = parent.copy_page  # a fork that has not run has nothing in its own page yet
+            own = parent.copy_page  # the parent may be a fork before its copy
             child.copy_page = self.pool.share(own.block if own is not None else parent.pages[full])
             self.grow(child, parent.computed)
         return True
 
     def grow(self, residency: Residency, end: int) -> bool:
-        """Pages up to position `end`, in one go; False, and nothing changed, without room."""
+        """Add pages up to `end`; return False, unchanged, without room."""
         missing = self._blocks(end) - len(residency.pages)
         if missing <= 0 or not self.present:
             return True
@@ -81,14 +80,14 @@ class Pages:
         return True
 
     def shrink(self, residency: Residency, count: int) -> None:
-        """Gives back the pages after the first `count`."""
+        """Keep only the first `count` pages."""
         lacked = self._lack(residency)
         while len(residency.pages) > count:
             self.pool.release(residency.pages.pop())
         self._lacking += self._lack(residency) - lacked
 
     def commit(self, residency: Residency, depth: int, block_hash: bytes, born: int) -> bool:
-        """Names the page of block `depth` - 1; whether it is new."""
+        """Commit page `depth` - 1; return whether it is new."""
         if depth <= residency.shared_pages or not self.present:
             return False
         exact, writer = depth * self.block_size <= residency.inexact_from, residency.request.number
@@ -96,7 +95,6 @@ class Pages:
         return self.pool.commit(page, block_hash, exact=exact, rank=Rank.FIRST, born=born, writer=writer)
 
     def tables(self, residencies: Sequence[Residency]) -> PageTables | None:
-        """What a plan needs of the pages of these residencies."""
         if not self.present:
             return None
         copied = [0 if residency.copy_page is None else residency.copy_page.block for residency in residencies]
@@ -107,27 +105,26 @@ class Pages:
         )
 
     def copied(self, residency: Residency) -> None:
-        """The page that the residency's first row copies from is needed no more."""
+        """Release the page that was copied."""
         if residency.copy_page is not None:
             residency.copy_page.end()
             residency.copy_page = None
 
     def end(self, residency: Residency) -> None:
-        """Gives back all that a residency holds."""
         self.copied(residency)
         pages, residency.pages = residency.pages, array("i")
         rank, ranks = residency.request.rank, self.pool.rank
-        for page in reversed(pages):  # deepest first, so that chains are evicted from their ends
+        for page in reversed(pages):  # deepest first: evict chains from their ends
             if ranks[page] < rank:
                 ranks[page] = rank
             self.pool.release(page)
 
     def unused(self, residency: Residency) -> None:
-        """A residency that ended needs no more pages than it has."""
+        """Stop reserving pages for an ended residency."""
         self._lacking -= self._lack(residency)
 
     def check(self, residencies: Sequence[Residency], running: Sequence[Residency], others: Sequence[int]) -> None:
-        """Raises AssertionError unless the books balance, these `others` being held by whoever is no residency."""
+        """Raise AssertionError unless references match; `others`: held outside residencies."""
         copies = [residency.copy_page.block for residency in residencies if residency.copy_page is not None]
         self.pool.check([*(page for residency in residencies for page in residency.pages), *copies, *others])
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"

@@ -1,4 +1,4 @@
-"""Blocks of one pool: ids, reference counts, leases, and their residency FREE -> WRITING -> COMMITTED."""
+"""Manage the blocks of a pool: FREE -> WRITING -> COMMITTED."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from mambacache.cache.retention import Chains, EvictionOrder, Rank
 
 RemovedCallback = Callable[[bytes, int, bool], None]
-"""Called with (hash, block, evicted) when a hash stops naming a block; `evicted` if room was needed."""
+"""Called with (hash, block, evicted) when a block loses its hash."""
 
 
 class Lease:
-    """A block held by someone. However often it is ended, the block is given back once.
-
-    `used`: where it is to return to in the order of eviction; None if being held makes it the last one used.
-    """
+    """Holds a reference, released once. `used`: last use to restore; None if the lease is a use."""
 
     __slots__ = ("block", "pool", "used")
 
@@ -30,11 +27,9 @@ class Lease:
 
 
 class BlockPool:
-    """Blocks with ids from 1 on, to `num_blocks` where the memory is the pool's own; id 0 is never handed out.
+    """Manages blocks with ids from 1 on.
 
-    FREE blocks have no reference and no hash. WRITING blocks are private: referenced, no hash, and may be a dst.
-    COMMITTED blocks carry a hash, are immutable and shared by reference; without references they may be evicted, in the
-    order of `EvictionOrder`. Every call is O(1) a block, amortised.
+    WRITING blocks are private. COMMITTED blocks have a hash and are immutable; without references they are evictable.
     """
 
     def __init__(self, num_blocks: int, on_removed: RemovedCallback, chains: Chains) -> None:
@@ -43,22 +38,22 @@ class BlockPool:
         self._set_up(num_blocks, num_blocks + 1, chains)
 
     def _set_up(self, num_blocks: int, num_ids: int, chains: Chains) -> None:
-        self.num_blocks = num_blocks  # at most
-        self.idle = EvictionOrder(chains)  # COMMITTED blocks without references
+        self.num_blocks = num_blocks  # maximum
+        self.idle = EvictionOrder(chains)
         self._blocks: dict[bytes, int] = {}
-        self.lookup = self._blocks.get  # the COMMITTED block that a hash names, or None
+        self.lookup = self._blocks.get  # hash -> COMMITTED block or None
         self.references = [0] * num_ids
         self.hashes: list[bytes | None] = [None] * num_ids
         self.exact = [False] * num_ids
         self.rank = [Rank.SPARE] * num_ids
-        self._useless = [False] * num_ids  # goes first once it has no references
-        self._rank_before = [Rank.SPARE] * num_ids  # the rank of a useless block before `evict_first`
-        self.born = [0] * num_ids  # number of the issue that wrote a COMMITTED block
-        self.writer = [0] * num_ids  # number of the request that wrote it; 0 for a block from an earlier process
+        self._useless = [False] * num_ids  # evicted first
+        self._rank_before = [Rank.SPARE] * num_ids  # before `evict_first`
+        self.born = [0] * num_ids  # the writing issue
+        self.writer = [0] * num_ids  # request number; 0: an earlier process
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give: free ones and those it may evict."""
+        """Count the blocks that `take` can hand out."""
         return len(self._free) + len(self.idle)
 
     @property
@@ -67,7 +62,6 @@ class BlockPool:
 
     @property
     def num_owned(self) -> int:
-        """Blocks that there is memory for as it is divided now."""
         return self.num_blocks
 
     @property
@@ -75,7 +69,7 @@ class BlockPool:
         return len(self._blocks)
 
     def counts(self) -> dict[str, int]:
-        """Blocks by status; evictable ones are committed too."""
+        """Count blocks; evictable blocks are committed too."""
         free, committed = len(self._free), len(self._blocks)
         writing = self.num_blocks - free - committed
         return {"free": free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
@@ -83,8 +77,7 @@ class BlockPool:
     # --- references ---
 
     def take(self, count: int, near: int = 0) -> list[int]:
-        """So many WRITING blocks at once, each with one reference, where there is a choice beside the block `near`; the
-        caller checked that they are available."""
+        """Return WRITING blocks, near block `near` if possible; callers check `num_available`."""
         while len(self._free) < count:
             self.evict()
         blocks = self._free[: -count - 1 : -1]
@@ -94,38 +87,37 @@ class BlockPool:
         return blocks
 
     def lease(self, requested: bool = True) -> Lease | None:
-        """A WRITING block, evicting a COMMITTED one if it must; None if there is none to take."""
+        """Lease a WRITING block, if there is room."""
         if not self._free and not self.evict(requested):
             return None
         return Lease(self, self.take(1)[0])
 
     def share(self, block: int) -> Lease:
-        """One more reference to a block that is referenced or COMMITTED."""
+        """Lease a referenced or COMMITTED block."""
         self.hold(block)
         return Lease(self, block)
 
     def hold(self, block: int) -> None:
-        """`share` without a lease, for who gives back many blocks together."""
+        """Like `share`, without a lease."""
         if not self.references[block]:
             self._wake(block)
         self.references[block] += 1
 
     def lend(self, block: int) -> Lease:
-        """`share` of a COMMITTED block for whom reading it is no use of it."""
+        """Like `share`, but does not count as a use."""
         used = None if self.references[block] else self._wake(block)
         self.references[block] += 1
         return Lease(self, block, used)
 
     def seize(self, block: int) -> Lease:
-        """A reference to this very block, which is free or was seized."""
+        """Lease this free or seized block."""
         if not self.references[block]:
             self._free.remove(block)
         self.references[block] += 1
         return Lease(self, block)
 
     def release(self, block: int, used: float | None = None) -> None:
-        """One reference less; the last one frees a private block and makes a COMMITTED one evictable, as the one used
-        last, or where it stood if it was lent, and `used` then."""
+        """Drop a reference. `used`: last use; None for now."""
         references = self.references[block] - 1
         self.references[block] = references
         if references:
@@ -140,7 +132,7 @@ class BlockPool:
             self.idle.put_back(block, self.rank[block], used)
 
     def _wake(self, block: int) -> float:
-        """A COMMITTED block has no reference, and will have one. Gives the time when it was used last."""
+        """Make a block unevictable; return its last use."""
         return self.idle.remove(block, self.rank[block])
 
     def _free_again(self, block: int) -> None:
@@ -149,7 +141,7 @@ class BlockPool:
     # --- hashes ---
 
     def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0) -> bool:
-        """Names a WRITING block by its hash; False, and it stays private, if a block at least as exact has it."""
+        """Name a WRITING block; return False if a block at least as exact has the hash."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
             if self.exact[holder] or not exact:
@@ -164,31 +156,27 @@ class BlockPool:
         return True
 
     def promote(self, block: int, rank: Rank) -> None:
-        """Ranks a COMMITTED block, which was used just now."""
+        """Set the rank; counts as a use."""
         if not self.references[block]:
             self.idle.remove(block, self.rank[block])
             self.idle.add(block, rank)
         self.rank[block], self._useless[block] = rank, False
 
     def lower(self, block: int, rank: Rank) -> None:
-        """Give a COMMITTED block that is not to be evicted first a lower rank, which is no use of it."""
+        """Lower the rank; does not count as a use."""
         if not self.references[block]:
             self.idle.put_back(block, rank, self.idle.remove(block, self.rank[block]))
         self.rank[block] = rank
 
     def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
-        """Take back `evict_first` of the COMMITTED block of a hash, and return whether there is such a block.
-
-        Args:
-            rank: the block's rank from now on; None for its rank before `evict_first`.
-        """
+        """Undo `evict_first`; return whether the block exists."""
         block = self._blocks.get(block_hash)
         if block is not None and self._useless[block]:
             self.promote(block, self._rank_before[block] if rank is None else rank)
         return block is not None
 
     def evict_first(self, block: int) -> None:
-        """Makes a COMMITTED block the first to be evicted."""
+        """Mark a COMMITTED block to be evicted before others."""
         if self._useless[block]:
             return
         if not self.references[block]:
@@ -198,7 +186,7 @@ class BlockPool:
         self.rank[block], self._useless[block] = Rank.SPARE, True
 
     def evict(self, requested: bool = True) -> bool:
-        """Frees the COMMITTED block without references that is to go first; False if there is none."""
+        """Evict the next victim, if any."""
         block = self.idle.first(requested)
         if block is None:
             return False
@@ -206,27 +194,23 @@ class BlockPool:
         return True
 
     def withdraw(self, block: int) -> None:
-        """COMMITTED back to private, for the block's sole holder."""
+        """Make a block private again."""
         if self.references[block] != 1:
             raise RuntimeError(f"block {block} has {self.references[block]} holders and cannot be withdrawn")
         self._forget(block)
 
     def drop(self, block_hash: bytes, *, evicted: bool = False, writer: int | None = None) -> None:
-        """Forget a hash, unless another request than `writer` wrote its block.
-
-        The block is freed, or stays private to its holders.
-        """
+        """Forget a hash, unless another request than `writer` wrote the block."""
         block = self._blocks.get(block_hash)
         if block is not None and writer in (None, self.writer[block]):
             self._forget(block, evicted)
 
     def drop_born(self, since: int) -> None:
-        """Forgets the hashes of all blocks that were written by this issue or a later one."""
+        """Forget blocks of issue `since` and later."""
         for block in [b for b in self._blocks.values() if self.born[b] >= since]:
             self._forget(block)
 
     def clear(self) -> None:
-        """Forgets every hash."""
         for block in list(self._blocks.values()):
             self._forget(block)
 
@@ -241,8 +225,7 @@ class BlockPool:
         self._on_removed(block_hash, block, evicted)
 
     def check(self, held: Iterable[int]) -> None:
-        """Raises AssertionError unless the references are those of `held` (a block as often as it is held), and every
-        block is free, referenced or evictable."""
+        """Raise AssertionError unless references match `held` and no block is lost."""
         counted = [0] * len(self.references)
         for block in held:
             counted[block] += 1
@@ -251,7 +234,6 @@ class BlockPool:
         self._check_idle(counted, {b for b in self._blocks.values() if not counted[b]})
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:
-        """As `check`, of blocks without references, of which these are COMMITTED."""
         free = set(self._free)
         assert len(free) == len(self._free) and not any(counted[b] or self.hashes[b] for b in free), "a free block"
         assert idle == self.idle.blocks(), "the evictable blocks"

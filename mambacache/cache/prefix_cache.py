@@ -1,4 +1,4 @@
-"""`PrefixCache`: the public face of the cache, for this engine's scheduler and for other engines alike."""
+"""Define `PrefixCache`, the public face of the cache."""
 
 from __future__ import annotations
 
@@ -23,17 +23,21 @@ from mambacache.report import CachedBlock, CacheEvent, CacheStats, Hit, Progress
 
 
 class PrefixCache:
-    """Which prefixes are cached where, and which blocks every row of every step reads and writes.
+    """Tracks cached prefixes, and chooses the blocks that every row reads and writes.
 
-    Host integers only; for one thread. A request's way: `add`, then `admit` until it returns a hit, then for each step
-    `next_tokens`, `allocate`, and for all rows together `plan`, the forward pass, `issued`, `accept`; at last `free`. A
-    row belongs to one residency of its request, from admission to the next `preempt` or `free`, which may come at any
-    moment. A later call for such a row gives its blocks back and notes its tokens, and changes nothing else.
+    It holds host integers only, for one thread. For each request call `add`, then `admit` until it returns a hit, and
+    `free` at the end. For each step call `next_tokens` and `allocate` for each row, then for all rows `plan`, the
+    forward pass, `issued` and `accept`.
 
-    A call that is out of order or out of range raises, in one sentence, before anything changed: ValueError for
-    arguments, RuntimeError for the order. If an exception breaks off a call half-way (Ctrl-C), the next one finds the
-    requests and their tokens as they were, all of them preempted, and an empty cache. `files` are those that outlive
-    the process, if there are any.
+    A row belongs to one residency of its request, from admission to `preempt` or `free`. These may come at any moment:
+    a later call for the row only gives its blocks back and notes its tokens.
+
+    A wrong call raises before anything has changed: ValueError for arguments, RuntimeError for the order. If an
+    exception such as Ctrl-C breaks off a call, the next call finds an empty cache and all requests preempted, with
+    their tokens.
+
+    Args:
+        files: files that outlive the process, if any.
     """
 
     def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
@@ -47,20 +51,20 @@ class PrefixCache:
         extra_keys: Iterable[tuple[int, object]] = (), checkpoint_at: Iterable[int] = (), read: bool = True,
         store: bool = True,
     ) -> None:  # fmt: skip
-        """Hashes a prompt; takes no block.
+        """Hash a prompt and register its request, without any block.
 
         Args:
             token_ids: integers from 0 on, in a sequence, a numpy array or a tensor.
             salt: requests with different salts share nothing.
-            extra_keys: (position, key) pairs, as for an image. A key enters the hash of its position's block. It is a
-                str, bytes, an int, or a tuple of these.
-            checkpoint_at: token positions, rounded down to blocks, whose state is worth a block. The eight nearest to
-                the prompt's end may evict other states; those of one salt hold at most a quarter of all states.
-            read: whether the request may use what is cached.
-            store: whether what it computes is cached.
+            extra_keys: (position, key) pairs, as for an image. A key (str, bytes, int, or a tuple of these) enters the
+                hash of its position's block.
+            checkpoint_at: positions in tokens, rounded down to blocks, to store states at. The eight nearest to the
+                prompt's end may evict other states. The marks of one salt hold at most a quarter of all states.
+            read: whether the request may use cached blocks.
+            store: whether its own blocks are cached.
 
         Raises:
-            ValueError: the prompt is empty, or too long for the KV pool; the id is taken; an argument is of no use.
+            ValueError: the prompt is empty or too long for the KV pool, the id is in use, or an argument is invalid.
         """
         size = self.config.block_size
         check_text("a request id", request_id)
@@ -79,22 +83,22 @@ class PrefixCache:
             admission.lookup.wait(request)
 
     def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
-        """Looks up what a request would hit now; changes nothing.
+        """Return the hit that a request would get now; change nothing.
 
         Args:
             kv_tokens: tokens that the host's own KV covers; required if the model has attention and the host keeps KV.
-            max_tokens: the host's own bound on the hit.
+            max_tokens: the host's bound on the hit.
         """
         request = self._known(request_id)
         check_bounds(self.config, kv_tokens, max_tokens)
-        with self._admission as admission:  # the ledger notes first what it has not yet
+        with self._admission as admission:  # updates the ledger
             return admission.lookup.hit(request, admission.find(request, kv_tokens, max_tokens))
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
-        """Takes references to all that is hit, and a block for the running state, in one act. Arguments as of `match`.
+        """Take references to all hit blocks, and a block for the running state. Arguments as in `match`.
 
         Raises:
-            RuntimeError: the request runs.
+            RuntimeError: the request runs already.
         """
         request = self._known(request_id)
         check_bounds(self.config, kv_tokens, max_tokens)
@@ -106,14 +110,14 @@ class PrefixCache:
             return admission.admit(request, kv_tokens, max_tokens)
 
     def waits(self, request_id: str) -> bool:
-        """Whether the prefix that the last `admit` said to wait for is still to come. Costs next to nothing."""
+        """Return whether the prefix that the last `admit` said to wait for is still to come. Cheap to call."""
         return self._admission.still_waits(self._known(request_id)) is not None
 
     def withdraw(self, request_id: str) -> None:
-        """Undoes an admission of which nothing ran: no preemption is counted, no report kept.
+        """Undo an admission before its first row is issued; count no preemption.
 
         Raises:
-            RuntimeError: the request does not run, or a row of this residency was issued.
+            RuntimeError: the request does not run, or has issued a row since.
         """
         residency = self._running(request_id)
         if residency.ran:
@@ -122,17 +126,17 @@ class PrefixCache:
             admission.end_residency(residency, finished=False)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
-        """More answers to a prompt that was just computed: they share its last state and its full KV blocks. Gives the
-        ids that run now; the others, for which there is no room, are known, and wait for `admit`.
+        """Start more answers to a prompt that was just computed, with its last state and full KV blocks shared.
 
-        Called after the `accept` that gave the request its first answer token, before it runs on.
+        Call it after the `accept` of the first answer token, before the request runs on. Return the ids that run now;
+        the other children wait for `admit`.
 
         Args:
-            children: for each further answer its request id and its own first token.
-            max_running: how many of them may run now; None for all.
+            children: request id and first token of each further answer.
+            max_running: the most children to run now; None for all.
 
         Raises:
-            ValueError: an id is in use, or a token is none.
+            ValueError: an id is in use, or a token is invalid.
             RuntimeError: the request has run on, or has no first token yet.
         """
         parent = self._known(request_id)
@@ -141,7 +145,7 @@ class PrefixCache:
             return admission.fork(parent, children, max_running)
 
     def preempt(self, request_id: str) -> None:
-        """Takes a running request's blocks; it stays known with its tokens and waits for `admit` again."""
+        """Take the blocks of a running request. It keeps its tokens and waits for `admit`."""
         residency = self._running(request_id)
         with self._admission as admission:
             admission.end_residency(residency, finished=False)
@@ -152,8 +156,8 @@ class PrefixCache:
 
         Args:
             finished: False for an aborted request.
-            wrong_from: where its logits were NaN, the position of the last token with sound logits before it. The
-                blocks that the request's rows wrote behind this position are dropped.
+            wrong_from: position of the last token with sound logits, if later logits were NaN. Blocks that the request
+                wrote behind it are dropped.
 
         Raises:
             ValueError: the request is not known, or `wrong_from` is no position in it.
@@ -166,14 +170,15 @@ class PrefixCache:
             admission.forget(request, finished, wrong_from)
 
     def suspects(self, request_id: str) -> list[CachedBlock]:
-        """Return the blocks that a request resumed from and that none of its own finite logits have proved, the deepest
-        first. Call it when the request's logits are NaN: test these blocks on the device and `invalidate` the bad ones.
+        """Return the blocks that a request resumed from and has not proved by finite logits, deepest first.
+
+        Call it when the logits are NaN: test the blocks on the device and `invalidate` the bad blocks.
         """
         request = self._known(request_id)
         return self._admission.suspects(request)
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """Forget the states and the KV pages of these prefix hashes, on the device and below it.
+        """Forget the states and KV pages of these prefix hashes, on device, host and in files.
 
         Raises:
             ValueError: a hash is not of type bytes.
@@ -183,14 +188,14 @@ class PrefixCache:
             admission.drop(gone)
 
     def abandon(self) -> None:
-        """A host's step broke off: rows that were not issued never will be, and every running request is preempted."""
+        """Give up a broken step: forget rows that were not issued, and preempt every running request."""
         with self._admission as admission:
             admission.abandon()
 
     # --- steps ---
 
     def progress(self, request_id: str) -> Progress:
-        """How far a running request came."""
+        """Return how far a running request has come."""
         residency = self._running(request_id)
         request = residency.request
         return Progress(
@@ -198,8 +203,10 @@ class PrefixCache:
         )
 
     def next_tokens(self, request_id: str, budget: int) -> int:
-        """How many tokens to run now, 1 to `budget`: all that is left of the prompt, else up to the last boundary in
-        reach, else the whole budget; 1 for a decoding request."""
+        """Return how many tokens to run now, at most `budget`; 1 in decode.
+
+        Run the rest of the prompt if it fits, else up to the last boundary in reach, else `budget` tokens.
+        """
         residency = self._running(request_id)
         check_integer("budget", budget, 1)
         left, budget = residency.prefill_end - residency.computed, int(budget)
@@ -213,28 +220,28 @@ class PrefixCache:
         self, request_id: str, num_tokens: int, *, drafts: Sequence[int] = (), parents: Sequence[int] = (),
         decode: bool = False,
     ) -> SequenceStep | None:  # fmt: skip
-        """The row that runs the next `num_tokens` tokens and then `drafts`, with a block if it stores a state; if there
-        is no room it is None, and nothing has changed.
+        """Allocate a row for the next `num_tokens` tokens and `drafts`; None, with nothing changed, without room.
 
-        Before `accept` is told which drafts of a row agreed, one more may be allocated: it is `late` by some of them.
+        Before `accept` resolves a row's drafts, one more row may be allocated; it is `late` by some of them.
 
         Args:
-            num_tokens: 1 to what is left of the tokens known at admission; 1 after them.
-            drafts: guesses of a decoding request's next tokens, up to a multiple of 16; `PLACEHOLDER`: one unknown.
-            parents: where they form a tree, in preorder: the number of the draft that each one follows, counted from 1,
-                or 0 for the known token. Before the next row runs, what is `kept` of it must be moved.
-            decode: a single token of the prompt runs in the decode kernels (its state is then near).
+            num_tokens: 1 to the rest of the tokens known at admission; 1 after them.
+            drafts: guesses of a decoding request's next tokens, cut at a multiple of 16. `PLACEHOLDER` is an unknown
+                guess.
+            parents: for a tree in preorder, the number of the draft before each draft, counted from 1, or 0 for the
+                known token. Move the `kept` tokens before the next row runs.
+            decode: run a single prompt token in the decode kernels, which makes its state near.
         """
         residency, decode = self._running(request_id), bool(decode)
         guesses = check_next_row(residency, num_tokens, drafts, parents, decode, self.config.max_draft_tokens)
         admission = self._admission
-        admission.torn = True  # as `with books` does, which takes as long as a third of the rest
+        admission.torn = True  # hot path: `with admission` inlined
         row = admission.allocate(residency, int(num_tokens), guesses, decode)
         admission.torn = False
         return row.step if row is not None else None
 
     def drop(self, step: SequenceStep) -> None:
-        """An allocated row is not run: its blocks go back, the request stays admitted."""
+        """Take back an allocated row; the request stays admitted."""
         for row in self._admission.rows.find([step], ending=True):
             if row.issue:
                 raise RuntimeError(f"the row of request {step.request_id!r} was issued: accept or cancel it")
@@ -242,7 +249,7 @@ class PrefixCache:
                 admission.drop_row(row)
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
-        """The rows of a step with their checkpoints, for hosts whose workers order the batch (`plan.layout`)."""
+        """Add checkpoints to rows and return them, for hosts that lay out the batch themselves (`plan.layout`)."""
         rows = self._admission.rows.to_plan(steps)
         with self._admission as admission:
             admission.states.checkpoints.plan(rows)
@@ -252,14 +259,14 @@ class PrefixCache:
             ])  # fmt: skip
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
-        """The step of all these rows: adds checkpoints inside them and lays out the arrays."""
-        planned = sorted(self.plan_rows(steps), key=lambda step: step.prefill)  # stable: as given within each kind
+        """Add checkpoints to all rows of a step and lay out its arrays."""
+        planned = sorted(self.plan_rows(steps), key=lambda step: step.prefill)  # stable: in the given order
         residencies = [self._admission.rows[step.row].residency for step in planned]
         tokens = [residency.request.tokens for residency in residencies]
         return build_plan(planned, tokens, self._admission.pages.tables(residencies), self.config.block_size)
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
-        """The forward pass is on the stream: what consists of known tokens becomes readable for later steps."""
+        """Note that the forward pass is on the stream: later steps may read its blocks of known tokens."""
         rows = self._admission.rows.to_issue(steps)
         with self._admission as admission:
             for row in rows:
@@ -268,13 +275,13 @@ class PrefixCache:
     def accept(
         self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]], *, not_finite: Iterable[str] = ()
     ) -> None:
-        """The step's tokens have been read. Rows of one request are accepted in the order in which they were issued.
+        """Note the tokens of a step. Accept rows of one request in the order of issue.
 
         Args:
             token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
-                request that stopped runs no further step.
-            not_finite: ids of the requests of this step with NaN or infinite logits, freed requests included. The
-                blocks that their rows wrote since their last finite logits are dropped, and no more are stored.
+                stopped request runs no further step.
+            not_finite: ids of the step's requests, also freed requests, with NaN or infinite logits. Blocks that they
+                wrote since their last finite logits are dropped, and no more are stored.
         """
         bad = frozenset(not_finite)
         taken = self._admission.rows.to_accept(steps, token_ids)
@@ -282,50 +289,64 @@ class PrefixCache:
             admission.accept(steps, taken, bad)
 
     def decoded(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Steps that were read, and only added these tokens to a request's log: as if rows had been allocated, planned,
-        issued and accepted. Told before its next `allocate`, `preempt` or `free`; for hosts that have the KV."""
+        """Note steps that only added these tokens to a token log, in place of `allocate`, `plan`, `issued` and
+        `accept`.
+
+        Call it before the next `allocate`, `preempt` or `free`, in a cache without KV pages.
+
+        Raises:
+            ValueError: the tokens need a block or a page.
+            RuntimeError: a row is under way, or the request does not decode yet.
+        """
         residency = self._running(request_id)
         tokens = check_decoded(residency, token_ids, self.config.num_kv_blocks)
         with self._admission as admission:
             admission.decoded(residency, tokens)
 
     def under_way(self, step: SequenceStep) -> bool:
-        """Return whether a row was allocated, and neither accepted, cancelled nor dropped. A row that was issued stays
-        under way when its request is freed."""
+        """Return whether a row is allocated and not yet accepted, cancelled or dropped.
+
+        An issued row stays under way when its request is freed.
+        """
         rows = self._admission.rows
         row = rows.get(step.row)
         return row.residency.number == step.residency if row is not None else step.row in rows.freed
 
     def is_live(self, step: SequenceStep) -> bool:
-        """Whether the tokens of a row will be noted: not once it has ended, or a step that it goes on from failed."""
+        """Return whether the tokens of a row will be noted: it is under way, and no step before it failed."""
         row = self._admission.rows.get(step.row)
         return row is not None and row.residency.number == step.residency and not row.residency.void
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
-        """The step failed, before it was issued or on the device: its requests are preempted, and nothing of it stays.
+        """Cancel a step that failed, before `issued` or on the device, and preempt its requests.
 
-        After `issued`, all that was committed since is dropped, and the requests that resumed from it are preempted
-        too. Pass every row of the step, those of freed requests too.
+        After `issued`, drop all blocks committed since, and preempt the requests that resumed from them. Pass every row
+        of the step, also of freed requests.
         """
         rows = self._admission.rows.find(steps, ending=True)
         with self._admission as admission:
             admission.cancel(steps, rows)
 
-    # --- the tiers in host memory and in files ---
+    # --- tiers in host memory and files ---
 
     def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
-        """What is to be copied between device, host and files: all transfers under way, the oldest first. To be called
-        between steps, after `admit`: launch those with new numbers, behind what the device was told before. Whoever
-        never calls it has no such tier. With `flush` all that no file has goes there, bit by bit."""
+        """Return all transfers under way between device, host and files, oldest first.
+
+        Call it between steps, after `admit`, and launch transfers with new numbers behind all earlier work of the
+        device.
+
+        Args:
+            flush: bring every block without a file to files, over several calls.
+        """
         flush = bool(flush)
         with self._admission as admission:
             return admission.tier.transfers(flush)
 
     def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
-        """A transfer is done; or it failed, and what it wrote is never read. Either way it has ended on the device.
+        """End a transfer that is over on the device; if it `failed`, its copies are never read.
 
         Raises:
-            RuntimeError: it is not under way.
+            RuntimeError: the transfer is not under way.
         """
         check_under_way(transfer, self._admission.tier.moves)
         failed = bool(failed)
@@ -336,32 +357,32 @@ class PrefixCache:
 
     @property
     def stats(self) -> CacheStats:
-        """A snapshot: totals, and how many blocks are in use at this moment."""
+        """Return totals, and the current number of blocks by status."""
         return totals(self._admission)
 
     @property
     def request_ids(self) -> list[str]:
-        """The requests that are known."""
+        """Return the ids of all known requests."""
         return list(self._admission.requests)
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of this id was added, and not freed."""
+        """Return whether a request was added and not freed."""
         return request_id in self._admission.requests
 
     def tokens(self, request_id: str) -> Sequence[int]:
-        """The known tokens of a request: its prompt, and the answer as far as it was accepted."""
+        """Return the known tokens of a request, prompt and accepted answer."""
         return self._known(request_id).tokens
 
     def runs(self, request_id: str) -> bool:
-        """Whether a request is admitted."""
+        """Return whether a request is admitted."""
         return self._known(request_id).residency is not None
 
     def report(self, request_id: str) -> RequestReport | None:
-        """What the cache did for the request at the admission after which it first ran; None before it ran."""
+        """Return the report of the request's first admission that ran; None before."""
         return self._known(request_id).report
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
-        """The host's KV of these blocks (hashes as in `CacheEvent`) is gone: states there are evicted first.
+        """Evict first the states at these prefix hashes (as in `CacheEvent`): the host's KV is gone.
 
         Raises:
             ValueError: a hash is not of type bytes.
@@ -372,7 +393,7 @@ class PrefixCache:
                 admission.pool.evict_first(block)
 
     def kv_stored(self, hashes: Iterable[bytes]) -> None:
-        """The host has the KV of these blocks again: takes back `kv_evicted`.
+        """Take back `kv_evicted`: the host has the KV again.
 
         Raises:
             ValueError: a hash is not of type bytes.
@@ -383,23 +404,26 @@ class PrefixCache:
                 admission.pool.restore(block_hash)
 
     def reset(self) -> None:
-        """Drops all that is cached, as after a change of weights; running requests finish, and commit nothing more."""
+        """Drop all cached blocks, as after a change of weights. Running requests finish but commit nothing more."""
         with self._admission as admission:
             admission.reset()
 
     def take_events(self) -> list[CacheEvent]:
-        """Events since the last call, oldest first; the latest 65,536 are kept, and numbers tell of a gap."""
+        """Return the events since the last call, oldest first; the latest 65,536 are kept.
+
+        A gap in their numbers tells of lost events.
+        """
         return self._admission.ledger.take_events()
 
     def check(self) -> None:
-        """Raises AssertionError unless the books balance: every block is free, held or evictable, and counted once."""
+        """Raise AssertionError unless all blocks add up: each is free, held or evictable."""
         check(self._admission)
 
-    # --- what stands behind it ---
+    # --- internals ---
 
     @property
     def _admission(self) -> Admission:
-        """The books in order: a change of them that was broken off is mended before they are looked at."""
+        """Return the cache's records, rebuilt if a change was broken off."""
         if self._kept.torn:
             mend(self._kept)
         return self._kept

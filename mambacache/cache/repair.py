@@ -1,4 +1,4 @@
-"""What the books come to, whether they balance, and how torn ones are rebuilt."""
+"""Count, check and rebuild the cache's records."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check(admission: Admission) -> None:
 
 
 def mend(admission: Admission) -> None:
-    """Rebuilds torn books: what was cached is given up, nothing else. Transfers under way keep their blocks."""
+    """Rebuild torn records. Only cached blocks are given up; transfers under way keep their blocks."""
     for row, known, tokens in admission.accepting:
         row.residency.request.tokens[known:] = tokens
     accepted = [row for row, _, _ in admission.accepting]
@@ -69,7 +69,7 @@ def mend(admission: Admission) -> None:
             admission.rows.lost.add(row.step.row)
     rows = [row for request in admission.requests.values() for row in request.issued]
     admission.rows.clear()
-    admission.rows.freed.clear()  # nothing that they wrote is cached any more
+    admission.rows.freed.clear()  # none of their blocks is cached now
     admission.rows.update((row.step.row, row) for row in rows)
     admission.accepting = []
     admission.torn = False

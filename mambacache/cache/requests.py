@@ -1,4 +1,4 @@
-"""A request, its residency from one admission to the next, and its rows in flight."""
+"""Define requests, residencies and rows."""
 
 from __future__ import annotations
 
@@ -22,59 +22,53 @@ ALWAYS_EXACT = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """One request: its tokens and their hash chain."""
+    """Holds a request's tokens and their chain of prefix hashes."""
 
     request_id: str
     block_size: int
-    tokens: array[int]  # all that the host knows: prompt and answer
+    tokens: array[int]  # prompt and answer
     prompt_len: int
     salt: str
-    keys: dict[int, bytes]  # block -> a digest of what else enters its hash
+    keys: dict[int, bytes]  # block -> digest of extra keys
     marks: tuple[int, ...]
     read: bool
     store: bool
-    chain: list[bytes]  # the root, then the hash of each whole block of known tokens
-    number: int  # unique in the cache
-    report: RequestReport | None = None  # of its first run
-    residency: Residency | None = None  # None while it waits
-    waits: tuple[Residency, int] | None = (
-        None  # the residency that computes a prefix of it, and the position that it waits for
-    )
-    load: Load | None = None  # the load from host memory or files that it waits for
-    may_load: bool = True  # False after a load from host memory, until it runs
-    may_read: bool = True  # False after a load from files, until it runs
-    hit_before: int | None = None  # after how many blocks it could have resumed without the loads that it waited for
-    held_before: int | None = None  # the same with what the host's memory had, without files
-    lined: int = 0  # leading blocks of the chain that `Lookup` counts as waited for
-    issued: list[Row] = field(default_factory=list)  # rows whose tokens have not been read, oldest first
-    in_flight: int = 0  # how many of them will give a token
-    leaving: Row | None = None  # planned in a residency that ended, and neither issued nor given up
-    turn: Turn | None = None  # of a chain; known from the first admission on, of what is stored
-    sound: int = 0  # the number of its tokens before its last finite logits
-    resumed: int = 0  # tokens that its last admission hit
-    stale: bool = False  # holds blocks from before a reset: commits nothing more
+    chain: list[bytes]  # root, then one hash a block
+    number: int
+    report: RequestReport | None = None
+    residency: Residency | None = None
+    waits: tuple[Residency, int] | None = None  # on a residency, until this position
+    load: Load | None = None
+    may_load: bool = True  # False after a load, until admission
+    may_read: bool = True  # the same for files
+    hit_before: int | None = None  # blocks, without any load
+    held_before: int | None = None  # blocks, without files
+    lined: int = 0  # blocks that `Lookup` counts as awaited
+    issued: list[Row] = field(default_factory=list)  # not accepted, oldest first
+    in_flight: int = 0  # issued rows that give tokens
+    leaving: Row | None = None  # planned, of an ended residency
+    turn: Turn | None = None
+    sound: int = 0  # tokens before its last finite logits
+    resumed: int = 0  # tokens of its hit
+    stale: bool = False  # from before a reset: commits nothing
 
     @property
     def rank(self) -> Rank:
-        """How often its chain went on before it."""
         return self.turn.rank if self.turn is not None else Rank.FIRST
 
     def loaded(self, hit: int) -> tuple[int, int]:
-        """Of a hit after so many blocks, the tokens that came from the host's memory, and those that came from files
-        before that."""
+        """Return the tokens of a hit from host memory and from files."""
         before = hit if self.hit_before is None else self.hit_before
         held = hit if self.held_before is None else max(self.held_before, before)
         from_files = max(hit - held, 0)
         return (max(hit - before, 0) - from_files) * self.block_size, from_files * self.block_size
 
     def loads_anew(self) -> None:
-        """It may load again: what it loaded so far was for an admission that is over."""
         self.may_load = self.may_read = True
         self.hit_before = self.held_before = None
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """int32, the known tokens from `start` to `end`; those of a block with a key are changed by it, so that equal
-        bytes mean equal prefixes."""
+        """Return known tokens as int32. A key changes its block."""
         if not self.keys:
             return self.tokens[start:end].tobytes()
         tokens = np.array(self.tokens[:end], dtype=np.int32)
@@ -85,76 +79,70 @@ class CachedRequest:
 
 @dataclass(slots=True, eq=False)
 class Residency:
-    """From one admission to the next preemption, or to the end: what the request holds and how far it came."""
+    """Holds blocks and progress of an admitted request."""
 
     number: int
     request: CachedRequest
-    admitted_at: int  # how many rows had been issued
-    hit: int  # tokens that it did not compute
-    computed: int  # tokens consumed by issued steps, without drafts that may be rejected
-    prefill_end: int  # tokens known at admission: these run in the prefill kernels
-    trace: Trace  # for the ledger
-    inexact_from: int = ALWAYS_EXACT  # states at later positions, and KV blocks that end later, are near
-    state: Lease | None = None  # None: a fresh state
-    log_slot: int = 0  # of its token log; 0 until it decodes
-    log_start: int = 0  # the log's entry that follows on `state`
-    reserve: Lease | None = None  # taken at admission: the first row's dst
-    drafted: list[Row] = field(default_factory=list)  # issued with drafts that are not verified yet, and the next
-    kept: tuple[int, ...] = ()  # where log and pages have the last tokens, which a tree's row left out of their places
+    admitted_at: int  # rows issued before
+    hit: int  # tokens
+    computed: int  # tokens, without unverified drafts
+    prefill_end: int  # tokens known at admission
+    trace: Trace
+    inexact_from: int = ALWAYS_EXACT  # later states and KV are inexact
+    state: Lease | None = None  # None: fresh
+    log_slot: int = 0  # 0 until it decodes
+    log_start: int = 0  # log entry after `state`
+    reserve: Lease | None = None  # for the next dst
+    drafted: list[Row] = field(default_factory=list)  # unverified or late
+    kept: tuple[int, ...] = ()  # positions for `keep_paths`
     pages: array[int] = field(default_factory=lambda: array("i"))
-    shared_pages: int = 0  # leading pages that others wrote
-    copy_page: Lease | None = None  # copied to the page after the shared ones before the next row; held until then
-    published: int = 0  # leading blocks whose pages were committed and whose hashes were seen
-    written: int = 0  # blocks up to here are computed; those up to `announced` are known to `Lookup`
-    announced: int = 0
+    shared_pages: int = 0  # leading, written by others
+    copy_page: Lease | None = None  # source of the first own page
+    published: int = 0  # leading blocks computed and known
+    written: int = 0  # blocks computed
+    announced: int = 0  # blocks that `Lookup` expects
     wishes: dict[int, Wish] = field(default_factory=dict)
-    marks: frozenset[int] = frozenset()  # positions that the caller named, as far as they are marks
+    marks: frozenset[int] = frozenset()
     pending: list[Commit] = field(default_factory=list)  # in order
-    checkpoint: tuple[int, bytes] | None = None  # the last state committed where a step ended, and its hash
-    row: Row | None = None  # allocated and not issued
-    report: RequestReport | None = None  # of this admission
-    ran: bool = False  # a row of it was issued
+    checkpoint: tuple[int, bytes] | None = None  # position and hash of the last commit
+    row: Row | None = None  # allocated, not issued
+    report: RequestReport | None = None
+    ran: bool = False
     ended: bool = False
-    void: bool = False  # it failed on the device, or began from what did: what its rows give does not count
+    void: bool = False  # failed: its tokens do not count
 
 
 class Commit(NamedTuple):
-    """A state that is committed when so many tokens are known."""
-
-    known: int
+    known: int  # tokens
     position: int
     lease: Lease
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One row under way: allocated, then planned, then issued."""
-
     step: SequenceStep
     residency: Residency
-    dst: Lease | None  # None where a decode row has no dst, or writes its running state in place
-    near_before: int  # the residency's `inexact_from` and its number of pages before the row
+    dst: Lease | None  # None without a dst of its own
+    inexact_before: int  # `inexact_from`
     pages_before: int
     had_reserve: bool
     checkpoints: dict[int, Lease] = field(default_factory=dict)
     planned: bool = False
-    issue: int = 0  # its number among all issued rows; 0 before
+    issue: int = 0  # among all rows; 0 before
 
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """What a request waits for: the blocks of its prefix that the device lacks, or that are in files alone. Others may
-    wait for it as well."""
+    """Brings a prefix to the device, or from files to the host."""
 
     request_id: str
     chain: Sequence[bytes]
-    depth: int  # blocks of the prefix
-    leases: list[Lease]  # of its blocks where they go, old and new, until all who wait have come
+    depth: int
+    leases: list[Lease]
     waiting: set[CachedRequest] = field(default_factory=set)
     done: bool = False
 
     def let_go(self) -> bool:
-        """Gives back what is held, the end of the chain first; whether that was anything."""
         held, self.leases = self.leases, []
         for lease in reversed(held):
             lease.end()
@@ -162,35 +150,22 @@ class Load:
 
 
 class FreedRow(NamedTuple):
-    """An issued row of a freed request.
-
-    Args:
-        issue: its number among all issued rows.
-        writer: the number of its request.
-        unproven: prefix hashes of the request's blocks that no finite logits followed.
-    """
-
-    issue: int
-    writer: int
-    unproven: Sequence[bytes]
+    issue: int  # among all rows
+    writer: int  # number of its request
+    unproven: Sequence[bytes]  # hashes without finite logits behind them
 
 
 class Rows(dict[int, Row]):
-    """Rows by their number, from `allocate` until they are accepted, cancelled, dropped, or lost with their request.
-
-    An issued row of a freed request stays in `freed` until its step is accepted or cancelled. A host that tells neither
-    loses the oldest entries beyond `most_freed`.
-    """
+    """Maps numbers to rows under way."""
 
     def __init__(self, requests: Mapping[str, CachedRequest], most_freed: int) -> None:
         super().__init__()
         self._requests = requests
         self._most_freed = most_freed
-        self.freed: OrderedDict[int, FreedRow] = OrderedDict()
-        self.lost: set[int] = set()  # not issued when the books were rebuilt: never to be issued
+        self.freed: OrderedDict[int, FreedRow] = OrderedDict()  # until their step ends
+        self.lost: set[int] = set()  # never to be issued after a rebuild
 
     def free(self, request: CachedRequest) -> None:
-        """Move the issued rows of a request to `freed`."""
         unproven = request.chain[request.sound // request.block_size + 1 :]
         for row in request.issued:
             del self[row.step.row]
@@ -199,23 +174,14 @@ class Rows(dict[int, Row]):
             self.freed.popitem(last=False)
 
     def pop_freed(self, steps: Iterable[SequenceStep]) -> list[tuple[SequenceStep, FreedRow]]:
-        """Remove the freed rows of a step, which is over, and return them."""
         return [(step, freed) for step in steps if (freed := self.freed.pop(step.row, None))] if self.freed else []
 
     def find(self, steps: Sequence[SequenceStep], ending: bool = False) -> list[Row]:
-        """The rows of these steps, without those whose residency is over and for which nothing is left to do.
-
-        Args:
-            ending: they are cancelled or dropped, which is all that may be done with a lost row.
-
-        Raises:
-            ValueError: a row is given twice.
-            RuntimeError: one has ended, and its request runs on; or it is lost.
-        """
+        """Return the rows of these steps, without ended rows of ended residencies."""
         get = self.get
         found = [row for step in steps if (row := get(step.row)) is not None and row.step is step]
         if len(found) == len(steps) and (len(found) == 1 or len(set(found)) == len(found)):
-            return found  # as they were given out, which they nearly always are
+            return found  # fast path
         found.clear()
         for step in steps:
             row = self.get(step.row)
@@ -235,7 +201,6 @@ class Rows(dict[int, Row]):
         return found
 
     def to_plan(self, steps: Sequence[SequenceStep]) -> list[Row]:
-        """Rows that may be planned together."""
         rows = self.find(steps)
         if len(rows) < len(steps) or any([row.residency.ended for row in rows]):
             raise RuntimeError("a request was preempted or freed after its row was allocated: plan the step without it")
@@ -245,7 +210,6 @@ class Rows(dict[int, Row]):
         return rows
 
     def to_issue(self, steps: Sequence[SequenceStep]) -> list[Row]:
-        """Rows that may be issued."""
         rows = self.find(steps)
         for row in rows:
             if row.issue or not row.planned:
@@ -256,7 +220,6 @@ class Rows(dict[int, Row]):
     def to_accept(
         self, steps: Sequence[SequenceStep], token_ids: Mapping[str, Sequence[int]]
     ) -> list[tuple[Row, array[int]]]:
-        """Rows whose tokens may be taken, and these."""
         taken: list[tuple[Row, array[int]]] = []
         for row in self.find(steps):
             step, request = row.step, row.residency.request
@@ -283,7 +246,7 @@ def _name(request: CachedRequest) -> str:
 def check_next_row(
     residency: Residency, num_tokens: int, drafts: Sequence[int], parents: Sequence[int], decode: bool, max_drafts: int
 ) -> Guess:
-    """The drafts of a row that may come next in a residency; raises as `PrefixCache.allocate` does."""
+    """See `PrefixCache.allocate`."""
     request, left = residency.request, residency.prefill_end - residency.computed
     if residency.row is not None:
         raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
@@ -291,7 +254,7 @@ def check_next_row(
         raise RuntimeError(f"{_name(request)} has drafts in flight in two steps: accept the first before the next one")
     if residency.drafted and residency.drafted[-1].step.parents:
         raise RuntimeError(f"{_name(request)} has a tree of drafts in flight: accept it before the next row")
-    if num_tokens != 1 or type(num_tokens) is not int:  # else it is in bounds, as for most rows
+    if num_tokens != 1 or type(num_tokens) is not int:  # fast path
         check_integer("num_tokens", num_tokens, 1, left if left > 1 else 1)
     if decode and num_tokens != 1:
         raise ValueError(f"{_name(request)} runs {num_tokens} tokens: decode takes one at a time, and drafts beside it")
@@ -315,7 +278,7 @@ def check_next_row(
 
 
 def check_decoded(residency: Residency, token_ids: Sequence[int], num_pages: int) -> array[int]:
-    """Tokens of steps that only added to a log; raises as `PrefixCache.decoded` does."""
+    """See `PrefixCache.decoded`."""
     request, tokens = residency.request, token_array(f"tokens of {_name(residency.request)}", token_ids)
     begun = residency.log_slot and residency.prefill_end <= residency.computed == len(request.tokens) - 1
     if request.issued or residency.row is not None or residency.kept or not begun:
@@ -328,7 +291,7 @@ def check_decoded(residency: Residency, token_ids: Sequence[int], num_pages: int
 def check_fork(
     parent: CachedRequest, children: Mapping[str, int], max_running: int | None, known: Mapping[str, CachedRequest]
 ) -> None:
-    """Raises, as `PrefixCache.fork` does, unless a request has just ended its prompt and the children are new."""
+    """See `PrefixCache.fork`."""
     if max_running is not None:
         check_integer("max_running", max_running, 0)
     for child_id, token in children.items():

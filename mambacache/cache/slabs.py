@@ -1,4 +1,4 @@
-"""One memory for states and KV pages, which goes where it is used."""
+"""Share one memory between states and KV pages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mambacache.cache.retention import Chains, EvictionOrder, Rank
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
-"""The balance is an average over as many evicted slabs as the memory has, divided by this; at least 8."""
+"""Averages run over num_slabs / MEMORY evicted slabs, at least 8."""
 
 FEW = 16
-"""Of a memory one slab in so many may lie empty, and 2 at least, before the other kind takes them."""
+"""A pool may keep num_slabs / FEW empty slabs, at least 2, before the other pool takes them."""
 
 LEAN = 0.5
-"""How far on average, in powers of two, what one pool evicts must be hotter before it is given a slab of the other."""
+"""Mean log2 ratio between the coldness of both pools above which a slab moves."""
 
 
 def make_pools(
     config: CacheConfig, state_removed: RemovedCallback, page_removed: RemovedCallback, chains: Chains
 ) -> tuple[Slabs | None, BlockPool, BlockPool]:
-    """The pools of states and of KV pages, each with memory of its own or both in slabs."""
+    """Return the slabs, if memory is shared, and the pools of states and pages."""
     if config.slab is None:
         states = BlockPool(config.num_state_blocks, state_removed, chains)
         return None, states, BlockPool(config.num_kv_blocks, page_removed, chains)
@@ -36,26 +36,22 @@ def make_pools(
 
 
 class Slabs:
-    """Slabs of one size, 1 to `num_slabs`, each of them a pool's, of states or of pages; slab 0 holds the null blocks.
+    """Divides slabs 1 to `num_slabs` between the pools; slab 0 holds the null blocks.
 
-    Pools evict their own blocks. A slab moves to the one whose evicted blocks were hotter for long, or which has none
-    to evict: rarely, since blocks of many chains lie beside each other in it, and all of them go. Of slabs that lie
-    empty a few are kept, as many as come and go with requests; others move when they were empty for as long.
-
-    Args:
-        reserve: slabs that the first pool keeps, whatever the other needs: those of running requests' states.
+    A slab moves to the pool that has long evicted hotter blocks, or has nothing to evict. Moves must be rare: they
+    evict blocks of many chains.
     """
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
         self.num_slabs = num_slabs
-        self._reserve = reserve
-        self._lean = 0.0  # above 0: what pages evict is hotter
+        self._reserve = reserve  # slabs for running requests' states
+        self._lean = 0.0  # above 0: pages evict hotter blocks
         self._memory = max(num_slabs // MEMORY, 8)
         self._few = max(num_slabs // FEW, 2)
-        self._wasted = 0  # slabs that were evicted while the other kind had more than a few empty ones
+        self._wasted = 0  # slabs evicted despite empty slabs
 
     def divide(self, states: SlabPool, pages: SlabPool, pages_per_state: int) -> None:
-        """At first there is a state for so many pages."""
+        """Give the pools their first slabs: a state for `pages_per_state` pages."""
         self.pools = states, pages
         share = pages.per_slab / (pages.per_slab + pages_per_state * states.per_slab)
         first = min(max(round(share * self.num_slabs), self._reserve), self.num_slabs - 1)
@@ -63,15 +59,14 @@ class Slabs:
             (states if slab <= first else pages).adopt(slab)
 
     def obtainable(self, pool: SlabPool) -> int:
-        """Slabs that the other pool could give up."""
+        """Count the slabs that the other pool could give up."""
         states, pages = self.pools
         if pool is states:
             return pages.num_idle_slabs
         return max(min(states.num_idle_slabs, states.num_slabs - self._reserve), 0)
 
     def weigh(self, pool: SlabPool) -> bool:
-        """Notes that a pool is about to evict about a slab's blocks; whether it is to take a slab of the other pool
-        instead."""
+        """Return whether `pool` should take a slab before it evicts more."""
         states, pages = self.pools
         kept = self._few + (self._reserve if pool is pages else 0)
         self._wasted = self._wasted + 1 if self._other(pool).num_empty > kept else 0
@@ -87,11 +82,11 @@ class Slabs:
         return False
 
     def move(self, pool: SlabPool) -> None:
-        """Gives a pool the slab that the other one misses least."""
+        """Move the other pool's least useful slab to `pool`."""
         pool.adopt(self._other(pool).give_up())
 
     def exchange(self, slab: int, pool: SlabPool) -> None:
-        """Gives a pool this slab, which lies empty at the other one, for another one that does."""
+        """Move this empty slab to `pool`, for another empty slab if possible."""
         other = self._other(pool)
         pool.adopt(other.give_up(slab))
         if pool.num_empty > 1:
@@ -102,20 +97,14 @@ class Slabs:
         return states if pool is pages else pages
 
     def check(self) -> None:
-        """Raises AssertionError unless every slab is one pool's."""
+        """Raise AssertionError unless every slab has one pool."""
         owned = [slab for pool in self.pools for slab in pool.owned_slabs()]
         assert sorted(owned) == list(range(1, self.num_slabs + 1)), "a slab is lost, or of two pools"
         assert len(owned) == sum(pool.num_slabs for pool in self.pools), "slabs of pools"
 
 
 class SlabPool(BlockPool):
-    """A pool of blocks in slabs. Its calls are as fast as those of other pools, but that the last reference to a slab
-    costs a look at all blocks in it.
-
-    Args:
-        slabs: the memory, whose slab i holds blocks with ids from i * per_slab on.
-        per_slab: blocks of this kind that a slab holds.
-    """
+    """Manages blocks in slabs; slab i holds the ids from i * per_slab on."""
 
     def __init__(self, slabs: Slabs, per_slab: int, on_removed: RemovedCallback, chains: Chains) -> None:
         self._on_removed = on_removed
@@ -124,12 +113,12 @@ class SlabPool(BlockPool):
         self._slabs, self._chains = slabs, chains
         self._free_in: OrderedDict[int, list[int]] = OrderedDict()  # by slab
         self._num_free = 0
-        self._empty: OrderedDict[int, None] = OrderedDict()  # slabs all of whose blocks are free
-        self._busy = [0] * (slabs.num_slabs + 1)  # blocks with references, by slab
-        self._idle_slabs = EvictionOrder(chains)  # without references, and not empty
-        self._slab_rank: dict[int, Rank] = {}  # of these: that of their hottest block
-        self._slab_used = [0.0] * (slabs.num_slabs + 1)  # when; being lent is no use
-        self._evicted = 0  # blocks since their number was a slab's
+        self._empty: OrderedDict[int, None] = OrderedDict()
+        self._busy = [0] * (slabs.num_slabs + 1)  # referenced blocks by slab
+        self._idle_slabs = EvictionOrder(chains)  # unreferenced, not empty
+        self._slab_rank: dict[int, Rank] = {}  # highest rank in each idle slab
+        self._slab_used = [0.0] * (slabs.num_slabs + 1)  # lending is no use
+        self._evicted = 0  # since the last `weigh`
 
     @property
     def num_available(self) -> int:
@@ -145,12 +134,12 @@ class SlabPool(BlockPool):
 
     @property
     def num_idle_slabs(self) -> int:
-        """Slabs none of whose blocks has a reference."""
+        """Count slabs without references."""
         return len(self._idle_slabs) + len(self._empty)
 
     @property
     def num_empty(self) -> int:
-        """Slabs all of whose blocks are free."""
+        """Count slabs with free blocks only."""
         return len(self._empty)
 
     def counts(self) -> dict[str, int]:
@@ -184,7 +173,7 @@ class SlabPool(BlockPool):
     def seize(self, block: int) -> Lease:
         if not self.references[block]:
             slab = block // self.per_slab
-            if slab not in self._free_in:  # since it began anew, the other pool has the slab, and all of it is free
+            if slab not in self._free_in:  # after a rebuild the other pool may own it, empty
                 self._slabs.exchange(slab, self)
             self._free_in[slab].remove(block)
             self._taken(slab, [block])
@@ -207,7 +196,6 @@ class SlabPool(BlockPool):
                 self._idle_slabs.put_back(slab, rank, self._slab_used[slab])
 
     def _taken(self, slab: int, blocks: Sequence[int]) -> None:
-        """These blocks of a slab are free no more."""
         self._num_free -= len(blocks)
         self._empty.pop(slab, None)
         if not self._free_in[slab]:
@@ -219,7 +207,7 @@ class SlabPool(BlockPool):
         return super()._wake(block)
 
     def _occupy(self, slab: int, count: int) -> None:
-        """So many blocks of a slab have references that had none."""
+        """Record that `count` blocks became referenced."""
         if slab in self._slab_rank:
             self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
         self._busy[slab] += count
@@ -237,7 +225,7 @@ class SlabPool(BlockPool):
     # --- slabs ---
 
     def _make_room(self, requested: bool = True) -> bool:
-        """At least a free block; False if there is none to be had."""
+        """Free at least one block; return False if impossible."""
         self._evicted += requested
         if self._evicted >= self.per_slab:
             self._evicted = 0
@@ -252,15 +240,14 @@ class SlabPool(BlockPool):
         return False
 
     def adopt(self, slab: int) -> None:
-        """A slab whose blocks are free is this pool's."""
+        """Add a slab of free blocks."""
         self.num_slabs += 1
         self._free_in[slab] = self._ids(slab)
         self._num_free += self.per_slab
         self._empty[slab] = None
 
     def give_up(self, slab: int = 0) -> int:
-        """Leaves a slab to the other pool: this one, else an empty one, else the one that goes first, once its blocks
-        are evicted, what is deepest in its chains first."""
+        """Remove and return this empty slab; if 0, any empty slab or the next victim."""
         if not slab and not self._empty:
             first = self._idle_slabs.first(requested=True)
             assert first is not None
@@ -274,12 +261,12 @@ class SlabPool(BlockPool):
         return slab
 
     def owned_slabs(self) -> set[int]:
-        """The slabs that hold this pool's blocks."""
+        """Return the slabs with blocks of this pool."""
         held = (block for block, count in enumerate(self.references) if count)
         return {block // self.per_slab for block in (*held, *self._blocks.values())} | self._free_in.keys()
 
     def _ids(self, slab: int) -> list[int]:
-        """Its blocks, the last one first."""
+        """List a slab's blocks, deepest first."""
         return list(range((slab + 1) * self.per_slab - 1, slab * self.per_slab - 1, -1))
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:

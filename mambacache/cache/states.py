@@ -1,4 +1,4 @@
-"""State blocks of running requests: src, dst and checkpoints of every row, and when a stored state is committed."""
+"""Choose src, dst and checkpoints of rows, and commit states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, Seq
 
 
 class Checkpoints:
-    """The blocks beside the dsts, from the plan of a step until it is issued."""
+    """Holds blocks for states inside prefill rows."""
 
     def __init__(self, pool: BlockPool, lookup: Lookup, policy: Policy, ledger: Ledger, block_size: int) -> None:
         self._pool = pool
@@ -23,10 +23,10 @@ class Checkpoints:
         self._policy = policy
         self._ledger = ledger
         self._size = block_size
-        self.unwritten = 0  # blocks of rows that are not issued yet
+        self.unwritten = 0  # blocks of rows not issued yet
 
     def plan(self, rows: Sequence[Row]) -> None:
-        """When every row has its dst: blocks for wished-for boundaries inside the prefill rows."""
+        """Lease blocks for wished-for states in prefill rows."""
         wanted: list[tuple[Wish, int, int]] = []
         for order, row in enumerate(rows):
             step, residency = row.step, row.residency
@@ -61,7 +61,7 @@ class Checkpoints:
                 row.step = row.step._replace(checkpoints=checkpoints)
 
     def _promise(self, residency: Residency, start: int, end: int) -> None:
-        """Wishes for the boundaries where waiting requests will resume, whether or not this step could admit them."""
+        """Wish for states where waiting requests will resume."""
         if not self._policy.max_checkpoints:
             return
         chain, size = residency.request.chain, self._size
@@ -70,13 +70,12 @@ class Checkpoints:
                 self._policy.promise(residency.wishes, depth * size)
 
     def has_room(self, requested: bool) -> bool:
-        """Whether the budget holds one more checkpoint, if need be by evicting one."""
+        """Return whether the budget holds another checkpoint, by eviction if needed."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
         return not full or (most > 0 and self._pool.evict(requested))
 
     def end(self, row: Row) -> None:
-        """The row was issued, and its states have their hashes, or it will not be."""
         self.unwritten -= len(row.checkpoints)
         for position in sorted(row.checkpoints, reverse=True):
             row.checkpoints[position].end()
@@ -84,15 +83,13 @@ class Checkpoints:
 
 
 class States:
-    """Chooses all state blocks. `BlockPool` has the blocks, and `Residency` says which of them a request holds.
+    """Chooses all state blocks.
 
-    A residency holds at most two blocks: its running state, and the dst of a row that is not issued or has drafts;
-    once it decodes a slot for its token log.
+    A residency holds its running state, and a second block as dst of a row that is not issued or has drafts.
 
-    One row may be allocated while the drafts of the one before it are not accepted yet. It begins `late` tokens later
-    at most, which only the device knows when it runs (`place_decodes`). Both rows fold once at most, since two of 8
-    tokens pass one multiple of 16 at most: they share one dst. If the first row has passed the multiple, the second
-    reads that block; else it may write it, and nobody reads what the first one wrote.
+    A row allocated before earlier drafts are accepted is `late`: only the device knows its start (`place_decodes`).
+    Both rows share one dst, as they pass at most one multiple of 16. If the first row's accepted tokens pass it, the
+    second row reads the dst; else it may overwrite it.
     """
 
     def __init__(
@@ -106,17 +103,16 @@ class States:
         self._policy = policy
         self._chains = chains
         self._ledger = ledger
-        self._numbers = numbers  # of rows
+        self._numbers = numbers
         self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
         self.marks = Marks(policy.most_marks, policy.max_checkpoints)
         self.num_issued = 0  # rows
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
-        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth of a state
+        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth, by block
 
     # --- a residency begins ---
 
     def begin(self, residency: Residency, hit_block: int) -> None:
-        """Takes a reference to the state that was hit, and a block for the first row's dst."""
         if hit_block:
             residency.state = self._pool.share(hit_block)
             self._pool.promote(hit_block, max(self._pool.rank[hit_block], Rank.SECOND))
@@ -124,13 +120,12 @@ class States:
         residency.reserve = self._pool.lease()
 
     def mark(self, residency: Residency, end: int) -> None:
-        """Mark the cached states at a residency's marks, up to the position `end`."""
         for position in sorted(residency.marks) if residency.request.store else ():
             if position <= end:
                 self._mark(residency.request, position)
 
     def fork(self, parent: Residency, child: Residency) -> bool:
-        """The child goes on from the parent's state; False, and nothing has changed, without room for a page."""
+        """Share a parent's state and pages; return False without room."""
         if parent.state is None or not self._pages.fork(parent, child):
             return False
         child.inexact_from, child.published = parent.inexact_from, parent.published
@@ -140,8 +135,10 @@ class States:
     # --- before a step ---
 
     def allocate(self, residency: Residency, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
-        """A row of `num_tokens` (and drafts) tokens with its dst, if it has one; None, and nothing changed, without
-        room. A tree of drafts ends before its log does: of a fold's tokens each comes after the one before it."""
+        """Allocate a row; None, with nothing changed, without room.
+
+        A tree of drafts ends before its log does, since a fold takes tokens in sequence.
+        """
         start = residency.computed
         before = residency.drafted[-1] if residency.drafted else None
         late = before.step.num_tokens - 1 if before is not None else 0
@@ -155,11 +152,11 @@ class States:
                 parents = ()
             num_tokens += len(drafts)
         end = start + late + num_tokens
-        # Where a prompt ends too, so that a log is empty there, and forks share its state.
+        # Fold at the end of the prompt as well: the token log starts empty and forks can share the state.
         folds = in_prompt or start % FOLD + late + num_tokens >= FOLD
         shared = before.dst if before is not None else None
-        in_place = folds and not (prefill or drafts or late)  # perhaps: rejected drafts must not be in the only state
-        pages_before, near_before, had_reserve = (
+        in_place = folds and not (prefill or drafts or late)  # drafts must not enter the only state
+        pages_before, inexact_before, had_reserve = (
             len(residency.pages),
             residency.inexact_from,
             residency.reserve is not None,
@@ -184,20 +181,22 @@ class States:
             dst = fresh.block
         if not prefill and not residency.log_slot:
             residency.log_slot = self.free_logs.pop()
-        step = SequenceStep._make((  # in two thirds of the time of a call
+        step = SequenceStep._make((  # hot path: faster than a call
             residency.request.request_id, residency.number, next(self._numbers), start, num_tokens, prefill,
             end >= residency.prefill_end, src, dst, residency.log_slot, residency.log_start, drafts, NO_CHECKPOINTS,
             False, late,
             parents, residency.kept,
         ))  # fmt: skip
-        row = residency.row = Row(step, residency, fresh, near_before, pages_before, had_reserve)
-        if near_before > start and (not prefill or start % CHUNK):
-            residency.inexact_from = start  # a step that is cut inside a chunk makes the next one start there
+        row = residency.row = Row(step, residency, fresh, inexact_before, pages_before, had_reserve)
+        if inexact_before > start and (not prefill or start % CHUNK):
+            residency.inexact_from = start  # decoded, or begun inside a chunk
         return row
 
     def _may_write_in_place(self, residency: Residency) -> bool:
-        """Whether a decode row may write the block that it reads: nobody else holds it, and it is not committed or soon
-        to be; or it is, and there is no block to go on in (then that commit is taken back)."""
+        """Return whether a decode row may write its src.
+
+        If only a commit forbids it, lease a reserve; without room, take the commit back.
+        """
         pool, state = self._pool, residency.state
         if state is None:
             return False
@@ -225,8 +224,10 @@ class States:
         return True
 
     def drop(self, row: Row) -> None:
-        """An allocated row is not run: the residency is as before, but for what the row's blocks evicted, and the slot
-        of its log, which it keeps."""
+        """Take back an allocated row.
+
+        The residency is as before, except that evicted blocks stay evicted and the log slot is kept.
+        """
         residency = row.residency
         self.checkpoints.end(row)
         if row.had_reserve and residency.reserve is None:
@@ -234,13 +235,12 @@ class States:
         elif row.dst is not None:
             row.dst.end()
         self._pages.shrink(residency, row.pages_before)
-        residency.inexact_from = row.near_before
+        residency.inexact_from = row.inexact_before
         residency.row = None
 
-    # --- after it ---
+    # --- after a step ---
 
     def issued(self, row: Row) -> None:
-        """The row is on the stream: whatever is issued later finds its dst written and its src read."""
         residency, step = row.residency, row.step
         end = step.start + step.num_tokens
         residency.row, residency.kept = None, ()
@@ -250,7 +250,7 @@ class States:
         if step.drafts or step.late:
             residency.drafted.append(row)
             if not step.late:
-                residency.computed = step.start + 1  # without a fold: this token is right, whatever is drafted after it
+                residency.computed = step.start + 1  # right whichever drafts are accepted
                 self._ledger.computed(residency.trace, residency.computed)
             return
         if step.dst:
@@ -258,7 +258,7 @@ class States:
         else:
             residency.computed = end
         if row.checkpoints:
-            for position, lease in sorted(row.checkpoints.items(), reverse=True):  # deepest first, as with pages
+            for position, lease in sorted(row.checkpoints.items(), reverse=True):  # chains are evicted from their ends
                 if not residency.request.stale:
                     self._name(residency, position, lease.block)
             self.checkpoints.end(row)
@@ -267,7 +267,6 @@ class States:
         self._advance(residency)
 
     def _folded(self, residency: Residency, row: Row) -> None:
-        """All of a row's tokens count: what is in its dst, if it has one, is the running state."""
         step, fresh = row.step, row.dst
         residency.computed = step.start + step.num_tokens
         if fresh is not None:
@@ -278,7 +277,6 @@ class States:
             residency.log_start = residency.computed % FOLD
 
     def accept(self, row: Row) -> None:
-        """The row's tokens that remain after stops are known by now."""
         residency = row.residency
         if row in residency.drafted:
             self._resolve_drafts(row)
@@ -290,12 +288,12 @@ class States:
         self._advance(residency)
 
     def _resolve_drafts(self, row: Row) -> None:
-        """Keeps the tokens that were accepted, and the row's dst if these are all."""
+        """Keep the accepted tokens, and the dst if all were accepted."""
         residency, step = row.residency, row.step
         known = residency.request.tokens[step.start : step.start + step.num_tokens]
         given = len(residency.request.tokens) - step.start - 1
-        path = step.followed(known[1 : given if PLACEHOLDER in step.drafts else None])  # with a stop that was drafted
-        count = len(path)  # tokens that are known to be right
+        path = step.followed(known[1 : given if PLACEHOLDER in step.drafts else None])  # a drafted stop included
+        count = len(path)
         residency.drafted.remove(row)
         late = residency.drafted[0] if residency.drafted else residency.row
         if given > 0 and count == step.num_tokens:
@@ -308,14 +306,14 @@ class States:
             else:
                 late.dst = row.dst
             row.dst = None
-        if given > 0:  # else it has stopped, and where the device has the next row does not matter
+        if given > 0:  # else the request has stopped
             residency.computed = step.start + count
             residency.kept = tuple(step.start + place for depth, place in enumerate(path) if place != depth)
             if late is not None:
                 self._place(residency, late)
 
     def _place(self, residency: Residency, row: Row) -> None:
-        """Where a row begins is known by now, and with that how far it goes, as `place_decodes` has it."""
+        """Move a late row to its known start, as `place_decodes` does."""
         start, step = residency.computed, row.step
         end = min(start + step.num_tokens, (start // FOLD + 1) * FOLD)
         src, dst = (0 if lease is None else lease.block for lease in (residency.state, row.dst))
@@ -325,16 +323,15 @@ class States:
             residency.log_start, step.drafts[: end - start - 1],
         )  # fmt: skip
         if not row.issue:
-            return  # until then it keeps its dst: with a stop inside the drafts the device is further, and may write it
+            return  # keep the dst: after a stop inside the drafts the device may still write it
         self._end_unused(row)
         residency.computed = start + 1
         if not row.step.drafts:
             residency.drafted.remove(row)
             self._folded(residency, row)
             if residency.computed % self._size == 0 and residency.state is not None:
-                lease = self._pool.share(
-                    residency.state.block
-                )  # where tokens were cut off by a stop the device is further
+                # Commit with the next token: after a stop the device is further.
+                lease = self._pool.share(residency.state.block)
                 residency.pending.append(Commit(residency.computed + 1, residency.computed, lease))
 
     @staticmethod
@@ -343,10 +340,10 @@ class States:
             row.dst.end()
             row.dst = None
 
-    # --- the end of a residency ---
+    # --- end of a residency ---
 
     def end(self, residency: Residency, finished: bool) -> None:
-        """End a residency. Its blocks are free at once, or with its row if that is planned, since it may be issued."""
+        """End a residency. Release its blocks, unless a planned row may still be issued."""
         residency.ended = True
         self._ledger.ended(residency.trace)
         self._lookup.wrote(residency, residency.request.chain, residency.announced)
@@ -357,7 +354,7 @@ class States:
             self._settle(residency, residency.request.turn)
 
     def _settle(self, residency: Residency, turn: Turn) -> None:
-        """Of the states that a finished request leaves, those that its next turn does not need are evicted first."""
+        """Evict first the states that the next turn does not need."""
         request, pool = residency.request, self._pool
         turn.answered = residency.computed // self._size
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
@@ -370,7 +367,6 @@ class States:
                 pool.evict_first(block)
 
     def release(self, residency: Residency) -> None:
-        """Gives back all that an ended residency holds; what is committed stays."""
         row, residency.row = residency.row, None
         if row is not None:
             self.checkpoints.end(row)
@@ -383,7 +379,6 @@ class States:
         self._pages.end(residency)
 
     def held(self, residency: Residency, row: Row | None) -> list[Lease]:
-        """The leases of a residency and of its row that is not issued."""
         rows = residency.drafted if row is None else [row, *residency.drafted]
         leases = [residency.state, residency.reserve, *(each.dst for each in rows)]
         held = [commit.lease for commit in residency.pending] + [lease for lease in leases if lease is not None]
@@ -392,7 +387,7 @@ class States:
     # --- commits ---
 
     def _commit(self, residency: Residency, position: int, lease: Lease) -> None:
-        """Commits a state that stands on a boundary where a step ended, now or when its tokens are known."""
+        """Commit a state at the end of a step, once its tokens are known."""
         request = residency.request
         if not request.store or request.stale:
             return
@@ -422,7 +417,6 @@ class States:
             self._mark(residency.request, position)
 
     def _mark(self, request: CachedRequest, position: int) -> None:
-        """Make a mark of the state at a position, if it is cached: it ranks as SECOND at least."""
         pool, block_hash = self._pool, request.chain[position // self._size]
         if (block := pool.lookup(block_hash)) is None:
             return
@@ -433,7 +427,7 @@ class States:
             pool.lower(held, lost[1])
 
     def _advance(self, residency: Residency) -> None:
-        """Commits the pages that have become full and known; who waits for these blocks, and the ledger, see them."""
+        """Commit the pages that are full of known tokens."""
         request, size = residency.request, self._size
         self._ledger.computed(residency.trace, residency.computed)
         if residency.computed < (residency.published + 1) * size:

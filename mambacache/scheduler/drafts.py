@@ -1,4 +1,4 @@
-"""Where draft tokens come from: code of others, whose guesses may be dropped at any time."""
+"""Get drafts and check them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Guesses of which several may come after one token: a row verifies them all, and keeps the path that is right.
+    """Holds drafts that form a tree, verified in one row.
 
     Args:
-        tokens: token ids, the more likely ones first, but none before the one that it comes after.
-        parents: for each of them the number of the one that it comes after, counted from 1; 0 for a request's last
-            known token.
+        tokens: likeliest first, each behind its parent.
+        parents: number of each token's parent, from 1; 0 for the last known token.
     """
 
     tokens: Sequence[int]
@@ -30,19 +29,14 @@ class DraftTree:
 
 
 DraftFunction = Callable[[Request, int], Sequence[int] | DraftTree]
-"""Proposes at most so many tokens to follow a request's known ones."""
+"""Proposes tokens to follow a request's known tokens, at most the given number."""
 
 DraftSource = Callable[[Mapping[Request, int]], Iterable[Sequence[int] | DraftTree]]
-"""The same for all rows of a step: a guess for each request, in their order. None for one whose guess raises, or is no
-tokens; none for those after the last guess."""
+"""Proposes tokens for all rows of a step, an element for each request, in the order of the mapping. A request gets no
+drafts if its element raises or is invalid, or if the source ends before it."""
 
 
 def _in_preorder(tree: DraftTree, count: int) -> Guess:
-    """The first so many tokens of a tree, each with all that follows it right behind it.
-
-    Raises:
-        ValueError: one comes after none, or after a later one.
-    """
     tokens, parents = tuple(islice(tree.tokens, count)), tuple(islice(tree.parents, count))
     if len(tokens) != len(parents) or not all(0 <= parent <= i for i, parent in enumerate(parents)):
         raise ValueError(f"{tree} is no tree: give each token the number of one before it, or 0")
@@ -58,21 +52,20 @@ def _in_preorder(tree: DraftTree, count: int) -> Guess:
 
 
 def one_by_one(propose: DraftFunction) -> DraftSource:
-    """A source that asks a function for each request: what that raises for one costs the others nothing."""
     return lambda limits: map(propose, limits, limits.values())
 
 
 def on_copies(propose: DraftFunction) -> DraftFunction:
-    """Others may change the lists that they are given, as by taking the last token off."""
+    """Pass copies, since `propose` may change the lists."""
     return lambda request, limit: propose(
         replace(request, prompt=list(request.prompt), output=list(request.output)), limit
     )
 
 
 class Drafts:
-    """Guards a draft source: what it raises, or guesses outside the vocabulary, costs guesses alone."""
+    """Wraps a draft source. Exceptions and out-of-vocabulary tokens only lose drafts, never a request."""
 
-    ahead = False  # it is asked when all tokens are known
+    ahead = False  # it needs all tokens
 
     def __init__(self, source: DraftSource, vocab_size: int) -> None:
         self._source = source
@@ -80,7 +73,7 @@ class Drafts:
         self._failed = False
 
     def propose(self, limits: Mapping[Request, int]) -> dict[Request, Guess]:
-        """For each request at most so many tokens that may come next; none if that is below 1, or the source fails."""
+        """Return each request's drafts, up to its limit."""
         limits = {request: limit for request, limit in limits.items() if limit > 0}
         found: dict[Request, Guess] = {}
         guesses: Iterator[Sequence[int] | DraftTree] = iter(())
@@ -108,8 +101,7 @@ class Drafts:
 
 
 class DeviceDrafts:
-    """Drafts that the runner makes where tokens are sampled, and verifies there too: here they are placeholders. None
-    for answers whose logits depend on tokens, or on how many there are: those must be known."""
+    """Stands for the runner's drafts. Adjusted logits need known tokens, and get none."""
 
     ahead = True
 
@@ -122,12 +114,11 @@ class DeviceDrafts:
 
 
 def guarded(source: DraftSource | DeviceDrafts, vocab_size: int) -> Drafts | DeviceDrafts:
-    """A source as a scheduler asks it."""
     return source if isinstance(source, DeviceDrafts) else Drafts(source, vocab_size)
 
 
 def drafts_room(request: Request, at: Progress) -> int:
-    """How many drafts a decode row can use: up to the end of its log, or, if it may be late, of the answer at most."""
+    """Return how many drafts a decode row can use."""
     left = request.params.max_tokens - len(request.output) - at.in_flight - 1
     if at.in_flight and request.drafted:
         return left - request.drafted
@@ -135,8 +126,7 @@ def drafts_room(request: Request, at: Progress) -> int:
 
 
 def agreed(step: SequenceStep, sampled: Sequence[int]) -> list[int]:
-    """The places in a row of those whose sampled tokens count: all before them were sampled too. What comes after a
-    placeholder, if anything, is right."""
+    """Return place 0 and the places of accepted drafts."""
     places = [0]
     while (place := step.draft_after(places[-1], sampled[places[-1]])) and place < len(sampled):
         places.append(place)

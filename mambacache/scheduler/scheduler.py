@@ -1,4 +1,4 @@
-"""Continuous batching with chunked prefill, whose chunks end on block boundaries where they can."""
+"""Batch requests continuously, with chunked prefill."""
 
 from __future__ import annotations
 
@@ -19,22 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Decides which rows run in a step: decode first, then prefill in order of arrival, under a budget of tokens.
+    """Chooses the rows of a step: decode rows, then prefill in order of arrival, within a token budget.
 
-    Alignment decides what is cached, never whether a request runs: any budget of one token or more makes progress.
-    `schedule` may be called again before the tokens of the step before are known (`update`). If an exception breaks off
-    a call, the next call finds every request in line with the tokens that it had.
+    `schedule` may be called again before `update`. After an exception the next call puts every request back in line.
 
     Args:
-        cache: chooses blocks and says what is cached, and how far each request came.
-        max_num_batched_tokens: tokens of a step, at most.
-        max_num_seqs: requests that run at a time, at most.
-        long_prefill_token_threshold: tokens that one prompt may take of a step; 0 for no cap.
-        draft: where draft tokens come from; None for none.
-        vocab_size: draft tokens are below it.
+        long_prefill_token_threshold: most tokens of a prompt in a step; 0 for no cap.
+        vocab_size: exclusive limit of draft tokens.
 
     Raises:
-        ValueError: a limit under which nothing could run.
+        ValueError: a limit is too small.
     """
 
     def __init__(
@@ -59,26 +53,26 @@ class Scheduler:
         self._drafts = guarded(draft, vocab_size) if draft is not None else None
         self._arrivals = 0
         self._admissions = 0
-        self.requests: dict[str, Request] = {}  # all that have not ended, further answers of a prompt included
+        self.requests: dict[str, Request] = {}  # unfinished
         self._waiting = WaitingLine()
-        self._running: dict[Request, None] = {}  # as a set: a request leaves it in constant time
-        self._suspects: set[Request] = set()  # of a failed step, and not issued since
-        self._rows: dict[int, Request] = {}  # whose each row of a plan is, until its tokens are read or it failed
-        self._steps: dict[Request, SequenceStep] = {}  # of the step being planned
-        self._victims: list[Request] = []  # running requests that may be preempted in this step, the youngest last
+        self._running: dict[Request, None] = {}
+        self._suspects: set[Request] = set()  # of failed steps
+        self._rows: dict[int, Request] = {}  # rows in flight
+        self._steps: dict[Request, SequenceStep] = {}
+        self._victims: list[Request] = []  # preemptible, youngest last
         self._budget = 0
-        self._touched: dict[Request, None] = {}  # who got tokens or ended since that was last told
+        self._touched: dict[Request, None] = {}
         self._planned: StepPlan | None = None  # neither issued nor failed
-        self._failing: list[SequenceStep] = []  # rows of failed steps that may still be under way
-        self._torn = False  # an exception broke a change off
+        self._failing: list[SequenceStep] = []
+        self._torn = False  # a change was interrupted
 
     # --- requests ---
 
     def add(self, request: Request) -> None:
-        """Puts a request in line, with its siblings.
+        """Put a request and its siblings in line.
 
         Raises:
-            ValueError: an id is in use, or the prompt and its longest answer exceed the KV pool.
+            ValueError: an id is in use, or prompt and answer exceed the KV pool.
         """
         self._mend()
         params, config = request.params, self.cache.config
@@ -112,25 +106,25 @@ class Scheduler:
         )
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once; what it committed stays cached. An unknown id is ignored: it may have ended."""
+        """End a request, if known; its committed blocks stay cached."""
         request = self.requests.get(request_id)
         if request is not None:
             self._mend()
             with self._change():
                 request.finish_reason = FinishReason.ABORT
                 self._end([request])
-                self._touched.pop(request, None)  # the caller knows that it ended
+                self._touched.pop(request, None)  # known to the caller
 
     @property
     def idle(self) -> bool:
-        """Whether no request is there, and nothing is left to be put in order by the next call."""
+        """Return whether no work is left."""
         return not (self.requests or self._torn or self._failing or self._planned is not None)
 
-    # --- a step ---
+    # --- steps ---
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if no request can run (none is there, or all wait for tokens that are not read)."""
-        self._torn = self._torn or self._planned is not None  # an exception kept the last plan from its reader
+        """Return the next step; None if no request can run."""
+        self._torn = self._torn or self._planned is not None  # never issued
         self._mend()
         if self._awaits_tokens():
             return None
@@ -144,19 +138,17 @@ class Scheduler:
         return plan
 
     def _awaits_tokens(self) -> bool:
-        """Whether a running request needs unread tokens: for a fork, the host's drafts, a penalty, or a row after a
-        late one. All wait with it: were the others to go ahead, two halves of the batch would take turns from then on.
-        """
+        """Return whether a running request needs unread tokens. All wait, else halves of the batch alternate."""
         drafts = self._drafts is not None and not self._drafts.ahead
         for request in self._running:
             needy = bool(drafts or request.siblings or request.params.penalizes)
-            most = 0 if needy else 1  # where a late row is the only one in flight, its start is known
+            most = 0 if needy else 1  # a late row alone in flight has a known start
             if (needy or request.late) and self.cache.progress(request.request_id).in_flight > most:
                 return True
         return False
 
     def _schedule_alone(self) -> bool:
-        """After a failed step its requests run one to a step, so that only the one that fails alone ends."""
+        """Run one request of a failed step alone."""
         suspect = min(self._suspects, key=lambda request: request.arrival)
         if suspect not in self._running:
             if len(self._running) >= self._max_num_seqs or isinstance(self.cache.admit(suspect.request_id), Wait):
@@ -172,7 +164,6 @@ class Scheduler:
             self._admit()
 
     def _schedule_running(self, requests: Sequence[Request]) -> None:
-        """Decode rows first, with drafts that are asked for together: a model makes them in one batch."""
         rows = [(request, self.cache.progress(request.request_id)) for request in requests]
         rows.sort(key=lambda row: row[1].computed < row[1].prefill_end)
         drafts: Mapping[Request, Guess] = {}
@@ -182,8 +173,8 @@ class Scheduler:
                 request: min(most, drafts_room(request, at)) for request, at in rows if at.computed >= at.prefill_end
             })  # fmt: skip
         for left, (request, progress) in zip(range(len(rows), 0, -1), rows, strict=True):
-            if self._budget > 0 and not request.waiting:  # preempted for lack of blocks
-                room = self._budget - left  # a token for each row that is left goes before one's drafts
+            if self._budget > 0 and not request.waiting:
+                room = self._budget - left  # every row left needs a token
                 guess = drafts.get(request, NO_GUESS).cut(max(room, 0)) if drafts else NO_GUESS
                 self._schedule_row(request, progress, guess)
 
@@ -207,12 +198,12 @@ class Scheduler:
                 line.pop()
                 in_flight.append(request)
             else:
-                break  # it does not fit, and holds back all behind it
+                break  # no room: none may overtake it
         for request in in_flight:
             line.push(request)
 
     def _enough_passed(self, passed: Request, request: Request) -> bool:
-        """Whether `request` came later than one whom enough others were let ahead of."""
+        """Return whether enough requests overtook `passed`."""
         assert passed.passed_at is not None
         return request.arrival > passed.arrival and self._admissions - passed.passed_at >= self._max_num_seqs
 
@@ -222,7 +213,7 @@ class Scheduler:
         self._running[request] = None
 
     def _schedule_row(self, request: Request, progress: Progress, drafts: Guess = NO_GUESS) -> bool:
-        """Adds a row for a running request, if it has something to run and there is room."""
+        """Return whether a row was added."""
         if progress.computed < progress.prefill_end:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
@@ -247,11 +238,11 @@ class Scheduler:
         end = computed + num_tokens
         if end == prefill_end or end % self.cache.config.block_size == 0:
             return num_tokens
-        last = next(reversed(self._steps.values()), None)  # prefill rows come after all decode rows
+        last = next(reversed(self._steps.values()), None)  # prefill rows come last
         return 0 if last is not None and last.prefill else num_tokens
 
     def _preempt_younger(self, request: Request) -> bool:
-        """Preempts the youngest request that came after this one and has no row in this step."""
+        """Preempt the youngest later request without a row."""
         while self._victims and self._victims[-1].arrival > request.arrival:
             victim = self._victims.pop()
             if victim not in self._steps:
@@ -261,11 +252,13 @@ class Scheduler:
                 return True
         return False
 
-    # --- beside it ---
+    # --- transfers ---
 
     def transfers(self, ended: Mapping[Transfer, bool], flush: bool = False) -> tuple[Transfer, ...]:
-        """What is under way between device, host and files, see `PrefixCache.transfers`. It is told first what has
-        `ended`, and whether that failed; what it knows no more is passed over."""
+        """Return the transfers in flight, see `PrefixCache.transfers`.
+
+        First reports finished transfers (`ended`: transfer -> failed); unknown transfers are ignored.
+        """
         self._mend()
         with self._change():
             for transfer in self.cache.transfers(flush=flush) if ended else ():
@@ -273,10 +266,10 @@ class Scheduler:
                     self.cache.transferred(transfer, failed=ended[transfer])
             return self.cache.transfers(flush=flush)
 
-    # --- after it ---
+    # --- results ---
 
     def issued(self, plan: StepPlan) -> None:
-        """The forward pass is on the stream."""
+        """Note a forward pass on the stream."""
         self._mend()
         self.cache.issued(plan.steps)
         self._planned = None
@@ -289,21 +282,18 @@ class Scheduler:
                     request.report = self.cache.report(request.request_id)
 
     def failed(self, plan: StepPlan, error: Exception | None) -> list[Request]:
-        """Take a step back that raised, before it was issued or after. Its requests run alone then, one to a step.
-
-        A request whose step fails alone ends with the error. If this call raises, the next call of any method takes the
-        step back.
+        """Take back a step that raised. Its requests run alone, and end with the error if they fail again.
 
         Args:
-            error: None if no request of the step is to blame.
+            error: None if no request is to blame.
 
         Returns:
-            The requests that got tokens, or ended, since the last call that told them.
+            See `take_touched`.
         """
-        self._failing += plan.steps  # first: a forgotten row keeps its request in flight for ever
-        untold = self._planned not in (None, plan)  # an exception kept that plan from its reader
+        self._failing += plan.steps  # first: a lost row stays in flight forever
+        untold = self._planned not in (None, plan)  # never issued
         torn = self._torn or untold or len(self._failing) > len(plan.steps)
-        alone = len(plan.steps) == 1 and self.cache.is_live(plan.steps[0])  # else a step before it had failed
+        alone = len(plan.steps) == 1 and self.cache.is_live(plan.steps[0])  # else an earlier step failed
         rows = [self._rows.get(step.row) for step in plan.steps]
         if torn:
             self._mend()
@@ -322,23 +312,21 @@ class Scheduler:
         return self.take_touched()
 
     def _take_back(self) -> None:
-        """Cancels the rows of failed steps."""
-        failing = {step.row: step for step in self._failing}  # a step may be told twice
+        failing = {step.row: step for step in self._failing}
         self.cache.cancel([step for step in failing.values() if self.cache.under_way(step)])
         for row in failing:
             self._rows.pop(row, None)
         self._failing, self._planned = [], None
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[Request]:
-        """The step's tokens were read.
+        """Accept the tokens of a step.
 
         Args:
-            sampled: for each row of `plan.steps` the sampled tokens: none if it does not sample; one after each of its
-                tokens for a decode row; one for each answer wanted where a prompt ends. A request that is given
-                `NOT_FINITE` ends with an error, and what it computed is not found any more.
+            sampled: tokens of each row: one after each token of a decode row, one for each answer where a prompt ends,
+                else none. `NOT_FINITE` ends a request with an error.
 
         Returns:
-            The requests that got tokens, or ended, since that was last told.
+            See `take_touched`.
         """
         self._mend()
         with self._change():
@@ -354,7 +342,7 @@ class Scheduler:
             if request is None or request.finish_reason or not (step.samples and self.cache.is_live(step)):
                 if NOT_FINITE in tokens:
                     freed_bad.add(step.request_id)
-                continue  # what it gives is not wanted, or a step before it failed
+                continue
             given = [tokens[place] for place in agreed(step, tokens)] if step.drafts else tokens[:1]
             sound = given[: given.index(NOT_FINITE)] if NOT_FINITE in given else given
             taken, reason = self._until_stop(request, sound)
@@ -363,7 +351,7 @@ class Scheduler:
                 reason = request.finish_reason
             ends[request], accepted[step.request_id] = (taken, reason), taken
             if step.drafts:
-                start = len(request.prompt) + len(request.output) - 1  # a row that was late ends with its log
+                start = len(request.prompt) + len(request.output) - 1  # a late row ends with its log
                 request.num_draft_tokens += min(len(step.drafts), FOLD - 1 - start % FOLD)
                 request.num_accepted_tokens += len(given) - 1
         self.cache.accept(plan.steps, accepted, not_finite=freed_bad)
@@ -378,18 +366,18 @@ class Scheduler:
     def _until_stop(self, request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         try:
             return request.until_stop(tokens)
-        except Exception as error:  # of a tokenizer, that costs its own request alone
+        except Exception as error:  # ends only this request
             logger.exception("the tokens of %s could not be taken", request.request_id)
             request.fail(error)
             return [], request.finish_reason
 
     def _take(self, request: Request, tokens: Sequence[int], reason: FinishReason | None) -> None:
         self._touched[request] = None
-        request.finish_reason = reason  # first: `_mend` knows which tokens are missing, but not that they were the last
+        request.finish_reason = reason  # first: `_mend` cannot restore it
         request.output += tokens
 
     def _fork(self, request: Request, tokens: Sequence[int]) -> None:
-        """The prompt is computed: its further answers begin, each with its own first token."""
+        """Begin the further answers."""
         begun = {sibling: token for sibling, token in zip(request.siblings, tokens, strict=True)}
         begun = {sibling: token for sibling, token in begun.items() if sibling.finish_reason is None}
         ends = {sibling: self._until_stop(sibling, [token]) for sibling, token in begun.items()}
@@ -406,18 +394,18 @@ class Scheduler:
                 self._waiting.push(sibling)
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """Forgets requests that have a finish_reason, and answers that their prompts' end would have begun."""
+        """Forget ended requests, and further answers not begun."""
         for request in requests:
             for sibling in request.siblings:
                 if sibling.finish_reason is None:
                     sibling.error, sibling.finish_reason = request.error, request.finish_reason
         for request in [*requests, *(sibling for each in requests for sibling in each.siblings)]:
             if self.requests.get(request.request_id) is not request:
-                continue  # it ended before, and the id may be another's by now
-            self._touched[request] = None  # all that is told of it, then the rest: this may be broken off anywhere
+                continue  # the id may be in use again
+            self._touched[request] = None  # first: an exception may follow
             self._suspects.discard(request)
             request.waiting = False
-            if self.cache.knows(request.request_id):  # a further answer that did not begin is not there
+            if self.cache.knows(request.request_id):
                 finished = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 self.cache.free(request.request_id, finished=finished, wrong_from=request.wrong_from)
             self._running.pop(request, None)
@@ -426,17 +414,13 @@ class Scheduler:
             self._rows.clear()
 
     def take_touched(self) -> list[Request]:
-        """The requests that got tokens, or ended, since that was last told."""
+        """Return requests with new tokens or an end, once."""
         touched, self._touched = list(self._touched), {}
         return touched
 
     @contextmanager
     def _change(self, refusal: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """Mark a change of several books. An exception within it leaves them torn, and the next call mends them.
-
-        Args:
-            refusal: raised before anything has changed.
-        """
+        """After an exception other than `refusal` the next call repairs the records."""
         self._torn = True
         try:
             yield
@@ -446,7 +430,7 @@ class Scheduler:
         self._torn = False
 
     def _mend(self) -> None:
-        """Put all requests back in line, with all tokens that the cache took, if an exception broke a change off."""
+        """After an interrupted change put all requests back in line."""
         if not (self._torn or self._failing):
             return
         cache, self._torn = self.cache, True
@@ -459,7 +443,7 @@ class Scheduler:
         self._waiting, self._running, self._steps = WaitingLine(), {}, {}
         unborn: set[Request] = set()
         ended: list[Request] = []
-        for request in sorted(self.requests.values(), key=lambda r: r.arrival):  # siblings come after their first
+        for request in sorted(self.requests.values(), key=lambda r: r.arrival):  # siblings follow their request
             if cache.knows(request.request_id) and request.finish_reason not in (
                 FinishReason.ABORT,
                 FinishReason.ERROR,
@@ -474,7 +458,7 @@ class Scheduler:
             elif not request.output:
                 unborn.update(request.siblings)
             if request.output:
-                request.siblings = []  # each begins on its own
+                request.siblings = []
             if request.finish_reason is None and request not in unborn:
                 if not cache.knows(request.request_id):
                     self._add_to_cache(request)

@@ -1,8 +1,4 @@
-"""mambacache as a plugin of vLLM: recurrent states leave vLLM's KV cache and live in a pool of their own.
-
-Nothing of vLLM is replaced while it is imported: the plugin registers model classes, which build its layers, and a
-config hook, which names its scheduler and its worker.
-"""
+"""Serve vLLM's recurrent models from a state pool outside vLLM's KV cache."""
 
 from __future__ import annotations
 
@@ -15,11 +11,7 @@ from mambacache.vllm.log import logger
 
 @cache
 def register() -> None:
-    """Called by vLLM in every process: front end, engine core, each worker, and the one that inspects a model.
-
-    Only with MAMBACACHE=1, and not at all where vLLM is not as `contract` knows it: vLLM serves as always then. Without
-    MAMBACACHE=1 a line in the log of the front end says that the plugin is off, for the models that it would serve.
-    """
+    """Register the plugin in a process of vLLM, if MAMBACACHE=1 and vLLM agrees with `contract`."""
     wanted = os.environ.get("MAMBACACHE", "0")
     if wanted not in ("0", "1"):
         logger.error("mambacache is off: MAMBACACHE is %r, set it to 1 or 0", wanted)
@@ -36,7 +28,7 @@ def register() -> None:
     from mambacache.vllm import config, models
 
     known = models.ARCHITECTURES.keys() & ModelRegistry.models.keys()
-    if wanted != "1":  # vLLM loads plugins before it sets up its log: the line waits for a model
+    if wanted != "1":  # vLLM has no log yet: the line waits
         for architecture in known:
             config.hook_left(architecture, "mambacache is off, and MAMBACACHE=1 turns it on")
         return

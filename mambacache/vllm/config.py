@@ -1,4 +1,4 @@
-"""The config hook: refuses what does not work, and names scheduler and worker."""
+"""Check vLLM's configuration, and select scheduler and worker."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
 DRAFTS = "ngram", "mtp"
 PAGES = "mambacache.0"
-"""The layer by which a model without attention has a KV cache; vLLM looks for one number in each name."""
+"""Layer that gives a model without attention a KV cache; vLLM expects one number in each name."""
 LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
-"""The environment's name for the layout of vLLM's convolution states."""
+"""Environment variable for the layout of vLLM's convolution states."""
 
 _OWN_POOL = "states are in mambacache's pool, in a layout of its own"
 _OWN_BLOCKS = "hits come where mambacache has a state and --block-size a KV block"
@@ -56,7 +56,7 @@ _NO_EFFECT: dict[str, tuple[str, str, Any, str]] = {
         _ROUNDED,
     ),
 }
-"""vLLM's options for its own states: the part of its configuration, the field, the default, and why they do nothing."""
+"""Options for vLLM's own states: part of the configuration, field, default, and the reason why it has no effect."""
 _BACKENDS = "--gdn-prefill-backend", "--kda-prefill-backend", "--kda-decode-backend"
 """Options that vLLM keeps in its `additional_config`."""
 _NO_EFFECT_OF_ENVIRONMENT = {
@@ -67,7 +67,7 @@ _NO_EFFECT_OF_ENVIRONMENT = {
 
 
 def refuse(config: Any) -> None:
-    """Raise ValueError, with a sentence that says which option to leave out, for one that does not work yet."""
+    """Raise ValueError for an option that does not work."""
     refuse_connectors(config)
     parallel = config.parallel_config
     for what, on in {
@@ -97,9 +97,9 @@ def refuse(config: Any) -> None:
 
 
 def refuse_connectors(config: Any) -> None:
-    """Raise ValueError for a KV connector, which would bring KV without its states.
+    """Raise ValueError for a KV connector, which would load KV without states.
 
-    vLLM makes one of --kv-offloading-size after the hook: the scheduler asks again.
+    With --kv-offloading-size vLLM makes a connector only after the hook.
     """
     if config.kv_transfer_config is not None or getattr(config.cache_config, "kv_offloading_size", None) is not None:
         raise _refusal("KV connectors (--kv-transfer-config, --kv-offloading-size)")
@@ -110,8 +110,7 @@ def _refusal(what: str) -> ValueError:
 
 
 def _wrong_drafts(config: Any) -> dict[str, bool]:
-    """Ways to draft (--speculative-config) that do not work: of some of them drafts are no linear guesses after a
-    request's last token, or a model that drafts has states of its own."""
+    """Return unsupported ways to draft, and whether each is on."""
     drafts = config.speculative_config
     if drafts is None:
         return {}
@@ -131,13 +130,11 @@ def _wrong_drafts(config: Any) -> dict[str, bool]:
 
 
 def _may_run_ahead(config: Any) -> bool:
-    """Whether a step may be planned before the drafts of the one before it are verified: only model runner V2 knows on
-    the device where its rows begin, and a pipeline has more than one such step under way."""
+    """Return whether a step may be planned before earlier drafts are verified: runner V2 without a pipeline."""
     return not is_cpu() and config.parallel_config.pipeline_parallel_size == 1
 
 
 def _wrong_runner(config: Any) -> dict[str, bool]:
-    """vLLM chooses V1 on a GPU for some options too, which it names in a line of its log."""
     v2 = config.use_v2_model_runner
     if is_cpu():
         return {"model runner V2 on a CPU (VLLM_USE_V2_MODEL_RUNNER=1)": v2}
@@ -145,17 +142,16 @@ def _wrong_runner(config: Any) -> dict[str, bool]:
 
 
 def is_cpu() -> bool:
-    """Whether this is a build of vLLM for the CPU."""
+    """Return whether vLLM is built for the CPU."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
 
 
 def unserved_device() -> str | None:
-    """Return why the kernels do not serve this device, or None if they do.
+    """Return why the kernels do not serve this device, or None.
 
-    The answer is vLLM's platform's: torch.cuda would make a CUDA context in a front end, and on ROCm its capabilities
-    look like Hopper's.
+    torch.cuda would make a CUDA context, and could take ROCm for Hopper.
     """
     from vllm.platforms import current_platform
 
@@ -171,13 +167,12 @@ def unserved_device() -> str | None:
 
 
 def serves(config: Any) -> bool:
-    """Whether a configuration is one of ours: of a model that the hook did not leave to vLLM."""
+    """Return whether the hook selected our scheduler."""
     return config.scheduler_config.scheduler_cls == SCHEDULER
 
 
 def hook(architecture: str, *, has_attention: bool = True) -> None:
-    """Have vLLM call us when it settles the configuration of a model of this architecture; on a device that the kernels
-    do not serve, the model is left to vLLM."""
+    """Have vLLM call us to configure this architecture, if the kernels serve the device."""
     if (reason := unserved_device()) is not None:
         hook_left(architecture, reason)
         return
@@ -186,7 +181,7 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
         refuse(vllm_config)
         Settings.of(vllm_config)
         cache = vllm_config.cache_config
-        cache.mamba_cache_mode, cache.mamba_block_size = "none", None  # vLLM's own hook of some models sets both
+        cache.mamba_cache_mode, cache.mamba_block_size = "none", None  # vLLM's own hooks may set both
         if not has_attention:
             _one_page_a_request(vllm_config)
         elif not cache.user_specified_block_size:
@@ -205,7 +200,7 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
 
 
 def reset_unused(config: Any) -> None:
-    """Set vLLM's options for its own states to their defaults, with a line in the log for each that was given."""
+    """Reset options for vLLM's own states."""
     unused = {}
     for option, (part, field, default, why) in _NO_EFFECT.items():
         settings = getattr(config, part)
@@ -226,7 +221,7 @@ def reset_unused(config: Any) -> None:
 
 
 def hook_left(architecture: str, reason: str) -> None:
-    """Have the log say that a model of this architecture is vLLM's, and why."""
+    """Log why a model of this architecture stays vLLM's."""
     _around_its_own(
         architecture, lambda vllm_config: logger.info("mambacache leaves %s to vLLM: %s", architecture, reason)
     )
@@ -235,7 +230,7 @@ def hook_left(architecture: str, reason: str) -> None:
 def _around_its_own(
     architecture: str, settle: Callable[[Any], None], before: Callable[[Any], None] = lambda config: None
 ) -> None:
-    """Have vLLM call `before` and `settle` before and after its own hook of an architecture."""
+    """Call `before` and `settle` around vLLM's own hook of an architecture."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     original = MODELS_CONFIG_MAP.get(architecture)
@@ -257,7 +252,7 @@ def _around_its_own(
 
 
 def _one_page_a_request(config: Any) -> None:
-    """For a model without attention, see `layers.pages`: so many that they bound nothing, with a watermark too."""
+    """Give each request one page, see `layers.pages`."""
     cache = config.cache_config
     cache.block_size, cache.user_specified_block_size = CHUNK * (config.model_config.max_model_len // CHUNK + 1), True
     if cache.num_gpu_blocks_override is None:

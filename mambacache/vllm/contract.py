@@ -1,8 +1,8 @@
-"""What of vLLM the plugin builds on: names and their parameters, read from its files without importing it.
+"""Check the names of vLLM that the plugin uses.
 
     python -m mambacache.vllm.contract [FOLDER]
 
-compares the vLLM that is installed, or that lies in a folder, and says what differs.
+prints a difference of the installed vLLM, or of FOLDER.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ SERVED = "0.32 and 0.33"
 SCHEDULER = "v1/core/sched/scheduler.py"
 LAYERS = "model_executor/layers/mamba"
 
-# The functions and methods of each file with their parameters, and its variables and fields with none. Versions that
-# differ stand one after the other.
+# By file: parameters of functions in each version, none for variables and fields.
 HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     SCHEDULER: {
         "Scheduler.__init__": (
@@ -134,10 +133,10 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def difference(folder: Path | None = None) -> str | None:
-    """One sentence that says what of a vLLM the plugin does not know; None if it knows all that it needs.
+    """Return a sentence about the first difference, or None.
 
     Args:
-        folder: the package `vllm`; the installed one if None.
+        folder: the package `vllm`; None for the installed package.
     """
     if folder is None:
         spec = find_spec("vllm")
@@ -156,8 +155,7 @@ def difference(folder: Path | None = None) -> str | None:
 
 
 def _signatures(path: Path) -> dict[str, str]:
-    """The parameters of a file's functions, and of the methods of all its classes; of what has a type, or is set by a
-    constructor, that it is there."""
+    """Return parameters by name, "" for variables and fields."""
     found = {}
     top = ast.parse(path.read_text()).body
     for prefix, body in [("", top), *((f"{each.name}.", each.body) for each in top if isinstance(each, ast.ClassDef))]:

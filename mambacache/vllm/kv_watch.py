@@ -1,4 +1,4 @@
-"""Where vLLM evicts the KV of a prefix, the states behind it are evicted first."""
+"""Evict states first after vLLM evicted their KV."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from mambacache.report import CacheEvent
 
 
 class HashMap:
-    """Maps vLLM's block hashes to the prefix hashes of cached states, and back.
-
-    `PrefixCache.take_events` feeds it. An entry leaves with its state, so there are never more entries than states.
+    """Maps vLLM's block hashes to prefix hashes of cached states.
 
     Attributes:
-        ours: the prefix hash, as in `CacheEvent`, by vLLM's block hash.
-        theirs: vLLM's block hash, by the prefix hash.
-        unnamed: new states without an entry, by prefix hash: the request that stored the state, and the index of vLLM's
-            hash in `request.block_hashes`.
+        ours: prefix hash by vLLM's block hash.
+        theirs: vLLM's block hash by prefix hash.
+        unnamed: request and index of its block hash, by prefix hash.
     """
 
     def __init__(self, hash_block_size: int) -> None:
@@ -28,15 +25,15 @@ class HashMap:
         self.theirs: dict[bytes, bytes] = {}
         self._hash_block_size = hash_block_size
         self.unnamed: dict[bytes, tuple[Any, int]] = {}
-        self._last = 0  # number of the last event
+        self._last = 0
 
     def follow(self, event: CacheEvent, request: Any) -> None:
-        """Follow one event. The map must see every event, in order.
+        """Follow every event, in order.
 
         Args:
-            request: vLLM's request that stored the state; None if it is unknown, and then there will be no entry.
+            request: request that stored the state, if known.
         """
-        if event.number != self._last + 1:  # events were lost: an entry may belong to a removed state
+        if event.number != self._last + 1:  # after lost events entries may be stale
             for entries in (self.ours, self.theirs, self.unnamed):
                 entries.clear()
         self._last = event.number
@@ -47,10 +44,9 @@ class HashMap:
             self.unnamed[event.block_hash] = request, event.num_tokens // self._hash_block_size - 1
 
     def name(self) -> Iterator[tuple[bytes, bytes | None]]:
-        """Enter the new states, and yield the prefix hash of each with vLLM's hash.
+        """Enter new states, and yield each prefix hash with vLLM's hash.
 
-        vLLM's hash is None while it does not exist: with MTP drafts it covers a token behind the block. The state is
-        yielded again in the next call, unless its request has ended.
+        vLLM's hash may be None at first: with MTP drafts it covers a token behind the block.
         """
         for ours, (request, index) in [*self.unnamed.items()]:
             named = index < len(request.block_hashes)
@@ -63,15 +59,13 @@ class HashMap:
 
 
 class KVWatch:
-    """Tells the cache which states have lost their KV, and which states have it again.
+    """Tells the cache which states lost their KV, or have it again.
 
-    A state is of use while vLLM has the last page of its prefix. vLLM evicts a prefix from its end, so the other pages
-    are there, too.
+    vLLM evicts a prefix from its end, so the last page decides.
 
     Args:
-        prefix_cache: the cache. Nobody else may take its events.
-        pool: vLLM's block pool. Two methods of this object are wrapped.
-        num_groups: the number of groups in vLLM's KV cache.
+        prefix_cache: nobody else may take its events.
+        pool: two of its methods are wrapped.
     """
 
     def __init__(self, prefix_cache: PrefixCache, pool: Any, num_groups: int) -> None:
@@ -81,10 +75,10 @@ class KVWatch:
         self._insert, pool._insert_block_hash = pool._insert_block_hash, self._inserted
 
     def follow(self, requests: Mapping[str, Any]) -> None:
-        """Bring the map up to date. Call it after each change that stores states.
+        """Update the map after states are stored.
 
         Args:
-            requests: vLLM's requests by id, including the requests that end in this step.
+            requests: by id, including requests that end in this step.
         """
         waited = set(self.hashes.unnamed)
         for event in self._prefix_cache.take_events():
@@ -101,7 +95,7 @@ class KVWatch:
         return self._pool.get_cached_block(theirs, self._groups) is not None
 
     def _removed(self, keys: list[bytes]) -> None:
-        """Pages have lost these hashes; other pages may still have them."""
+        """Note lost hashes, which other pages may have."""
         self._emit_removed(keys)
         for key in keys:
             theirs = get_block_hash(key)
@@ -110,7 +104,6 @@ class KVWatch:
                 self._tell(ours, False)
 
     def _inserted(self, key: bytes, block: Any, num_tokens: int | None) -> None:
-        """A page gets a hash; another page may have it already."""
         theirs = get_block_hash(key)
         ours = self.hashes.ours.get(theirs)
         lost = ours is not None and not self._has(theirs)

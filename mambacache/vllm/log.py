@@ -1,4 +1,4 @@
-"""The plugin's logger: below vLLM's own, so that it writes where vLLM does."""
+"""Log where vLLM does."""
 
 import logging
 

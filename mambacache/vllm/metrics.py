@@ -1,6 +1,6 @@
-"""Counters in vLLM's /metrics: the scheduler counts, and the front end, another process, shows what it left in a file.
+"""Show counters in vLLM's /metrics: the scheduler writes a file, and the front end reads it.
 
-With several API servers prometheus_client itself adds up what the processes of a server count; nobody reads the file.
+With several API servers prometheus_client adds up counts without it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOTALS = {
 
 
 class Counters:
-    """The scheduler's end."""
+    """Writes the scheduler's counters."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._instance_id = vllm_config.instance_id
@@ -46,12 +46,12 @@ class Counters:
         self._counters = {name: counter(name, text).labels(**labels) for name, text in TOTALS.items()}
         self._counters |= {reason: lost.labels(**labels, reason=reason) for reason in Loss}
         self._told = dict.fromkeys(self._counters, 0)
-        self._left: dict[str, int] = {}  # what the file tells
+        self._left: dict[str, int] = {}  # in the file
         self._written = 0.0
         self._warned = False
 
     def tell(self, prefix_cache: PrefixCache, *, idle: bool) -> None:
-        """Once a second at most, or when no request is left; a file that tells all that is left alone."""
+        """Write changed counters, at most once a second unless `idle`."""
         now = time.monotonic()
         if not idle and now - self._written < SECONDS:
             return
@@ -65,14 +65,14 @@ class Counters:
         try:
             made_folder_of(self._instance_id).write(self._name, generate_latest(self._registry))
             self._left = values
-        except OSError as error:  # no reason to end the engine
+        except OSError as error:  # must not end the engine
             if not self._warned:
                 logger.warning("mambacache: /metrics has no new counters (%s): set TMPDIR to another folder", error)
             self._warned = True
 
 
 class Shown:
-    """The front end's: counters of all engines of the last configuration that was made here."""
+    """Reads all engines' counters in the front end."""
 
     instance_id = ""
 
@@ -81,7 +81,7 @@ class Shown:
         with suppress(OSError):
             folder = folder_of(self.instance_id)
             for name in folder.names(".prom"):
-                with suppress(OSError, ValueError, LookupError):  # a broken file costs its own counters
+                with suppress(OSError, ValueError, LookupError):
                     for found in [*text_string_to_metric_families(folder.read(name).decode())]:
                         family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
                         family.samples += found.samples
@@ -92,10 +92,7 @@ _shown = Shown()
 
 
 def show(instance_id: str) -> None:
-    """Have /metrics of this process show the counters of a vLLM, whose files end with this process.
-
-    Files of processes that were killed are removed.
-    """
+    """Show a vLLM's counters in /metrics, and remove its files at exit."""
     registered, _shown.instance_id = bool(_shown.instance_id), instance_id
     if not registered:
         REGISTRY.register(_shown)

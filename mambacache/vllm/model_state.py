@@ -1,5 +1,4 @@
-"""Model runner V2, vLLM's own on GPUs: where a step's indices are made, which CUDA graphs may hold our layers, and
-which drafts were not computed."""
+"""Adapt vLLM's model runner V2 to our layers."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from mambacache.plan import FOLD
 
 
 class StateCacheModelState(DefaultModelState):
-    """Of a model whose states are in our pool."""
+    """Makes the indices of each step."""
 
     def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str]:
-        """Full graphs of decode rows alone, all with as many drafts: prefill has a grid of its own in each step."""
+        """Allow full graphs of uniform decode rows only: a prefill grid differs from step to step."""
         return AttentionCGSupport.UNIFORM_BATCH, "mambacache"
 
     def prepare_attn(
@@ -34,7 +33,7 @@ class StateCacheModelState(DefaultModelState):
 
 
 class UpToTheLog:
-    """vLLM's rejection sampler, for which drafts beyond the end of a row's log are wrong: they were not computed."""
+    """Wraps vLLM's rejection sampler, and rejects drafts beyond a row's token log, which were not computed."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""vLLM's models, seen by vLLM as models of attention alone: no pages for states, no page to align with them."""
+"""Show vLLM its recurrent models as attention models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MODULES = {
     "vllm.models.kimi_k3": ["KimiLinearForCausalLM"],
     "zamba2": ["Zamba2ForCausalLM"],
 }
-_CLASSES = {  # where a class has another name than its architecture
+_CLASSES = {
     "ColQwen3_5": "ColQwen3_5Model",
     "FalconMambaForCausalLM": "MambaForCausalLM",
     "Lfm2VlForConditionalGeneration": "Lfm2VLForConditionalGeneration",
@@ -62,11 +62,11 @@ _FOREIGN = {
     "Qwen4ExpPLELayer": ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"],
 }
 LEFT = {name: f"its layer {layer} is not ours" for layer, names in _FOREIGN.items() for name in names}
-"""Architectures with recurrent layers that stay vLLM's, and why."""
+"""Reasons why recurrent architectures stay vLLM's."""
 
 
 class _StateCached:
-    """Before the model class of vLLM, whose own attributes it hides."""
+    """Hides attributes of vLLM's model class."""
 
     is_hybrid = False
     is_attention_free = False
@@ -78,21 +78,20 @@ class _StateCached:
         from mambacache.vllm.layers.pages import Pages
 
         given: dict[str, Any] = {"vllm_config": vllm_config, "prefix": prefix}  # vLLM looks for both names here
-        ours = serves(vllm_config)  # else it is the text part of a model that is left to vLLM
+        ours = serves(vllm_config)  # else the text part of a model left to vLLM
         with built() if ours else nullcontext():
             super().__init__(**given)
         if ours and self.without_attention:
             vllm_config.compilation_config.static_forward_context[PAGES] = Pages()
 
     def get_model_state_cls(self) -> type:
-        """Asked by model runner V2."""
         from mambacache.vllm.model_state import StateCacheModelState
 
         return StateCacheModelState
 
 
 def __getattr__(name: str) -> Any:
-    """The class of an architecture, made when vLLM first asks for it."""
+    """Make an architecture's class when vLLM first asks for it."""
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = ARCHITECTURES[name]

@@ -1,7 +1,6 @@
-"""The processes of one vLLM tell each other numbers by files in a folder that no other user may enter.
+"""Share numbers between a vLLM's processes in a private folder.
 
-All processes of a vLLM know its instance id, which the folder's name holds. A process that uses the folder has a shared
-lock on it until the process ends. A folder without a lock was left behind, and the next start removes it.
+Each process keeps a shared lock on it. The next start removes unlocked folders.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from pathlib import Path
 
 PREFIX = "mambacache-vllm-"
 NAME = re.compile(r"\d+\.(blocks|prom)(\.new)?")
-"""Files of other names are not removed."""
+"""Names of files that may be removed."""
 
 
 class PrivateFolder:
-    """Join the processes that use a folder.
+    """Joins the processes that use a folder.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: it does not exist.
         OSError: it is a link, belongs to another user, or is open to others.
     """
 
@@ -32,11 +31,11 @@ class PrivateFolder:
         self._path, self._fd = path, _locked(path, fcntl.LOCK_SH)
 
     def names(self, suffix: str) -> list[str]:
-        """Return the names of the files that end so."""
+        """Return file names that end with `suffix`."""
         return sorted(name for name in os.listdir(self._fd) if name.endswith(suffix))
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file, which readers see whole or not at all.
+        """Make or replace a file atomically.
 
         Raises:
             OSError: the file cannot be written.
@@ -49,12 +48,12 @@ class PrivateFolder:
         os.replace(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read(self, name: str) -> bytes:
-        """Return what a file holds.
+        """Return a file's contents.
 
         Raises:
-            OSError: there is no such file of this user, or it cannot be read.
+            OSError: no file of this user can be read.
         """
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)  # no waiting at pipes
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)  # do not wait at pipes
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
@@ -62,12 +61,11 @@ class PrivateFolder:
             return file.read()
 
     def delete(self, name: str) -> None:
-        """Remove a file, if there is one."""
+        """Remove a file if present."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
     def remove(self) -> None:
-        """Remove the folder and its files."""
         _remove(self._path, self._fd)
 
 
@@ -79,39 +77,39 @@ def _path(instance_id: str) -> Path:
 
 
 def folder_of(instance_id: str) -> PrivateFolder:
-    """Return the folder of a vLLM; it is this process's, too, from now on.
+    """Join a vLLM's folder.
 
     Raises:
-        OSError: as of `PrivateFolder`.
+        OSError: see `PrivateFolder`.
     """
     return _found(_path(instance_id))
 
 
 def made_folder_of(instance_id: str) -> PrivateFolder:
-    """Return the folder of a vLLM, which is made if there is none.
+    """Join a vLLM's folder, or make it.
 
     Raises:
-        OSError: as of `PrivateFolder`, or the folder cannot be made.
+        OSError: it cannot be joined or made.
     """
     path = _path(instance_id)
     while True:
         with suppress(FileExistsError):
             path.mkdir(0o700)
-        with suppress(FileNotFoundError):  # another process took it for a folder that was left behind
+        with suppress(FileNotFoundError):  # another process removed the unlocked folder
             return _found(path)
 
 
 def remove(instance_id: str) -> None:
-    """Remove the folder of a vLLM that ends. A process that writes there afterwards gets an OSError."""
+    """Remove a vLLM's folder; later writes raise OSError."""
     with suppress(OSError):
         folder_of(instance_id).remove()
 
 
 def remove_left() -> None:
-    """Remove the folders of this user that no process has a lock on.
+    """Remove this user's folders without a lock.
 
     Raises:
-        OSError: there is no temporary folder.
+        OSError: no temporary folder exists.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or in use
@@ -121,11 +119,11 @@ def remove_left() -> None:
 
 
 def _locked(path: Path, lock: int) -> int:
-    """Open and lock a folder of this user alone.
+    """Open and lock a private folder.
 
     Raises:
-        FileNotFoundError: it is gone, be it while this process waited for the lock.
-        OSError: it cannot be locked or is not this user's alone.
+        FileNotFoundError: it is gone.
+        OSError: it cannot be locked, or is not private.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -1,9 +1,6 @@
-"""Rows on their way from scheduler to workers: as columns, and only those that changed.
+"""Send changed rows from the scheduler to workers, as columns.
 
-Workers order the batch themselves, so that rows travel and not arrays. A decode row that adds to its log needs nothing
-but its name, which vLLM sends anyway, if it is one token further than in the step before, and as long; so does the row
-that follows a fold, since it reads what that stored. A row that is late travels as it was planned: its worker moves it
-to where the sequence is.
+Workers order the batch. They derive decode rows that advance by one token, also after a fold, and move late rows.
 """
 
 from __future__ import annotations
@@ -17,8 +14,11 @@ from mambacache.plan import NO_CHECKPOINTS, SequenceStep, after_fold
 
 
 class Columns(NamedTuple):
-    """The changed rows of step `number`: `names[i]` has `numbers[i]` = prefill, start, num_tokens, src, dst, log_slot,
-    log_start, late; `checkpoints` [n, 3] are index of the row, position, block."""
+    """Holds the changed rows of step `number`.
+
+    `numbers` int32 [n, 8] are prefill, start, num_tokens, src, dst, log_slot, log_start and late of `names`.
+    `checkpoints` int32 [m, 3] are row index, position and block.
+    """
 
     number: int
     names: list[str]
@@ -27,14 +27,14 @@ class Columns(NamedTuple):
 
 
 class Sender:
-    """The scheduler's end."""
+    """Finds changed rows in the scheduler."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._sent: dict[str, tuple[int, ...]] = {}  # of decode rows that workers know all but how far they are
+        self._sent: dict[str, tuple[int, ...]] = {}  # decode rows that workers know, start minus step
 
     def columns(self, steps: Sequence[SequenceStep], finished: Iterable[str]) -> Columns:
-        """What workers lack of the rows of a step, in which those of `finished` requests end."""
+        """Return the rows that workers lack, and forget `finished` requests."""
         sent = self._sent
         for name in finished:
             sent.pop(name, None)
@@ -68,12 +68,12 @@ class Sender:
 
 
 class Receiver:
-    """A worker's end."""
+    """Restores all rows in a worker."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the last step
-        self.rows: dict[str, tuple[list[int], int]] = {}  # of every request the numbers that came last, and their step
-        self._checkpoints: dict[str, dict[int, int]] = {}  # of rows that came for this step
+        self.number = 0
+        self.rows: dict[str, tuple[list[int], int]] = {}  # last numbers and their step
+        self._checkpoints: dict[str, dict[int, int]] = {}  # of this step
 
     def take(self, columns: Columns, finished: Iterable[str]) -> None:
         for name in finished:
@@ -86,7 +86,6 @@ class Receiver:
             self.rows[name] = numbers, columns.number
 
     def row(self, name: str) -> SequenceStep:
-        """A request's row of the last step."""
         (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
         if number < self.number:
             folded = dst > 0 and num_tokens == 1 and not late

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with `PrefixCache` beside its KV cache manager."""
+"""Run `PrefixCache` beside the KV cache manager in vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -35,15 +35,14 @@ FINISHED = (
 
 
 def _salt(request: Any) -> str:
-    """Returns all keys that vLLM's block hashes contain beside tokens and images: adapter, adapter path, cache salt."""
+    """Return the keys in vLLM's block hashes beside tokens and images."""
     return repr(generate_block_hash_extra_keys(request, 0, 0, 0)[0])  # an empty block at 0 overlaps no image
 
 
 class Mixin:
-    """Before one of vLLM's schedulers, which asks it at the places that are meant for connectors and for Mamba.
+    """Overrides vLLM's methods for connectors and for Mamba.
 
-    A request is admitted by both caches or by none: what `PrefixCache` admitted in a step and vLLM did not schedule is
-    withdrawn at its end. The KV that is hit is cut to the state that is hit.
+    Both caches admit a request, or neither. The KV hit is cut to the state hit.
     """
 
     max_num_active_reqs: int  # vLLM's
@@ -55,7 +54,7 @@ class Mixin:
         self._has_attention = [group.layer_names for group in groups] != [[PAGES]]
         blocks = read_blocks(self.vllm_config)
         slots = log_slots(self.vllm_config, blocks)
-        self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each has a log once it decodes
+        self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each needs a token log
         self.prefix_cache = PrefixCache(
             CacheConfig(
                 num_state_blocks=blocks,
@@ -67,19 +66,19 @@ class Mixin:
                 checkpoint_interval=Settings.of(self.vllm_config).checkpoint_interval,
             )
         )
-        self.need_mamba_block_aligned_split = True  # makes schedule() ask _mamba_block_aligned_split for every chunk
+        self.need_mamba_block_aligned_split = True  # calls _mamba_block_aligned_split for every chunk
         self._runner_v2 = not is_cpu()
         self._rows: dict[str, SequenceStep] = {}  # of this schedule()
-        self._later: dict[str, int] = {}  # who only adds to its log, and how many steps there were up to the last known
-        self._step = 0  # how often schedule() was called
+        self._later: dict[str, int] = {}  # `_step` of the last row in the cache
+        self._step = 0  # calls of schedule()
         self._hits: dict[str, tuple[object, int]] = {}  # admitted in this schedule()
-        self._held = False  # one that found no room holds back those behind it
-        self._gone: list[Any] | None = None  # who ended inside update_from_output
+        self._held = False  # no room: all wait
+        self._gone: list[Any] | None = None  # of update_from_output
         self._refused_streams: set[str] = set()
         self._sender = Sender()
-        self._steps_out: dict[int, list[SequenceStep]] = {}  # by the identity of vLLM's output, the oldest first
-        self._suspects: dict[bytes, tuple[int, set[int]]] = {}  # a prefix hash's state, and the pages before it
-        self._asked: dict[int, list[bytes]] = {}  # their hashes, by the identity of the output that asks
+        self._steps_out: dict[int, list[SequenceStep]] = {}  # by id() of the output, oldest first
+        self._suspects: dict[bytes, tuple[int, set[int]]] = {}  # by prefix hash: state, pages
+        self._asked: dict[int, list[bytes]] = {}  # by id() of the output
         self._reported = time.monotonic()
         self._counters = Counters(self.vllm_config) if self.log_stats else None
         watched = self._caching and self._has_attention
@@ -98,10 +97,10 @@ class Mixin:
         name = request.request_id
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.resumable:
             logger.error("mambacache takes token prompts only, and no streaming input: request %s is refused", name)
-            self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends these with an error; to raise would end the engine
+            self.encoder_cache_mismatch_reqs.add(name)  # vLLM ends them with an error; raising would end the engine
             if request.resumable:
                 self._refused_streams.add(name)
-        elif name in self._refused_streams:  # the front end says that the stream has ended
+        elif name in self._refused_streams:
             self._refused_streams.remove(name)
             if name not in self.requests:
                 return
@@ -117,7 +116,7 @@ class Mixin:
         super().add_request(request)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        """False: schedule() passes the request over in this step."""
+        """Return whether both caches admit a request."""
         if not super()._handle_blocked_waiting_request(request):
             return False
         name = request.request_id
@@ -150,14 +149,10 @@ class Mixin:
             self.prefix_cache.preempt(name)
 
     def _forget_pages(self, name: str, start: int) -> None:
-        """Forget a request's KV pages behind a position: no row will write them, or a bad row wrote them.
-
-        vLLM names a page when it is allocated, and would hit it.
-        """
+        """Forget a request's KV pages behind a position, written badly or never."""
         self.kv_cache_manager.evict_blocks(self._pages(name, start, None))
 
     def _pages(self, name: str, start: int, end: int | None) -> set[int]:
-        """Return a request's KV pages from the position `start` to `end`, a multiple of the page's size."""
         pages = self.kv_cache_manager.get_block_ids(name)
         sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
         return {
@@ -185,19 +180,15 @@ class Mixin:
         if num_new_tokens <= 1:
             return max(num_new_tokens, 0)
         at = self.prefix_cache.progress(request.request_id)
-        if at.computed >= at.prefill_end:  # a token and drafts, which end with the log: V2's workers see to that
+        if at.computed >= at.prefill_end:  # V2's workers cut drafts at the end of the log
             return num_new_tokens if self._runner_v2 else min(num_new_tokens, FOLD - at.computed % FOLD)
         return self.prefix_cache.next_tokens(request.request_id, num_new_tokens)
 
     def _allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """State first, then KV; None has vLLM preempt its youngest request and ask again.
-
-        A request without drafts only adds to its log between two folds: it needs no block, and the cache learns of
-        these steps later, of all at once, which takes the host a fraction of the time.
-        """
+        """Allocate state, then KV; None makes vLLM preempt and retry. Rows that only add to a log wait for `_tell`."""
         name = request.request_id
         adds = name in self._later and num_new_tokens == 1 and request.num_computed_tokens % FOLD < FOLD - 1
-        if not adds and name not in self._rows:  # else it asks again, for as many tokens
+        if not adds and name not in self._rows:  # else a retry
             self._tell(request)
             row = self._allocate_row(request, num_new_tokens)
             if row is None:
@@ -207,7 +198,7 @@ class Mixin:
 
     def _allocate_row(self, request: Any, num_tokens: int) -> SequenceStep | None:
         name = request.request_id
-        if num_tokens == 1:  # nothing is drafted, and where the request is matters to V1 alone
+        if num_tokens == 1:
             begun = self._runner_v2 or self.prefix_cache.progress(name).computed > 0
             return self.prefix_cache.allocate(name, 1, decode=begun)  # V1 puts a prompt of one token behind decode rows
         at = self.prefix_cache.progress(name)
@@ -216,8 +207,7 @@ class Mixin:
         return self.prefix_cache.allocate(name, num_tokens)
 
     def _tell(self, request: Any) -> None:
-        """The cache learns of the steps in which a request only added to its log, if there are any: of those that were
-        read at once; the others get the rows that they would have had."""
+        """Tell the cache of rows that only added to a log. Unread rows are allocated now."""
         name = request.request_id
         known = self._later.pop(name, None)
         if known is None:
@@ -234,7 +224,7 @@ class Mixin:
             self.prefix_cache.issued(rows[-1:])
 
     def _new_tokens(self, request: Any) -> list[int]:
-        """Those that the cache does not know of yet."""
+        """Return the tokens that the cache lacks."""
         return request.all_token_ids[len(self.prefix_cache.tokens(request.request_id)) :]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,20 +233,20 @@ class Mixin:
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         steps = [self._rows.pop(name) for name in scheduled if name in self._rows]
-        self._rows.clear()  # what is left got a state and no KV: it was admitted in vain
+        self._rows.clear()  # rows left got no KV
         for name in self._hits:
             if name not in scheduled and self.prefix_cache.runs(name):
                 self.prefix_cache.withdraw(name)
-        for name in self._later.keys() - scheduled.keys():  # else workers would take it to be one token further
+        for name in self._later.keys() - scheduled.keys():  # else workers would advance it
             self._tell(self.requests[name])
         rows = self.prefix_cache.plan_rows(steps)
-        self.prefix_cache.issued(rows)  # workers run steps in this order, and a step that fails ends the engine
+        self.prefix_cache.issued(rows)  # workers run in order, and a failed step ends the engine
         if self._watch is not None:
             self._watch.follow(self.requests)
         self._step += 1
         if scheduled:
             self._steps_out[id(output)] = list(rows)
-        if scheduled or output.finished_req_ids:  # a step without rows still tells workers who has gone
+        if scheduled or output.finished_req_ids:  # even without rows workers must forget requests
             output.mambacache = self._sender.columns(rows, output.finished_req_ids)
         if scheduled and self._suspects:
             output.mambacache_question = self._ask()
@@ -287,14 +277,10 @@ class Mixin:
                 self._watch.follow(ChainMap(ended, self.requests))
             self._report()
 
-    # --- logits that are NaN: vLLM counts them with VLLM_COMPUTE_NANS_IN_LOGITS=1 ---
+    # --- NaN logits (VLLM_COMPUTE_NANS_IN_LOGITS=1) ---
 
     def _suspect(self, rows: Sequence[SequenceStep], num_nans: Mapping[str, int]) -> list[str]:
-        """Return the requests of a step whose logits were NaN.
-
-        Forget the pages that their rows wrote, and note the blocks that they resumed from: the next step asks the
-        workers whether these are sound.
-        """
+        """Return requests with NaN logits. Forget pages that they wrote; suspect blocks that they resumed from."""
         bad = [row.request_id for row in rows if num_nans.get(row.request_id)]
         for name in bad:
             if name not in self.requests or not self.prefix_cache.runs(name):
@@ -311,7 +297,7 @@ class Mixin:
         return Question(states, tuple(sorted(set().union(*pages))))
 
     def _take_answer(self, hashes: Sequence[bytes], model_runner_output: Any) -> None:
-        """Drop the blocks that the workers found to be bad."""
+        """Drop blocks that workers found bad."""
         found = getattr(model_runner_output, "mambacache_sound", None)
         if found is not None:
             self.prefix_cache.invalidate([each for each, sound in zip(hashes, found.states, strict=True) if not sound])
@@ -338,15 +324,15 @@ class Mixin:
 
 
 class StateScheduler(Mixin, Scheduler):
-    """One step at a time."""
+    """Schedules step by step."""
 
 
 class AsyncStateScheduler(Mixin, AsyncScheduler):
-    """Steps ahead of the tokens."""
+    """Schedules ahead of tokens."""
 
 
 def make(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
-    """What stands in `scheduler_cls`: vLLM knows whether it schedules asynchronously only after the config hook."""
+    """Make the scheduler; vLLM decides on asynchronous scheduling after the config hook."""
     refuse_connectors(vllm_config)
     cls = AsyncStateScheduler if vllm_config.scheduler_config.async_scheduling else StateScheduler
     return cls(vllm_config=vllm_config, **kwargs)

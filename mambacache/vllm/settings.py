@@ -1,4 +1,4 @@
-"""What a user sets for the plugin: `--additional-config '{"mambacache": {...}}'`."""
+"""Read `--additional-config '{"mambacache": {...}}'`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from mambacache.units import parse_bytes
 
 @dataclass(frozen=True)
 class Settings:
-    """Args:
-    state_bytes: memory of states and token logs on each GPU, such as "20GiB"; None for half of what the weights leave.
-    num_state_blocks: states, in place of `state_bytes`; token logs come on top, one for each that may run.
-    checkpoint_interval: also store a state every so many tokens, a multiple of 64; 0 for none.
+    """Holds the plugin's settings.
+
+    Args:
+        state_bytes: memory of states and token logs on each GPU; None for half of the memory left by the weights.
+        num_state_blocks: number of states, in place of `state_bytes`; token logs take memory on top.
+        checkpoint_interval: tokens between extra states, a multiple of 64; 0 for none.
     """
 
     state_bytes: int | None = None
@@ -24,10 +26,10 @@ class Settings:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Settings:
-        """Those of a vLLM configuration.
+        """Return a configuration's settings.
 
         Raises:
-            ValueError: a name or a value is of no use.
+            ValueError: a name or value is invalid.
         """
         given = (vllm_config.additional_config or {}).get("mambacache", {})
         names = [field.name for field in fields(cls)]
@@ -51,7 +53,7 @@ class Settings:
         if len(values.keys() & {"state_bytes", "num_state_blocks"}) == 2:
             raise ValueError("mambacache: give state_bytes or num_state_blocks in --additional-config, not both")
         settings = cls(**values)
-        CacheConfig(  # what it refuses, it refuses before a model is loaded
+        CacheConfig(  # checks values before a model is loaded
             num_state_blocks=settings.num_state_blocks or 2, checkpoint_interval=settings.checkpoint_interval
         )
         return settings

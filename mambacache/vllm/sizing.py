@@ -1,8 +1,4 @@
-"""How many states the pool holds: one number for all ranks, and for the scheduler.
-
-It is settled when the weights are there, before vLLM measures what is left for KV pages, so that both stay inside
-`gpu_memory_utilization`.
-"""
+"""Size the state pool equally on all ranks, before vLLM sizes KV."""
 
 from __future__ import annotations
 
@@ -14,18 +10,14 @@ from mambacache.vllm.private_files import folder_of, made_folder_of
 from mambacache.vllm.settings import Settings
 
 CPU_BYTES = 1 << 30
-"""The pool on a CPU, where nothing else is said."""
+"""Default size of the pool on a CPU."""
 
 
 def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:
-    """States for which this rank has memory, beside the null block and `log_slots` token logs.
-
-    Args:
-        block_bytes: of one state.
-        log_bytes: of one token log.
+    """Return how many states of `block_bytes` fit on this rank, with token logs of `log_bytes`.
 
     Raises:
-        ValueError: fewer than two.
+        ValueError: fewer than two fit.
     """
     settings = Settings.of(vllm_config)
     if settings.num_state_blocks is not None:
@@ -36,7 +28,7 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
         budget = int(vllm_config.cache_config.gpu_memory_utilization * total - (total - free)) // 2
     elif budget is None:
         budget = CPU_BYTES
-    rest, most = budget - block_bytes - log_bytes, vllm_config.scheduler_config.max_num_seqs  # beside the null ones
+    rest, most = budget - block_bytes - log_bytes, vllm_config.scheduler_config.max_num_seqs
     blocks = max((rest - most * log_bytes) // block_bytes, min(2 * rest // (2 * block_bytes + log_bytes), 2 * most))
     if blocks < 2:
         raise ValueError(
@@ -47,14 +39,13 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
 
 
 def log_slots(vllm_config: Any, blocks: int) -> int:
-    """Token logs beside so many states, which is how many requests run at a time: half of the states, so that the rest
-    may be cached; or as many as there are states where that number was given."""
+    """Return the number of token logs, which limits running requests."""
     running = blocks if Settings.of(vllm_config).num_state_blocks is not None else max(blocks // 2, 1)
     return min(vllm_config.scheduler_config.max_num_seqs, running)
 
 
 def least_of_all_ranks(blocks: int) -> int:
-    """The smallest number over the ranks of this engine."""
+    """Return the smallest number over the engine's ranks."""
     from vllm.distributed import get_world_group
 
     group = get_world_group()
@@ -66,10 +57,10 @@ def least_of_all_ranks(blocks: int) -> int:
 
 
 def write_blocks(vllm_config: Any, blocks: int) -> None:
-    """Tell the scheduler the number of states, for it may live in another process of the same machine.
+    """Tell the scheduler the number of states.
 
     Raises:
-        ValueError: no file can be written, and the settings do not give the number.
+        ValueError: the file cannot be written.
     """
     if Settings.of(vllm_config).num_state_blocks is not None:
         return
@@ -83,10 +74,10 @@ def write_blocks(vllm_config: Any, blocks: int) -> None:
 
 
 def read_blocks(vllm_config: Any) -> int:
-    """Return the number of the settings, or else the number that `write_blocks` left, once.
+    """Return the number of states from the settings, or from the file, which is deleted.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: no number is found.
     """
     given, name = Settings.of(vllm_config).num_state_blocks, _name(vllm_config)
     if given is not None:
@@ -104,4 +95,4 @@ def read_blocks(vllm_config: Any) -> int:
 
 
 def _name(vllm_config: Any) -> str:
-    return f"{vllm_config.parallel_config.data_parallel_index}.blocks"  # all ranks of a dense model say rank 0
+    return f"{vllm_config.parallel_config.data_parallel_index}.blocks"  # the rank is 0 for dense models

@@ -1,4 +1,4 @@
-"""The test for NaN of the blocks that a request resumed from: the scheduler asks, and the worker's output answers."""
+"""Test blocks for NaN on behalf of the scheduler."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from torch import Tensor
 from mambacache.kernels.state_pool import BLOCKS_AT_ONCE, StatePool
 
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""The dtype of a cache that vLLM holds as bytes, by `--kv-cache-dtype`."""
+"""Dtypes of KV that vLLM holds as bytes, by `--kv-cache-dtype`."""
 
 
 class Question(NamedTuple):
-    """Blocks to test, as far as they are still cached: states of our pool, and pages of vLLM's KV cache."""
+    """Names the states and KV pages to test."""
 
     states: tuple[int, ...]
     pages: tuple[int, ...]
 
 
 class Answer(NamedTuple):
-    """Whether all values of each state are finite, on every rank, and the pages that hold other values."""
+    """Tells whether each state is finite, and which pages are bad."""
 
     states: list[bool]
     bad_pages: list[int]
 
 
 def answer(question: Question, pool: StatePool, caches: Sequence[Tensor], cache_config: Any) -> Answer:
-    """Test blocks on the device of every rank. All ranks of an engine call this in the same step.
+    """Test blocks on all ranks, in the same step.
 
     Args:
-        pool: the states.
-        caches: vLLM's KV cache, layer by layer; one of the first two dimensions counts the pages.
-        cache_config: vLLM's.
+        caches: KV of each layer; one of the first two dimensions counts pages.
     """
     views = [_by_page(cache, cache_config) for cache in caches]
     pages = finite_pages([view for view in views if view is not None], question.pages)
@@ -45,7 +43,7 @@ def answer(question: Question, pool: StatePool, caches: Sequence[Tensor], cache_
 
 
 def _by_page(cache: Tensor, cache_config: Any) -> Tensor | None:
-    """Return a view of a layer's cache with pages first; None for values that are no plain floats."""
+    """Return a view with pages first, if possible."""
     if not cache.is_floating_point():
         if cache_config.cache_dtype not in FLOAT8:
             return None
@@ -54,16 +52,12 @@ def _by_page(cache: Tensor, cache_config: Any) -> Tensor | None:
     dim = next((dim for dim in (1, 0) if dim < cache.dim() and cache.shape[dim] >= pages), None)
     if dim is None or cache.shape[dim] % pages:
         return None
-    return cache.movedim(dim, 0).unflatten(0, (pages, -1))  # a kernel may have smaller blocks than a page
+    return cache.movedim(dim, 0).unflatten(0, (pages, -1))  # kernel blocks may be smaller than pages
 
 
 @torch.inference_mode()
 def finite_pages(views: Sequence[Tensor], pages: Sequence[int]) -> list[bool]:
-    """Return for each page whether its values in all layers are finite.
-
-    Args:
-        views: for each layer a tensor with pages first.
-    """
+    """Return whether each page is finite in all views [pages, ...]."""
     if not views or not pages:
         return [True] * len(pages)
     sound = [
@@ -74,7 +68,6 @@ def finite_pages(views: Sequence[Tensor], pages: Sequence[int]) -> list[bool]:
 
 
 def _on_every_rank(sound: list[bool]) -> list[bool]:
-    """Return which values are true on all ranks of tensor and pipeline parallelism."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     least = torch.tensor(sound, dtype=torch.int32)
@@ -85,11 +78,8 @@ def _on_every_rank(sound: list[bool]) -> list[bool]:
 
 
 def attach(output: Any, found: Answer) -> Any:
-    """Return a worker's output with an answer, which the scheduler reads from `mambacache_sound`.
-
-    vLLM shares one output among all steps without rows, so the answer goes to a copy.
-    """
-    if hasattr(output, "get_output"):  # of a step whose tokens are still on their way to the host
+    """Return a copy of a worker's output with an answer. vLLM shares one output among steps without rows."""
+    if hasattr(output, "get_output"):  # asynchronous
         get_output = output.get_output
         output.get_output = lambda: attach(get_output(), found)
         return output

@@ -16,11 +16,11 @@ from mambacache.vllm.rows import Columns, Receiver
 
 
 class Order(NamedTuple):
-    """Maps between vLLM's batch and the flat batch of indices. With drafts decode rows stand anywhere, at any length.
+    """Maps between vLLM's batch and the indices' flat batch.
 
     Args:
-        taken: int32 [F], batch place of each token of the indices, arbitrary for padding.
-        back: int32, indices' place of each token of the batch.
+        taken: int32 [F], batch place of each token of the indices.
+        back: int32, the reverse.
     """
 
     taken: Tensor
@@ -28,14 +28,12 @@ class Order(NamedTuple):
 
 
 class StepContext:
-    """Holds pools and the indices of the step.
+    """Holds pools and the step's indices.
 
-    Runs without a plan (profiling, warm-up of mixed batches) prefill from null to null: they read and store no state,
-    but compile kernels and show vLLM their memory.
+    Runs without a plan (profiling, warm-up) prefill from null to null, without reading or storing states.
 
     Args:
         layers: recurrent layers, with `bind_states(context, states, logs)`.
-        max_rows: most rows of a step.
     """
 
     def __init__(self, layers: Sequence[Any], pool: StatePool, logs: StatePool, max_rows: int) -> None:
@@ -60,7 +58,7 @@ class StepContext:
         self._buffers: dict[int, DecodeBuffers] = {}  # by tokens of a row
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
-        """Take the next step's rows; None without rows."""
+        """Take the next step's rows, if any."""
         self._columns = columns
         if columns is not None:
             self._receiver.take(columns, finished)
@@ -76,9 +74,9 @@ class StepContext:
 
         Args:
             names: rows in batch order.
-            lengths: tokens of each row; a decode row runs fewer if its log ends before.
+            lengths: tokens of each row, even beyond the end of its log.
             padded: decode rows and tokens of a full graph.
-            positions: positions of the batch on the device, for late rows.
+            positions: batch positions on the device, for late rows.
         """
         names = list(names) if self._columns is not None else []
         self._indices, self.order = None, self._null_order
@@ -116,7 +114,7 @@ class StepContext:
         return Order(**pack_arrays({"taken": taken.astype(np.int32), "back": back}, self._device))
 
     def _fill(self, names: list[str], rows: int, width: int) -> StateIndices:
-        """Fill buffers with decode rows and padding. If all rows only advance by a token, the device advances them."""
+        """Fill buffers; the device itself advances rows that moved by a token."""
         filled, further = self._filled, self._receiver.number - self._number
         self._filled, self._number = None, self._receiver.number
         if filled is not None and width == 1 and filled.num_decodes == rows and names == self._names:
@@ -150,10 +148,10 @@ class StepContext:
 
     @contextmanager
     def warming(self, rows: Sequence[SequenceStep], gathered: bool) -> Iterator[int]:
-        """Have runs without a plan take these rows, which read and store no state. Yield the number of tokens.
+        """Have runs without a plan take these rows. Yield the number of tokens.
 
         Args:
-            gathered: whether activations are copied in order, with other strides than views.
+            gathered: whether activations are copied, with other strides than views.
         """
         decodes = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
@@ -176,5 +174,5 @@ class StepContext:
         return self._null[num_tokens]
 
     def end(self) -> None:
-        """End the step, once its forward pass is on the stream."""
+        """End the step."""
         self._indices = self.order = self._columns = None

@@ -1,4 +1,4 @@
-"""Kernels compile before the server is ready, so that no request waits for them."""
+"""Compile kernels before the server is ready."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from mambacache.warm_up import CompilerThreads, warm_up_batches
 
 
 def warm_up(runner: Any, context: StepContext, config: Any) -> None:
-    """Run batches that take every kernel of our layers: first only to compile the kernels, side by side.
+    """Run batches that use every kernel of our layers, first to compile the kernels in parallel.
 
-    With drafts each batch runs twice: steps of decode rows and prompts gather their activations.
+    With drafts each batch also runs with gathered activations.
 
     Args:
         runner: vLLM's model runner, before it captures graphs.
-        config: vLLM's.
     """
     scheduler, drafts = config.scheduler_config, config.speculative_config
     width = 1 + (drafts.num_speculative_tokens if drafts is not None else 0)

@@ -1,4 +1,4 @@
-"""The worker: a pool of states beside the weights, and the rows of each step for its model runner."""
+"""Give vLLM's worker a state pool and each step's rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mambacache.vllm.warm_up import warm_up
 
 
 class Mixin:
-    """Before one of vLLM's workers."""
+    """Extends a vLLM worker."""
 
-    _answer: Answer | None = None  # to the scheduler's question of this step
+    _answer: Answer | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -35,7 +35,7 @@ class Mixin:
         slots = log_slots(self.vllm_config, blocks)
         if self.rank == 0:
             write_blocks(self.vllm_config, blocks)
-        tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode gives this memory back
+        tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode frees this memory
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
             pools = StatePool(tensors, blocks, runner.device), StatePool(log_tensors, slots, runner.device)
         self.step_context = StepContext(layers, *pools, self.vllm_config.scheduler_config.max_num_seqs)
@@ -77,7 +77,7 @@ class Mixin:
 
 
 def _attach_v1(runner: Any, context: StepContext) -> None:
-    """Model runner V1 has no hook between the order of the batch and the forward pass: two methods of this instance."""
+    """Wrap two methods of runner V1, which lacks a hook before the forward pass."""
     prepare, threshold = runner._prepare_inputs, runner.calculate_reorder_batch_threshold
 
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -88,14 +88,14 @@ def _attach_v1(runner: Any, context: StepContext) -> None:
 
     def calculate_reorder_batch_threshold() -> None:
         threshold()
-        runner.reorder_batch_threshold = 1  # rows of one token stand first
+        runner.reorder_batch_threshold = 1  # one-token rows first
 
     runner._prepare_inputs = prepare_inputs
     runner.calculate_reorder_batch_threshold = calculate_reorder_batch_threshold
 
 
 def __getattr__(name: str) -> Any:
-    """`StateWorker`, on the worker of this build of vLLM."""
+    """Make `StateWorker` from this build's worker."""
     if name != "StateWorker":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, cls = ("cpu_worker", "CPUWorker") if is_cpu() else ("gpu_worker", "Worker")

@@ -1,4 +1,4 @@
-"""vLLM's recurrent layers with our kernels in them."""
+"""Replace vLLM's recurrent layers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ LAYERS: dict[str, type] = {
 
 @contextmanager
 def built() -> Iterator[None]:
-    """Meanwhile vLLM builds ours where it would build its own: a registration is for all models of a process, and
-    those that are left to vLLM, before or after in the same one, have no pool for ours."""
-    names = [name for name in LAYERS if name not in op_registry_oot]  # another plugin's are found by `check_all_ours`
+    """Make vLLM build our layers. A lasting registration would change models that stay vLLM's."""
+    names = [name for name in LAYERS if name not in op_registry_oot]  # `check_all_ours` finds another plugin's
     for name in names:
         PluggableLayer.register_oot(name=name)(LAYERS[name])
     try:
@@ -42,10 +41,10 @@ def built() -> Iterator[None]:
 
 
 def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:
-    """The recurrent layers of a model, in order.
+    """Return a model's recurrent layers, in order.
 
     Raises:
-        ValueError: there is one whose state would not be in our pool.
+        ValueError: a layer's state would not be in our pool.
     """
     recurrent = {name: layer for name, layer in forward_context.items() if isinstance(layer, MambaBase)}
     for name, layer in recurrent.items():
@@ -55,10 +54,7 @@ def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:
 
 
 def check_no_drafter(layers: Sequence[Any], model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: some of the recurrent layers are of another model, which drafts: it runs on tokens of its own.
-    """
+    """Raise ValueError for recurrent layers of a draft model."""
     modules = set(model.modules())
     if any(layer not in modules for layer in layers):
         raise ValueError(
@@ -68,10 +64,10 @@ def check_no_drafter(layers: Sequence[Any], model: nn.Module) -> None:
 
 
 def check_stage(forward_context: Mapping[str, Any]) -> None:
-    """Of a pipeline.
+    """Check a pipeline stage.
 
     Raises:
-        ValueError: the pool of a stage would be empty, or vLLM would find none of its KV layouts there.
+        ValueError: it lacks recurrent layers for our pool, or attention layers for vLLM's KV.
     """
     layers = [layer for layer in forward_context.values() if isinstance(layer, AttentionLayerBase)]
     recurrent = sum([isinstance(layer, MambaBase) for layer in layers])

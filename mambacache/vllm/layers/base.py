@@ -1,4 +1,4 @@
-"""What all our layers share: a state in our pool, and the indices of the step that runs."""
+"""Define the base of our layers."""
 
 from __future__ import annotations
 
@@ -17,36 +17,33 @@ from mambacache.vllm.step_context import StepContext
 
 
 class StateLayer:
-    """Before one of vLLM's recurrent layers: its state is in our pool, not in vLLM's KV cache.
-
-    Tokens of padding get zeros.
-    """
+    """Keeps a vLLM layer's state in our pool. Padding tokens get zeros."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_spec = 0  # its windows are no wider for drafts: these are in the log
+        self.num_spec = 0  # drafts are in the token log
 
     def get_kv_cache_spec(self, vllm_config: Any) -> None:
         return None
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Return vLLM's shapes, with the convolution's window as [W - 1, dim] in vLLM's layout DS too."""
+        """Return vLLM's shapes; the window is [W - 1, dim] in layout DS too."""
         window, *states = super().get_state_shape()
         return (window[::-1] if os.environ.get(LAYOUT) == "DS" else window, *states)
 
     def state_tensors(self) -> list[StateTensor]:
-        """A state's tensors in vLLM's shapes and dtypes, which are those of our kernels: conv window first."""
+        """Return a state's tensors in vLLM's shapes and dtypes, window first."""
         shapes, dtypes = self.get_state_shape(), self.get_state_dtype()
         return [StateTensor(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def log_tensors(self) -> list[StateTensor]:
-        """A token log's, the convolution's first."""
+        """Return a token log's tensors, convolution first."""
         (_, dim), *_ = self.get_state_shape()
         dtype, *_ = self.get_state_dtype()
         return [conv1d_log(dim, dtype), *self.recurrent_log(*self.get_state_dtype())]
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
-        """What the recurrence logs, if there is one; of activations and states in these dtypes."""
+        """Return the recurrence's log tensors, for dtypes of activations and states."""
         return ()
 
     def bind_states(self, context: StepContext, states: tuple[Tensor, ...], logs: tuple[Tensor, ...]) -> None:
@@ -55,11 +52,11 @@ class StateLayer:
         self._conv_log, *self._log = logs
 
     def indices(self, x: Tensor) -> StateIndices:
-        """Of the step that runs, for activations [F, ...]."""
+        """Return the step's indices for activations [F, ...]."""
         return self._context.indices(len(x))
 
     def project_out(self, y: Tensor, output: Tensor) -> None:
-        """Fill `output` [F, ...] with the output projection of y [F, ...], both in the order of the batch."""
+        """Project y [F, ...] into `output`, both in batch order."""
         order = self._context.order
         tokens = self.indices(y).num_tokens if order is None else len(order.back)
         output[:tokens] = self.out_proj(y)[0][:tokens]
@@ -70,8 +67,7 @@ Core = Callable[..., None]
 
 
 def in_order(core: Core) -> Core:
-    """A layer's method on activations [F, ...], the last of which it fills: it is given them in the order of the
-    indices, and what it gives goes back to that of the batch."""
+    """Wrap a method on activations [F, ...] that fills the last, so that it works in index order."""
 
     @wraps(core)
     def ordered(layer: Any, *args: Tensor, **named: Tensor) -> None:
@@ -89,7 +85,7 @@ def in_order(core: Core) -> Core:
 
 
 class GatedNorm(nn.Module):
-    """Our gated norm in place of one of vLLM's, where torch.compile does not look."""
+    """Replaces vLLM's gated norm, outside torch.compile."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -100,11 +96,11 @@ class GatedNorm(nn.Module):
 
 
 def conv_weight(conv: Any) -> Tensor:
-    """Return the weight [dim, W] of a convolution, with LoRA or without it.
+    """Return a convolution's weight [dim, W].
 
-    vLLM's CPU build packs bf16 weights, and keeps a plain copy.
+    vLLM's CPU build packs bf16 weights, and keeps a copy.
     """
-    conv = getattr(conv, "base_layer", conv)  # vLLM wraps each linear layer where LoRA is on
+    conv = getattr(conv, "base_layer", conv)  # LoRA wraps linear layers
     weight = getattr(conv, "_cpu_unpacked_conv_weight", None)
     if weight is None:
         weight = conv.weight

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+"""Run Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mambacache.vllm.layers.base import GatedNorm, StateLayer, conv_weight, in_o
 
 
 class GatedDeltaNet(StateLayer):
-    """What their layers have in common: everything between the projections and the norm."""
+    """Runs the steps between projections and norm."""
 
     beta_scale = 1.0
 
@@ -51,11 +51,11 @@ class QwenGatedDeltaNet(GatedDeltaNet, QwenGatedDeltaNetAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.enable_fused_gdn_spec_decode = False
-        self._forward_method = self.forward_cuda  # on a CPU too: it reaches _forward_core by the opaque op
+        self._forward_method = self.forward_cuda  # on a CPU too: calls _forward_core in an op
 
 
 class OlmoHybridGatedDeltaNet(GatedDeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """The whole layer is one opaque op, the norm inside."""
+    """Runs as one opaque op, norm included."""
 
     o_norm: Any
 

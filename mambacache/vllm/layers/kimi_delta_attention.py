@@ -1,4 +1,4 @@
-"""Kimi Delta Attention layers of Kimi-Linear."""
+"""Run Kimi Delta Attention layers of Kimi-Linear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
-    """
+    """Runs the steps between projections.
+
     Raises:
         ValueError: the log decay has a lower bound, as in Kimi-K3.
     """

@@ -1,4 +1,4 @@
-"""Mamba layers of Jamba; Mamba2 layers of Falcon-H1, Granite 4 hybrids, Nemotron-H and Zamba2."""
+"""Run Mamba layers of Jamba, and Mamba2 layers of Falcon-H1, Granite 4, Nemotron-H and Zamba2."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class Mamba1(StateLayer, MambaMixer):
-    """The whole layer is one opaque op, and works on [tokens, channels] where vLLM's own transposes.
+    """Runs as one opaque op, on [tokens, channels].
 
-    All projections may carry LoRA, which finds the adapter of a token by its place in the batch.
+    Projections run in batch order, since LoRA finds a token's adapter by its batch place.
     """
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
@@ -25,7 +25,7 @@ class Mamba1(StateLayer, MambaMixer):
         convolved, y = x.new_empty(x.shape), x.new_empty(x.shape)
         self._convolve(x, convolved)
         dt, B, C = self._ssm_transform(convolved)
-        self._scan(convolved, dt.transpose(0, 1), B, C, z, y)  # vLLM gives dt as [channels, tokens]
+        self._scan(convolved, dt.transpose(0, 1), B, C, z, y)  # dt is [channels, tokens]
         self.project_out(y, output)
 
     @in_order
@@ -47,7 +47,7 @@ class Mamba1(StateLayer, MambaMixer):
 
 
 class Mamba2(StateLayer, MambaMixer2):
-    """Projections and norm, with its gate, stay vLLM's."""
+    """Leaves projections and gated norm to vLLM."""
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
         _, (heads, P, N) = self.get_state_shape()

@@ -1,4 +1,4 @@
-"""What a model without attention shows vLLM in place of a KV cache, of which vLLM wants one to schedule at all."""
+"""Give models without attention the KV cache that vLLM needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
 class Pages(AttentionLayerBase):
-    """One page a request, which takes it whole and so is never full, named or hit; nobody reads or writes it."""
+    """Gives each request one unused page, which is never full, so never hit."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PagesBackend
@@ -29,7 +29,7 @@ class Pages(AttentionLayerBase):
 
 
 class PagesBackend(AttentionBackend):
-    """Asked for its name, for its builder, and for what it supports, which is all."""
+    """Provides `PagesBuilder` to vLLM."""
 
     @staticmethod
     def get_name() -> str:
@@ -45,7 +45,7 @@ class PagesBackend(AttentionBackend):
 
 
 class PagesBuilder(AttentionMetadataBuilder[AttentionMetadata]):
-    """Of metadata that is empty, for every CUDA graph."""
+    """Builds empty metadata."""
 
     _cudagraph_support = AttentionCGSupport.ALWAYS
 

@@ -1,4 +1,4 @@
-"""Short convolution layers of LFM2."""
+"""Run short convolution layers of LFM2."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class ShortConv(StateLayer, VllmShortConv):
-    """The whole layer is one opaque op.
-
-    Both projections may carry LoRA, which finds the adapter of a token by its place in the batch.
-    """
+    """Runs as one opaque op, with projections in batch order."""
 
     def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
         B, C, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)
@@ -30,4 +27,4 @@ class ShortConv(StateLayer, VllmShortConv):
         conv1d(x[:tokens], weight, bias, windows, self._conv_log, indices, None, *gates, out=out[:tokens])
         out[tokens:] = 0
 
-    forward_native = forward_cuda  # which vLLM calls on a CPU
+    forward_native = forward_cuda  # called on a CPU
