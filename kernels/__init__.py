@@ -1,7 +1,4 @@
-"""State-space and attention ops that read cached states where they lie and write new ones where they belong.
-
-They know nothing of the rest of mambacache: an engine of one's own calls them with the index arrays of a plan.
-"""
+"""Provide ops that read and write cached states in place. They take the index arrays of a plan."""
 
 from mambacache.plan import FOLD
 

@@ -1,17 +1,15 @@
-"""The ops: one call for a whole mixed batch, which reads src states, computes, and writes dst states in place.
+"""Define the ops. Each call reads src states of a mixed batch, computes, and writes dst states in place.
 
-In all shapes F is the number of tokens in the flat batch and `blocks` the number of rows in a pool. Tokens of padding
-get zeros. A pool is a tensor whose rows may lie any multiple of 16 bytes apart, so views of a larger slab serve. Rows
-that no dst names are never written; decode writes to token logs. Every op raises ValueError if arguments do not fit
-together.
+The flat batch has F tokens, a pool `blocks` blocks, any multiple of 16 bytes apart. Padding tokens get zeros. State
+blocks that no dst names are never written; decode also writes token logs. Every op raises ValueError if arguments do
+not fit together.
 
-An op that takes `out` writes its result there, if it is given, and returns it: a tensor of the result's shape and dtype
-whose tokens are dense inside and any stride apart, and which overlaps no other argument. The bits are the same.
+An op writes its result to `out`, if given, and returns it. `out` has the result's shape and dtype, and dense tokens any
+stride apart; it overlaps no other argument.
 
-Tensors on a GPU are served by Triton kernels, which need the last dim of their inputs dense; tensors on a CPU and
-float64 by plain torch. What is said to be fp32 is so in these kernels too, with one
-exception: in prefill with bf16 activations the operands of products are rounded to bf16, a state that is read among
-them, and the log decays of `kda` are within 1e-5 of their value. Sums and the state that is carried on are fp32.
+Triton serves a GPU and needs the last dim of inputs dense; torch serves a CPU and float64. bf16 prefill rounds operands
+of products, the state included, to bf16; log decays of `kda` are then within 1e-5. Sums and the carried state stay
+fp32.
 """
 
 from __future__ import annotations
@@ -54,17 +52,17 @@ def conv1d(
     output_gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal depthwise convolution: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}), computed in fp32.
+    """Convolve causally, channel by channel: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}).
 
     Shapes: x [F, dim], weight [dim, W] with W 2 to 4, bias [dim] or None, state [blocks, W - 1, dim] and log
-    (`conv1d_log`) in x's dtype; returns [F, dim] in x's dtype. `activation` is "silu" or None. float64 inputs are
-    computed in float64.
+    (`conv1d_log`) in x's dtype. Returns [F, dim] in x's dtype. Compute is fp32 (float64 for float64). `activation` is
+    "silu" or None.
 
-    Gates [F, dim] in x's dtype make it the short convolution of LFM2 (Liquid AI 2025): x_t is multiplied by
-    `input_gate`, y_t by `output_gate`. Both products and the y_t that is multiplied are rounded to x's dtype.
+    `input_gate` multiplies x_t and `output_gate` y_t, both [F, dim] in x's dtype, as in LFM2 (Liquid AI 2025). Both
+    products and the multiplied y_t are rounded to x's dtype.
 
-    A window is the last W - 1 raw inputs, gated ones if there is an `input_gate`. Every row reads its own from its src,
-    a decode row what came since from its log, and every nonzero dst receives one.
+    A window is the last W - 1 raw (or gated) inputs. A row reads the window in its src, a decode row also its log.
+    Every nonzero dst receives a window.
     """
     check_rank("x", x, "F, dim")
     check_rank("weight", weight, "dim, W")
@@ -105,31 +103,27 @@ def gated_delta_rule(
     beta_scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Gated delta rule (Gated Delta Networks, Yang, Kautz and Hatamizadeh 2024), gates and norms of q and k included.
+    """Apply the gated delta rule (Gated Delta Networks, Yang, Kautz and Hatamizadeh 2024) with gates and norms of q, k.
 
-    Shapes: q, k [F, H, K] and v [F, HV, V] as they leave the convolution; a, b [F, HV]; A_log, dt_bias [HV]; state
-    [blocks, HV, V, K]. K and V are multiples of 16 up to 256, each on its own; HV is a multiple of H, and value head h
-    reads key head h // (HV / H). Returns [F, HV, V] in v's dtype. `beta_scale` is 2 where negative eigenvalues are
-    allowed.
+    Shapes: q, k [F, H, K] and v [F, HV, V] from the convolution; a, b [F, HV]; A_log, dt_bias [HV]; state [blocks, HV,
+    V, K]. K and V are multiples of 16 up to 256. HV is a multiple of H; value head h reads key head h // (HV / H).
+    Returns [F, HV, V] in v's dtype. `beta_scale` 2 allows negative eigenvalues.
 
-    Per value head, with q and k divided by sqrt(sum x^2 + 1e-6), the decay g = -exp(A_log) softplus(a + dt_bias) and
-    beta = beta_scale sigmoid(b):
+    With q and k divided by sqrt(sum x^2 + 1e-6), g = -exp(A_log) softplus(a + dt_bias) and beta = beta_scale
+    sigmoid(b):
 
         u_t = beta_t (v_t - e^g_t S_{t-1} k_t);  S_t = e^g_t S_{t-1} + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
 
-    Decode reads the state before a row's log and the log (`gated_delta_rule_log`): a token's key and query meet both,
-    and its own entry is added. A token's output is the same, bit by bit, however tokens are cut into steps.
+    Decode reads a row's state and log (`gated_delta_rule_log`); its bits do not depend on how tokens are cut into
+    steps.
 
-    Everything inside is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens
-    anchored at absolute positions, in the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al.
-    2024). The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every absolute multiple of 64 in
-    prefill, stored or not, and in decode where it is folded.
+    Compute is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens at absolute
+    positions, in the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al. 2024). The state may
+    be fp32, bf16, fp16 or float64. A 16-bit state is rounded at every absolute multiple of 64 in prefill, stored or
+    not, and at folds.
 
-    With bf16 activations prefill is inexact where beta stays near 2 and keys nearly parallel, since such tokens reflect
-    the state, and only decay forgets what rounding lost. Without any decay the loss grows with length: at beta = 1.9993
-    and K = V = 128, for keys of a cosine of 0.99 it is 0.08 of the outputs' RMS over 150 tokens, 0.11 over 1,000 and
-    0.15 over 4,000, for keys all alike 0.19, 0.47 and 0.64, for a cosine of 0.9 no more than 0.04. A log decay of -0.13
-    a token bounds it at 0.02, one of -0.69 at 0.004, whatever the length. fp16 and fp32 activations do not lose it.
+    bf16 prefill is inexact where beta is near 2, keys are nearly parallel and nothing decays: by 0.15 of the outputs'
+    RMS after 4,000 tokens at beta = 1.9993 and key cosines of 0.99.
     """
     check_delta_rule(q, k, v, state, indices)
     tokens, value_heads = v.shape[:2]
@@ -159,18 +153,18 @@ def kda(
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Kimi Delta Attention (Kimi Linear, Kimi Team 2025), gates and norms of q and k included.
+    """Apply Kimi Delta Attention (Kimi Linear, Kimi Team 2025), gates and norms of q and k included.
 
-    Shapes: q, k [F, H, K] and v [F, H, V] as they leave the convolution; g [F, H, K] before its bias and softplus;
-    b [F, H]; A_log [H]; dt_bias [H, K] or [H * K]; state [blocks, H, V, K]. K and V are multiples of 16 up to 256, each
-    on its own. Returns [F, H, V] in v's dtype.
+    Shapes: q, k [F, H, K] and v [F, H, V] from the convolution; g [F, H, K] before bias and softplus; b [F, H]; A_log
+    [H]; dt_bias [H, K] or [H * K]; state [blocks, H, V, K]. K and V are multiples of 16 up to 256. Returns [F, H, V] in
+    v's dtype.
 
-    As `gated_delta_rule`, but with a decay for every key channel: with q and k divided by sqrt(sum x^2 + 1e-6), the log
-    decay d = -exp(A_log) softplus(g + dt_bias) in [F, H, K] and beta = sigmoid(b),
+    With q and k divided by sqrt(sum x^2 + 1e-6), d = -exp(A_log) softplus(g + dt_bias) per channel and beta =
+    sigmoid(b):
 
         u_t = beta_t (v_t - S_{t-1} (e^d_t k_t));  S_t = S_{t-1} diag(e^d_t) + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
 
-    dtypes, chunks and rounding of the state are those of `gated_delta_rule`. The log decay has no lower bound.
+    Dtypes, chunks and rounding are as in `gated_delta_rule`. d has no lower bound.
     """
     check_delta_rule(q, k, v, state, indices)
     tokens, heads, key_width = q.shape
@@ -197,13 +191,12 @@ def gated_rms_norm(
     round_normed: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019) with a gate: norm(x) weight act(gate), or norm(x act(gate)) weight.
+    """Apply RMSNorm (Zhang and Sennrich 2019) with a gate: norm(x) weight act(gate), or norm(x act(gate)) weight.
 
-    Shapes: x and gate [..., dim], weight [dim]; returns x's shape and dtype. `activation` is "silu" or "sigmoid". The
-    gate comes last (gated delta rule, KDA) or, with `norm_before_gate=False`, first (Mamba2). The mean square is taken
-    over groups of `group_size` channels, which divides dim; None means dim. Everything is computed in fp32 (float64 for
-    float64 inputs); with `round_normed` the normalised value is rounded to x's dtype and multiplied by the weight in
-    their common dtype, as Qwen3-Next, OLMo-Hybrid and Mamba2 do, and Kimi-Linear and Falcon-H1 do not.
+    Shapes: x and gate [..., dim], weight [dim]. Returns x's shape and dtype. `activation` is "silu" or "sigmoid". The
+    gate comes last or, with `norm_before_gate=False`, first (Mamba2). The mean square is over groups of `group_size`
+    channels, which divides dim; None means dim. Compute is fp32 (float64 for float64). `round_normed` rounds the
+    normalised value to x's dtype, then multiplies it by the weight in their common dtype.
     """
     check_dtype("x", x, *ACTIVATION_DTYPES)
     check_one_of("activation", activation, "silu", "sigmoid")
@@ -219,11 +212,11 @@ def gated_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool, out: Tensor | None = None) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) weight, over the last dim.
+    """Apply RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) weight, over the last dim.
 
-    Shapes: x [..., dim], weight [dim] or None; returns x's shape. Everything is computed in fp32 (float64 for float64).
-    With `round_normed` the normalised value is rounded to x's dtype, and the result is its product with the weight in
-    their common dtype, as Llama's is. Without it the result is rounded once, to x's dtype, as Qwen3-Next's is.
+    Shapes: x [..., dim], weight [dim] or None. Returns x's shape. Compute is fp32 (float64 for float64). `round_normed`
+    rounds the normalised value to x's dtype, then multiplies in the common dtype, as Llama does. Otherwise only the
+    result is rounded, to x's dtype.
     """
     check_dtype("x", x, *ACTIVATION_DTYPES)
     if weight is not None:
@@ -237,32 +230,27 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool
 
 
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """Copies whole blocks of one pool to another: the block `pairs[i, 0]` of `source` to `pairs[i, 1]` of `target`.
+    """Copy block `pairs[i, 0]` of `source` to block `pairs[i, 1]` of `target`.
 
-    Shapes: source and target uint8 [blocks, bytes], as `StatePool.slabs`, bytes a multiple of 16; pairs int32 [n, 2],
-    of which no two name the same target, nor one the source of another. With pairs on a GPU all is copied by one launch
-    of few programs on the current stream, and either pool may be pinned memory of the host, which the GPU then reads
-    and writes by itself: it must outlive the copy.
-
-    This is how states and KV pages leave the device and come back, and the only op that copies a state.
+    Shapes: source and target uint8 [blocks, bytes], as `StatePool.slabs`, bytes a multiple of 16; pairs int32 [n, 2].
+    Targets are distinct, and no other pair's source. With pairs on a GPU this is one launch, and either pool may be
+    pinned host memory, which must outlive the copy.
     """
     check_blocks(source, target, pairs)
     backend(pairs).copy_blocks(source, target, pairs)
 
 
 def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None = None) -> None:
-    """Moves the decode rows of a step to where their sequences are, which the host did not know when it planned them:
-    drafts of the step before were not verified yet. The only op that changes where rows are.
+    """Move decode rows to their real positions, which the host did not know while drafts were unverified.
 
     Args:
-        starts: int32 or int64 [N], any stride: of each row the position of its first token. Of a row of padding any.
-        block_size: of KV pages, where `kv_slot` and `kv_len` are to follow, as `positions` do if they are there.
+        starts: int32 or int64 [N], any stride: each row's first position; ignored for padding.
+        block_size: tokens of a KV page, to update `kv_slot` and `kv_len` too.
 
-    A row with a `late_len` begins at its start, up to 7 tokens later than its arrays say, and has `late_len` tokens, or
-    fewer, up to the next absolute multiple of 16. If it has passed such a multiple since the place in its arrays, its
-    state is the one in `decode_dst`, which the step before has folded, and its log begins anew; otherwise it has that
-    dst if it ends at a multiple, and else none. Of all other rows `log_end` alone is taken from their start, so that
-    arrays may stand for one step after the other.
+    A row with a `late_len` begins at its start, up to 7 tokens later than its arrays say. It gets `late_len` tokens, or
+    fewer, up to the next absolute multiple of 16. If it passed such a multiple on the way, it reads `decode_dst`, which
+    the step before has folded, and its log begins anew. Otherwise it keeps its dst only if it ends at a multiple. Other
+    rows only take `log_end`. `positions`, if present, change too.
     """
     check_shape("starts", starts, indices.num_decodes)
     check_dtype("starts", starts, torch.int32, torch.int64)
@@ -282,15 +270,14 @@ def paged_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention that keeps keys and values in pages (PagedAttention, Kwon et al. 2023).
+    """Attend causally over keys and values in pages (PagedAttention, Kwon et al. 2023).
 
-    Shapes: q [F, HQ, D], k [F, HKV, D], v [F, HKV, DV], key_pages [blocks, block_size, HKV, D], value_pages
-    [blocks, block_size, HKV, DV]; HQ is a multiple of HKV. Returns [F, HQ, DV] in q's dtype. `scale`, which is
-    positive, defaults to 1 / sqrt(D).
+    Shapes: q [F, HQ, D], k [F, HKV, D], v [F, HKV, DV], key_pages [blocks, block_size, HKV, D], value_pages [blocks,
+    block_size, HKV, DV]. HQ is a multiple of HKV. Returns [F, HQ, DV] in q's dtype. `scale` is positive and defaults to
+    1 / sqrt(D).
 
-    First every token with `kv_slot` >= 0 is written to its slot of the pages. Then every query reads, from pages alone,
-    the positions of its row up to its own, through its row's part of `block_table` and `kv_len`; a slot at or beyond
-    `kv_len` is never read. (Pages of a row are not counted: it must have as many as hold its `kv_len` tokens.)
+    Tokens with `kv_slot` >= 0 are first written to pages. Then a query reads its row's positions up to its own, from
+    pages alone and never from `kv_len` on. Each row must have pages for `kv_len` tokens; this is not checked.
     """
     check_rank("q", q, "F, HQ, D")
     check_rank("k", k, "F, HKV, D")
@@ -331,24 +318,18 @@ def selective_scan(
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Selective scan of Mamba (Gu and Dao 2023), with softplus of the step size and, where z is given, the gate.
+    """Apply Mamba's selective scan (Gu and Dao 2023), softplus of step sizes and, given z, the gate included.
 
     Shapes: x, dt and z [F, dim], A [dim, N] (negative, contiguous, N at most 64), B and C [F, N], D and dt_bias [dim],
-    state [blocks, dim, N]; dt, B, C and z in x's dtype. z or dt_bias may be None. Returns [F, dim] in x's dtype.
+    state [blocks, dim, N]. dt, B, C and z have x's dtype; z or dt_bias may be None. Returns [F, dim] in x's dtype.
 
-    Per channel d and with step = softplus(dt + dt_bias):
+    With step = softplus(dt + dt_bias):
 
         S_t[d, n] = e^(step_d A[d, n]) S_{t-1}[d, n] + step_d x_d B_n
         y_d = (sum_n S_t[d, n] C_n + D_d x_d) silu(z_d)
 
-    With N = 16 a state is no larger than the log of 16 tokens, and every logged token that is applied again costs as
-    many exponentials as a new one. So a slot of the log carries the state itself on, unrounded: that after a step's
-    first token, which is known to be right. The entries of drafts that were accepted are applied to it in the next
-    step. Where `log_start` is `log_end` the state of `decode_src` is taken in its place.
-
-    Everything inside is fp32, or float64 if activations and state both are. The state may be fp32, bf16, fp16 or
-    float64; a 16-bit one is rounded at every absolute multiple of 64 in prefill, stored or not, and in decode where it
-    is folded.
+    The log carries an unrounded state (`selective_scan_log`); where `log_start` is `log_end`, decode reads
+    `decode_src`. Dtypes and rounding are as in `gated_delta_rule`.
     """
     check_rank("x", x, "F, dim")
     check_rank("A", A, "dim, N")
@@ -393,19 +374,18 @@ def ssd(
     dt_limit: tuple[float, float] = (0.0, inf),
     out: Tensor | None = None,
 ) -> Tensor:
-    """State-space duality of Mamba2 (Transformers are SSMs, Dao and Gu 2024), with step sizes and, given z, the gate.
+    """Apply Mamba2's state-space duality (Transformers are SSMs, Dao and Gu 2024), step sizes and, given z, gate
+    included.
 
-    Shapes: x and z [F, H, P], dt [F, H], A [H] (negative), B and C [F, G, N], D and dt_bias [H], state
-    [blocks, H, P, N]; dt, B, C and z in x's dtype. D, z and dt_bias may be None. P and N are multiples of 16 up to 256;
-    H is a multiple of G, and head h uses B and C of group h // (H / G). Returns [F, H, P] in x's dtype.
+    Shapes: x and z [F, H, P], dt [F, H], A [H] (negative), B and C [F, G, N], D and dt_bias [H], state [blocks, H, P,
+    N]. dt, B, C and z have x's dtype; D, z and dt_bias may be None. P and N are multiples of 16 up to 256. H is a
+    multiple of G; head h uses group h // (H / G). Returns [F, H, P] in x's dtype.
 
-    Per head and with step = softplus(dt + dt_bias), clamped to `dt_limit`:
+    With step = softplus(dt + dt_bias), clamped to `dt_limit`:
 
         S_t = e^(step A) S_{t-1} + step x_t B_t^T;  y_t = (S_t C_t + D x_t) silu(z_t)
 
-    Everything inside is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens
-    anchored at absolute positions. The state may be fp32, bf16, fp16 or float64; a 16-bit one is rounded at every
-    absolute multiple of 64 in prefill, stored or not, and in decode where it is folded.
+    Dtypes, chunks and rounding are as in `gated_delta_rule`.
     """
     check_rank("x", x, "F, H, P")
     check_rank("B", B, "F, G, N")

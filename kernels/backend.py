@@ -1,4 +1,4 @@
-"""Which implementation of an op serves a tensor."""
+"""Choose the implementation of an op."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from .device import check_hopper, check_triton
 
 
 def backend(x: Tensor) -> ModuleType | Zeros:
-    """The ops in Triton for a tensor on a GPU, otherwise those in plain torch, which alone know float64.
-
-    Triton is imported with the first op on a GPU. It launches on the current device, whatever its arguments lie on.
+    """Return the Triton ops for a tensor on a GPU, else (also for float64) the torch ops.
 
     Raises:
-        ValueError: the kernels are not made for that GPU or the Triton that is installed, or the GPU is not the current
-            device.
+        ValueError: the GPU or Triton is not supported, or the GPU is not the current device.
     """
     if not x.is_cuda or x.dtype == torch.float64:
         return reference

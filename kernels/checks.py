@@ -1,4 +1,4 @@
-"""Checks of what callers pass to an op: one sentence that says what is wrong and what is needed."""
+"""Check arguments of ops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def check_tokens(name: str, tensor: Tensor, indices: StateIndices) -> None:
 
 
 def check_devices(indices: StateIndices, **tensors: Tensor | None) -> None:
-    """All tensors on the device of the indices."""
     device = indices.device
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != device:
@@ -55,9 +54,9 @@ def check_head_widths(**widths: int) -> None:
 
 
 def _dense_size(name: str, tensor: Tensor, row: str) -> int:
-    """Elements of one row of a tensor whose rows are dense inside, `row` being what they are called."""
+    """Return the elements of one entry along dim 0, which must be dense; `row` names entries."""
     shape, strides = tensor.shape, tensor.stride()
-    size = 1  # of the part of a row that is known to be dense
+    size = 1
     for dim in range(len(strides) - 1, 0, -1):
         if strides[dim] != size and shape[dim] > 1:
             raise ValueError(f"Every {row} of {name} must be contiguous: only the stride between {row}s is free.")
@@ -66,7 +65,7 @@ def _dense_size(name: str, tensor: Tensor, row: str) -> int:
 
 
 def check_out(out: Tensor, like: Tensor, *shape: int) -> None:
-    """A caller's tensor for a result of `shape` that is as `like` else: its tokens are dense and do not overlap."""
+    """Check shape, dtype and device of `out`, and that its tokens are dense and do not overlap."""
     check_shape("out", out, *shape)
     check_dtype("out", out, like.dtype)
     if out.device != like.device:
@@ -80,7 +79,7 @@ def check_out(out: Tensor, like: Tensor, *shape: int) -> None:
 
 
 def check_pool(state: Tensor, name: str = "state") -> None:
-    """A state pool, or one of logs: rows that do not overlap, dense inside, at multiples of 16 bytes."""
+    """Check that slots are dense, do not overlap, and start at multiples of 16 bytes."""
     size = _dense_size(name, state, "row")
     stride = state.stride(0) * state.element_size()
     if stride % SLOT_ALIGNMENT or state.data_ptr() % SLOT_ALIGNMENT or state.stride(0) < size:
@@ -91,7 +90,7 @@ def check_pool(state: Tensor, name: str = "state") -> None:
 
 
 def check_log(log: Sequence[Tensor], layout: Sequence[StateTensor], indices: StateIndices) -> None:
-    """The tensors of a token log, [slots, ...] of what a slot holds, which a step with decode rows needs."""
+    """Check a token log against `layout`, if the step has decode rows."""
     if not indices.num_decodes:
         return
     if len(log) != len(layout):
@@ -106,7 +105,6 @@ def check_log(log: Sequence[Tensor], layout: Sequence[StateTensor], indices: Sta
 
 
 def check_delta_rule(q: Tensor, k: Tensor, v: Tensor, state: Tensor, indices: StateIndices) -> None:
-    """q, k [F, H, K], v [F, HV, V] and state [blocks, HV, V, K] of a delta rule."""
     check_rank("q", q, "F, H, K")
     check_rank("v", v, "F, HV, V")
     check_rank("state", state, "blocks, HV, V, K")
@@ -126,7 +124,6 @@ def check_delta_rule(q: Tensor, k: Tensor, v: Tensor, state: Tensor, indices: St
 
 
 def check_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """Pools whose blocks may be copied as `pairs` say, by whoever serves these."""
     check_rank("pairs", pairs, "n, 2")
     check_dtype("pairs", pairs, torch.int32)
     check_shape("pairs", pairs, len(pairs), 2)

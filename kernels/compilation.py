@@ -1,4 +1,4 @@
-"""Kernels that compile before they are needed, side by side."""
+"""Compile kernels ahead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 
 def is_compiling() -> bool:
-    """Return whether this thread is in a block of `compiling`."""
     return _compiling.get()
 
 
@@ -23,8 +22,7 @@ def is_compiling() -> bool:
 def compiling(threads: Executor) -> Iterator[None]:
     """Have ops on a GPU compile their kernels in `threads`, and launch none.
 
-    All kernels have compiled when the block ends. Within it, ops that return tensors return zeros, and all others do
-    nothing. Other Triton kernels that are launched in the block compile and run as ever.
+    All have compiled when the block ends. Within it ops return zeros or do nothing; other Triton kernels run as usual.
     """
     from triton import AsyncCompileMode
 
@@ -37,7 +35,7 @@ def compiling(threads: Executor) -> Iterator[None]:
 
 
 class Zeros:
-    """The ops of a module, whose results become zeros: nothing has computed them."""
+    """Clear the results of ops, which were never computed."""
 
     def __init__(self, ops: ModuleType) -> None:
         self._ops = ops

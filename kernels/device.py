@@ -1,4 +1,4 @@
-"""What the ops ask of the GPU that runs them, and of Triton: once, and then it is known."""
+"""Check the GPU and Triton."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from functools import cache
 
 import torch
 
-HOPPER = 9  # its major compute capability
+HOPPER = 9  # major compute capability
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
-"""The releases that the kernels were tested with: the oldest on GPUs, those after it in the interpreter."""
+"""Tested releases: the oldest on GPUs, the later releases in the interpreter."""
 
 
 @cache
 def processors(index: int) -> int:
-    """Multiprocessors of a GPU. Of the CPU, -1, on which Triton's interpreter runs, those of an H100 or H200."""
+    """Return a GPU's multiprocessors; for the interpreter (-1), an H100's."""
     return 132 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @cache
 def check_hopper(index: int) -> None:
-    """Raise ValueError unless a GPU is one that the kernels are made for; ROCm's own numbers may look like Hopper's."""
+    """Raise ValueError unless the GPU is a Hopper; ROCm also reports 9.x."""
     major, minor = torch.cuda.get_device_capability(index)
     if major != HOPPER or torch.version.hip is not None:
         kind = "ROCm" if torch.version.hip is not None else f"compute capability {major}.{minor}"
@@ -34,8 +34,7 @@ def check_hopper(index: int) -> None:
 
 @cache
 def check_triton() -> None:
-    """Raises ValueError unless Triton is there and not older than the releases that the kernels were tested with; warns
-    of a newer one."""
+    """Raise ValueError if Triton is missing or too old; warn if it is newer than tested."""
     oldest, newest = (".".join(map(str, release)) for release in (OLDEST_TRITON, NEWEST_TRITON))
     change = f"install a torch for CUDA that brings Triton {oldest} to {newest}, or choose the CPU."
     try:

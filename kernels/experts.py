@@ -1,4 +1,4 @@
-"""The ops around the products of a mixture of experts. They keep to what `api` says of all ops."""
+"""Define the ops of a mixture of experts, with the conventions of `api`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from .checks import ACTIVATION_DTYPES, check_dtype, check_rank, check_shape
 
 
 def choose_experts(logits: Tensor, choices: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token, the likeliest first, with their probabilities: softmax over all, computed in fp32
-    (float64 for float64). With `normalize` these are divided by their sum.
+    """Return each token's likeliest experts first, with probabilities from a softmax over all.
 
-    Shapes: logits [F, num_experts], rows any stride apart; returns weights [F, choices] in the dtype of logits and
-    experts int64 [F, choices]. Of equal probabilities the first is taken on a GPU. A row without numbers gives any
-    experts, each once, with weights of NaN.
+    Shapes: logits [F, num_experts], any stride between tokens. Returns weights [F, choices] in the dtype of logits and
+    experts int64 [F, choices]. Compute is fp32 (float64 for float64). `normalize` divides weights by their sum. A GPU
+    takes the first of equal probabilities. NaN logits give distinct experts and NaN weights.
     """
     check_rank("logits", logits, "F, num_experts")
     check_dtype("logits", logits, *ACTIVATION_DTYPES)
@@ -25,10 +24,10 @@ def choose_experts(logits: Tensor, choices: int, *, normalize: bool) -> tuple[Te
 
 
 def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the slots of a batch, a slot being one choice of one token, by expert and, for the same one, by slot.
+    """Sort slots, one per token and choice, by expert, then by slot.
 
-    Shapes: experts int64 [F, k], each from 0 to `num_experts` - 1. Returns int32 tensors: [F * k], the token of every
-    sorted slot; [F, k], the place of every slot among the sorted ones; [num_experts], where each expert's slots end.
+    Shapes: experts int64 [F, k], each below `num_experts`. Returns int32: each sorted slot's token [F * k], each slot's
+    sorted place [F, k], and the end of each expert's slots [num_experts].
     """
     check_rank("experts", experts, "F, k")
     check_dtype("experts", experts, torch.int64)
@@ -36,9 +35,10 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """SiLU of a row's first half times its second (SwiGLU, Shazeer 2020): x [S, 2 * dim] -> [S, dim] in x's dtype.
+    """Multiply SiLU of a token's first half by its second half (SwiGLU, Shazeer 2020).
 
-    Rows may lie any stride apart. SiLU is computed in fp32, and rounded to x's dtype before the product.
+    Shapes: x [S, 2 * dim], any stride between tokens. Returns [S, dim] in x's dtype. SiLU is fp32, and rounded before
+    the product.
     """
     check_rank("x", x, "S, 2 * dim")
     check_dtype("x", x, *ACTIVATION_DTYPES)
@@ -49,14 +49,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def combine_experts(
     rows: Tensor, weights: Tensor, places: Tensor, shared: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
-    """What each token's experts gave, weighted and summed: out_t = sum_c weights[t, c] rows[places[t, c]].
+    """Sum weighted results of experts: out_t = sum_c weights[t, c] rows[places[t, c]].
 
-    Shapes: rows [S, dim], any stride apart; weights [F, k] in their dtype or fp32; places int32 [F, k], as
-    `group_by_expert` gives them. Returns [F, dim] in the dtype of rows. A product is rounded to the common dtype of
-    rows and weights; the sum, in the order of the choices, is fp32 (float64 for float64) and rounded once.
+    Shapes: rows [S, dim], any stride apart; weights [F, k] in their dtype or fp32; places int32 [F, k] from
+    `group_by_expert`. Returns [F, dim] in the dtype of rows. Products are rounded to the common dtype; the fp32 sum
+    (float64 for float64), in the order of choices, is rounded once.
 
-    With `shared` [F, dim], what an expert of all tokens gave, and its `gate` [F], both in the dtype of rows,
-    sigmoid(gate) shared is added; sigmoid, product and sum are rounded each.
+    `shared` [F, dim] and `gate` [F], in that dtype, add sigmoid(gate) shared. Each operation is rounded.
     """
     check_rank("rows", rows, "S, dim")
     check_rank("places", places, "F, k")

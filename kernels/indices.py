@@ -1,4 +1,4 @@
-"""Index arrays of one step on a device, moved there in one transfer."""
+"""Hold a step's index arrays on a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mambacache.plan import FOLD, MAX_TOKENS_PER_DECODE
 
-ARRIVALS_WIDTH = 32  # int32 in a line of memory
-_ALIGNMENT = 4  # elements: every array starts at 16 bytes, so that a kernel's view of its alignment never varies
+ARRIVALS_WIDTH = 32  # int32 per memory line
+_ALIGNMENT = 4  # elements: 16 bytes, so kernels see one alignment
 _FOLD_FIELDS = ("decode_src", "decode_dst", "log_slot", "log_start", "log_end")
 _DECODE = (*_FOLD_FIELDS, "decode_len", "late_len")
-_DERIVED = ("depths",)  # of a decode row, as those
+_DERIVED = ("depths",)
 _PREFILL = ("context_len", "src")
 _CHUNK = ("chunk_seq", "chunk_start", "chunk_dst")
 _TOKEN = ("tokens", "positions", "kv_slot")
@@ -28,25 +28,24 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
-    """Moves int32 numpy arrays of any shape to `device` in one transfer (from pinned memory if it is a GPU).
+    """Move int32 numpy arrays of any shape to `device` in one transfer (from pinned memory for a GPU).
 
-    Returns tensors of the same names and shapes, views of one buffer, each starting at a multiple of 16 bytes.
-    Raises ValueError for an array that is not int32.
+    Returns views of one buffer, each at a multiple of 16 bytes. Raises ValueError for other dtypes.
     """
     return _packed(arrays, torch.device(device))[1]
 
 
 def _packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """The vector that holds all arrays on the device, in their order, and their views of it."""
+    """Return a device vector of all arrays, and views."""
     shapes = {name: array.shape for name, array in arrays.items()}
     flat = _staged(arrays, shapes, device).to(device, non_blocking=True)
     return flat, _views(flat, shapes)
 
 
 def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.device) -> Tensor:
-    """One vector on the host with room for arrays of these shapes; those that are shorter end in zeros.
+    """Return a host vector of arrays, padded with zeros to `shapes`.
 
-    Its memory is new in every call: torch hands pinned memory out again only when copies from it have ended.
+    It must be new: torch reuses pinned memory only after copies from it have ended.
     """
     host = torch.zeros(sum(map(_room, shapes.values())), dtype=torch.int32, pin_memory=device.type == "cuda")
     flat, start = host.numpy(), 0
@@ -62,10 +61,8 @@ def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.dev
 
 
 def _views(flat: Tensor, shapes: _Shapes) -> dict[str, Tensor]:
-    """Parts of a vector as arrays of these shapes, one behind the other."""
     rooms = [_room(shape) for shape in shapes.values()]
     views = {}
-    # One call: a slice each takes far longer, and so does asking a part how long it is.
     for (name, shape), room, part in zip(shapes.items(), rooms, flat.split_with_sizes(rooms), strict=True):
         part = part if shape == (room,) else part[: prod(shape)]
         views[name] = part if len(shape) == 1 else part.reshape(shape)
@@ -78,54 +75,46 @@ def _room(shape: tuple[int, ...]) -> int:
 
 
 class StateIndices:
-    """Where every op of a step reads and writes: the arrays of a plan as int32 tensors, under their own names.
+    """Hold a step's index arrays, int32 tensors under a plan's names.
 
     The flat batch of F tokens holds N decode rows of T tokens each, then P prefill rows back to back, then perhaps
-    padding. Block 0 is null: as src it means a state of zeros that is not read, as dst that nothing is stored.
+    padding. Block 0 is null: as src a zero state, as dst no store.
 
-    Decode rows read a state and write none: their tokens go to a log of `FOLD` = 16 entries beside it, that of position
-    p to entry p % 16. A row's tokens end at an absolute multiple of 16 at the latest. There, and wherever else a row
-    has a dst, state and log are folded into a new state, and the log begins anew.
+    Decode rows append to a token log of `FOLD` = 16 entries, position p at entry p % 16, and end at an absolute
+    multiple of 16 at the latest. There, and wherever a row has a dst, state and log are folded into a new state, and
+    the log begins anew.
 
-    - `decode_src`, `decode_dst` [N]: blocks of the state to read, which stands before the log's first entry, and of the
-      one after the row's last token: src itself perhaps, if no token of the row may be rejected
-    - `log_slot`, `log_start`, `log_end` [N]: where a row's log lies, and its entries before this step: from `log_start`
-      on, as many as there are tokens since the state, up to `log_end`, where the step's first token goes
-    - `decode_len` [N]: how many tokens of a decode row are real, 0 to T. The others, which end a row, are padding:
-      nothing of them is stored or changes a result, and their outputs are zeros. So a row of padding has decode_len 0
-    - `late_len` [N]: 0 where the host knows where a row begins. Else the other arrays are those of its earliest place,
-      with the dst that any of its places needs, and this is how many tokens it has if it does not end with its log:
-      `place_decodes` must move the row before it runs. All 0 if left out
-    - `ancestors` [N * T]: of each token the ones of its row that it follows on, as a mask of bits: token j is among
-      them, or is the token itself, where bit j is set. Left out if each follows on all before it. Where a row's drafts
-      form a tree, its tokens stand in preorder, so that those of the path to a token are the last ones of their depths
-      before it. Such a row has no dst; `keep_paths` must then bring the entries of the tokens that are kept together
-    - `depths` [N]: on how many tokens of its row each one follows, in four bits a token from the lowest on. Derived
-      here, so that a kernel has those of a whole row at once
-    - `arrivals` [N, 32]: zeros, a line of memory for each decode row. A launch counts there what of a row is prepared
-      and what has waited for it, and leaves zeros: so ops with the same indices run one after the other. Made here,
-      when an op first asks for them
-    - `folds` [1 + 5 N]: how many rows have a dst, then of each its src, dst, slot, and the entries from which and up to
-      which it is folded, this step's included. Derived here, for kernels that work on these alone
-    - `query_start_loc` [P + 1] (offsets in the flat batch, from N * T), `context_len` (tokens before this step), `src`
-      [P]
-    - `chunk_seq`, `chunk_start` (offset in the flat batch), `chunk_dst` [C], `seq_chunk_start` [P + 1]: the prefill
-      rows cut at absolute multiples of 64, and the block for the state after each chunk
-    - `prefill_rows` [P, 6]: of every prefill row its first token and the one after its last, its `context_len`, its
-      first chunk and the one after its last, and its `src`; by falling length. Derived here, for kernels that give each
-      row a program: they find all of it in one place
-    - `tokens`, `positions`, `kv_slot` [F] (block * block_size + offset in the KV pages, -1: do not write),
-      `kv_len` [N + P] (tokens readable, this step's included), `block_table_start` [N + P + 1] and `block_table`: the
-      pages of row i are `block_table[block_table_start[i] : block_table_start[i + 1]]`, as many as hold its `kv_len`
-      tokens or more; `logits_index`. Present if they were given, like any other array
+    Arrays:
+        `decode_src`, `decode_dst` [N]: blocks of the state before the log's first entry and the state after the row's
+            last token. Both may be equal if no token of the row can be rejected.
+        `log_slot`, `log_start`, `log_end` [N]: slot of the token log, its first entry, and the step's first entry.
+        `decode_len` [N]: real tokens of a row, 0 to T; padding follows.
+        `late_len` [N]: 0 (default) where the host knows a row's start. Else other arrays give its earliest place, with
+            the dst that any place needs. It is the token count unless the log ends first; `place_decodes` must run
+            before.
+        `ancestors` [N * T]: bit mask per token of its path in the row, itself included. By default each token follows
+            all before it. Draft trees are in preorder and have no dst; `keep_paths` must compact kept entries.
+        `depths` [N]: depth of each token in its row's draft tree, 4 bits per token, lowest first. Derived.
+        `arrivals` [N, 32]: zeros between launches. Ops with the same indices must not overlap. Derived.
+        `folds` [1 + 5 N]: number of rows with a dst, then src, dst, slot, first and end entry of each. Derived.
+        `query_start_loc` [P + 1]: offsets in the flat batch, from N * T.
+        `context_len`, `src` [P]: tokens before this step, and block of the state to read.
+        `chunk_seq`, `chunk_start`, `chunk_dst` [C]: prefill row, flat offset, and block for the state after each chunk.
+            Rows are cut at absolute multiples of 64.
+        `seq_chunk_start` [P + 1]: offsets of the rows' chunks.
+        `prefill_rows` [P, 6]: first and end token, `context_len`, first and end chunk, and `src`, longest row first.
+            Derived.
+        `tokens`, `positions`, `kv_slot` [F]: optional; `kv_slot` is block * block_size + offset, or -1.
+        `kv_len` [N + P]: optional; readable tokens, this step's included.
+        `block_table_start` [N + P + 1], `block_table`: optional; row i has the pages from `block_table_start[i]` to
+            `block_table_start[i + 1]`, enough for `kv_len` tokens.
+        `logits_index`: optional, like any other array.
 
     Host integers: `num_decodes` N, `tokens_per_decode` T (at most 8), `num_prefills` P, `num_tokens` F, and
-    `row_chunks` [P]: how many chunks each of the `prefill_rows` has, by which the prefill of an op may choose its
-    launches. The constructor is not told, so that they are None.
+    `row_chunks` [P], the chunks of `prefill_rows` (None from the constructor).
 
-    The constructor takes tensors that are on the device already, under all of these names; `from_arrays` moves them
-    there. It raises ValueError for a T that is not 1 to 8, and for a tensor that is not int32, not contiguous, on
-    another device than the others, or does not start at a multiple of 16 bytes.
+    The constructor takes device tensors under these names. Raises ValueError for a T outside 1 to 8, and for tensors
+    not int32, contiguous, on one device and at multiples of 16 bytes.
     """
 
     decode_src: Tensor
@@ -160,9 +149,9 @@ class StateIndices:
     num_tokens: int
     row_chunks: list[int] | None
     device: torch.device
-    flat: Tensor  # all arrays of `from_arrays`, in its order: equal shapes up to one of them, equal places up to it
-    pointers: dict[tuple[str, ...], Any]  # what kernels keep of them
-    derived: dict[str, Any]  # what was made of their contents for an earlier layer of the step
+    flat: Tensor  # all arrays, in order
+    pointers: dict[tuple[str, ...], Any]
+    derived: dict[str, Any]  # shared by the layers
 
     def __init__(
         self,
@@ -189,13 +178,11 @@ class StateIndices:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device | str) -> StateIndices:
-        """Moves a plan's int32 arrays to `device` in one transfer.
+        """Move a plan's int32 arrays to `device` in one transfer.
 
-        A step without decode rows may leave out the decode arrays, one without prefill rows the prefill and chunk
-        arrays: empty ones take their place. A host that has no attention may leave out the arrays of tokens and pages.
-        Decode rows have as many tokens as `query_start_loc` leaves them, one each if it is left out. Raises ValueError
-        if arrays are not int32, if their lengths contradict each other or `decode_len` the tokens of a row, if those
-        are more than 8, if a row's tokens do not fit the log, and if `ancestors` are no trees in preorder.
+        Arrays of absent decode rows, prefill rows or attention may be left out. T is `query_start_loc[0]` / N, or 1
+        without it. Raises ValueError for arrays that are not int32 or contradict each other, for T above 8, for rows
+        beyond the log, and for `ancestors` that are no trees in preorder.
         """
         arrays = _with_defaults(arrays)
         num_decodes, num_prefills = arrays["decode_src"].size, arrays["src"].size
@@ -241,15 +228,15 @@ class StateIndices:
 
     @staticmethod
     def decode_buffers(max_rows: int, tokens_per_decode: int, device: torch.device | str) -> DecodeBuffers:
-        """Index arrays for up to `max_rows` decode rows whose addresses never move, for CUDA graphs.
+        """Return buffers of fixed addresses for up to `max_rows` decode rows, for CUDA graphs.
 
-        Raises ValueError for `tokens_per_decode` that are not 1 to 8.
+        Raises ValueError for `tokens_per_decode` outside 1 to 8.
         """
         return DecodeBuffers(max_rows, tokens_per_decode, torch.device(device))
 
 
 class DecodeBuffers:
-    """The decode rows of one step after the other, at the same addresses: see `StateIndices.decode_buffers`."""
+    """Hold decode rows at fixed addresses: see `StateIndices.decode_buffers`."""
 
     def __init__(self, max_rows: int, tokens_per_decode: int, device: torch.device) -> None:
         self.max_rows, self.tokens_per_decode = max_rows, tokens_per_decode
@@ -262,16 +249,14 @@ class DecodeBuffers:
         _check_width(tokens_per_decode)
 
     def fill(self, arrays: Mapping[str, np.ndarray], padded_rows: int) -> StateIndices:
-        """Moves a plan's decode rows to the device in one transfer, and rows of padding behind them.
+        """Move a plan's decode rows to the device in one transfer, with padding rows behind them.
 
-        Returns the indices of the first `padded_rows` rows, with `num_tokens` of as many times T, until the next call.
-        It is the same object for the same number, so that what was captured with it, from rows of padding perhaps
-        (`fill({}, padded_rows)`), reads what later calls bring. They must be made on the stream that reads it.
+        Returns indices of `padded_rows` rows, valid until the next call. Equal `padded_rows` return the same object, so
+        a graph captured with it, for example after `fill({}, padded_rows)`, reads later contents. Call it on the
+        reading stream. Only decode arrays are taken.
 
-        Only the decode arrays are taken: tokens, positions and what attention needs have buffers of the host's.
-
-        Raises ValueError for arrays that `StateIndices.from_arrays` would refuse, for prefill rows, for decode rows of
-        another width, and for more rows than `padded_rows` or more of these than `max_rows`.
+        Raises ValueError as `StateIndices.from_arrays` does, for prefill rows, for another width, and unless rows <=
+        `padded_rows` <= `max_rows`.
         """
         arrays = _with_defaults(arrays)
         rows = arrays["decode_src"].size
@@ -311,7 +296,7 @@ class DecodeBuffers:
 
 
 def _no_arrivals(rows: int, device: torch.device) -> Tensor:
-    """See `StateIndices.arrivals`. Side by side they would slow each other down, where many programs wait for them."""
+    """Return `StateIndices.arrivals`: adjacent counters would slow each other down."""
     return torch.zeros(rows, ARRIVALS_WIDTH, dtype=torch.int32, device=device)
 
 
@@ -347,7 +332,6 @@ def _check_lengths(arrays: Mapping[str, np.ndarray], lengths: Mapping[str, int])
 
 
 def _decode_width(arrays: Mapping[str, np.ndarray], rows: int) -> int:
-    """Tokens of each of so many decode rows: those before the first prefill row, evenly divided."""
     if not rows or "query_start_loc" not in arrays:
         return 1
     width, rest = divmod(int(arrays["query_start_loc"][0]), rows)
@@ -378,31 +362,29 @@ def _check_decodes(arrays: Mapping[str, np.ndarray], width: int) -> None:
 
 @lru_cache(maxsize=512)
 def _chains(rows: int, width: int) -> dict[str, np.ndarray]:
-    """`ancestors` and `depths` of rows whose tokens each follow on all before them."""
     token = np.arange(width, dtype=np.int32)
     return {"ancestors": np.tile((2 << token) - 1, rows), "depths": _packed_depths(np.tile(token, (rows, 1)))}
 
 
 def _packed_depths(depths: np.ndarray) -> np.ndarray:
-    """See `StateIndices.depths`, from those of [N, T] tokens."""
     return (depths << 4 * np.arange(depths.shape[1], dtype=np.int32)).sum(axis=1, dtype=np.int32)
 
 
 def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str, np.ndarray]:
-    """`ancestors` and `depths` of so many rows; checks those that were given."""
+    """Return `ancestors` and `depths`; check given ancestors."""
     if not arrays["ancestors"].size:
         return _chains(rows, width)
     _check_lengths(arrays, {"ancestors": rows * width})
     ancestors, token = arrays["ancestors"].reshape(rows, width), np.arange(width, dtype=np.int32)
     depths = np.bitwise_count(ancestors).astype(np.int32) - 1
-    # A row that `place_decodes` moves may then have more tokens than at its earliest place.
+    # `place_decodes` may lengthen a row.
     real = token < np.maximum(arrays["decode_len"], arrays["late_len"])[:, None]
     for t in range(width):
         others = ancestors[:, t] ^ (1 << t)
         below = others | others >> 1
         below |= below >> 2
-        below |= below >> 4  # all bits up to the highest one, that of its parent
-        path = ancestors[:, t - 1] & below if t else 0  # in preorder it shares its beginning with the token before it
+        below |= below >> 4  # all bits up to the parent's
+        path = ancestors[:, t - 1] & below if t else 0  # preorder
         if (real[:, t] & ((others != path) | ((others > 0) != (t > 0)))).any():
             raise ValueError(
                 f"ancestors of token {t} of a row are no path of a tree in preorder: give each token's own bit and all "
@@ -415,7 +397,6 @@ def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str,
 
 
 def _folds(arrays: Mapping[str, np.ndarray], rows: int) -> np.ndarray:
-    """See `StateIndices.folds`, for so many rows."""
     folds = np.zeros(1 + len(_FOLD_FIELDS) * rows, np.int32)
     if not arrays["decode_dst"].any():
         return folds

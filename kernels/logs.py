@@ -1,8 +1,7 @@
-"""What a token log holds, op by op: the tensors of one slot. Those [FOLD, ...] have an entry for each token.
+"""Define the tensors in a token log's slot. Tensors [FOLD, ...] have an entry per token.
 
-Sums of log decays are those since the log's first entry, in log2, so that what decays between two tokens is a
-difference. No token decays by more than 2^-34.6, which fp32 would not tell from nothing, and by which the sums stay
-small.
+Sums of log2 decays begin at the first entry: a difference is the decay between two tokens. A token's log2 decay is
+clamped at -34.6, beyond fp32's resolution, so sums stay small.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from .state_pool import StateTensor
 
 
 def inner_dtype(activations: torch.dtype, state: torch.dtype) -> torch.dtype:
-    """What a recurrence computes in: float64 where activations and state both are, fp32 otherwise."""
+    """Return float64 if activations and state both are, else fp32."""
     return torch.float64 if activations == state == torch.float64 else torch.float32
 
 
 def _entries(*shape: int, dtype: torch.dtype) -> StateTensor:
-    """A tensor with an entry of this shape for each token."""
     return StateTensor((FOLD, *shape), dtype, per_token=True)
 
 
 @cache
 def conv1d_log(dim: int, dtype: torch.dtype) -> StateTensor:
-    """The raw inputs of a convolution, gated ones if it has an input gate."""
+    """Return the layout: raw (or gated) inputs."""
     return _entries(dim, dtype=dtype)
 
 
@@ -36,11 +34,7 @@ def conv1d_log(dim: int, dtype: torch.dtype) -> StateTensor:
 def gated_delta_rule_log(
     heads: int, value_heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[StateTensor, ...]:
-    """Keys as they came, the inverses of their norms, u, and the sums of log decays.
-
-    Args:
-        dtype: of activations.
-    """
+    """Return the layout: raw keys in `dtype`, inverse norms, u, sums of log decays."""
     inner = inner_dtype(dtype, state_dtype)
     return (
         _entries(heads, K, dtype=dtype),
@@ -52,7 +46,7 @@ def gated_delta_rule_log(
 
 @cache
 def kda_log(heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """As `gated_delta_rule_log`, with sums for every key channel."""
+    """Return `gated_delta_rule_log` with sums per key channel."""
     *others, sums = gated_delta_rule_log(heads, heads, K, V, dtype, state_dtype)
     return (*others, _entries(heads, K, dtype=sums.dtype))
 
@@ -61,7 +55,7 @@ def kda_log(heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.d
 def ssd_log(
     heads: int, groups: int, P: int, N: int, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[StateTensor, ...]:
-    """x and B as they came, step sizes, and the sums of log decays."""
+    """Return the layout: raw x and B, step sizes, sums of log decays."""
     inner = inner_dtype(dtype, state_dtype)
     return (
         _entries(heads, P, dtype=dtype),
@@ -73,13 +67,10 @@ def ssd_log(
 
 @cache
 def selective_scan_log(dim: int, N: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """x, step sizes before bias and softplus, and B, as they came; then the state after the last step's first token.
+    """Return the layout: raw x, dt and B in `dtype`, a state, and its next entry per channel.
 
-    The state comes with the entry that follows on it, for every channel: so whoever works on some channels alone reads
-    and writes these alone. Tokens from that entry on, drafts that were accepted, are known from their entries.
-
-    Args:
-        dtype: of activations.
+    The state is after the last step's first token; later entries are accepted drafts. Programs on different channels
+    need nothing of each other.
     """
     return (
         _entries(dim, dtype=dtype),

@@ -1,4 +1,4 @@
-"""The ops around drafts that a device makes of each request's own tokens. They keep to what `api` says of all ops."""
+"""Define the ops that draft on the device, with the conventions of `api`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from .indices import StateIndices
 
 
 def draft_from_history(indices: StateIndices, histories: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives the decode rows of a step the tokens that the host did not know when it planned them, from histories that
-    hold all tokens of their requests (prompt lookup, Saxena 2023).
+    """Fill in the decode rows' unknown tokens from histories (prompt lookup, Saxena 2023).
 
-    Of a row with a `late_len` the first of `indices.tokens` becomes the last of its history. Each -1 behind a row's
-    first token becomes what followed the row's last tokens where they stood before, or 0: after the latest of the
-    longest matches, of 2 to 4 tokens, that a row full of tokens follows; else after the earliest of them.
+    In a row with a `late_len` the first of `indices.tokens` becomes the history's last token. Each later -1 becomes the
+    token that followed an earlier match of the history's last 2 to 4 tokens, or 0. The longest match wins, then the
+    latest match that T - 1 tokens follow, then the earliest.
 
-    Shapes: histories int32 [slots, room], rows dense, by `log_slot`; lengths int64 [slots], 1 or more, and 1 of slot 0.
-    Returns int64 [N] each: where a row begins, which `place_decodes` must move it to; by how many tokens that is later
-    than its arrays say; how many tokens the rows before it sample at most.
+    Shapes: histories int32 [slots, room], by `log_slot`; lengths int64 [slots], at least 1, and 1 for slot 0. Returns
+    int64 [N] each: a row's start, for `place_decodes`; by how much it is later than planned; the most samples of
+    earlier rows.
     """
     _check(indices, histories, lengths)
     return backend(histories).draft_from_history(indices, histories, lengths)
@@ -29,12 +28,11 @@ def draft_from_history(indices: StateIndices, histories: Tensor, lengths: Tensor
 def add_to_history(
     indices: StateIndices, first_sample: Tensor, sampled: Tensor, histories: Tensor, lengths: Tensor
 ) -> Tensor:
-    """Adds what the decode rows of a step gave to the histories they were drafted from, once the step has run: of each
-    row the samples that agree with its drafts, and one more. Returns int64 [N], how many these are.
+    """Append accepted tokens to histories: the samples that agree with a row's drafts, and one more.
 
-    Shapes: first_sample int64 [N], as `draft_from_history` gave it; sampled int64 [S], one for every token of every
-    row, of which the decode rows' stand first (below 0 counts as 0). A history must have room for T tokens more: where
-    fewer are added, the places behind them may hold anything afterwards.
+    Shapes: first_sample int64 [N] from `draft_from_history`; sampled int64 [S], one per token of every row, decode rows
+    first (below 0 counts as 0). Returns the counts, int64 [N]. Histories need room for T more tokens; places after
+    added tokens may hold anything.
     """
     _check(indices, histories, lengths)
     check_shape("first_sample", first_sample, indices.num_decodes)

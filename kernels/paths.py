@@ -1,4 +1,4 @@
-"""The op that brings the kept part of a tree of drafts together. It keeps to what `api` says of all ops."""
+"""Define the op that compacts accepted paths of draft trees."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from .state_pool import StatePool
 
 
 def keep_paths(pool: StatePool, paths: Tensor) -> None:
-    """Moves what a pool holds of tokens of trees that were accepted to where the next step looks for it: in the order
-    of their depths, without gaps.
+    """Move entries of accepted tokens to where the next step reads them: by depth, without gaps.
 
-    In all tensors of `pool` that are `per_token`, of token logs or of KV pages: paths[i, 0] is a slot or page,
-    paths[i, 1] a place in it, and paths[i, 2:] are the places of the tokens that go there and to the places after it,
-    then -1 where there are fewer. They rise, and none comes before the place it goes to. Each slot has one path.
+    This covers all `per_token` tensors of `pool`. paths[i, 0] is a slot or page, paths[i, 1] the first target place,
+    paths[i, 2:] the source places, then -1. Sources rise, and none precedes its target. Each slot has one path.
 
     Shapes: paths int32 [R, 9], contiguous.
     """

@@ -1,4 +1,4 @@
-"""Device memory of states, and of KV pages: what a block is made of, and the pool of all blocks."""
+"""Hold states and KV pages in device memory."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from math import prod
 import torch
 
 ALIGNMENT = 256
-"""Bytes at whose multiples every tensor of a slab begins."""
+"""Every tensor of a slab begins at a multiple of this many bytes."""
 
 BLOCKS_AT_ONCE = 64
-"""Blocks that `StatePool.finite` copies at a time."""
+"""Blocks that `StatePool.finite` checks at a time."""
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a recurrent layer's state, log or KV page, without the dimension of blocks."""
+    """Describe a tensor of a layer's state, log or KV page, without the block dimension."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    per_token: bool = False  # the first dimension is one of tokens
+    per_token: bool = False  # the first dimension counts tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one state's share, without alignment."""
+        """Return bytes per block, without alignment."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -34,23 +34,21 @@ StateLayers = Sequence[Sequence[StateTensor]]
 
 
 def state_bytes(layers: StateLayers) -> int:
-    """Bytes of one state block: all tensors of all layers, each padded to `ALIGNMENT`. Needs no device."""
+    """Return the bytes of a state block; tensors are padded to `ALIGNMENT`."""
     return sum(_padded(tensor) for layer in layers for tensor in layer)
 
 
 class StatePool:
-    """Slots for states: one contiguous slab a block, with all layers' tensors at the same offsets in each.
+    """Hold states in slots: one contiguous slab a block, with all layers' tensors at fixed offsets.
 
-    `layers` holds, for each layer, views [num_blocks + 1, *shape] of its tensors: slot `block` is the state with that
-    id. Slot 0 is the null block: it is never written, and never read, so that its contents mean nothing. The memory is
-    not cleared, and nothing but the ops of `mambacache.kernels` may read or write it. `slabs` are the same slots as
-    uint8 [num_blocks + 1, block_bytes], and `per_token` says where in them tokens have entries of their own: of each
-    such tensor the offset, how many tokens it holds, and the bytes of one.
+    `layers` has views [num_blocks + 1, *shape] of each layer's tensors, by block id. Slot 0, the null block, is never
+    written or read. Memory is not cleared; only ops may access it. `slabs` are the slots as uint8 [num_blocks + 1,
+    block_bytes]. `per_token` lists offset, token count and bytes per token of each such tensor.
 
     Args:
         layers: the tensors of one state, layer by layer.
-        num_blocks: states that the pool holds, beside the null block.
-        device: where it lies.
+        num_blocks: states that the pool holds, without the null block.
+        device: the memory's device.
     """
 
     def __init__(self, layers: StateLayers, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -59,16 +57,15 @@ class StatePool:
 
     @classmethod
     def from_tensor(cls, buffer: torch.Tensor, layers: StateLayers, slot_bytes: int | None = None) -> StatePool:
-        """Lays a pool into memory that the caller gives, and keeps.
+        """Lay a pool into the caller's memory, and keep it.
 
         Args:
-            buffer: uint8 [bytes], contiguous, from a multiple of 16 bytes on; as many blocks as fit are made of it.
+            buffer: uint8 [bytes], contiguous, aligned to 16 bytes. The pool takes as many blocks as fit.
             layers: the tensors of one state, layer by layer.
-            slot_bytes: from one slot to the next, a multiple of 256; None for as many as a state has.
+            slot_bytes: bytes from slot to slot, a multiple of 256; by default a state's.
 
         Raises:
-            ValueError: a buffer of another kind, or one that holds no block beside the null block; slots into which no
-                state fits.
+            ValueError: `buffer` is of another kind or too small for two slots, or `slot_bytes` does not fit.
         """
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise ValueError("the buffer must be a contiguous uint8 vector that begins at a multiple of 16 bytes")
@@ -102,10 +99,7 @@ class StatePool:
 
     @torch.inference_mode()
     def finite(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each block whether all its values are finite. The null block counts as finite.
-
-        Waits for the device: for blocks of a request whose logits were NaN.
-        """
+        """Return whether each block is finite (the null block is). Waits for the device."""
         ids = torch.tensor(blocks, dtype=torch.int64, device=self.buffer.device)
         tensors = [tensor for layer in self.layers for tensor in layer]
         sound = [

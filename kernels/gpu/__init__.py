@@ -1,7 +1,6 @@
-"""The ops in Triton. Loaded with the first call on a GPU: the package imports without Triton.
+"""Implement the ops in Triton, imported by the first call on a GPU.
 
-A folder of its own: a module beside `api.py` that bears an op's name would take the op's place in the package when it
-loads.
+Modules beside `api.py` named after ops would shadow the ops, hence this folder.
 """
 
 from .conv1d import conv1d

@@ -1,4 +1,4 @@
-"""Blocks copied in one Triton launch, between a GPU's memory and pinned memory of its host as well."""
+"""Implement `copy_blocks`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .common.launch import NO_POINTERS, Launcher
 from .common.layout import cdiv
 
 PROGRAMS = 16
-"""Enough to keep PCIe busy, and few enough that a pass beside them has nearly all of the GPU."""
+"""Enough to keep PCIe busy, few enough to leave the GPU to concurrent work."""
 
-TILE = 4096  # words of 4 bytes that a program has on their way at a time
-UNIT = 4  # words of an access
+TILE = 4096  # words in flight
+UNIT = 4  # words per access
 
 
 @triton.jit(do_not_specialize=["count", "source_stride", "target_stride"])
@@ -29,7 +29,7 @@ def _copy_blocks_kernel(
     TILE: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """The tiles of all blocks, dealt out in turn. Strides are in units of an access, so that the compiler knows it."""
+    """Copy tiles in turn. Strides count accesses, so the compiler knows their alignment."""
     TILES: tl.constexpr = (WIDTH + TILE - 1) // TILE
     for tile in range(tl.program_id(0), count * TILES, PROGRAMS):
         pair, word = tile // TILES, tile % TILES * TILE + tl.arange(0, TILE)
@@ -50,7 +50,7 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     width = words[0].shape[1]
     _launch(
         min(PROGRAMS, len(pairs) * cdiv(width, TILE)),
-        (pairs, *words),  # the first one has a device; the others may be the host's
+        (pairs, *words),  # `pairs` first: the launcher takes its device
         NO_POINTERS,
         (len(pairs), *(x.stride(0) // UNIT for x in words)),
         {"WIDTH": width, "UNIT": UNIT, "TILE": TILE, "PROGRAMS": PROGRAMS},

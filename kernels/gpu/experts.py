@@ -1,4 +1,4 @@
-"""What a mixture of experts does around its products: grouping, gate and sum in few launches."""
+"""Implement the ops of experts in Triton."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .common.launch import NO_POINTERS, Launcher
 from .common.layout import cdiv, check_dense, power_of_2, stride_alignment
 from .common.prefetch import INTERPRETED
 
-RANKED_SLOTS = 4096  # as many are compared all with all; beyond that it is quicker to count by blocks
+RANKED_SLOTS = 4096  # more are counted by blocks
 RANK_BLOCK, RANK_TILE = 16, 512
 COUNT_BLOCK, COUNT_TILE = 256, 32
-CHOOSE_TILE = 512  # probabilities in one program
-TILE_WIDTH = 1024  # elements of a row that one program handles, 8 to a thread
+CHOOSE_TILE = 512  # probabilities per program
+TILE_WIDTH = 1024  # elements per program
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -31,8 +31,7 @@ def _rank_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Every slot, and then the end of every expert, counts the slots before it. In order of expert and slot these
-    have the keys expert * slots + slot."""
+    """Count slots before every slot and every expert's end, by the key expert * slots + slot."""
     query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_slot = query < slots
     expert = tl.load(experts + query, mask=is_slot, other=0).to(tl.int32)
@@ -58,7 +57,7 @@ def _count_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """counts[expert, block]: how many slots of a block chose an expert."""
+    """Count slots per expert and block."""
     block = tl.program_id(0)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     chosen = tl.load(experts + slot, mask=slot < slots, other=EXPERTS).to(tl.int32)
@@ -81,8 +80,7 @@ def _place_kernel(
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A slot comes behind those of its expert in earlier blocks, where `ends`, the running sum of `counts`, says that
-    these end, and behind those before it in its own block."""
+    """Place slots behind their expert's earlier slots; `ends` are running sums."""
     block, lane = tl.program_id(0), tl.arange(0, BLOCK)
     slot = block * BLOCK + lane
     is_slot = slot < slots
@@ -99,7 +97,7 @@ _launch_rank, _launch_count, _launch_place = map(Launcher, (_rank_kernel, _count
 
 
 def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `mambacache.kernels.group_by_expert`. One launch, or four."""
+    """See `mambacache.kernels.group_by_expert`."""
     experts = experts.contiguous()
     slots, choices = experts.numel(), experts.shape[1]
     tokens = torch.empty(slots, dtype=torch.int32, device=experts.device)
@@ -139,7 +137,7 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 @triton.jit
 def _exp(x):
-    """Of full precision, as torch computes it. (Triton's interpreter knows no libdevice.)"""
+    """Match torch; the interpreter has no libdevice."""
     return tl.exp(x) if INTERPRETED else libdevice.exp(x)
 
 
@@ -158,7 +156,7 @@ def _choose_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_CHOICES: tl.constexpr,
 ):
-    """A program takes the likeliest expert of each of its tokens, then the next one, and so on."""
+    """Choose the likeliest expert, then the next."""
     token = (tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)).to(tl.int64)[:, None]
     expert, choice = tl.arange(0, BLOCK_EXPERTS)[None, :], tl.arange(0, BLOCK_CHOICES)[None, :]
     inside, is_expert = token < tokens, expert < EXPERTS
@@ -167,7 +165,7 @@ def _choose_kernel(
     power = _exp(x - tl.max(x, axis=1)[:, None])
     total = tl.sum(power, axis=1)[:, None]
     left = power / total
-    left = tl.where(left == left, left, 0)  # where a token's are no numbers, experts must be chosen all the same
+    left = tl.where(left == left, left, 0)  # NaN tokens need distinct experts too
     left = tl.where(is_expert, left, -1)
     chosen = tl.zeros([BLOCK_TOKENS, BLOCK_CHOICES], tl.int32)
     share = tl.zeros([BLOCK_TOKENS, BLOCK_CHOICES], tl.float32)
@@ -188,7 +186,7 @@ _launch_choose = Launcher(_choose_kernel)
 
 
 def choose_experts(logits: Tensor, choices: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """See `mambacache.kernels.choose_experts`. One launch."""
+    """See `mambacache.kernels.choose_experts`."""
     check_dense(logits=logits)
     tokens, num_experts = logits.shape
     weights = torch.empty(tokens, choices, dtype=logits.dtype, device=logits.device)
@@ -210,20 +208,20 @@ def choose_experts(logits: Tensor, choices: int, normalize: bool) -> tuple[Tenso
                 "BLOCK_EXPERTS": block_experts,
                 "BLOCK_CHOICES": power_of_2(choices),
             },
-            num_warps=1,  # which finds the likeliest without the others
+            num_warps=1,
         )
     return weights, experts
 
 
 @triton.jit
 def _silu(x):
-    """As torch computes it, bit for bit: with quotient and exponential of full precision."""
+    """Match torch bit for bit."""
     return tl.div_rn(x, 1 + _exp(-x))
 
 
 @triton.jit
 def _tile(rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Rows and channels of this program's tile, and which of them there are."""
+    """Return lines, channels and mask."""
     TILES: tl.constexpr = (WIDTH + BLOCK_WIDTH - 1) // BLOCK_WIDTH
     row = tl.program_id(0) // TILES * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     channel = (tl.program_id(0) % TILES * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH))[None, :]
@@ -244,7 +242,6 @@ def _silu_and_mul_kernel(
     X: tl.constexpr = x.dtype.element_ty
     row, channel, mask = _tile(rows, WIDTH, BLOCK_ROWS, BLOCK_WIDTH)
     row = row.to(tl.int64)[:, None]
-    # Strides come in units of what they are multiples of, so that the compiler knows it.
     x += row * row_stride * UNIT + channel
     gate = tl.load(x, mask=mask, other=0).to(tl.float32)
     up = tl.load(x + WIDTH, mask=mask, other=0).to(tl.float32)
@@ -280,7 +277,7 @@ def _combine_kernel(
         weight = tl.load(weights + slot, mask=inside, other=0)
         row = rows + (place * row_stride * UNIT)[:, None] + channel
         product = tl.load(row, mask=mask, other=0).to(tl.float32) * weight.to(tl.float32)[:, None]
-        if X == weight.dtype:  # else their common dtype is fp32
+        if X == weight.dtype:
             product = product.to(X).to(tl.float32)
         total += product
     token = token.to(tl.int64)
@@ -297,7 +294,7 @@ _launch_silu_and_mul, _launch_combine = Launcher(_silu_and_mul_kernel), Launcher
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """See `mambacache.kernels.silu_and_mul`. One launch."""
+    """See `mambacache.kernels.silu_and_mul`."""
     check_dense(x=x)
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
@@ -318,7 +315,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def combine_experts(
     rows: Tensor, weights: Tensor, places: Tensor, shared: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """See `mambacache.kernels.combine_experts`. One launch."""
+    """See `mambacache.kernels.combine_experts`."""
     check_dense(rows=rows, shared=shared)
     weights, places = weights.contiguous(), places.contiguous()
     (tokens, choices), width = places.shape, rows.shape[1]
@@ -341,6 +338,6 @@ def combine_experts(
                 "BLOCK_WIDTH": block_width,
             },
             num_warps=4,
-            enable_fp_fusion=False,  # in fp32, too, a product is rounded before it is added
+            enable_fp_fusion=False,  # products must round before the sum
         )
     return out

@@ -1,4 +1,4 @@
-"""Gated RMSNorm in one Triton launch."""
+"""Implement `gated_rms_norm`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from torch import Tensor
 from .common.launch import NO_POINTERS, Launcher
 from .common.layout import cdiv, check_dense, power_of_2, stride_alignment
 
-WARP_TILE = 512  # elements of one warp, and of a program where a group of channels is no wider
-MAX_WIDTH = 32 * WARP_TILE  # of a tile: more warps do not fit into a program
+WARP_TILE = 512  # elements per warp
+MAX_WIDTH = 32 * WARP_TILE  # at most 32 warps
 
 
 @triton.jit
 def _load(x, gate, weight, mask, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr):
-    """What is normalised, the factor that the gate makes, and the weights."""
     value = tl.load(x, mask=mask, other=0).to(tl.float32)
     gates = tl.load(gate, mask=mask, other=0).to(tl.float32)
     weights = tl.load(weight, mask=mask, other=0)
@@ -30,7 +29,7 @@ def _load(x, gate, weight, mask, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr
 @triton.jit
 def _store(out, normed, factor, weights, mask, X: tl.constexpr, NORM_FIRST: tl.constexpr, ROUND_NORMED: tl.constexpr):
     if ROUND_NORMED:
-        # The product is taken in the common dtype of x and weight.
+        # in the common dtype of x and weight
         normed = normed.to(X).to(tl.float32) * weights.to(tl.float32)
         if X == weights.dtype:
             normed = normed.to(X).to(tl.float32)
@@ -65,13 +64,12 @@ def _gated_rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """A row is one group of channels of one token. Its first tile is read once, others, if it is that wide, twice."""
+    """Normalise groups of channels; a group wider than a tile is read twice."""
     X: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token, group = (row // GROUPS).to(tl.int64), row % GROUPS
     channel = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = (row < rows)[:, None]
-    # Strides come in units of what they are multiples of, so that the compiler knows it.
     x += ((token * x_token_stride + group * x_group_stride) * X_UNIT)[:, None] + channel
     gate += ((token * gate_token_stride + group * gate_group_stride) * GATE_UNIT)[:, None] + channel
     weight += (group % WEIGHT_GROUPS * WIDTH)[:, None] + channel
@@ -105,7 +103,7 @@ def gated_rms_norm(
     round_normed: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.gated_rms_norm`. Channels, and all dims but the first, lie evenly spaced in memory."""
+    """See `mambacache.kernels.gated_rms_norm`. Inputs not evenly spaced after dim 0 are copied."""
     check_dense(x=x, gate=gate, weight=weight)
     width = group_size or x.shape[-1]
     out = x.new_empty(x.shape) if out is None else out

@@ -1,4 +1,4 @@
-"""Entries of tokens moved within their slots, those of all layers in one Triton launch."""
+"""Implement `keep_paths`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from ..state_pool import StatePool
 from .common.launch import NO_POINTERS, Launcher
 
-BLOCK = 1024  # words that a program moves at a time
+BLOCK = 1024  # words moved at once
 WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit(do_not_specialize=["stride", "parts"])
 def _keep_paths_kernel(slabs, paths, table, stride, parts, PLACES: tl.constexpr, BLOCK: tl.constexpr):
-    """A program takes one tensor of one path, place after place, so that each thread moves the same words of all."""
+    """Move a tensor of a path. A thread moves the same words of all places, so their order holds."""
     row, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     paths += row * (2 + PLACES)
     slot, first = tl.load(paths).to(tl.int64), tl.load(paths + 1)
@@ -39,7 +39,7 @@ _launch = Launcher(_keep_paths_kernel)
 
 @lru_cache(maxsize=64)
 def _table(per_token: tuple[tuple[int, int, int], ...], device: torch.device) -> tuple[int, Tensor]:
-    """The bytes of a word, and in words the offset of every tensor and the size of its entries."""
+    """Return bytes per word, offsets and entry sizes."""
     word = gcd(4, *(size for _, _, size in per_token))
     places = [[offset // word, size // word] for offset, _, size in per_token]
     return word, torch.tensor(places, dtype=torch.int64, device=device)

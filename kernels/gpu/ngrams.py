@@ -1,4 +1,4 @@
-"""Drafts from what a request's tokens were: one launch before a step's ops and one behind, a program a row."""
+"""Implement the ops of drafts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..indices import StateIndices
 from ..reference.ngrams import LONGEST, OPEN, SHORTEST
 from .common.launch import Launcher, index_pointers
 
-ROWS = 1024  # of which samples are counted at a time
-TILE = 4096  # tokens that are searched at a time
+ROWS = 1024  # counted at once
+TILE = 4096  # tokens searched at once
 DRAFT_ARRAYS = "tokens", "positions", "log_slot", "decode_len", "late_len"
 ADD_ARRAYS = "tokens", "log_slot", "decode_len"
 
@@ -39,8 +39,10 @@ def _draft_kernel(
     LONGEST: tl.constexpr,
     OPEN: tl.constexpr,
 ):
-    """A place in a history has the key width * 4 L + (2 L + place, or L - place if fewer tokens follow than the row
-    has drafts), with the width of its match and the length L: the highest one is what `reference` takes."""
+    """Take the match with the highest key: 4 L width + (2 L + place if enough tokens follow, else L - place).
+
+    `width` is the match's length, L the history's.
+    """
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     last = tl.load(lengths + slot).to(tl.int32) - 1
@@ -65,7 +67,7 @@ def _draft_kernel(
     if tl.max(is_open.to(tl.int32), axis=0) > 0:
         length, best = last + 1, 0
         first = last // TILE * TILE
-        while (first >= 0) & (best < (4 * LONGEST + 2) * length):  # no place further left has a higher key
+        while (first >= 0) & (best < (4 * LONGEST + 2) * length):  # earlier places have lower keys
             place = first + tl.arange(0, TILE)
             match = place < last
             width = tl.zeros([TILE], tl.int32)

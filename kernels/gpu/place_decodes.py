@@ -1,4 +1,4 @@
-"""Decode rows moved to where their sequences are, in one Triton launch of one program: it counts folds row by row."""
+"""Implement `place_decodes` in one program, which counts folds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..indices import StateIndices
 from .common.launch import Launcher, index_pointers
 from .common.log import FOLD_FIELDS, WINDOW
 
-ROWS = 256  # of a turn
+ROWS = 256  # per turn
 KV_ARRAYS = "kv_slot", "kv_len", "block_table_start", "block_table"
 ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len", "depths", "folds"
 

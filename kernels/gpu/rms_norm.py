@@ -1,4 +1,4 @@
-"""RMSNorm in one Triton launch."""
+"""Implement `rms_norm`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from .gated_rms_norm import MAX_WIDTH, WARP_TILE
 
 @triton.jit
 def _load_weight(weight, channel, WIDTH: tl.constexpr):
-    """The weights of some channels in fp32, or ones."""
     weights = tl.full(channel.shape, 1, tl.float32)
     if weight is not None:
         weights = tl.load(weight + channel, mask=channel < WIDTH, other=0).to(tl.float32)
@@ -49,13 +48,12 @@ def _rms_norm_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
 ):
-    """Row r is x[r // inner, r % inner]. Its first tile is read once, others, if it is that wide, twice."""
+    """Normalise lines; a line wider than a tile is read twice."""
     X: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     outer, inner_row = (row // inner).to(tl.int64), (row % inner).to(tl.int64)
     channel = tl.arange(0, BLOCK_WIDTH)[None, :]
     inside = (row < rows)[:, None]
-    # Strides come in units of what they are multiples of, so that the compiler knows it.
     x += ((outer * x_outer_stride + inner_row * x_inner_stride) * X_UNIT)[:, None] + channel
     out += ((outer * out_outer_stride + inner_row * out_inner_stride) * OUT_UNIT)[:, None] + channel
     mask = inside & (channel < WIDTH)
@@ -78,12 +76,11 @@ _launch = Launcher(_rms_norm_kernel)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool, out: Tensor | None = None) -> Tensor:
-    """See `mambacache.kernels.rms_norm`. Channels, and all dims but the first of more than one element, lie evenly
-    spaced in memory."""
+    """See `mambacache.kernels.rms_norm`. Inputs not evenly spaced after dim 0 are copied."""
     check_dense(x=x, weight=weight)
     if out is None:
         dtype = torch.promote_types(x.dtype, weight.dtype) if round_normed and weight is not None else x.dtype
-        out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # half of what `new_empty` costs
+        out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if not out.numel():
         return out
     x, rows = _rows(x), _rows(out)
@@ -119,7 +116,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., width] as [outer, inner, width]. A batch of one, as models have it, is no dim of its own."""
+    """Return [outer, inner, width], without leading dims of 1."""
     while x.dim() < 3:
         x = x[None]
     while x.dim() > 3 and x.shape[0] == 1:

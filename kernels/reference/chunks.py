@@ -16,12 +16,12 @@ from .states import read_states, write_states
 
 @dataclass
 class Chunks:
-    """Hold C chunks of 64 slots, filled from the front: products of other sizes would round differently."""
+    """Hold chunks padded to 64 slots: products of other sizes would round differently."""
 
     count: int
-    token: Tensor  # [n] prefill tokens
+    token: Tensor  # [n] flat offsets of prefill tokens
     slot: Tensor  # [n] their slots
-    last: Tensor  # [C] last tokens
+    last: Tensor  # [C] flat offsets of last tokens
 
     @classmethod
     def of(cls, indices: StateIndices) -> Chunks:
@@ -35,22 +35,21 @@ class Chunks:
         return cls(count, (start[:, None] + offset)[filled], slot[filled], start + length - 1)
 
     def pad(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return [F, heads, ...] as [C, heads, 64, ...], padded with zeros."""
+        """Return [C, heads, 64, ...]."""
         slots = torch.zeros(self.count * CHUNK, *x.shape[1:], dtype=dtype, device=x.device)
         slots[self.slot] = x[self.token].to(dtype)
         return slots.view(self.count, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()
 
     def unpad(self, y: Tensor, out: Tensor) -> None:
-        """Write [C, heads, 64, ...] to the prefill tokens of `out`."""
         out[self.token] = y.transpose(1, 2).reshape(self.count * CHUNK, *out.shape[1:])[self.slot].to(out.dtype)
 
     def scan(
         self, state: Tensor, indices: StateIndices, dtype: torch.dtype, step: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Carry each row's state from src through its chunks, and store it as `chunk_dst` says.
+        """Carry states through chunks, and store them as `chunk_dst` says.
 
-        `step(states [n, ...], chunks [n])` returns the states after those chunks, one per unfinished row. Each state is
-        rounded to the pool's dtype, stored or not: storing it changes no result.
+        `step(states [n, ...], chunks [n])` returns the states after those chunks. States are rounded to the pool's
+        dtype, stored or not: storing changes no result.
         """
         first, end = indices.seq_chunk_start[:-1], indices.seq_chunk_start[1:]
         counts, order = (end - first).sort(descending=True, stable=True)

@@ -68,7 +68,6 @@ def conv1d(
 
 @once_a_step
 def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
-    """Return real tokens, their rows, and each row's first token."""
     parts = []
     device = indices.device
     if indices.num_decodes:
@@ -84,7 +83,7 @@ def _rows(indices: StateIndices) -> tuple[Tensor, ...]:
 
 
 def _previous(indices: StateIndices, place: Tensor, token: Tensor, places: int) -> Tensor:
-    """Return the history place before each place; branches of draft trees skip siblings."""
+    """Return each history place's predecessor; decode tokens follow their parents."""
     previous = torch.arange(-1, places - 1, device=place.device)
     if indices.tokens_per_decode > 1 and indices.num_decodes:
         width = indices.tokens_per_decode
@@ -96,7 +95,7 @@ def _previous(indices: StateIndices, place: Tensor, token: Tensor, places: int) 
 
 
 def _convolve(history: Tensor, place: Tensor, previous: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Add taps one by one, so the order of the sum is fixed."""
+    """Add taps in a fixed order."""
     dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
     places = [place]
     for _ in range(weight.shape[1] - 1):
@@ -110,7 +109,6 @@ def _convolve(history: Tensor, place: Tensor, previous: Tensor, weight: Tensor, 
 
 
 def _logged_windows(windows: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
-    """Move windows [N, W - 1, dim] to the ends of the logs."""
     reach = windows.shape[1]
     tap = torch.arange(reach, device=log.device)
     entry = indices.log_end[:, None] - reach + tap

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def chunk_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decays from the chunk's start, between tokens [..., T (to), T (from)], and to its end.
+    """Return decays from the chunk's start, between tokens [..., to, from], and to its end.
 
-    Each pair has its own sum: differences of a running sum would lose a weak decay after a strong decay.
+    Each pair has its own sum: differences would lose weak decays.
     """
     count = g.shape[-1]
     of_rows = g[..., :, None].expand(*g.shape, count)

@@ -1,7 +1,6 @@
 """Compute functions with results independent of an element's place in a tensor.
 
-torch's sigmoid, silu, softplus and exp2 round a tensor's tail differently. exp, log1p, sums, quotients, roots and exp2
-of integers do not. Bitwise claims need this.
+torch's sigmoid, silu, softplus and exp2 round a tensor's tail differently; bitwise claims need these.
 """
 
 from __future__ import annotations

@@ -90,9 +90,9 @@ def _prefill(
 
 
 def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | None) -> Tensor:
-    """Return [2, ..., 64 (i), 64 (j)]: products of line i and key j, decayed from j to i; 0 for j > i.
+    """Return [2, ..., i, j]: products of line i and key j, decayed from j to i; 0 for j > i.
 
-    Pairs in different blocks meet at the start of i's block: decays are sums there, not differences, and at most 1.
+    Pairs meet at the start of i's block: decays are sums there, not differences.
     """
     scores = rows.new_zeros(*rows.shape[:-1], CHUNK)
     for start in range(0, CHUNK, BLOCK):
@@ -106,7 +106,7 @@ def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | 
 
 
 def _block_scores(rows: Tensor, keys: Tensor, g: Tensor) -> Tensor:
-    """Decay keys line by line within blocks, as the recurrence does."""
+    """Decay keys line by line."""
     decays, keys = torch.exp(g), keys.clone()
     of_rows = []
     for i in range(BLOCK):
@@ -116,14 +116,13 @@ def _block_scores(rows: Tensor, keys: Tensor, g: Tensor) -> Tensor:
 
 
 def _decay_to_end(g: Tensor) -> Tensor:
-    """Return the decay after each token, the last included."""
     after = torch.zeros_like(g)
     after[..., :-1, :] = g[..., 1:, :]
     return torch.exp(after.flip(-2).cumsum(-2).flip(-2))
 
 
 def _round(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Round to the precision of `dtype`, not its range: decayed values may be too small for fp16."""
+    """Round to the precision of `dtype`, not to its range."""
     if dtype is None:
         return x
     mantissa, exponent = torch.frexp(x)

@@ -20,20 +20,18 @@ LEAST_DECAY = -34.6  # see `kernels.logs`
 
 @once_a_step
 def entries_before(indices: StateIndices) -> Tensor:
-    """Return bool [N, FOLD]: each log's entries before the step."""
     entry = torch.arange(FOLD, device=indices.device)
     return (indices.log_start[:, None] <= entry) & (entry < indices.log_end[:, None])
 
 
 @once_a_step
 def _places(indices: StateIndices) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return row and token of real tokens, and their slot and entry."""
     row, token = computed_decode_tokens(indices).nonzero(as_tuple=True)
     return (row, token), (indices.log_slot[row], indices.log_end[row] + token)
 
 
 def read_log(log: Tensor, indices: StateIndices, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [N, FOLD, ...]: entries `inside`, else zeros."""
+    """Return entries `inside`, else zeros."""
     return torch.where(inside.view(*inside.shape, *[1] * (log.dim() - 2)), log[indices.log_slot].to(dtype), 0)
 
 
@@ -43,10 +41,7 @@ def write_log(log: Tensor, values: Tensor, indices: StateIndices) -> None:
 
 
 def sums_of_decays(g: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
-    """Return log2 decay sums since the logs' first entries.
-
-    Each decay is added to its parent's sum: bits do not depend on how tokens are cut into steps.
-    """
+    """Add each decay to its parent's sum: bits do not depend on how tokens are cut into steps."""
     row = torch.arange(len(g), device=g.device)
     before = read_log(log, indices, entries_before(indices), g.dtype)[row, (indices.log_end - 1).clamp(min=0)]
     totals = [before]
@@ -63,12 +58,11 @@ class LoggedStates:
 
         S 2^G_t + sum_{e <= t} values_e (2^(G_t - G_e) keys_e)^T
 
-    Each token enters at the place of its depth. Preorder then sums a path as a row without branches, bit by bit.
+    A token enters at its depth, so a path sums like a row without branches, bit by bit.
     """
 
     def __init__(self, state: Tensor, indices: StateIndices, values: Tensor, keys: Tensor, sums: Tensor) -> None:
-        """Take entries before the step, zero outside logs: values [N, FOLD, H, V], keys [N, FOLD, H, K], sums [N, FOLD,
-        H, K or 1]."""
+        """Take entries, zero outside logs: values [N, FOLD, H, V], keys [N, FOLD, H, K], sums [N, FOLD, H, K or 1]."""
         self.indices = indices
         self.states = read_states(state, indices.decode_src, values.dtype)
         self.values = values.permute(0, 2, 3, 1).contiguous()
@@ -106,7 +100,6 @@ class LoggedStates:
         state[targets[row]] = states.to(state.dtype)
 
     def _decayed(self, end: Tensor) -> tuple[Tensor, Tensor]:
-        """Return decays of states, and decayed keys, before entry `end` [N]."""
         row, entry = (torch.arange(count, device=end.device) for count in (len(end), FOLD))
         total = self.sums[row, :, (end - 1).clamp(0, FOLD - 1)][:, :, None]
         earlier = entry < end[:, None]

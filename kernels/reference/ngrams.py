@@ -51,10 +51,7 @@ def decode_tokens(indices: StateIndices) -> Tensor:
 
 
 def follow(tokens: Tensor, last: Tensor, count: int) -> Tensor:
-    """Return `count` tokens after the best earlier match of each row's last tokens, or zeros: see `draft_from_history`.
-
-    Shapes: tokens int32 [N, L]; last int64 [N], a row's last index.
-    """
+    """Return `count` tokens after the best match of each row's tokens up to index `last`: see `draft_from_history`."""
     length = tokens.shape[1]
     end, last = torch.arange(length, device=tokens.device), last[:, None]
     match = end < last

@@ -23,7 +23,7 @@ def paged_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.paged_attention`. Rows run alone: no result depends on another row's length."""
+    """See `mambacache.kernels.paged_attention`. Rows run alone, so no result depends on others."""
     written = indices.kv_slot >= 0
     slot, block_size = indices.kv_slot[written].long(), key_pages.shape[1]
     key_pages[slot // block_size, slot % block_size] = k[written].to(key_pages.dtype)
@@ -54,7 +54,7 @@ def paged_attention(
 
 
 def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: int) -> Tensor:
-    """Return bool [queries, visible]: the keys that each query sees; decode tokens see their ancestors."""
+    """Return bool [queries, visible]; decode tokens see their ancestors."""
     key = torch.arange(visible, device=indices.device)
     width, row = indices.tokens_per_decode, start // indices.tokens_per_decode
     if row >= indices.num_decodes:
@@ -65,7 +65,6 @@ def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: in
 
 
 def _row_spans(indices: StateIndices) -> list[tuple[int, int]]:
-    """Return begin and end of every row, without padding."""
     width = indices.tokens_per_decode
     decodes = [(row * width, row * width + length) for row, length in enumerate(indices.decode_len.tolist())]
     return decodes + list(pairwise(indices.query_start_loc.tolist()))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool, out: Tensor | None = None) -> Tensor:
-    """See `mambacache.kernels.rms_norm`. Equals transformers bit for bit."""
+    """See `mambacache.kernels.rms_norm`. Matches transformers bit for bit."""
     wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if round_normed:

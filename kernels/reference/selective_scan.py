@@ -52,7 +52,7 @@ def _steps(dt: Tensor, dt_bias: Tensor | None) -> Tensor:
 
 
 def _advance(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Advance states [n, dim, N] by one token, with u = dt x."""
+    """Advance states by a token, with u = dt x."""
     return torch.exp(dt[..., None] * A) * states + u[..., None] * B[:, None, :]
 
 
@@ -72,7 +72,7 @@ def _decode(
     indices: StateIndices,
     y: Tensor,
 ) -> None:
-    """Advance from the log's state over later entries, or from src."""
+    """Start from the log's state, or from src."""
     shape = indices.num_decodes, indices.tokens_per_decode
     x, dt, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, B, C, y))
     *entries, carried, stands = log
@@ -100,7 +100,6 @@ def _decode(
 
 
 def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """Advance states by one raw token."""
     x, dt, B = token
     dt = _steps(dt, dt_bias)
     return _advance(states, dt * x, dt, A, B)
@@ -108,14 +107,14 @@ def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor |
 
 @once_a_step
 def _carried_on(indices: StateIndices) -> Tensor:
-    """Return bool [N]: rows with their state in the log."""
+    """Return rows with their state in the log."""
     return (indices.log_start < indices.log_end) & (indices.decode_len > 0)
 
 
 def _prefill(
     u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, indices: StateIndices, y: Tensor
 ) -> None:
-    """Run chunks twice: from zeros for the states they add, then from their starts for outputs."""
+    """Run chunks twice: for the states they add, then for outputs."""
     chunks = Chunks.of(indices)
     if not chunks.count:
         return

@@ -1,4 +1,4 @@
-"""Read and write states in a pool, and tell real tokens from padding."""
+"""Read and write states."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def once_a_step(derive: Callable[[StateIndices], Derived]) -> Callable[[StateInd
 
 
 def read_states(state: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `blocks` in `dtype`; the null block reads as zeros."""
+    """Return states; the null block reads as zeros."""
     states = state[blocks].to(dtype)
     states[blocks == 0] = 0
     return states
 
 
 def write_states(state: Tensor, blocks: Tensor, values: Tensor) -> None:
-    """Write to `blocks`, except to the null block."""
+    """Write states, except to the null block."""
     stored = blocks != 0
     state[blocks[stored]] = values[stored].to(state.dtype)
 
@@ -49,7 +49,7 @@ def computed_decode_tokens(indices: StateIndices) -> Tensor:
 
 @once_a_step
 def parents(indices: StateIndices) -> Tensor:
-    """Return [N, T]: each token's parent in its row, or -1."""
+    """Return parents within rows, or -1."""
     width = indices.tokens_per_decode
     others = indices.ancestors.view(-1, width) & ((1 << torch.arange(width, device=indices.device)) - 1)
     bits = (others[..., None] >> torch.arange(width, device=indices.device)) & 1
@@ -58,13 +58,12 @@ def parents(indices: StateIndices) -> Tensor:
 
 @once_a_step
 def depths(indices: StateIndices) -> Tensor:
-    """Return [N, T]."""
     return (indices.depths[:, None] >> 4 * torch.arange(indices.tokens_per_decode, device=indices.device)) & 15
 
 
 @once_a_step
 def decode_targets(indices: StateIndices) -> Tensor:
-    """Return [N]: dst blocks, 0 for padding rows."""
+    """Return dst blocks, 0 for padding rows."""
     return torch.where(indices.decode_len > 0, indices.decode_dst, 0)
 
 

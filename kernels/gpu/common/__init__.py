@@ -1,1 +1,1 @@
-"""What the kernels of several ops share."""
+"""Share kernel code."""

@@ -1,4 +1,4 @@
-"""Where rows, their chunks and their tokens lie in the flat batch."""
+"""Find rows and chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
 
 
-# Index arrays as kernels take them that give a program to each chunk of 64 tokens, or prefill row.
 CHUNK_ARRAYS = "query_start_loc", "chunk_start", "seq_chunk_start"
 ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
 
 
 def keep_busy(indices: StateIndices, tiles: int, programs: int) -> bool:
-    """Whether programs that take turns at `tiles` tiles of a row have 7/8 of the chunks on average that the first one
-    would have, as the one with most, of rows by falling chunks. No, if it is not known how many these have.
+    """Return whether the average program gets 7/8 of the busiest program's chunks.
+
+    Programs take turns at `tiles` tiles per row, longest rows first. Return False if `row_chunks` is unknown.
     """
     if indices.row_chunks is None:
         return False
@@ -36,17 +36,13 @@ def keep_busy(indices: StateIndices, tiles: int, programs: int) -> bool:
 
 @triton.jit
 def row_and_tile(TILES: tl.constexpr):
-    """Which row, or chunk, a program takes, and which of its TILES tiles: those of one follow each other."""
     program = tl.program_id(0)
     return program // TILES, program % TILES
 
 
 @triton.jit
 def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES: tl.constexpr):
-    """A chunk's first token and how many it has: none if the table ends before it. Each chunk has TILES programs.
-
-    All that is read is read at once: a chunk ends where the next one starts, since rows lie back to back.
-    """
+    """Return a chunk's first token and token count, 0 beyond the table. Each chunk has TILES programs."""
     num_chunks = tl.load(seq_chunk_start + num_prefills)
     last_end = tl.load(query_start_loc + num_prefills)
     start = tl.load(chunk_start + chunk)
@@ -57,7 +53,6 @@ def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefi
 
 @triton.jit
 def prefill_row(rows, i):
-    """Of row i: its first token, the one after its last, its context, first chunk, the one after its last, its src."""
     row = rows + i * ROW_FIELDS
     start, end, context = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     return start, end, context, tl.load(row + 3), tl.load(row + 4), tl.load(row + SRC_FIELD)
@@ -65,7 +60,7 @@ def prefill_row(rows, i):
 
 @triton.jit
 def clear_padding(out, query_start_loc, num_prefills, num_tokens, column, mask, STRIDE: tl.constexpr):
-    """Zeros in columns of out, whose tokens are STRIDE apart, for the tokens that belong to no row."""
+    """Clear tokens that belong to no row."""
     step = tl.arange(0, CHUNK)
     for start in range(tl.load(query_start_loc + num_prefills), num_tokens, CHUNK):
         token = tl.cast(start, tl.int64) + step

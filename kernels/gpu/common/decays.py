@@ -1,4 +1,4 @@
-"""Decays between the tokens of a chunk, for recurrences that have one log decay per token and head."""
+"""Compute decays."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import triton.language as tl
 from .chunks import CHUNK
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The smallest log decay of one token between pairs of tokens: e^-24 is nothing beside 1, and differences of larger
-# sums would cancel.
+# e^-24 vanishes beside 1; larger sums would cancel.
 MIN_PAIRWISE_LOG_DECAY = tl.constexpr(-24.0)
 
-# log2(1 + x) / x for x from 0 to 1, within 1e-5 of its value
+# log2(1 + x) / x for x in [0, 1]
 LOG2_1P_RATIO = tl.constexpr(
     (
         1.442681074142456,
@@ -29,13 +28,13 @@ LOG2_1P_RATIO = tl.constexpr(
 def softplus(x):
     small = tl.exp(-tl.abs(x))
     one_more = 1 + small
-    log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # the second term is what the sum has rounded off
+    log1p = tl.log(one_more) + (small - (one_more - 1)) / one_more  # adds its rounding error
     return tl.maximum(x, 0.0) + log1p
 
 
 @triton.jit
 def log2_softplus(x):
-    """log2(1 + 2^x) within 1e-5 of its value, without a logarithm."""
+    """Return log2(1 + 2^x) within 1e-5."""
     small = tl.exp2(-tl.abs(x))
     ratio = LOG2_1P_RATIO[5] * small + LOG2_1P_RATIO[4]
     for i in tl.static_range(3, -1, -1):
@@ -45,10 +44,9 @@ def log2_softplus(x):
 
 @triton.jit
 def pairwise_decays(log2_decay, PRECISE: tl.constexpr):
-    """The decay from token j (columns) to token i (rows) [64, 64], 0 for j > i, from log decays / ln 2 [64].
+    """Return decays from token j (column) to i (line), 0 for j > i.
 
-    A running sum loses digits that differences of neighbours still need. `PRECISE` sums apart what is coarse, which is
-    exact (12 + 11 bits), and the rest, which is small.
+    Differences of one running sum lose digits. `PRECISE` sums coarse parts (12 + 11 bits) exactly, apart from the rest.
     """
     log2_decay = tl.maximum(log2_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
     coarse = log2_decay

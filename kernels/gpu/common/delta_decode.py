@@ -1,7 +1,4 @@
-"""Gated delta rule and Kimi Delta Attention over the decode rows of a batch and their token logs, in one Triton launch.
-
-KDA is the one whose every key channel has a decay of its own.
-"""
+"""Decode both delta rules over token logs."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def _decode(
     MOST_TILES: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Takes some tiles of BLOCK_V rows of one value head's state past the tokens of one row."""
+    """Compute u and outputs in `tiles` tiles of BLOCK_V lines."""
     TILES: tl.constexpr = V // BLOCK_V
     ASKED: tl.constexpr = MOST_TILES * BLOCK_V
     head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_V
@@ -110,7 +107,7 @@ def _decode(
             if t + 1 < length:
                 place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
                 us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
-                us = tl.where((entry < following)[None, None, :], us, 0.0)  # what siblings left may be no numbers
+                us = tl.where((entry < following)[None, None, :], us, 0.0)  # siblings, perhaps NaN
 
 
 @triton.jit(
@@ -170,10 +167,10 @@ def _decode_kernel(
     CHANNELS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """The first programs prepare one key head of one row each, the others go through the states."""
+    """Prepare key heads in the first programs; read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
-    TILES: tl.constexpr = VALUE_HEADS * (V // BLOCK_V)  # of a row
+    TILES: tl.constexpr = VALUE_HEADS * (V // BLOCK_V)  # per row
     waiting = TILES >> tile_bits
     program = tl.program_id(0) - num_rows * HEADS
     first_tile = program << tile_bits
@@ -217,7 +214,7 @@ def decode(
     beta_scale: float,
     out: Tensor,
 ) -> None:
-    """Fills the decode tokens of `out` [F, HV, V] and logs them; a is KDA's g where it is [F, H, K].
+    """Fill the decode tokens of `out` [F, HV, V] and their logs; KDA passes g as a.
 
     Scratch: 140 HV + 8 H K bytes a token.
     """

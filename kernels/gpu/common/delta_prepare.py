@@ -1,4 +1,4 @@
-"""What the decode of the delta rules does for a row's new tokens before their states are read."""
+"""Prepare a row's new tokens for decode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from .delta_rule import NORM_EPS, log2_decay, normalized
 from .log import LEAST_DECAY, WINDOW, depth_of, parent_place
 
-SCALARS = tl.constexpr(3)  # of a token and value head: beta, its query times its own key, and the state's decay
+SCALARS = tl.constexpr(3)  # beta, query times key, decay
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _load_token(
     B_STRIDES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """A token's query, key, gate and beta, as they came; zeros unless it is computed."""
+    """Load a token's raw query, key, gate and beta, or zeros."""
     known, mine = tl.where(computed, in_K, False), tl.where(computed, in_part, False)
     query = tl.load(q + token * Q_STRIDES[0] + head * Q_STRIDES[1] + channel, mask=known, other=0)
     key = tl.load(k + token * K_STRIDES[0] + head * K_STRIDES[1] + channel, mask=known, other=0)
@@ -56,7 +56,7 @@ def _load_entries(
     PARTS: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Normalised keys and decay sums from places of a log; zeros for those that are not from `start` to `end`."""
+    """Load normalised keys and decay sums; zeros outside the log."""
     there = (place >= start) & (place < end)
     norms = tl.load(log_norm + place * HEADS, mask=there, other=0)
     keys = log_k + (place * (HEADS * K))[:, None] + channel[None, :]
@@ -67,8 +67,7 @@ def _load_entries(
 
 @triton.jit
 def _store_scores(scores, lane, end, keys, Gs, key, met_by, G, CHANNELS: tl.constexpr):
-    """What a token's key and query meet in some lanes of its path, which ends before the lane `end`; then zeros,
-    whatever later tokens stand there."""
+    """Store a token's products with its path's decayed keys; zeros from lane `end` on."""
     before = lane < end
     decays = tl.exp2(G[None, :] - Gs)
     if CHANNELS:
@@ -83,7 +82,7 @@ def _store_scores(scores, lane, end, keys, Gs, key, met_by, G, CHANNELS: tl.cons
 
 @triton.jit
 def _clear_scores(scores, first, end, CHANNELS: tl.constexpr):
-    """Zeros to the lanes that are not from `first` to `end`."""
+    """Clear lanes outside `first` to `end`."""
     lane = tl.arange(0, WINDOW)
     if CHANNELS:
         place, unmet = scores + lane, (lane < first) | (lane >= end)
@@ -115,8 +114,7 @@ def _enter(
     K: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Logs a token behind which decays sum up to G, and leaves what the state is to meet. Returns its key and query,
-    normalised, and the sum after it."""
+    """Log a token; G is the decay sum before it."""
     key = raw.to(tl.float32)
     norm = tl.rsqrt(tl.sum(key * key, axis=0) + NORM_EPS)
     key *= norm
@@ -174,13 +172,10 @@ def prepare(
     CHANNELS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Logs the keys and decays of a row's new tokens, of one key head, and leaves of every token what the state is to
-    meet, its key and its query, in `vectors` [F, H, 2, K], and what they met in the log in `scores` [F, HV, 2, 16].
+    """Log keys and decays of a row's new tokens for one key head.
 
-    A token meets its path: what is i-th of it stands in lane i of `scores`, where siblings of it stood before.
-    All tokens are logged first, whose inputs are asked for before what comes first is used: each wait is a good part of
-    all. Then come parts of the log, those without an entry left out: more than one would not fit into the registers. A
-    lone token of heads that decay as a whole meets all of it at once.
+    Each key and query go to `vectors` [F, H, 2, K], their products with the path to `scores` [F, HV, 2, 16]. The path's
+    token of depth d has lane end + d. All tokens are logged before parts of LANES entries are met.
     """
     GROUP: tl.constexpr = VALUE_HEADS // HEADS
     PARTS: tl.constexpr = VALUE_HEADS * K if CHANNELS else VALUE_HEADS
@@ -189,8 +184,7 @@ def prepare(
     in_K = channel < K
     log_k += head * K
     log_norm += head
-    # A part is what has a decay of its own: a channel, or a value head of this key head. The last one is repeated up to
-    # a power of 2.
+    # A part has its own decay. The last value head is repeated up to a power of 2.
     if CHANNELS:
         value_head = head
         part, in_part = head * K + channel, in_K
@@ -238,8 +232,8 @@ def prepare(
                 q, k, a, b, first_token + t + 1, t + 1 < tokens_per_decode, head, value_head, part, channel, in_K,
                 in_part, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, CHANNELS,
             )  # fmt: skip
-            if depth <= above:  # a branch: decays go on from its parent's
-                tl.debug_barrier()  # other threads may have stored them
+            if depth <= above:  # a branch
+                tl.debug_barrier()  # for stores of other threads
                 place = parent_place(depths, t, end)
                 G = tl.load(log_G + place * PARTS, mask=tl.where(place >= start, in_part, False), other=0)
             above = depth
@@ -259,7 +253,7 @@ def prepare(
             )
             for t in range(length):
                 depth = depth_of(depths, t)
-                if depth <= above:  # a branch: from here on other tokens are in the lanes
+                if depth <= above:  # a branch
                     place = tl.where(lane >= end + depth, lane + (t - depth), place)
                     keys, Gs = _load_entries(
                         log_k, log_norm, log_G, place, start, end + length, channel, in_K, in_part, HEADS, PARTS, K

@@ -1,4 +1,4 @@
-"""What the delta rules share: gates, norms and the inverse of a chunk's triangular system."""
+"""Share code between the delta rules."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ import triton.language as tl
 from .chunks import CHUNK
 from .decays import LOG2_E, softplus
 
-BLOCK = tl.constexpr(16)  # diagonal blocks of a chunk's system that are inverted one by one
+BLOCK = tl.constexpr(16)  # size of diagonal blocks
 NORM_EPS = tl.constexpr(1e-6)
-TERMS = tl.constexpr(32)  # of an fp32 product, which are added up on tensor cores
+TERMS = tl.constexpr(32)  # of an fp32 product
 
 
 @triton.jit
 def log2_decay(a, A_log, dt_bias):
-    """g / ln 2 for g = -exp(A_log) softplus(a + dt_bias)."""
     return -tl.exp(A_log) * LOG2_E * softplus(a + dt_bias)
 
 
 @triton.jit
 def normalized(x):
-    """A vector divided by its norm."""
     return x * tl.rsqrt(tl.sum(x * x, axis=0) + NORM_EPS)
 
 
 @triton.jit
 def inverse_norms(products):
-    """1 / sqrt(|x|^2 + eps) of every row x, from the diagonal of x x^T [64, 64]."""
+    """Return inverse norms of lines x from x x^T [64, 64]."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.rsqrt(tl.sum(tl.where(row == column, products, 0.0), axis=1) + NORM_EPS)
 
@@ -39,11 +37,10 @@ def _nearest_tf32(x):
 
 @triton.jit
 def dot(x, y, acc=None):
-    """x y + acc for 16-bit operands, or for fp32 ones in three products of TF32 parts.
+    """Return x y + acc; fp32 operands take three products of TF32 parts.
 
-    The parts are rounded to nearest: those of Triton's tf32x3 are truncated, which makes sums four times less exact.
-    Tensor cores truncate every sum, too, after 8 terms. So they add up TERMS of them at most; the others are added
-    outside, where sums are rounded. (Subtracted, since Triton would take an addition into the product.)
+    tf32x3 truncates parts, with four times the error. Tensor cores truncate sums, so they sum at most TERMS terms.
+    Partial products are subtracted, since Triton would fuse an addition into the product.
     """
     if x.dtype == tl.float32:
         x_high, y_high = _nearest_tf32(x), _nearest_tf32(y)
@@ -60,7 +57,7 @@ def dot(x, y, acc=None):
 
 @triton.jit
 def _parts(x, DTYPE: tl.constexpr):
-    """Return x in bf16, or two parts that together hold 22 bits of it: fp16, or TF32 where the dtype is fp32."""
+    """Return bf16, or two parts with 22 bits: fp16, or TF32 for fp32."""
     if DTYPE == tl.bfloat16:
         return (x.to(tl.bfloat16),)
     elif DTYPE == tl.float16:
@@ -73,7 +70,6 @@ def _parts(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _product(x, y):
-    """x y in fp32 from the parts of both."""
     if len(x) == 2:
         product = tl.dot(x[0], y[1], tl.dot(x[1], y[0], input_precision="tf32"), input_precision="tf32")
         return tl.dot(x[0], y[0], product, input_precision="tf32")
@@ -83,16 +79,13 @@ def _product(x, y):
 
 @triton.jit
 def unit_lower_inverse(system, DTYPE: tl.constexpr):
-    """(1 + system)^-1 [64, 64]; the diagonal of `system` counts as 0, and above it must be zeros.
+    """Return (1 + system)^-1 [64, 64]. The diagonal of `system` counts as 0; above it must be zeros.
 
-    The system is that of normalised keys and beta <= 2: then no entry of it, of its inverse or of what is formed on the
-    way exceeds 2. But entries may be of any smaller size and still count, since they multiply what a state of any
-    magnitude leaves. So operands are bf16 or, for fp32, pairs of TF32, whose exponents are fp32's. Pairs of fp16, with
-    their 22 bits in half the time, lose what is below 2^-24.
+    With normalised keys and beta <= 2 no value exceeds 2. Small values count, since the state may be large: operands
+    need fp32's exponents. Pairs of fp16 lose values below 2^-24.
 
-    Blocks of 16 on the diagonal are inverted by merging ever larger pairs of blocks, what they leave by forward
-    substitution. (Products of powers of the triangle would be cheaper and wrong: with correlated keys they grow to 1e9
-    before they cancel.)
+    Diagonal blocks are inverted by merging pairs, the rest by substitution. Powers of the triangle would be wrong: with
+    correlated keys they grow to 1e9 before they cancel.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -106,14 +99,14 @@ def unit_lower_inverse(system, DTYPE: tl.constexpr):
         parts = _parts(inverse, DTYPE)
         inverse -= _product(parts, _parts(_product(_parts(pairs, DTYPE), parts), DTYPE))
 
-    # With the blocks' inverse D and the rest R of the system: (1 + system)^-1 = D (1 + R D)^-1.
+    # (1 + system)^-1 = D (1 + R D)^-1, D inverting diagonal blocks.
     diagonal = tl.where(on_diagonal, tl.reshape(inverse, [BLOCKS, BLOCK, 1, BLOCK]), 0.0)
     diagonal = _parts(tl.reshape(diagonal, [CHUNK, CHUNK]), DTYPE)
     rest = _parts(tl.reshape(tl.where(on_diagonal, 0.0, blocks), [CHUNK, CHUNK]), DTYPE)
     coupling = _product(rest, diagonal)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     identity = tl.where(row == column, 1.0, 0.0)
-    result = identity - coupling  # right in the first two rows of blocks; every round adds one
+    result = identity - coupling  # right in two block lines; every round adds a line
     coupling = _parts(coupling, DTYPE)
     for _ in tl.static_range(BLOCKS - 2):
         result = identity - _product(coupling, _parts(result, DTYPE))

@@ -1,7 +1,6 @@
-"""Rows of a state [ROWS, COLUMNS] in registers, as `state_tile` has them, but with 16 bytes of a row in each access.
+"""Lay out state tiles in registers with 16 bytes per access.
 
-A thread of a product's result holds pairs of columns. Two pairs of each 16 are 4 neighbours of the state here: columns
-are in another order, and so are those of the product's other operand.
+Columns are permuted, so two pairs of a thread are neighbours in the state. `fold_columns` permutes the other operand.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 def fold_elements(
     first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Offsets in a state of the elements of a tile, and which of them are there."""
+    """Return offsets and mask of a tile's elements."""
     warp = tl.arange(0, BLOCK_ROWS // 16)[None, None, :, None, None, None]
     half = tl.arange(0, 2)[None, None, None, :, None, None]
     row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
@@ -26,14 +25,14 @@ def fold_elements(
 
 @triton.jit
 def fold_tile(elements, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """[BLOCK_ROWS, BLOCK_COLUMNS] in fp32 from what `fold_elements` places."""
+    """Return [BLOCK_ROWS, BLOCK_COLUMNS] in fp32."""
     tile = tl.reshape(elements.to(tl.float32), [4, 8, BLOCK_ROWS // 16, 2, BLOCK_COLUMNS // 16, 2, 2])
     return tl.reshape(tl.permute(tile, (2, 3, 1, 4, 5, 0, 6)), [BLOCK_ROWS, BLOCK_COLUMNS])
 
 
 @triton.jit
 def tile_elements(tile):
-    """What `fold_elements` places, from a tile."""
+    """Return elements of a tile: invert `fold_tile`."""
     BLOCK_ROWS: tl.constexpr = tile.shape[0]
     BLOCK_COLUMNS: tl.constexpr = tile.shape[1]
     tile = tl.reshape(tile, [BLOCK_ROWS // 16, 2, 8, BLOCK_COLUMNS // 16, 2, 4, 2])
@@ -42,7 +41,6 @@ def tile_elements(tile):
 
 @triton.jit
 def fold_columns(x):
-    """[ROWS, COLUMNS] with its columns in a tile's order."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, [ROWS, COLUMNS // 16, 4, 2, 2]), (0, 1, 3, 2, 4))

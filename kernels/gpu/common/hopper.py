@@ -1,11 +1,9 @@
-"""What kernels in Gluon share: Triton with its layouts and shared memory written out, for Hopper alone.
+"""Share Gluon code, for Hopper alone.
 
-There products run beside what does not need them yet, and copies fill shared memory ahead. Triton's interpreter knows
-neither, so that these kernels serve bf16 alone, which it does not multiply either.
+Triton's interpreter has no asynchronous products and copies, so these kernels serve only bf16.
 
-Two launches that follow each other overlap. The first clears a flag for each of its tasks and only then lets the second
-begin, so that all programs of the first one run by then, and waiting for them ends. It sets a task's flag when what the
-task stores can be seen.
+Consecutive launches overlap. The first clears its flags before the second may begin; then all its programs run, and
+waits end. A flag is set when a task's stores are visible.
 """
 
 from __future__ import annotations
@@ -20,20 +18,19 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from .chunks import CHUNK
 
-copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # as Triton 3.6 calls it
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def served(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> bool:
-    """Whether kernels in Gluon take these activations of a layer: bf16 in pieces of 16 bytes, which copies need."""
+    """Return whether activations are bf16 and aligned to 16 bytes."""
     aligned = all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in tensors)
     return aligned and not any(stride % 8 for each in strides for stride in each[:-1])
 
 
 @gluon.constexpr_function
 def by_fours(rows, columns, warps):
-    """A layout of states [rows, columns] in which a thread has four neighbours of a row. Products give it two, which
-    take twice as many loads and stores; pairs of lanes exchange the others."""
+    """Return a layout with four neighbours a thread; products give two."""
     registers = [[0, 1], [0, 2], [8, 0]] + [[0, bit] for bit in (16, 32, 64) if bit < columns]
     groups = [[bit, 0] for bit in (16, 32, 64) if bit < 16 * warps]
     return gl.DistributedLinearLayout(registers, [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]], groups, [], [rows, columns])
@@ -41,14 +38,14 @@ def by_fours(rows, columns, warps):
 
 @gluon.jit
 def wide(x):
-    """bf16 to fp32, two in two instructions, where the compiler takes three."""
+    """Convert bf16 in pairs."""
     code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return gl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def narrow(x):
-    """fp32 to bf16, after a choice between x and 0: the compiler would make it one by one between rounded ones."""
+    """Convert to bf16 in pairs, even after a choice."""
     code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
@@ -58,7 +55,7 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
     @gluon.jit
     def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
         return tile.reinterpret(DTYPE, SHAPE, LAYOUT)
-else:  # as Triton 3.6 calls it
+else:  # Triton 3.6
 
     @gluon.jit
     def reinterpret(tile, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
@@ -67,14 +64,12 @@ else:  # as Triton 3.6 calls it
 
 @gluon.jit
 def ends_of_prefills(indices, num_prefills):
-    """How many chunks have tokens, and the token behind the last one's."""
     query_start_loc, _, seq_chunk_start = indices
     return gl.load(seq_chunk_start + num_prefills), gl.load(query_start_loc + num_prefills)
 
 
 @gluon.jit
 def starts_of_task(task, indices, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
-    """A task's chunk, its first token and that of the next chunk. BACKWARDS the last chunk comes first."""
     chunk = gl.minimum(task // HEADS, num_chunks - 1)
     if BACKWARDS:
         chunk = num_chunks - 1 - chunk
@@ -83,7 +78,6 @@ def starts_of_task(task, indices, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl
 
 @gluon.jit
 def tokens_between(task, starts, ends, num_chunks, HEADS: gl.constexpr):
-    """`tokens_of_task` of what the two above have loaded."""
     chunk, start, following = starts
     filled_chunks, last_end = ends
     there = task < num_chunks * HEADS
@@ -95,8 +89,7 @@ def tokens_between(task, starts, ends, num_chunks, HEADS: gl.constexpr):
 
 @gluon.jit
 def tokens_of_task(task, indices, num_prefills, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
-    """A task's first token, how many its chunk has, its head, and the place of both among all; no tokens from the last
-    task on. See `chunk_tokens`."""
+    """Return first token, token count (0 beyond the last task), head, and place."""
     ends = ends_of_prefills(indices, num_prefills)
     starts = starts_of_task(task, indices, num_chunks, HEADS, BACKWARDS)
     return tokens_between(task, starts, ends, num_chunks, HEADS)
@@ -104,9 +97,9 @@ def tokens_of_task(task, indices, num_prefills, num_chunks, HEADS: gl.constexpr,
 
 @gluon.jit
 def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.constexpr, WARPS: gl.constexpr):
-    """Begins to copy a chunk's rows to `tile`, zeros for those from `count` and columns from `columns` on.
+    """Begin to copy a chunk; lines from `count` and columns from `columns` on become zeros.
 
-    Of a triangle, LOWER, what is right of the 8 columns that hold the diagonal is zeros, too.
+    LOWER also clears groups of 8 columns right of the diagonal.
     """
     LANES: gl.constexpr = tile.shape[1] // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
@@ -115,12 +108,12 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
     mask = (row < count) & (column < columns)
     if LOWER:
         mask = mask & (column // 8 <= row // 8)
-    copy_async(tile, place + (row * STRIDE + column), mask=mask)  # 64 bits would take twice the registers
+    copy_async(tile, place + (row * STRIDE + column), mask=mask)  # 32-bit offsets
 
 
 @gluon.jit
 def store_outputs(out, tile, o, t, count, rows, OUT_STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
-    """o^T to a chunk's tokens, through a tile of shared memory [64, BLOCK_V]."""
+    """Store o^T through shared memory [64, BLOCK_V]."""
     tile.permute((1, 0)).store(o)
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -130,7 +123,7 @@ def store_outputs(out, tile, o, t, count, rows, OUT_STRIDE: gl.constexpr, LAYOUT
 
 @gluon.jit
 def clear_padding(out, end, num_tokens, rows, OUT_STRIDE: gl.constexpr, BLOCK_ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zeros to the tokens from `end` on. It waits for the launch before, or what follows might begin too early."""
+    """Clear tokens from `end` on, then wait for the launch before: the next launch must not begin early."""
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     zeros = gl.zeros([CHUNK, BLOCK_ROWS], out.dtype.element_ty, layout=LAYOUT)
@@ -147,8 +140,7 @@ def _power_of_2(count):
 
 @gluon.jit
 def prefetch_states(state, COUNT: gl.constexpr, WARPS: gl.constexpr):
-    """Asks for COUNT neighbours, line by line: they are on their way into the L2 cache. As a bulk they would hold up
-    what is asked for after them."""
+    """Prefetch line by line: a bulk would delay later loads."""
     LINE: gl.constexpr = 1024 // state.dtype.element_ty.primitive_bitwidth
     LINES: gl.constexpr = (COUNT + LINE - 1) // LINE
     line = gl.arange(0, _power_of_2(LINES), layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
@@ -159,15 +151,13 @@ def prefetch_states(state, COUNT: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def wait_for_launch():
-    """Until the launch before is done, and all that it stored can be seen."""
     code: gl.constexpr = "griddepcontrol.wait; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def clear_flags(flags, tasks, WARPS: gl.constexpr):
-    """Clears the flags of this program's tasks, which are as many apart as there are programs. Then the next launch may
-    begin, as soon as all programs have come here."""
+    """Clear this program's flags; then the next launch may begin."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     step = gl.arange(0, 32 * WARPS, layout=layout) * gl.num_programs(0)
     for first in range(gl.program_id(0), tasks, gl.num_programs(0) * (32 * WARPS)):
@@ -178,17 +168,16 @@ def clear_flags(flags, tasks, WARPS: gl.constexpr):
 
 @gluon.jit
 def set_flag(flag):
-    """What this program has stored can be seen by who sees its flag."""
+    """Publish this program's stores."""
     barrier()
     gl.atomic_xchg(flag, 1, sem="release")
 
 
 @gluon.jit
 def wait_for_flags(flags, stride, task, end, ready):
-    """Returns when `task` is done, if it is before `end`: the first task from there on that may not be done.
+    """Wait for `task` if before `end`. Return the first later task that may not be done.
 
-    Flags are `stride` apart. If `task` is before `ready`, which an earlier call returned, none is read. A lane reads
-    one: a warp learns of up to 32 tasks at once. Each warp for itself, since what it copies, it copies itself.
+    No flag is read if `task` is before `ready`, an earlier result. Each warp waits, since it copies for itself.
     """
     code: gl.constexpr = """
     {

@@ -1,11 +1,10 @@
-"""The inverse of a chunk's triangular system, in Gluon, by four warps that have 16 of its rows each.
+"""Invert a chunk's triangular system, with four warps of 16 lines each.
 
-The inverse of 1 + L is that of its blocks of 16 on the diagonal, D, and what is left of them: with C = L D, column by
-column of blocks from the right,
+With D the inverse of 1 + L's diagonal blocks and C = L D, the inverse has block columns, from the right:
 
     X_j = D_j - sum_{k > j} X_k C_kj
 
-where a warp needs of others nothing but D and C. Operands are bf16: see `delta_rule.unit_lower_inverse`.
+Warps share only D and C. Operands are bf16: see `delta_rule.unit_lower_inverse`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of a matrix."""
     return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def columns(x, LAYOUT: gl.constexpr):
-    """The four blocks of 16 columns of [64, 64]."""
     left, right = _halves(x)
     x0, x1 = _halves(left)
     x2, x3 = _halves(right)
@@ -44,32 +41,29 @@ def columns(x, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _joined(x, y):
-    """Two matrices beside each other."""
     return gl.reshape(gl.permute(gl.join(x, y), (0, 2, 1)), [x.shape[0], 2 * x.shape[1]])
 
 
 @gluon.jit
 def rejoined(columns):
-    """What `columns` took apart."""
+    """Invert `columns`."""
     return _joined(_joined(columns[0], columns[1]), _joined(columns[2], columns[3]))
 
 
 @gluon.jit
 def diagonal(columns, block):
-    """The blocks on the diagonal, below each other [64, 16]; `block` counts blocks of rows."""
     x = gl.where(block == 2, columns[2], columns[3])
     return gl.where(block == 0, columns[0], gl.where(block == 1, columns[1], x))
 
 
 @gluon.jit
 def _rounded(x, PACKED: gl.constexpr):
-    """fp32 to bf16. PACKED takes the half of the instructions; values of a thread must come in pairs."""
+    """Round to bf16. PACKED needs values in pairs."""
     return narrow(x) if PACKED else x.to(gl.bfloat16)
 
 
 @gluon.jit
 def _block_products(x, y, PACKED: gl.constexpr):
-    """x y of each of four blocks [64, 16], in fp32 from bf16 operands."""
     BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
     x = gl.convert_layout(gl.reshape(_rounded(x, PACKED), [4, BLOCK, BLOCK]), gl.DotOperandLayout(0, BATCH, 2))
     y_blocks = gl.reshape(_rounded(y, PACKED), [4, BLOCK, BLOCK])
@@ -80,10 +74,9 @@ def _block_products(x, y, PACKED: gl.constexpr):
 
 @gluon.jit
 def unit_lower_inverse(columns, inner, blocks_s, block, i, j, PACKED: gl.constexpr):
-    """The columns of (1 + L)^-1 from those of L, of which `inner` is the diagonal.
+    """Return columns of (1 + L)^-1 from L's columns and diagonal `inner`.
 
-    What is above L is read in `inner` alone, where it must be 0; the diagonal itself counts as 0. (i, j) are places
-    within blocks, which `block` counts. Four tiles of shared memory [64, 16] hold columns of C and D meanwhile.
+    Above the diagonal `inner` must be 0; the diagonal counts as 0. `blocks_s` holds C and D.
     """
     LAYOUT: gl.constexpr = columns[0].type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)

@@ -1,4 +1,4 @@
-"""Launches that cost their host little."""
+"""Launch kernels cheaply."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ...indices import StateIndices
 
 
 class Pointers(NamedTuple):
-    """Index arrays in the order in which a kernel takes them, and their addresses."""
-
     tensors: tuple[Tensor, ...] = ()
     addresses: tuple[int, ...] = ()
 
@@ -23,7 +21,7 @@ NO_POINTERS = Pointers()
 
 
 def index_pointers(indices: StateIndices, names: tuple[str, ...]) -> Pointers:
-    """The index arrays of these names. Every layer of a step takes the same: their addresses are asked for once."""
+    """Return index arrays, shared by all layers."""
     known: Pointers | None = indices.pointers.get(names)
     if known is None:
         tensors = tuple(getattr(indices, name) for name in names)
@@ -32,17 +30,12 @@ def index_pointers(indices: StateIndices, names: tuple[str, ...]) -> Pointers:
 
 
 class Launcher:
-    """Calls a kernel, and remembers which of its compiled variants serves which arguments.
-
-    Triton works that out anew in every call, which takes longer than the launch itself. It gets addresses in place of
-    tensors, about which it would ask the driver one by one.
-    """
+    """Remember a kernel's compiled variants."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         if not triton.knobs.runtime.interpret:
-            # Triton 3.6 leaves out of a kernel's key on disk the constants of functions without one yet. Made in the
-            # order of imports, keys are the same in every process, which then finds what another one has compiled.
+            # Triton 3.6: keys on disk depend on the order of hashing, so hash on import.
             hash(kernel)
         self.variants: dict[tuple[object, ...], Any] = {}
 
@@ -55,13 +48,10 @@ class Launcher:
         constants: Mapping[str, object],
         **options: int,
     ) -> None:
-        """The kernel takes `tensors`, `indices`, `numbers` and `constants` in turn; `options` are the compiler's.
+        """Launch with `tensors`, `indices`, `numbers` and `constants` in turn; `options` go to the compiler.
 
-        All programs are on axis 0 of the grid: the other two end at 65,535, and a batch may have more rows and chunks.
-        Tensors choose a variant by their dtype and by whether they start at a multiple of 16 bytes; the first one has a
-        device. Nothing else may choose one: index arrays are int32 and aligned, numbers are not specialised.
-
-        Within `compiling` a variant compiles in a thread, and nothing is launched.
+        All programs are on axis 0: other axes end at 65,535. Dtypes and 16-byte alignment of `tensors` choose the
+        variant; the first gives the device. Index arrays are int32 and aligned, and numbers unspecialised.
         """
         first = tensors[0]
         assert first is not None

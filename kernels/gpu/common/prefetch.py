@@ -1,4 +1,4 @@
-"""Memory on its way into the L2 cache before it is read."""
+"""Prefetch into L2."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 from .chunks import ROW_FIELDS, SRC_FIELD
 
 LINE = tl.constexpr(128)  # bytes
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # Triton's interpreter knows no assembly
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # no assembly
 
 
 @triton.jit
 def prefetch(places, SIZE: tl.constexpr):
-    """Asks for SIZE elements from each of some pointers on, [N, 1] or one alone: a power of 2 of lines."""
+    """Prefetch SIZE elements, a power of 2 of lines."""
     STEP: tl.constexpr = LINE * 8 // places.dtype.element_ty.primitive_bitwidth
     if not INTERPRETED:
         lines = (places + (tl.arange(0, (SIZE + STEP - 1) // STEP) * STEP)[None, :]).to(tl.int64, bitcast=True)
@@ -33,12 +33,9 @@ def later_tile(
     TILE_SIZE: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
-    """For programs that take the TILES tiles of one prefill row after the other: where the tile of the program that
-    comes CONCURRENT places later begins.
+    """Return the state tile CONCURRENT programs later, about the next on this processor.
 
-    That is about the one that follows on this processor. Once asked for, it finds its state in the cache, where
-    otherwise it would wait for memory while nothing is computed. `slot_stride` and TILE_SIZE count elements. To be
-    called before a program's own loads, behind which it would have to wait.
+    Call it before a program's own loads, which would delay it.
     """
     later = tile + CONCURRENT
     row = tl.minimum(row + later // TILES, num_rows - 1)

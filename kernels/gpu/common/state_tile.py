@@ -1,7 +1,6 @@
-"""Rows of a state [ROWS, COLUMNS] in registers, laid out as products on tensor cores leave their results.
+"""Lay out state tiles in registers as tensor cores leave products.
 
-A thread of such a result holds pairs of columns of a row in each half of its warp's 16 rows. Loads and stores name the
-elements in an order that gives every thread its own, so that nothing is exchanged.
+Loads and stores use the order in which threads hold elements, so threads exchange nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 def tile_elements(
     first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Offsets in a state of the elements of a tile, and which of them are there."""
+    """Return offsets and mask of a tile's elements."""
     warp = tl.arange(0, BLOCK_ROWS // 16)[None, None, :, None, None, None]
     half = tl.arange(0, 2)[None, None, None, :, None, None]
     row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
@@ -26,14 +25,14 @@ def tile_elements(
 
 @triton.jit
 def load_tile(place, mask, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """[BLOCK_ROWS, BLOCK_COLUMNS] in fp32 from pointers to `tile_elements`."""
+    """Load [BLOCK_ROWS, BLOCK_COLUMNS] in fp32."""
     tile = tl.load(place, mask=mask, other=0).to(tl.float32)
     return tl.reshape(tl.permute(tile, (2, 3, 1, 4, 0, 5)), [BLOCK_ROWS, BLOCK_COLUMNS])
 
 
 @triton.jit
 def store_tile(place, tile, mask):
-    """Stores what `load_tile` gives, in the dtype of the pointers."""
+    """Invert `load_tile`."""
     BLOCK_ROWS: tl.constexpr = tile.shape[0]
     BLOCK_COLUMNS: tl.constexpr = tile.shape[1]
     tile = tl.permute(tl.reshape(tile, [BLOCK_ROWS // 16, 2, 8, BLOCK_COLUMNS // 8, 4, 2]), (4, 2, 0, 1, 3, 5))

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a mixed batch, in one Triton launch."""
+"""Implement `conv1d`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..common.layout import check_dense, stride_alignment
 from .decode import decode_row
 from .prefill import prefill_chunk
 
-BLOCK_D = 1024  # channels of a program of four warps: 16 bytes a lane in 16-bit dtypes
-UNROLL = 4  # tokens of a chunk that a program loads at once, at least the width minus one
-STAGES = 3  # the loads of two more such groups are under way
+BLOCK_D = 1024  # channels per program
+UNROLL = 4  # tokens loaded at once, at least WIDTH - 1
+STAGES = 3
 ARRAYS = (
     "decode_src",
     "decode_len",
@@ -94,7 +94,7 @@ def _conv1d_kernel(
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program takes one tile of channels of one decode row or of one chunk, and walks through its tokens."""
+    """Walk a tile of channels through a decode row or chunk."""
     TILES: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     item = tl.program_id(0) // TILES
     channel = tl.program_id(0) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -108,7 +108,7 @@ def _conv1d_kernel(
     tap_tile = tl.load(tap_tile, mask=in_dim[:, None] & (tap < WIDTH)[None, :], other=0)
     zeros = tl.zeros([BLOCK_D], tl.float32)
     bias = tl.load(bias + channel, mask=in_dim, other=0).to(tl.float32) if HAS_BIAS else zeros
-    tail = tl.load(query_start_loc + num_prefills)  # tokens from here on belong to no row
+    tail = tl.load(query_start_loc + num_prefills)  # padding follows
     if item < num_decodes:
         if log is not None:
             decode_row(
@@ -185,7 +185,7 @@ def conv1d(
     output_gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.conv1d`. The channels of x and its gates are dense; all other strides are free."""
+    """See `mambacache.kernels.conv1d`. Channels of x and its gates must be dense."""
     check_dense(x=x, bias=bias, input_gate=input_gate, output_gate=output_gate)
     num_tokens, dim = x.shape
     out = x.new_empty(num_tokens, dim) if out is None else out

@@ -1,4 +1,4 @@
-"""A decode row of a convolution, over its token log."""
+"""Decode a row of a convolution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _load_logged(
     REACH: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
 ):
-    """The REACH inputs before entry `end` of a log, in fp32. Those before its entry `start` are in the window."""
+    """Load REACH inputs before entry `end`, from the window before `start`."""
     history = ()
     for i in tl.static_range(REACH):
         entry = end - REACH + i
@@ -64,15 +64,13 @@ def decode_row(
     SILU: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Loads come first and in the order of their use, since each is waited for where it is used.
-
-    Where a token does not follow on the one before it, the inputs of its path are read again."""
+    """Load in the order of use. A branch reads its path again."""
     REACH: tl.constexpr = WIDTH - 1
     row = item * tokens_per_decode
     src, slot = tl.load(decode_src + item), tl.load(log_slot + item)
     start, end = tl.load(log_start + item), tl.load(log_end + item)
     value = load_input(source, row, channel, in_dim, ALIGNMENT)
-    computed = tl.load(decode_len + item)  # the row's other tokens are padding
+    computed = tl.load(decode_len + item)
     dst = tl.load(decode_dst + item)
     window = state + tl.multiple_of(src * state_stride, STATE_ALIGNMENT)
     log += tl.multiple_of(slot * log_stride, STATE_ALIGNMENT)
@@ -80,7 +78,7 @@ def decode_row(
     taps = split_taps(tap_tile, WIDTH, BLOCK_D)
 
     out, out_stride, _, _ = target
-    tl.debug_barrier()  # src may be dst: it has been read by all threads from here on
+    tl.debug_barrier()  # src may be dst
     for t in range(computed):
         inputs = history + (value.to(tl.float32),)
         tl.store(log + tl.multiple_of((end + t) * DIM, STATE_ALIGNMENT) + channel, value, mask=in_dim)

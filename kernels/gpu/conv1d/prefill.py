@@ -1,4 +1,4 @@
-"""A chunk of a prefill row of a convolution."""
+"""Prefill a chunk of a convolution."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _load_history(
     ALIGNMENT: tl.constexpr,
     STATE_ALIGNMENT: tl.constexpr,
 ):
-    """The REACH inputs before token `first`, in fp32. Those before `row`, its row's first token, are in the window."""
+    """Load REACH inputs before token `first`, from the window before `row`."""
     x, x_stride, gate, gate_stride = source
     history = ()
     for i in tl.static_range(REACH):

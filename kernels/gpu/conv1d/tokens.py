@@ -1,4 +1,4 @@
-"""What every token of a convolution needs: its inputs, taps and output."""
+"""Handle tokens of a convolution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import triton.language as tl
 
 @triton.jit
 def split_taps(tile, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The WIDTH columns of a tile [BLOCK_D, 4], in fp32."""
     even, odd = tl.split(tl.reshape(tile.to(tl.float32), [BLOCK_D, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)
@@ -18,7 +17,7 @@ def split_taps(tile, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_input(source, t, channel, mask, ALIGNMENT: tl.constexpr):
-    """The convolution's input at token t: x, or x times its gate, rounded as the window will hold it."""
+    """Load x, times its gate, rounded like the window."""
     x, x_stride, gate, gate_stride = source
     value = tl.load(x + tl.multiple_of(t * x_stride, ALIGNMENT) + channel, mask=mask)
     if gate is not None:
@@ -29,7 +28,7 @@ def load_input(source, t, channel, mask, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def store_output(target, t, channel, y, mask, ALIGNMENT: tl.constexpr):
-    """Stores the output of token t, times its gate if there is one; both are rounded, as by two modules."""
+    """Store y, times its gate; both are rounded."""
     out, out_stride, gate, gate_stride = target
     y = y.to(out.dtype.element_ty)
     if gate is not None:
@@ -40,7 +39,7 @@ def store_output(target, t, channel, y, mask, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def output(inputs, taps, bias, WIDTH: tl.constexpr, SILU: tl.constexpr):
-    """The output of one token from the last WIDTH inputs, oldest first."""
+    """Apply taps to inputs, oldest first."""
     total = bias
     for i in tl.static_range(WIDTH):
         total += taps[i] * inputs[i]

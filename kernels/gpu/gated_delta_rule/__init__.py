@@ -1,4 +1,4 @@
-"""Gated delta rule over a mixed batch: two launches for decode rows, one or two for prefill rows."""
+"""Run the gated delta rule over a mixed batch: two launches for decode rows, one or two for prefill rows."""
 
 from __future__ import annotations
 

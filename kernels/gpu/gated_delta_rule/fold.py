@@ -1,4 +1,4 @@
-"""The states behind the token logs of the gated delta rule, in one Triton launch."""
+"""Fold the token logs of the gated delta rule into states, in one Triton launch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A program takes, one after the other, tiles of BLOCK_V rows of one value head's state of rows that are folded."""
+    """Fold token logs into tiles of BLOCK_V lines of one value head's state, several tiles per program."""
     next_launch_may_begin()
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -80,7 +80,7 @@ _launch = Launcher(_fold_kernel)
 
 
 def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
-    """Stores states where `decode_dst` says; k and v give their shapes alone."""
+    """Store folded states at `decode_dst`; only the shapes of k and v matter."""
     heads, K = k.shape[1:]
     value_heads, V = v.shape[1:]
     rows, warps = fold_shape(K)
@@ -98,6 +98,6 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "BLOCK_V": rows,
         },
         num_warps=warps,
-        num_stages=1,  # with more a log would be read before the wait
+        num_stages=1,  # more would read a log before the wait
         launch_pdl=True,
     )

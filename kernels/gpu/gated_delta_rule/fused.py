@@ -1,21 +1,19 @@
-"""Prefill for bf16 activations in one launch, in Gluon, where sequences keep all processors busy: what `prepare` and
-`scan` compute, bit by bit.
+"""Run prefill for bf16 activations in one Gluon launch, with the same bits as `prepare` and `scan`.
 
-A program on each processor carries tiles of 128 rows of states through their sequences, one after the other. Its warps
-have three roles: four copy chunks to shared memory, compute their decays and store outputs, four prepare what the state
-of a chunk meets, and eight carry states through what is prepared. Each runs ahead of the next one as far as there is
-room. Nothing but states and outputs is stored.
+Each program carries tiles of 128 lines of states through their sequences, one tile after the other. Four of its warps
+copy chunks, compute decays and store outputs. Four prepare scores, inverses and vectors, and eight carry states. Each
+role runs ahead of the next as far as shared memory has room.
 
-What they tell each other of a chunk, n in the order in which a program takes them:
+The barriers of a program's chunk n:
 
-| barrier | arrives | waits | then |
+| barrier | arrives | waits | meaning |
 |---|---|---|---|
-| copied | copy | prepare | its queries and keys are there |
-| values | copy | carry | its values are there |
-| decayed | copy | prepare | its decays and betas are there |
-| prepared | prepare | carry | its scores, inverse and vectors are there |
-| done | carry | copy, at n + 2 | its outputs are there, and no product reads what is its own |
-| stored | copy, at n + 2 | carry, at n + 1 | its outputs are stored, and those of the next chunk may come |
+| copied | copy | prepare | queries and keys are loaded |
+| values | copy | carry | values are loaded |
+| decayed | copy | prepare | decays and betas are ready |
+| prepared | prepare | carry | scores, inverse and vectors are ready |
+| done | carry | copy, at n + 2 | outputs are in shared memory, and stages are free |
+| stored | copy, at n + 2 | carry, at n + 1 | outputs are in global memory |
 """
 
 from __future__ import annotations
@@ -40,22 +38,21 @@ from .prepare import FLAT, decays, gates, places, store_inverse, store_scores
 
 BLOCK_V = gl.constexpr(128)
 CARRYING = gl.constexpr(8)  # warps
-REGISTERS = gl.constexpr((128, 48))  # of those that prepare, and that copy: what a chunk takes. 168 are left to carry
-COPIES = gl.constexpr(3)  # chunks of queries and keys in shared memory
-STAGES = gl.constexpr(2)  # chunks of all else
-PART = gl.constexpr(8)  # rows that are copied at a time
+REGISTERS = gl.constexpr((128, 48))  # per thread that prepares, and that copies; 168 are left to carry
+COPIES = gl.constexpr(3)  # stages of queries and keys
+STAGES = gl.constexpr(2)  # stages of everything else
+PART = gl.constexpr(8)  # lines per copy: a single copy would keep an offset for every line
 
 
 @gluon.jit
 def _copy_chunk(tile, place, STRIDE: gl.constexpr, count, columns):
-    """Begins to copy a chunk, a few rows at a time: where all are one copy, the compiler keeps each row's offset."""
     for first in gl.static_range(0, CHUNK, PART):
         copy_tile(tile.slice(first, PART), place + first * STRIDE, STRIDE, count - first, columns, False, WARPS)
 
 
 @gluon.jit
 def _store_outputs(out, tile, count, rows, OUT_STRIDE: gl.constexpr):
-    """A chunk's outputs [64, 128] from shared memory."""
+    """Store a chunk's outputs [64, 128] from shared memory."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(0, LAYOUT))[None, :]
@@ -93,7 +90,7 @@ def _copy(
     K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Copies chunks, computes their decays, and stores outputs of the chunks before."""
+    """Copy chunks, compute decays, and store outputs of earlier chunks."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     ITEMS: gl.constexpr = VALUE_HEADS * TILES
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -102,16 +99,14 @@ def _copy(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     flat_vectors = reinterpret(vectors, gl.float32, [STAGES * 4 * CHUNK, 1], flat)
     n = 0
-    # Of the two chunks before: where their outputs go, their tokens, and their rows. Offsets, which begin with a
-    # constant: what begins with another value, and does nothing in the outer loop but enter the inner one, Triton 3.6
-    # takes for unchanged.
+    # Offsets start as constants: else Triton 3.6 takes a variable for unchanged if the outer loop only passes it on.
     older_place, older_count, older_rows = gl.cast(0, gl.int64), 0, V
     last_place, last_count, last_rows = gl.cast(0, gl.int64), 0, V
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         fields = rows + item // ITEMS * ROW_FIELDS
         start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
         first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-        origin = start - context % CHUNK  # where the first chunk would begin
+        origin = start - context % CHUNK
         head, first_row = item % ITEMS // TILES, item % TILES * BLOCK_V
         if V % BLOCK_V == 0:
             prefetch_states(state + (slot * slot_stride + (head * V + first_row) * K), BLOCK_V * K, WARPS)
@@ -120,7 +115,7 @@ def _copy(
             first = gl.maximum(boundary, start)
             count = gl.minimum(boundary + CHUNK, end) - first
             t = first.to(gl.int64)
-            # That there is room was waited for with the values of the chunk before.
+            # No wait needed: waiting for room for the previous chunk's values also freed this stage of q and k.
             q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
             _copy_chunk(q_tiles.index(n % COPIES), q_place, Q_STRIDES[0], count, K)
             _copy_chunk(k_tiles.index(n % COPIES), k_place, K_STRIDES[0], count, K)
@@ -140,7 +135,7 @@ def _copy(
             decay, _ = decays(gate, beta, rate, bias, count, four.slice(3 * CHUNK, CHUNK), four.slice(CHUNK, CHUNK))
             four.slice(0, CHUNK).store(decay)
             barrier()
-            # Sums of zeros behind the last token would be added up in another order.
+            # Not the sum of all: zeros past the last token would change its order.
             totals.index(stage).store(flat_vectors.index(stage * (4 * CHUNK) + count - 1).load(ONE))
             barrier()
             mbarrier.arrive(decayed.index(stage), count=1)
@@ -160,7 +155,6 @@ def _copy(
 
 @gluon.jit
 def _prepare(rows, num_items, inputs, results, scratch, barriers, ITEMS: gl.constexpr, K: gl.constexpr):
-    """Prepares chunks: scores, inverses and vectors."""
     q_tiles, k_tiles = inputs
     inverses, score_tiles, vectors = results
     copied, decayed, prepared = barriers
@@ -210,7 +204,6 @@ def _carry(
     K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Carries states through the chunks of their sequences."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     ITEMS: gl.constexpr = VALUE_HEADS * TILES
     BF16: gl.constexpr = gl.bfloat16
@@ -235,13 +228,11 @@ def _carry(
         first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
         source = state + (slot * slot_stride + (head * V + first_row) * K)
         inside = (row < V - first_row) & (channel < K)
-        # As offsets of a row and of a channel in turn, of which both fit into the instructions.
         S = gl.load(source + row * K + channel, mask=inside & (slot != 0), other=0)
         S = gl.convert_layout(S, CARRIED).to(gl.float32)
         for chunk in range(first_chunk, last_chunk):
             dst = gl.load(chunk_dst + chunk)
             stage = n % STAGES
-            # In shared memory for want of registers.
             read_s.store(S.to(BF16))
             mbarrier.wait(values.index(stage), n // STAGES & 1)
             mbarrier.wait(prepared.index(stage), n // STAGES & 1)
@@ -261,13 +252,13 @@ def _carry(
             u = warpgroup_mma_wait(0, deps=[u])
             S = warpgroup_mma(gl.convert_layout((to_end * u).to(BF16), LEFT_CARRIED), keys, S, is_async=True)
             u = gl.convert_layout(u.to(BF16), LEFT)
-            # As late as this, so that it is not held beside both u.
+            # Late, so that registers do not hold o beside both forms of u.
             o = warpgroup_mma(read_s, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
             query_decay = four.slice(2 * CHUNK, CHUNK).load(OF_STEP)[None, :]
             o = query_decay * warpgroup_mma_wait(0, deps=[o])
             o = warpgroup_mma(u, score_tiles.index(stage).permute((1, 0)), o, is_async=True)
             S, o = warpgroup_mma_wait(0, deps=[S, o])
-            mbarrier.wait(stored, (n + 1) & 1)  # the outputs before these
+            mbarrier.wait(stored, (n + 1) & 1)
             outputs_s.permute((1, 0)).store(o.to(BF16))
             barrier()
             mbarrier.arrive(done.index(stage), count=1)
@@ -308,7 +299,7 @@ def _delta_prefill_kernel(
     BLOCK_K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """A program takes tiles of value heads' states in sequences, one after the other."""
+    """Carry tiles of value heads' states through their sequences, several tiles per program."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty

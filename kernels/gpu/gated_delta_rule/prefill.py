@@ -1,22 +1,18 @@
-"""Gated delta rule over the prefill rows of a batch, in two launches or one.
+"""Run the gated delta rule (arXiv:2412.06464) over the prefill rows of a batch, in one or two launches.
 
-Norms, gates and decays stay in fp32 outside the products. A chunk of 64 tokens, which are the rows of q, k and v, takes
-the state S [V, K] of a value head through
+A chunk of 64 tokens, the lines of q, k and v, takes the state S [V, K] of a value head through
 
-    u = (v - key_decay * (k S^T)) inverse^T;  o = query_decay * (q S^T) + u scores^T;  S = decay S + (to_end * u)^T k
+    u = inverse (v - key_decay * (k S^T));  o = query_decay * (q S^T) + scores u;  S = decay S + (to_end * u)^T k
 
-The first launch prepares `inverse`, `scores` and the vectors, for all chunks at once. The second carries the states.
-Its products are transposed, so that all of them take their left operand from the registers where it was computed.
+The first launch computes `inverse`, `scores` and the vectors of all chunks at once. The second carries the states. Its
+products are transposed, so that each left operand is already in registers.
 
-For bf16 activations both are in Gluon (`prepare`, `scan`), and the second begins while the first one runs. Where they
-keep all processors busy, sequences are one launch (`fused`): what is prepared need not leave the processor that takes
-it. The kernels here take what these do not: other dtypes, keys of more than 128 channels, and for the first launch
-betas beyond 1.
+For bf16 activations both launches are in Gluon (`prepare`, `scan`) and overlap. Batches that keep all processors busy
+take one launch (`fused`). The Triton kernels here serve other inputs and, in the first launch, betas above 1.
 
-The betas and norms of its columns are in `inverse` and rounded with it, unless a beta may exceed 1. Tokens with a beta
-near 2 all but reflect the state, and where they have one direction the rows of the inverse add up to 1 and -1 in turn:
-with every row a little off, the state grows in each chunk (measured: to 1e6 times its size in 1,000 tokens). Then the
-betas are in `scores` and `to_end`, `inverse` has exact ones on its diagonal, and it is computed with twice the digits.
+Each line of `inverse` includes its token's beta and key norm, unless betas may exceed 1. Betas near 2 nearly reflect
+the state: if keys have one direction, a rounded `inverse` makes the state grow in each chunk. Then `scores` and
+`to_end` include beta and norm instead, and `inverse` has exact ones on its diagonal and more digits.
 """
 
 from __future__ import annotations
@@ -76,7 +72,6 @@ def _prepare_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A program takes one chunk of one value head."""
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
     REFLECTING: tl.constexpr = BETA_SCALE > 1
@@ -107,7 +102,7 @@ def _prepare_kernel(
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     score_tile = tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
-    stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
+    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
     query_norm = inverse_norms(dot(queries, tl.trans(queries))) * K**-0.5
     scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]
     if not REFLECTING:
@@ -118,8 +113,8 @@ def _prepare_kernel(
     system = products * pairwise * key_norm[:, None] * scale[None, :]
     if REFLECTING:
         tl.store(score_tile, (scores * scale[None, :]).to(OPERAND), mask=stored)
-    # fp16 where states are all but reflected: bf16 has too few digits, and with TF32 all of prefill takes 1.6 times as
-    # long. So beside states of 1e20 late tokens of a chunk are not exact there.
+    # For betas above 1 bf16 has too few digits, and TF32 is slow. fp16 loses entries below 2^-24: beside states of
+    # 1e20, a chunk's late tokens are inexact.
     inverse = unit_lower_inverse(system, tl.float16 if REFLECTING and not PRECISE else OPERAND)
     to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0)
     if REFLECTING:
@@ -163,7 +158,7 @@ def _scan_kernel(
     CONCURRENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence."""
+    """Carry BLOCK_V lines of one value head's state per program through all chunks of one sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
@@ -180,7 +175,7 @@ def _scan_kernel(
         return
 
     start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK  # where the first chunk would begin
+    origin = start - context % CHUNK
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(
         state, rows, num_prefills, slot_stride, sequence, index, VALUE_HEADS * TILES, V * K, CONCURRENT
@@ -202,7 +197,6 @@ def _scan_kernel(
     vectors += head.to(tl.int64) * (4 * num_tokens)
     each_step = tl.arange(0, 4 * CHUNK) % CHUNK
     each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
-    # Offsets within a tile are added to a scalar pointer, so that they need no registers of their own.
     wide_step = step.to(tl.int64)[:, None]
     k_tile = wide_step * K_STRIDES[0] + channel[None, :]
     q_tile = wide_step * Q_STRIDES[0] + channel[None, :]
@@ -262,10 +256,9 @@ def prefill(
     beta_scale: float,
     out: Tensor,
 ) -> None:
-    """Fills the prefill and padding tokens of `out` [F, HV, V] and stores states where `chunk_dst` says.
+    """Fill prefill and padding tokens of `out` [F, HV, V] and store states at `chunk_dst`.
 
-    Scratch of two launches: 272 bytes per token and value head for bf16 activations, 528 for others; for the former 4
-    per chunk, too. One launch takes none.
+    Scratch of two launches: 272 bytes per token and value head for bf16, else 528; 4 per chunk and value head.
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
@@ -277,14 +270,14 @@ def prefill(
     numbers = indices.num_prefills, slot_stride(state), num_tokens
     narrow = q.dtype == torch.bfloat16
     hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
-    concurrent = processors(q.get_device())  # programs of 128 rows, one on each
-    # Tiles of 64 rows while all of them run at once, of 128, which read q and k half as often, when there are more.
+    concurrent = processors(q.get_device())  # a processor runs one program of 128 lines
+    # Tiles of 64 lines if all run at once, else of 128 lines, which read q and k half as often.
     few = value_heads * cdiv(V, 64) * indices.num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
     num_chunks = indices.chunk_seq.shape[0]
     gluon_prepare = hopper and beta_scale <= 1
     tiles_of_row = value_heads * cdiv(V, block_V)
-    # A chunk takes one launch nearly twice as long as the second of two: it pays while most processors are busy.
+    # Per chunk, one launch takes nearly twice the time of `scan`: it pays only if most processors are busy.
     if gluon_prepare and block_V == FUSED_BLOCK_V.value and keep_busy(indices, tiles_of_row, max(concurrent, 1)):
         fused(
             max(min(tiles_of_row * indices.num_prefills, concurrent), 1),
@@ -300,14 +293,14 @@ def prefill(
     tasks = value_heads * num_chunks
     flags = q.new_empty(tasks, dtype=torch.int32) if gluon_prepare and tasks else None
     if flags is not None:
-        # Three on a processor; where the second launch has few programs, so many that there is room for these as well.
+        # A second launch of few programs needs room beside these.
         programs = concurrent + concurrent // 2 if few else 3 * concurrent
         prepare(
             min(tasks, max(programs, 1)),
             (q, k, a, b, A_log, dt_bias, tiles, vectors, flags),
             index_pointers(indices, CHUNK_ARRAYS),
             (indices.num_prefills, num_tokens, num_chunks),
-            # Where the second launch waits for all of it, it finds in the L2 cache what was prepared last.
+            # A second launch that starts late finds the chunks prepared last in the L2 cache.
             {**strides, **gate_strides, **shape, "BACKWARDS": not few},
             num_warps=4,
             maxnreg=168,

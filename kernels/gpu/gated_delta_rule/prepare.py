@@ -1,7 +1,6 @@
-"""What the state of a chunk meets, in Gluon: `inverse`, `scores` and the vectors. A first launch prepares all chunks,
-`fused` one after the other.
+"""Compute `inverse`, `scores` and the vectors of chunks in Gluon, as a first launch or inside `fused`.
 
-Each of four warps has 16 tokens of a chunk, the rows of what it computes.
+Each of four warps has 16 lines of a chunk.
 """
 
 from __future__ import annotations
@@ -33,22 +32,20 @@ def _add_pairs(x, y, other_x, other_y):
 
 @gluon.jit
 def _inverse_norms(blocks, same):
-    """1 / sqrt(|x|^2 + eps) of every row x, from the blocks on the diagonal of x x^T."""
+    """Return 1 / sqrt(|x|^2 + eps) of every line x, from the diagonal blocks of x x^T."""
     return gl.rsqrt(gl.sum(gl.where(same, blocks, 0.0), axis=1) + NORM_EPS)
 
 
 @gluon.jit
 def places(q, k, t, head, Q_STRIDES: gl.constexpr, K_STRIDES: gl.constexpr, GROUP: gl.constexpr):
-    """Where a task's queries and keys are."""
     q_place = q + t * Q_STRIDES[0] + head // GROUP * Q_STRIDES[1]
     return q_place, k + t * K_STRIDES[0] + head // GROUP * K_STRIDES[1]
 
 
 @gluon.jit
 def gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRIDES: gl.constexpr):
-    """What the decays and betas of a task's tokens are computed from."""
     step = gl.arange(0, CHUNK, layout=FLAT)
-    token = (t + step).to(gl.int64)  # this late for `fused`: its 32 bits take half the registers
+    token = (t + step).to(gl.int64)  # cast late: 32 bits take half the registers of `fused`
     gate = gl.load(a + head * A_STRIDES[1] + token * A_STRIDES[0], mask=step < count, other=0)
     beta = gl.load(b + head * B_STRIDES[1] + token * B_STRIDES[0], mask=step < count, other=0)
     return gate, beta, gl.load(A_log + head), gl.load(dt_bias + head)
@@ -56,7 +53,7 @@ def gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRID
 
 @gluon.jit
 def decays(gate, beta, rate, bias, count, sums_s, betas_s):
-    """Decays up to each token, and sums of log decays that are bounded from below. Leaves these sums, and betas."""
+    """Return decays up to each token and sums of bounded log decays. Store these sums and the betas."""
     gate = log2_decay(gate.to(gl.float32), rate.to(gl.float32), bias.to(gl.float32))
     gate = gl.where(gl.arange(0, CHUNK, layout=FLAT) < count, gate, 0.0)
     least = gl.maximum(gate, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
@@ -68,7 +65,7 @@ def decays(gate, beta, rate, bias, count, sums_s, betas_s):
 
 @gluon.jit
 def store_scores(tile, q_s, k_s, sums_s, q_norms_s, k_norms_s, K: gl.constexpr):
-    """Leaves scores and norms, for which all warps must wait. Returns k k^T, pairwise decays, and norms of keys."""
+    """Store scores and norms; all warps must wait for them. Return k k^T, pairwise decays and norms of keys."""
     zeros = gl.zeros([CHUNK, CHUNK], gl.float32, layout=WIDE)
     squares = warpgroup_mma(q_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -93,7 +90,7 @@ def store_scores(tile, q_s, k_s, sums_s, q_norms_s, k_norms_s, K: gl.constexpr):
 
 @gluon.jit
 def store_inverse(tile, products, pairwise, k_norm, k_norms_s, betas_s, blocks_s):
-    """Leaves the inverse of the system that k k^T makes, with the betas and norms of its rows."""
+    """Store the inverse of the chunk's system, each line times its beta and norm."""
     scale = k_norms_s.load(gl.SliceLayout(0, WIDE)) * betas_s.load(gl.SliceLayout(0, WIDE))
     products *= pairwise * gl.convert_layout(k_norm, gl.SliceLayout(1, WIDE))[:, None] * scale[None, :]
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
@@ -133,7 +130,6 @@ def _delta_prepare_kernel(
     BLOCK_K: gl.constexpr,
     BACKWARDS: gl.constexpr,
 ):
-    """A program takes chunks of value heads, one after the other."""
     BF16: gl.constexpr = gl.bfloat16
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
@@ -143,7 +139,7 @@ def _delta_prepare_kernel(
     q_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_K], by_key)
     k_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK_K], by_key)
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
-    # Apart, so that the compiler sees that what is stored is not what is loaded.
+    # Separate allocations show the compiler that stores and loads do not overlap.
     blocks_s = (
         gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
         gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks),
@@ -179,7 +175,7 @@ def _delta_prepare_kernel(
         fence_async_shared()
         products, pairwise, k_norm = store_scores(tile_s, q_s, k_s, sums_s, q_norms_s, k_norms_s, K)
         barrier()
-        # No product reads q and k any more: those of the next task are on their way from here on.
+        # No product reads q and k any more: copy the next task's.
         q_place, k_place = places(q, k, next_t, next_head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
         copy_tile(q_s, q_place, Q_STRIDES[0], next_count, K, False, WARPS)
         copy_tile(k_s, k_place, K_STRIDES[0], next_count, K, False, WARPS)
@@ -190,7 +186,7 @@ def _delta_prepare_kernel(
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
         entry = row.to(gl.int64) * (VALUE_HEADS * CHUNK) + column
-        stored = (row < count) & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
+        stored = (row < count) & (column // 8 <= row // 8)  # as the second launch masks
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (VALUE_HEADS * CHUNK)
         gl.store(score_tile + entry, tile_s.load(OUT), mask=stored)
 

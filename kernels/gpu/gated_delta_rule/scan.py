@@ -1,7 +1,7 @@
-"""The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
+"""Run the second launch of prefill for bf16 activations in Gluon, with the same bits as `prefill._scan_kernel`.
 
-Products that need no result of each other are in flight together, and scaling, copies and stores go on beside them.
-Shared memory holds three chunks, of which two are on their way.
+Independent products are in flight together; scaling, copies and stores overlap with them. Shared memory holds three
+chunks, two of them still being copied.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _copy_first(
     K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Begins to copy what a chunk's first products take to a stage of shared memory: `count` tokens from t on."""
+    """Begin to copy the operands of a chunk's first products to a stage: `count` tokens from t on."""
     k_tiles, v_tiles, inverses = copies
     k, v, inverse = sources
     t = t.to(gl.int64)
@@ -61,7 +61,6 @@ def _copy_last(
     K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """The same for what its other products take, and for its vectors."""
     q_tiles, score_tiles, fours = copies
     q, scores, vectors = sources
     t = t.to(gl.int64)
@@ -101,8 +100,10 @@ def _delta_scan_kernel(
     BLOCK_V: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
-    """A program carries BLOCK_V rows of one value head's state through all chunks of one sequence. CONCURRENT of them
-    run at a time, or with 0 all."""
+    """Carry BLOCK_V lines of one value head's state per program through all chunks of one sequence.
+
+    CONCURRENT programs run at a time; 0 means all.
+    """
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     STAGES: gl.constexpr = 3
     WARPS: gl.constexpr = BLOCK_V // 16
@@ -128,9 +129,9 @@ def _delta_scan_kernel(
     fields = rows + sequence * ROW_FIELDS
     start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
     first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-    origin = start - context % CHUNK  # where the first chunk would begin
+    origin = start - context % CHUNK
     slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
-    # Of the state of a later program, see `later_tile`: its slot is asked for before this one's own state.
+    # Load the later program's slot before this program's state: see `later_tile`.
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (VALUE_HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
@@ -175,7 +176,6 @@ def _delta_scan_kernel(
             first_copies, i, first_sources, t, count, rows_left, K_STRIDES[0], V_STRIDES[0], TILE_STRIDE, K, WARPS
         )
         _copy_last(last_copies, i, last_sources, t, count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS)
-    # What is read alone is asked for a chunk ahead.
     there = first_chunk < last_chunk
     dst = gl.load(chunk_dst + first_chunk, mask=there, other=0)
     decay = gl.load(vectors + gl.minimum(origin + CHUNK, end) - 1, mask=there, other=0)
@@ -186,7 +186,7 @@ def _delta_scan_kernel(
         t = gl.maximum(boundary, start)
         count = gl.minimum(boundary + CHUNK, end) - t
         stage = (chunk - first_chunk) % STAGES
-        free = (chunk - first_chunk + STAGES - 1) % STAGES  # what the chunk before took
+        free = (chunk - first_chunk + STAGES - 1) % STAGES
         ahead = gl.maximum(boundary + (STAGES - 1) * CHUNK, start)
         ahead_count = gl.minimum(boundary + STAGES * CHUNK, end) - ahead
         async_copy.wait_group(2)
@@ -196,7 +196,6 @@ def _delta_scan_kernel(
         known = warpgroup_mma(read, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
 
-        # The outputs of the chunk before.
         store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
 
         there = chunk + 1 < last_chunk

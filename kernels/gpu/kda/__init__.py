@@ -1,4 +1,4 @@
-"""Kimi Delta Attention over a mixed batch: two Triton launches for decode rows, two for prefill rows."""
+"""Run Kimi Delta Attention over a mixed batch: two launches for decode rows, two for prefill rows."""
 
 from __future__ import annotations
 

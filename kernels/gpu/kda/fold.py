@@ -1,7 +1,6 @@
-"""The states behind the token logs of Kimi Delta Attention, in one Triton launch.
+"""Fold the token logs of Kimi Delta Attention into states, in one Triton launch.
 
-Entries are added one by one. A product would have to scale their keys channel by channel first, once more in every tile
-of rows, and this op's keys are no longer 16 bits wide then.
+Entries are added one by one: a product would scale their keys per channel in every tile, to more than 16 bits.
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """A program takes, one after the other, tiles of BLOCK_V rows of one head's state of rows that are folded.
+    """Fold token logs into tiles of BLOCK_V lines of one head's state, several tiles per program.
 
-    First come the entries before the last. In a step of one token earlier steps logged them all, and only the last one
-    has to wait for this step's decode.
+    In a step of one token, only the last entry must wait for the step's decode.
     """
     next_launch_may_begin()
     TILES: tl.constexpr = V // BLOCK_V
-    ASKED: tl.constexpr = K if K == BLOCK_K else BLOCK_K // 2  # a power of 2, and no line beyond the log
+    ASKED: tl.constexpr = K if K == BLOCK_K else BLOCK_K // 2  # a power of 2 within the log
     channel, lane = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_K = channel < K
     stride = slot_elements(slot_stride, state)
@@ -95,7 +93,7 @@ _launch = Launcher(_fold_kernel)
 
 
 def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
-    """Stores states where `decode_dst` says; k and v give their shapes alone."""
+    """Store folded states at `decode_dst`; only the shapes of k and v matter."""
     heads, K = k.shape[1:]
     V = v.shape[2]
     block_K = max(power_of_2(K), LEAST_WIDTH)
@@ -112,6 +110,6 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "BLOCK_V": ROWS,
         },
         num_warps=1 if block_K <= 128 else 4,
-        num_stages=1,  # with more a log would be read before the wait
+        num_stages=1,  # more would read a log before the wait
         launch_pdl=True,
     )

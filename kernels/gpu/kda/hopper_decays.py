@@ -1,6 +1,6 @@
-"""Decays of a chunk's tokens and channels in Gluon, and what the second launch of prefill reads of them.
+"""Compute decays of a chunk's tokens and channels in Gluon, and decayed operands.
 
-A thread has 4 channels of 8 tokens that follow each other. So it adds up most of a running sum of log decays alone.
+Each thread has a run of tokens in a few channels, and adds up most of a running sum alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from ..common.decays import LOG2_E
 from ..common.hopper import barrier, wide
 from ..common.inverse import WARPS
 
-# Of a token: its exponential is 0 (denormals are), and what 64 of them add up to still leaves 10 bits for fractions.
+# Per token: flushed to 0 as a power, and a sum of 64 still leaves 10 bits for fractions.
 MIN_LOG2_DECAY = gl.constexpr(-128.0)
 log2_softplus = gluon.jit(decays.log2_softplus.fn)
 
 
 @gluon.constexpr_function
 def _by_run(VEC):
-    """The layout of [runs, tokens of a thread, C] whose values are where those of [64, C] are."""
     run, width = VEC.size_per_thread
     tokens, channels = VEC.threads_per_warp
     return gl.BlockedLayout([1, run, width], [tokens, 1, channels], [4, 1, 1], [2, 1, 0])
@@ -29,7 +28,6 @@ def _by_run(VEC):
 
 @gluon.constexpr_function
 def _all_runs(VEC, runs):
-    """A layout of [runs, runs, C] in which a thread has all of the second for its own of the first."""
     tokens, channels = VEC.threads_per_warp
     return gl.BlockedLayout([1, runs, VEC.size_per_thread[1]], [tokens, 1, channels], [4, 1, 1], [2, 1, 0])
 
@@ -46,7 +44,6 @@ def _inverse(x):
 
 @gluon.jit
 def _store(place, x, count, channels, K: gl.constexpr):
-    """The rows of a chunk and some of their channels, in scratch whose rows have K."""
     RUN: gl.constexpr = x.type.layout.size_per_thread[0]
     BY_RUN: gl.constexpr = _by_run(x.type.layout)
     C: gl.constexpr = x.shape[1]
@@ -60,7 +57,6 @@ def _store(place, x, count, channels, K: gl.constexpr):
 
 @gluon.jit
 def log_decays(g_s, bias, rate, count, VEC: gl.constexpr):
-    """log2 decays [64, C], 0 for tokens from `count` on."""
     rates = gl.where(gl.arange(0, CHUNK, layout=gl.SliceLayout(1, VEC)) < count, rate, 0.0)
     gates = wide(g_s.load(VEC)) * LOG2_E + bias[None, :]
     return gl.maximum(rates[:, None] * log2_softplus(gates), MIN_LOG2_DECAY)
@@ -68,7 +64,7 @@ def log_decays(g_s, bias, rate, count, VEC: gl.constexpr):
 
 @gluon.jit
 def _runs(decays, runs_s):
-    """Running sums [runs, tokens of a thread, C] within the run of each thread; what each adds up to in `runs_s`."""
+    """Return running sums [runs, tokens of a run, C]. Store their totals in `runs_s`."""
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
     RUN: gl.constexpr = VEC.size_per_thread[0]
@@ -83,7 +79,7 @@ def _runs(decays, runs_s):
 
 @gluon.jit
 def _halves(runs):
-    """What runs [runs, C], of which a thread has all of a channel, add up to in the chunk's halves."""
+    """Sum runs [runs, C] over each half of the chunk."""
     RUNS: gl.constexpr = runs.shape[0]
     in_first = gl.arange(0, RUNS, layout=gl.SliceLayout(1, runs.type.layout))[:, None] < RUNS // 2
     return gl.sum(gl.where(in_first, runs, -0.0), axis=0), gl.sum(gl.where(in_first, -0.0, runs), axis=0)
@@ -91,14 +87,13 @@ def _halves(runs):
 
 @gluon.jit
 def near_sums(decays, runs_s):
-    """From the chunk's middle to each token [64, C], and the sums [C] of the chunk's halves."""
+    """Return sums from the chunk's middle to each token [64, C], and of its halves [C]."""
     VEC: gl.constexpr = decays.type.layout
     RUNS: gl.constexpr = runs_s.shape[0]
     CHANNELS: gl.constexpr = gl.SliceLayout(0, VEC)
     BY_RUN: gl.constexpr = _by_run(VEC)
     ALL: gl.constexpr = _all_runs(VEC, RUNS)
     sums = _runs(decays, runs_s)
-    # Each thread adds up for itself what the runs before its own come to.
     runs = runs_s.load(gl.SliceLayout(0, ALL))
     first, second = _halves(runs)
     own = gl.arange(0, RUNS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
@@ -111,7 +106,7 @@ def near_sums(decays, runs_s):
 
 @gluon.jit
 def far_sums(decays, runs_s, starts_s, halves_s, quarters_s):
-    """The same, rounded otherwise: the latter in `halves_s`, in `quarters_s` the sums to the halves' middles."""
+    """Return the sums [64, C] of `near_sums`, rounded differently. Store sums of the halves, and to their middles."""
     VEC: gl.constexpr = decays.type.layout
     RUNS: gl.constexpr = runs_s.shape[0]
     BY_RUN: gl.constexpr = _by_run(VEC)
@@ -133,9 +128,9 @@ def far_sums(decays, runs_s, starts_s, halves_s, quarters_s):
 
 @gluon.jit
 def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
-    """How many of 5: after so many, no half of a span of 32 tokens decays by more than LIMIT in any channel.
+    """Return how often to halve spans of 32 tokens, until no half decays by more than LIMIT.
 
-    The chunk's own decays decide, so that the result does not depend on the batch.
+    Only the chunk's decays decide, not the batch.
     """
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
@@ -146,7 +141,7 @@ def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
     second, third = -quarters_s[0].load(CHANNELS), quarters_s[1].load(CHANNELS)
     first, fourth = halves_s[0].load(CHANNELS) - second, halves_s[1].load(CHANNELS) - third
     least = gl.min(gl.minimum(gl.minimum(first, second), gl.minimum(third, fourth)), axis=0)
-    # Of 1, 2, 4, and 8 tokens that a thread has; for more than it has, a bound.
+    # A bound for more tokens than a thread has.
     sums = gl.reshape(decays, [RUNS, RUN, C])
     far = gl.zeros([RUNS, C], gl.int32, layout=OF_RUN)
     for _level in gl.static_range(4):
@@ -160,7 +155,7 @@ def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
 
 @gluon.jit
 def store_operands(outputs, operands_s, queries, keys, sums, halves, count, channels, K: gl.constexpr):
-    """Stores k_in, q_in and k_out, and the operands of pairs that meet in the chunk's middle."""
+    """Store k_in, q_in and k_out, and operands of pairs that meet in the chunk's middle."""
     k_in, q_in, k_out = outputs
     q_s, k_s, right_s = operands_s
     to_start, to_end = gl.exp2(halves[0])[None, :], gl.exp2(halves[1])[None, :]
@@ -178,7 +173,7 @@ def store_operands(outputs, operands_s, queries, keys, sums, halves, count, chan
 
 @gluon.jit
 def store_far(outputs, queries, keys, sums, halves, count, channels, K: gl.constexpr):
-    """The first three where the factors of the chunk's middle are out of range."""
+    """Store k_in, q_in and k_out without factors of the chunk's middle."""
     k_in, q_in, k_out = outputs
     from_start = gl.exp2(sums + halves[0][None, :])
     _store(k_in, keys * from_start, count, channels, K)

@@ -1,4 +1,4 @@
-"""Products of a chunk's pairs of tokens in Gluon, every channel decayed from the one to the other."""
+"""Multiply a chunk's pairs of tokens in Gluon, every channel decayed from one token to the other."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from ..common.delta_rule import BLOCK
 from ..common.hopper import barrier, narrow
 from ..common.inverse import rejoined
 
-# The largest log decay of half a span of tokens whose pairs may all meet in its middle, after it or before it: keys of
-# norm 1 are multiplied by its exponential and its inverse.
+# Largest log decay of half a span for all pairs to meet in its middle: keys of norm 1 take its exponential and inverse.
 MAX_FACTORED_DECAY = gl.constexpr(75.0)
 
 
 @gluon.jit
 def add_near(scores, products, q_s, k_s, right_s):
-    """Adds the products [64, 64] of the first and of the second operand with the third, of all parts."""
+    """Add the products [64, 64] of q_s and k_s with right_s."""
     PARTS: gl.constexpr = q_s.shape[0]
     for part in gl.static_range(PARTS):
         right = right_s.index(part).permute((1, 0))
@@ -30,7 +29,7 @@ def add_near(scores, products, q_s, k_s, right_s):
 
 @gluon.jit
 def _from_middle(sums, SPAN: gl.constexpr):
-    """Minus the log decays between the middle of a span of a warp's own tokens and each of its tokens [64, C]."""
+    """Return the log decay, at most 0, between the middle of a span and each token [64, C]."""
     LAYOUT: gl.constexpr = sums.type.layout
     C: gl.constexpr = sums.shape[1]
     spans = gl.reshape(sums, [CHUNK // SPAN, SPAN, C])
@@ -43,7 +42,6 @@ def _from_middle(sums, SPAN: gl.constexpr):
 
 @gluon.jit
 def _from_middles(sums, span, quarters_s):
-    """The same for any span of at most 32 tokens, given the running sums in the middles of the chunk's halves."""
     LAYOUT: gl.constexpr = sums.type.layout
     exponents = sums
     if span == 32:
@@ -66,7 +64,6 @@ def _from_middles(sums, span, quarters_s):
 
 @gluon.jit
 def _add_block(block, left, right_s, start, end, FIRST: gl.constexpr):
-    """Adds products to a block of columns, for the columns of every row from start to end."""
     LAYOUT: gl.constexpr = block.type.layout
     right = right_s.slice(FIRST, BLOCK).permute((1, 0)).load(gl.DotOperandLayout(1, LAYOUT, 2))
     new = mma_v2(left, right, gl.zeros([CHUNK, BLOCK], gl.float32, layout=LAYOUT))
@@ -76,7 +73,7 @@ def _add_block(block, left, right_s, start, end, FIRST: gl.constexpr):
 
 @gluon.jit
 def _add_diagonal(blocks, left_s, right_s, start, end):
-    """The same for the blocks on the diagonal [4, 16, 16], whose rows and columns count from their own first."""
+    """Add products to diagonal blocks; columns count within a block."""
     LAYOUT: gl.constexpr = blocks.type.layout
     C: gl.constexpr = left_s.shape[1]
     left = left_s.reshape([4, BLOCK, C]).load(gl.DotOperandLayout(0, LAYOUT, 2))
@@ -88,7 +85,7 @@ def _add_diagonal(blocks, left_s, right_s, start, end):
 
 @gluon.jit
 def _add_halves(blocks, left_s, right_s, SPAN: gl.constexpr):
-    """Adds products of the tokens of the second halves of spans of 64 or 32 tokens with those of their first halves."""
+    """Add products of the second half of a span, 64 or 32, with its first half."""
     left = left_s.load(gl.DotOperandLayout(0, blocks[0].type.layout, 2))
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, blocks[0].type.layout))[:, None]
     start = row & -SPAN
@@ -102,19 +99,18 @@ def _add_halves(blocks, left_s, right_s, SPAN: gl.constexpr):
 
 @gluon.jit
 def power(x):
-    """The power of two in x, which multiplies exactly in every dtype."""
+    """Return the power of two in x, an exact factor in every dtype."""
     return (x.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def rest(x):
-    """What `power` leaves, from 1 to 2."""
     return ((x.to(gl.int32, bitcast=True) & 0x007FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _scaled(x, factor):
-    """Both rounded to bf16 before the product is: its packed arithmetic takes a quarter of fp32's instructions."""
+    """Multiply in bf16: packed arithmetic takes a quarter of fp32's instructions."""
     code: gl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
     arguments = [x, narrow(factor)]
     return gl.inline_asm_elementwise(code, "=r,r,r", arguments, dtype=gl.bfloat16, is_pure=True, pack=2)
@@ -122,11 +118,10 @@ def _scaled(x, factor):
 
 @gluon.jit
 def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl.constexpr):
-    """Adds the products of pairs from different halves of a span of at most 32 tokens."""
     q_s, k_s, right_s = inputs_s
     LAYOUT: gl.constexpr = sums.type.layout
     factor = gl.exp2(_from_middles(sums, SPAN, quarters_s))
-    barrier()  # what was there has been read
+    barrier()
     left_s.store(_scaled(q_s.load(LAYOUT), factor))
     right_s.store(_scaled(k_s.load(LAYOUT), factor))
     barrier()
@@ -143,18 +138,17 @@ def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl
 
 @gluon.jit
 def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, left_s):
-    """Adds the products of pairs of a part from the running sums of its log decays, where some decay far.
+    """Add the pair products of a part with far decays. All inputs are overwritten.
 
-    Pairs whose tokens lie in different halves of a span of 64, 32, ... tokens meet in its middle. After the span of 64
-    and `halvings` more, the factors of all pairs of a span are in range, at the latest those of one token.
+    See `prepare._add_pair_products`: `halvings` spans follow the span of 64.
 
-    `scores` and `products` are three blocks of columns [64, 16], of what is below the diagonal's blocks, and these
-    [4, 16, 16]. Of the norms of q and k the powers of two are in what is added. All inputs are overwritten.
+    `scores` and `products` are three blocks of columns [64, 16] and the diagonal blocks [4, 16, 16]. They include the
+    norms' powers of two.
     """
     q_s, k_s, right_s = inputs_s
     LAYOUT: gl.constexpr = sums.type.layout
     q_norms, k_norms = norms_s[0].load(gl.SliceLayout(1, LAYOUT)), norms_s[1].load(gl.SliceLayout(1, LAYOUT))
-    # Both factors are at most 1 where only pairs from different halves are to meet: keys have one.
+    # Both factors are at most 1 for pairs from different halves: keys need only one.
     factor = gl.exp2(-gl.abs(sums))
     queries = _scaled(q_s.load(LAYOUT), gl.broadcast(power(q_norms)[:, None], sums)[0])
     keys = _scaled(k_s.load(LAYOUT), gl.broadcast(power(k_norms)[:, None], sums)[0])
@@ -166,11 +160,10 @@ def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, lef
     scores = _add_halves(scores, left_s, right_s, CHUNK)
     products = _add_halves(products, right_s, right_s, CHUNK)
     i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, scores[3].type.layout)))[None, :, None]
-    # Written out, since a loop would compute ahead and put away what its levels take.
+    # Unrolled: a loop would compute the levels' values ahead and spill them.
     for level in gl.static_range(5):
         if halvings > level:
             scores, products = _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, CHUNK // 2 >> level)
-    # All pairs of what is left.
     span = gl.to_tensor(CHUNK // 2) >> halvings
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     exponents = _from_middles(sums, span, quarters_s)
@@ -193,7 +186,7 @@ def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, lef
 
 @gluon.jit
 def joined_blocks(blocks, LAYOUT: gl.constexpr):
-    """[64, 64] of the blocks that `add_far` adds to; what is above the diagonal's is not 0."""
+    """Join the blocks of `add_far`; entries above the diagonal blocks are not 0."""
     NARROW: gl.constexpr = blocks[0].type.layout
     block = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None] // BLOCK
     diagonal = gl.convert_layout(gl.reshape(blocks[3], [CHUNK, BLOCK]), NARROW)

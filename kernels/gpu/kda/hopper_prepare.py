@@ -1,10 +1,9 @@
-"""The first launch of prefill for bf16 activations, in Gluon: see `prepare`.
+"""Run the first launch of prefill for bf16 activations in Gluon: see `prepare`.
 
-Half of a chunk's channels are taken at once. What pairs are multiplied with takes the place of the inputs in shared
-memory; when it has been, the inputs of the next task are on their way there.
+A part has up to 64 channels. The operands of pairs replace the inputs in shared memory.
 
-Log decays are sums from the chunk's middle on, negative before it: pairs meet there, and one factor for each channel
-takes what they meet with to the chunk's start or end. Some channel may decay too much for that: see `add_far`.
+Pairs meet in the chunk's middle: log decays are sums from there, negated before it. One factor per channel takes
+operands to the chunk's start or end. Parts that decay too far for this take `add_far`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, 
 
 @gluon.jit
 def _copy_inputs(inputs_s, sources, t, count, head, STRIDES: gl.constexpr, K: gl.constexpr):
-    """Begins to copy a task's q, k and g to shared memory [parts, 64, part of the channels]."""
     PARTS: gl.constexpr = inputs_s[0].shape[0]
     PART: gl.constexpr = inputs_s[0].shape[2]
     for part in gl.static_range(PARTS):
@@ -50,7 +48,7 @@ def _copy_inputs(inputs_s, sources, t, count, head, STRIDES: gl.constexpr, K: gl
 
 @gluon.jit
 def _gates(b, A_log, dt_bias, t, count, head, STRIDES: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
-    """What the decays and betas of a task are computed from, beside g. Channels from K on are not to decay."""
+    """Load inputs of decays and betas, except g. Channels from K on must not decay."""
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     step = gl.arange(0, CHUNK, layout=FLAT)
     beta = gl.load(b + head * STRIDES[1] + (t + step) * STRIDES[0], mask=step < count, other=0)
@@ -63,7 +61,6 @@ def _gates(b, A_log, dt_bias, t, count, head, STRIDES: gl.constexpr, K: gl.const
 
 @gluon.jit
 def _diagonals(blocks):
-    """Return the diagonals of [4, 16, 16], one behind the other [64]."""
     LAYOUT: gl.constexpr = blocks.type.layout
     i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
@@ -72,10 +69,7 @@ def _diagonals(blocks):
 
 @gluon.jit
 def _norms_and_own_scores(q_s, k_s, SCALE: gl.constexpr):
-    """Return SCALE / |q|, 1 / |k| and the product of both with q k of every row, from the diagonals of three products.
-
-    Their operands are the inputs: nothing of a token's product with itself is rounded.
-    """
+    """Return SCALE / |q|, 1 / |k| and their product with q k, which no decay rounds, for every token."""
     BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, BATCH, 2)
@@ -107,7 +101,7 @@ def _normalised(x_s, norms_s, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K: gl.constexpr):
-    """What the second launch reads of a part, and what its pairs are multiplied with in place of the inputs."""
+    """Store a part's operands of the second launch, and of pairs in place of the inputs."""
     LAYOUT: gl.constexpr = sums.type.layout
     queries = _normalised(parts_s[0], norms_s[0], LAYOUT)
     keys = _normalised(parts_s[1], norms_s[1], LAYOUT)
@@ -120,7 +114,6 @@ def _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, coun
 
 @gluon.jit
 def _store_far(operand, size, total, parts_s, norms_s, sums, halves, part, count, K: gl.constexpr):
-    """The former alone."""
     LAYOUT: gl.constexpr = sums.type.layout
     queries = _normalised(parts_s[0], norms_s[0], LAYOUT)
     keys = _normalised(parts_s[1], norms_s[1], LAYOUT)
@@ -155,11 +148,10 @@ def _kda_prepare_kernel(
     K: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """A program takes chunks of heads, one after the other."""
     BF16: gl.constexpr = gl.bfloat16
-    PART: gl.constexpr = min(BLOCK_K, 64)  # channels at once
+    PART: gl.constexpr = min(BLOCK_K, 64)  # channels
     PARTS: gl.constexpr = BLOCK_K // PART
-    WIDTH: gl.constexpr = max(PART // 16, 2)  # channels of a thread
+    WIDTH: gl.constexpr = max(PART // 16, 2)
     LANES: gl.constexpr = PART // WIDTH
     RUN: gl.constexpr = CHUNK * LANES // (32 * WARPS)
     RUNS: gl.constexpr = CHUNK // RUN
@@ -183,12 +175,12 @@ def _kda_prepare_kernel(
     g_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     left_s = tile_s if PART == CHUNK else gl.allocate_shared_memory(BF16, [CHUNK, PART], by_key)
-    # Apart, so that the compiler sees that what is stored is not what is loaded.
+    # Separate allocations show the compiler that stores and loads do not overlap.
     C0_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     C1_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     C2_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     D_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
-    # Decays are summed up before the inverse takes this room.
+    # Sums of decays use this memory before the inverse does.
     runs_s = reinterpret(C0_s, gl.float32, [RUNS, PART], plain)
     starts_s = reinterpret(C1_s, gl.float32, [RUNS, PART], plain)
     vectors_s = reinterpret(C2_s, gl.float32, [8, PART], flat)
@@ -215,11 +207,9 @@ def _kda_prepare_kernel(
     ends = ends_of_prefills(indices, num_prefills)
     far_parts = 0
     while task < num_tasks:
-        # Where the task before decayed far, this one is likely to. If it is taken for what it is, nothing is computed
-        # twice; its results are the same if it is not.
+        # Guess that a task is far if the previous was; a wrong guess changes no result.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
-        # Asked for here, and looked at only where they are needed.
         starts = starts_of_task(next_task, indices, num_chunks, HEADS, False)
         rate = -gl.exp(rate.to(gl.float32))
         first_bias_s.store(first_bias.to(gl.float32) * LOG2_E)
@@ -264,12 +254,12 @@ def _kda_prepare_kernel(
                         score_blocks, product_blocks = add_far(
                             score_blocks, product_blocks, sums, further, parts_s, norms_s, quarters_s, left_s
                         )
-                        # Nothing is added below.
+                        # Zeros add nothing below.
                         barrier()
                         parts_s[2].store(gl.zeros([CHUNK, PART], BF16, layout=VEC))
                     else:
                         far_parts -= 1 << part
-                        sums, halves = near_sums(decays, runs_s)  # to the bit what is stored above
+                        sums, halves = near_sums(decays, runs_s)
                         _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
             of_column = rest(k_norms_s.load(OF_COLUMN))[None, :]
             scores = joined_blocks(score_blocks, WIDE) * rest(q_norms_s.load(OF_ROW))[:, None] * of_column
@@ -282,7 +272,7 @@ def _kda_prepare_kernel(
         tile_s.store(narrow(gl.where(column <= row, scores, 0.0)))
         barrier()
         next_t, next_count, next_head, _ = tokens_between(next_task, starts, ends, num_chunks, HEADS)
-        # No product reads operands any more: the inputs of the next task are on their way from here on.
+        # No product reads operands any more: copy the next task's inputs.
         _copy_inputs(inputs_s, sources, next_t, next_count, next_head, STRIDES, K)
         beta, first_bias, second_bias, rate = _gates(
             b, A_log, dt_bias, next_t, next_count, next_head, B_STRIDES, K, PART
@@ -292,7 +282,7 @@ def _kda_prepare_kernel(
         tile = tiles + place * CHUNK
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
-        stored = (row < count) & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
+        stored = (row < count) & (column // 8 <= row // 8)  # as the second launch masks
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (HEADS * CHUNK)
         gl.store(score_tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
 
@@ -307,7 +297,7 @@ def _kda_prepare_kernel(
         tile_s.store(inverse.to(BF16))
         barrier()
         gl.store(tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
-        # Over what other threads have stored above, several barriers ago.
+        # Overwrites entries that other threads stored before several barriers.
         step = gl.arange(0, CHUNK, layout=FLAT)
         gl.store(score_tile + step * (CHUNK + 1), own_s.load(FLAT).to(BF16), mask=step < count)
         set_flag(flags + task)

@@ -1,12 +1,9 @@
-"""The second launch of prefill where there are many states, in Gluon: what `scan` computes, bit by bit.
+"""Run the second launch of prefill in Gluon, one program per processor, with the same bits as `scan`.
 
-A program on each processor takes tiles in turn, a sequence's one after the other. What it copies runs ahead into its
-next tiles, where a program of `scan` would begin with nothing copied: that is worth most where sequences are short.
-Turns are claimed, since processors become free of the first launch at very different times.
+Programs claim turns, a tile each, since processors finish the first launch at very different times.
 
-While a chunk is computed the second one behind it is asked for. That may be of the second turn behind, if each has one
-chunk: so far ahead turns are claimed. Rows without chunks are the last ones (`StateIndices.prefill_rows`), so that none
-is passed over.
+While chunk n is computed, chunk n + 2 is copied, also across turns. Turns may have one chunk each, so they are claimed
+two ahead. Batch rows without chunks come last (`StateIndices.prefill_rows`), so no turn is skipped.
 """
 
 from __future__ import annotations
@@ -22,19 +19,17 @@ from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from .scan import LAST_STAGES, copy_first, copy_last, first_products, last_products, shared_tiles
 
-STAGES = gl.constexpr(3)  # as what is claimed and waited for, too
+STAGES = gl.constexpr(3)  # as many turns are claimed
 
 
 @gluon.jit
 def _tile(turn, TILES_OF_ROW: gl.constexpr, TILES: gl.constexpr, BLOCK_V: gl.constexpr):
-    """The head of a turn's tile, and the tile's first row in it."""
     return turn % TILES_OF_ROW // TILES, turn % TILES * BLOCK_V
 
 
 @gluon.jit
 def _row(rows, turn, num_turns, TILES_OF_ROW: gl.constexpr):
-    """Of a turn's sequence its first token, the one after its last, where its first chunk would begin, its first chunk
-    and the one after its last: no chunks from the last turn on."""
+    """Return a turn's start, end, origin, first chunk and end of chunks; no chunks past the last turn."""
     fields = rows + gl.minimum(turn, num_turns - 1) // TILES_OF_ROW * ROW_FIELDS
     start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
     first, last = gl.load(fields + 3), gl.load(fields + 4)
@@ -43,7 +38,7 @@ def _row(rows, turn, num_turns, TILES_OF_ROW: gl.constexpr):
 
 @gluon.jit
 def _tokens(row, chunk):
-    """The first token of a row's chunk, and how many it has: none behind the last one."""
+    """Return a chunk's first token and number of tokens: 0 past the last chunk."""
     start, end, origin, first, last = row
     boundary = origin + (chunk - first) * CHUNK
     t = gl.maximum(boundary, start)
@@ -64,8 +59,10 @@ def _copy_ahead(
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
 ):
-    """`copy_first` of the chunk behind what is on its way, `ahead`: a turn, its row, a chunk of it, and the first one
-    that may not be ready. Returns the same of that chunk."""
+    """Run `copy_first` for the chunk after `ahead`, and return this chunk's `ahead`.
+
+    `ahead` is a turn, its batch row, a chunk, and the first chunk that may not be ready.
+    """
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_OF_ROW: gl.constexpr = HEADS * TILES
     flags, rows, num_turns, wide_tokens = plan
@@ -88,7 +85,6 @@ def _copy_ahead(
 def _copy_last_of(
     copies, stage, sources, row, chunk, head, wide_tokens, HEADS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr
 ):
-    """`copy_last` of a row's chunk."""
     q_in, k_out, scores, totals = sources
     t, count = _tokens(row, chunk)
     sources_of_head = q_in, k_out, scores, totals + head * K
@@ -108,7 +104,7 @@ def _state_of(
     V: gl.constexpr,
     BLOCK_V: gl.constexpr,
 ):
-    """Where a turn's tile of a state begins, and how many rows of it there are to read: none without a state."""
+    """Return a pointer to a turn's tile, and its lines to read: 0 without a state."""
     slot = gl.load(rows + gl.minimum(turn, num_turns - 1) // TILES_OF_ROW * ROW_FIELDS + SRC_FIELD)
     head, first_row = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)
     there = gl.where((slot != 0) & (turn < num_turns), V - first_row, 0)
@@ -138,7 +134,6 @@ def _kda_persistent_scan_kernel(
     BLOCK_K: gl.constexpr,
     BLOCK_V: gl.constexpr,
 ):
-    """A program carries BLOCK_V rows of a head's state through all chunks of a sequence, in each of its turns."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     TILES_OF_ROW: gl.constexpr = HEADS * TILES
     WARPS: gl.constexpr = BLOCK_V // 16
@@ -189,7 +184,7 @@ def _kda_persistent_scan_kernel(
         for chunk in range(row[3], row[4]):
             dst = gl.load(chunk_dst + chunk)
             stage, last_stage = done % STAGES, done % LAST_STAGES
-            free = (done + STAGES - 1) % STAGES  # what the chunk before took
+            free = (done + STAGES - 1) % STAGES
             done += 1
             async_copy.wait_group(STAGES - 2)
             fence_async_shared()
@@ -203,7 +198,6 @@ def _kda_persistent_scan_kernel(
             _copy_last_of(
                 last_copies, last_free, last_sources, after_row, after, after_head, wide_tokens, HEADS, K, WARPS
             )
-            # The outputs of the chunk before.
             store_outputs(last_out, v_tiles.index(free), outputs, last_t, last_count, last_rows, OUT_STRIDE, OUT)
             last_out, last_rows = out + (head * V + first_row), V - first_row
             last_t, last_count = _tokens(row, chunk)
@@ -220,7 +214,7 @@ def _kda_persistent_scan_kernel(
             if (dst != 0) & (chunk + 1 < row[4]):
                 stored = gl.convert_layout(S.to(STATE), FOURS)
                 gl.store(state_of_head + dst * slot_stride + state_row * K + channel, stored, mask=inside)
-        # Asked for before the last state is stored, behind which it would wait.
+        # Load before the last state is stored: the load would wait for the store.
         source, rows_there = _state_of(
             state, rows, next_turn, num_turns, slot_stride, TILES_OF_ROW, TILES, K, V, BLOCK_V
         )

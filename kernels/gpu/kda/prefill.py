@@ -1,17 +1,15 @@
-"""Kimi Delta Attention over the prefill rows of a batch, in two launches.
+"""Run Kimi Delta Attention (arXiv:2510.26692) over the prefill rows of a batch, in two launches.
 
-A chunk of 64 tokens, which are the rows of q, k and v, takes the state S [V, K] of a head through
+A chunk of 64 tokens, the lines of q, k and v, takes the state S [V, K] of a head through
 
-    u = (v - k_in S^T) inverse^T;  o = q_in S^T + u scores^T;  S = S diag(decay) + u^T k_out
+    u = inverse (v - k_in S^T);  o = q_in S^T + scores u;  S = S diag(decay) + u^T k_out
 
-where k_in and q_in are normalised k and q with every channel decayed from the chunk's start, and k_out is normalised k
-decayed to its end. The first launch (`prepare`) computes all of these but v, for all chunks at once. The second
-carries the states. Its products are transposed, so that all of them take their left operand from the registers where it
-was computed.
+Here k_in and q_in are normalised k and q, every channel decayed from the chunk's start; k_out is normalised k, decayed
+to its end. The first launch (`prepare`) computes all operands but v, for all chunks at once. The second carries the
+states. Its products are transposed, so that each left operand is already in registers.
 
-For bf16 activations both are in Gluon (`hopper_prepare`, `scan`), and the second begins while the first one runs. Where
-there are many states, a program on each processor goes through them (`persistent_scan`). The kernels in Triton, here
-and in `prepare`, take other dtypes, keys of more than 128 channels, and what does not lie at 16 bytes.
+For bf16 activations both launches are in Gluon (`hopper_prepare`, `scan`, `persistent_scan`) and overlap. The Triton
+kernels, here and in `prepare`, serve the other cases.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from .persistent_scan import persistent_scan
 from .prepare import padded_width, prepare
 from .scan import scan
 
-MIN_TURNS = 8  # of a program of `persistent_scan`, which claims two ahead: with fewer, others may be left none
+MIN_TURNS = 8  # per program, which claims two turns ahead: with fewer, some may get none
 
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -59,7 +57,7 @@ def _scan_kernel(
     BLOCK_V: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
-    """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
+    """Carry BLOCK_V lines of one head's state per program through all chunks of one sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
@@ -76,7 +74,7 @@ def _scan_kernel(
         return
 
     start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK  # where the first chunk would begin
+    origin = start - context % CHUNK
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
 
@@ -94,7 +92,6 @@ def _scan_kernel(
     tiles += head * wide_tokens * CHUNK
     operands += head * wide_tokens * K
     totals += head * K
-    # Offsets within a tile are added to a scalar pointer, so that they need no registers of their own.
     wide_step = step.to(tl.int64)[:, None]
     v_tile = wide_step * V_STRIDES[0] + row[None, :]
     operand_tile = wide_step * K + channel[None, :]
@@ -149,14 +146,14 @@ def prefill(
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Fills the prefill and padding tokens of `out` [F, H, V] and stores states where `chunk_dst` says."""
+    """Fill prefill and padding tokens of `out` [F, H, V] and store states at `chunk_dst`."""
     num_tokens, heads, K = q.shape
     V = v.shape[2]
-    concurrent = processors(q.get_device())  # programs of 128 rows, one on each
-    # Tiles of 64 rows while all of them run at once, of 128, which read operands half as often, when there are more.
+    concurrent = processors(q.get_device())  # a processor runs one program of 128 lines
+    # Tiles of 64 lines if all run at once, else of 128 lines, which read operands half as often.
     few = heads * cdiv(V, 64) * indices.num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
-    # Three on a processor; where the second launch has few programs, so many that there is room for these as well.
+    # A second launch of few programs needs room beside these.
     tiles, operands, totals, flags = prepare(
         q, k, g, b, A_log, dt_bias, indices, concurrent + concurrent // 2 if few else 3 * concurrent
     )

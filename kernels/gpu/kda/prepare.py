@@ -1,7 +1,7 @@
-"""What Kimi Delta Attention prepares for all chunks of a batch at once: decays, pair products and inverses.
+"""Prepare all chunks of a batch for Kimi Delta Attention: decays, pair products and inverses.
 
-A decay of its own for every channel cannot be taken out of a product of two tokens, and its inverse may overflow. So
-pairs meet at a token between them: both decays up to there are sums of gates, and at most 1.
+The inverse of a decay per channel may overflow. So a pair of tokens meets at a token between them: both decays up to
+there are at most 1.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..common.layout import layer_strides, power_of_2
 from .hopper_pairs import MAX_FACTORED_DECAY
 from .hopper_prepare import prepare as hopper_prepare
 
-MIN_LOG2_DECAY = tl.constexpr(-256.0)  # of a token: 2^-256 is 0 in fp32, and a finite value adds up
-# For fp32 it is small, since exponents are rounded too.
+MIN_LOG2_DECAY = tl.constexpr(-256.0)  # per token: 2^-256 is 0 in fp32, and sums stay finite
+# Small in fp32, since exponents are rounded too.
 MAX_PRECISE_FACTORED_DECAY = tl.constexpr(4.0)
 
 
 @triton.jit
 def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
-    """`log2_decay`, without its logarithm where operands are rounded to 16 bits."""
+    """Return bounded `log2_decay`, without its logarithm if operands are rounded to 16 bits."""
     if PRECISE:
         return tl.maximum(log2_decay(g, A_log, dt_bias), MIN_LOG2_DECAY)
     else:
@@ -38,38 +38,37 @@ def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
 
 @triton.jit
 def _two_factors(x):
-    """A power of two, exact in every dtype, and a factor from 1 to 2."""
+    """Split x into a power of two, exact in every dtype, and a factor from 1 to 2."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, x / power
 
 
 @triton.jit
 def _scaled(x, factor):
-    """Both rounded to the dtype of x before the product is: its packed arithmetic takes a third of fp32's time."""
+    """Multiply in the dtype of x: packed arithmetic is faster than fp32."""
     return x * factor.to(x.dtype)
 
 
 @triton.jit
 def _parts(x):
-    """Two fp16 parts that together hold 22 bits of x."""
+    """Split x into two fp16 parts that together hold 22 bits."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit
 def _sums(signs, parts):
-    """[64, 64] of -1, 0 and 1 times [64, C] in parts."""
     return tl.dot(signs, parts[1], tl.dot(signs, parts[0]))
 
 
 @triton.jit
 def _from_middle(parts, span):
-    """Log decays between the middle of a span of tokens and each of its tokens [64, C], negated before the middle."""
+    """Return log decays between the middle of a span and each of its tokens [64, C], negated before the middle."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = column & -span
     middle = start + tl.maximum(span // 2, 1)
     upper = column >= middle
-    # The rows that a column's decay lies between: few registers hold columns, many hold rows.
+    # Per column: lines take more registers.
     first, last = tl.where(upper, column, start), tl.where(upper, start + span - 1, column - 1)
     sign = tl.where(upper, 1.0, -1.0).to(tl.float16)
     return _sums(tl.where((row >= first) & (row <= last), sign, tl.zeros([1, 1], tl.float16)), parts)
@@ -77,11 +76,10 @@ def _from_middle(parts, span):
 
 @triton.jit
 def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
-    """Adds q k^T and k k^T [64, 64], every channel decayed from the column's token to the row's, for j <= i.
+    """Add q k^T and k k^T [64, 64] for j <= i, every channel decayed from token j (columns) to token i.
 
-    Pairs whose tokens lie in different halves of a span of 64, 32, ... tokens meet in its middle. Spans whose decays
-    leave the factors of all their pairs in range end that, at the latest those of one token. The chunk's own decays
-    decide, so that the result does not depend on the batch.
+    Pairs from different halves of a span of 64, 32, ... tokens meet in its middle. Halving ends once the factors of all
+    pairs of a span are in range. Only the chunk's decays decide, not the batch.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     span = CHUNK
@@ -128,7 +126,6 @@ def _prepare_kernel(
     K: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A program takes one chunk of one head."""
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
     chunk, head = row_and_tile(HEADS)
@@ -143,9 +140,9 @@ def _prepare_kernel(
     g += t * G_STRIDES[0] + head * G_STRIDES[1]
     b += t * B_STRIDES[0] + head * B_STRIDES[1]
     beta = tl.load(b + row * B_STRIDES[0], mask=filled[:, None], other=0).to(tl.float32)
-    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # a sum, so that it is not computed anew in every layout
+    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # the sum prevents a computation in every layout
     rate = tl.load(A_log + head).to(tl.float32)
-    place = head.to(tl.int64) * num_tokens + t  # of the chunk's first token in scratch, which has heads outermost
+    place = head.to(tl.int64) * num_tokens + t
     operands += place * K
     size = tl.cast(num_tokens, tl.int64) * (HEADS * K)
     totals += (chunk.to(tl.int64) * HEADS + head) * K
@@ -191,12 +188,12 @@ def _prepare_kernel(
         scores, products = _add_pair_products(scores, products, queries, keys, parts, LIMIT)
 
     scores *= q_norm[:, None] * k_norm[None, :]
-    if not PRECISE:  # no decay has rounded what a token's product with itself is made of
+    if not PRECISE:  # no decay rounds a token's product with itself
         own = qk * (q_power * q_norm)[:, None] * (k_power * k_norm)[None, :]
         scores = tl.where(row == column, own, scores)
     products *= k_norm[:, None] * (k_norm * beta)[None, :]
     tile = tiles + place * CHUNK + row * CHUNK + column
-    stored = filled[:, None] & (column // 8 <= row // 8)  # 8 entries at once; the second launch masks alike
+    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
     tl.store(tile + tl.cast(num_tokens, tl.int64) * (HEADS * CHUNK), scores.to(OPERAND), mask=stored)
     inverse = unit_lower_inverse(products, OPERAND) * beta[:, None]
     tl.store(tile, inverse.to(OPERAND), mask=stored)
@@ -215,11 +212,10 @@ def prepare(
     indices: StateIndices,
     programs: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What `kda_prefill` reads beside v: `inverse` and `scores`; k_in, q_in and k_out; `decay`.
+    """Return `inverse` and `scores`; k_in, q_in and k_out; `decay`; and flags or None.
 
-    If it may read before all is there, also a zero and flags of chunks and heads that are. Then chunks are shared by
-    `programs`.
-    Bytes per token and head: 256 + 6 K for bf16 activations, 512 + 12 K for others; per chunk and head 4 K, or 4 more.
+    Flags, a turn counter and then a flag per chunk and head, let the second launch begin early. Scratch in bytes: 256 +
+    6 K per token and head for bf16 activations, else 512 + 12 K; at most 4 K + 4 per chunk and head.
     """
     num_tokens, heads, K = q.shape
     num_chunks = indices.chunk_seq.shape[0]
@@ -268,9 +264,9 @@ def prepare(
 
 
 def padded_width(K: int, operand: torch.dtype) -> int:
-    """Channels of a tile. In fp32 64 at least: of narrower ones the first launch is assembled wrongly by ptxas 12.8.
+    """Return the channels of a tile: at least 64 in fp32, at least 16 in bf16.
 
-    That is Triton 3.6's. It takes the addresses in shared memory of later parts of `_sums`' operand from a uniform
-    register that nothing has written. (12.9 and 13.0 assemble the same PTX rightly.) `tests/sass.py` finds such reads.
+    For narrower fp32 tiles, ptxas 12.8 (in Triton 3.6) assembles the first launch wrongly: it reads a uniform register
+    that nothing has written. `tests/sass.py` finds such reads.
     """
     return max(power_of_2(K), 16 if operand == torch.bfloat16 else 64)

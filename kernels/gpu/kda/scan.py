@@ -1,9 +1,7 @@
-"""The second launch of prefill for bf16 activations, in Gluon: what `prefill._scan_kernel` computes, bit by bit.
+"""Run the second launch of prefill for bf16 activations in Gluon, with the same bits as `prefill._scan_kernel`.
 
-It goes about it as that of the gated delta rule does. Shared memory holds STAGES chunks of what the first products of a
-chunk take, and two of the rest. With three stages two of the former are on their way, with two there is room beside it
-for a program of the first launch. (Two programs of half of that on a processor were slower for short sequences, too:
-they read operands twice as often.)
+Shared memory holds STAGES chunks of the first products' operands and two of the other operands. Two stages leave room
+for a program of the first launch on the same processor.
 """
 
 from __future__ import annotations
@@ -42,8 +40,7 @@ def copy_first(
     K: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Begins to copy what a chunk's first products take to a stage of shared memory: `count` tokens, from t on in v and
-    from `place` on in what the first launch computed."""
+    """Begin to copy the operands of a chunk's first products to a stage; `place` counts tokens in scratch."""
     k_tiles, v_tiles, inverses = copies
     k_in, v, inverse = sources
     copy_tile(k_tiles.index(stage), k_in + place * K, K, count, K, False, WARPS)
@@ -54,7 +51,6 @@ def copy_first(
 
 @gluon.jit
 def copy_last(copies, stage, sources, place, count, chunk, HEADS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
-    """The same for what its other products take."""
     q_tiles, k_tiles, scores_tiles, decays = copies
     q_in, k_out, scores, totals = sources
     copy_tile(q_tiles.index(stage), q_in + place * K, K, count, K, False, WARPS)
@@ -68,7 +64,6 @@ def copy_last(copies, stage, sources, place, count, chunk, HEADS: gl.constexpr, 
 
 @gluon.jit
 def shared_tiles(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr):
-    """Shared memory of STAGES chunks for what the first products take and of LAST_STAGES for the others'."""
     BF16: gl.constexpr = gl.bfloat16
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
@@ -86,7 +81,7 @@ def shared_tiles(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.conste
 
 @gluon.jit
 def first_products(S, copies, stage, zeros):
-    """S to the operand of products, and begins with k_in S^T and v^T inverse^T of a chunk."""
+    """Begin S k_in^T and v^T inverse^T of a chunk. Return S as an operand, and both products."""
     k_in, v, inverses = copies
     LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     read = gl.convert_layout(S.to(gl.bfloat16), LEFT)
@@ -98,7 +93,7 @@ def first_products(S, copies, stage, zeros):
 
 @gluon.jit
 def last_products(S, products, inverse, copies, stage, zeros):
-    """Begins with the last ones of those that S and o of a chunk are, given what `first_products` returns."""
+    """Begin a chunk's other products, given the result of `first_products`. Return S and o, still in flight."""
     read, known, u = products
     q_in, k_out, scores, decays = copies
     LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
@@ -139,7 +134,7 @@ def _kda_scan_kernel(
     CONCURRENT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """A program carries BLOCK_V rows of one head's state through all chunks of one sequence."""
+    """Carry BLOCK_V lines of one head's state per program through all chunks of one sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     WARPS: gl.constexpr = BLOCK_V // 16
     BF16: gl.constexpr = gl.bfloat16
@@ -161,9 +156,9 @@ def _kda_scan_kernel(
     fields = rows + sequence * ROW_FIELDS
     start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
     first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-    origin = start - context % CHUNK  # where the first chunk would begin
+    origin = start - context % CHUNK
     slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
-    # Of the state of a later program, see `later_tile`: its slot is asked for before this one's own state.
+    # Load the later program's slot before this program's state: see `later_tile`.
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
@@ -198,7 +193,6 @@ def _kda_scan_kernel(
         copy_first(first_copies, i, first_sources, ahead, ahead, count, rows_left, V_STRIDES[0], K, WARPS)
         if i == 0:
             copy_last(last_copies, 0, last_sources, ahead, count, first_chunk, HEADS, K, WARPS)
-    # What is read alone is asked for a chunk ahead.
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
     outputs, last_t, last_count = zeros.to(BF16), start, 0
@@ -208,7 +202,7 @@ def _kda_scan_kernel(
         count = gl.minimum(boundary + CHUNK, end) - t
         stage = (chunk - first_chunk) % STAGES
         last_stage = (chunk - first_chunk) % LAST_STAGES
-        free = (chunk - first_chunk + STAGES - 1) % STAGES  # what the chunk before took
+        free = (chunk - first_chunk + STAGES - 1) % STAGES
         last_free = (chunk - first_chunk + 1) % LAST_STAGES
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
@@ -218,11 +212,10 @@ def _kda_scan_kernel(
         after = boundary + CHUNK
         after_count = gl.minimum(after + CHUNK, end) - after
         after = after.to(gl.int64)
-        # What is copied one chunk ahead has to be on its way early.
+        # With two stages, the next chunk's copies must begin early.
         if STAGES == 2 and flags is not None:
             ready = wait_for_flags(flags + 1 + head, HEADS, chunk + 1, last_chunk, ready)
         copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
-        # The outputs of the chunk before.
         store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
         if STAGES == 2:
             barrier()

@@ -1,4 +1,4 @@
-"""Paged attention over a mixed batch: a Triton launch that writes pages, two for decode rows, one for prefill rows."""
+"""Implement `paged_attention`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..common.layout import check_dense, clear_from, power_of_2, stride_alignmen
 from .decode import decode
 from .prefill import prefill
 
-TILE = 4096  # elements that a program has on their way at a time
+TILE = 4096  # elements in flight per program
 
 
 @triton.jit(do_not_specialize=["k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride"])
@@ -39,7 +39,7 @@ def _write_pages_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """A program takes one token to its slot."""
+    """Write one token to its slot."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(kv_slot + token)
     if slot < 0:
@@ -74,8 +74,10 @@ def paged_attention(
     scale: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.paged_attention`. The last dim of all is dense; other strides are free, and no kernel is
-    compiled for those of q, k and v: where heads come before tokens, they change with the batch."""
+    """See `mambacache.kernels.paged_attention`.
+
+    Strides of q, k and v are not specialised: with heads before tokens they change with the batch.
+    """
     check_dense(q=q, k=k, v=v, key_pages=key_pages, value_pages=value_pages)
     out = q.new_empty(*q.shape[:2], v.shape[2]) if out is None else out
     if not len(out):

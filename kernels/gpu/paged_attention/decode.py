@@ -1,8 +1,6 @@
-"""Attention of the decode rows of a batch over pages, in two Triton launches (Flash-Decoding, Dao et al. 2023).
+"""Decode attention over pages (Flash-Decoding, Dao et al. 2023).
 
-The context is cut into parts of PART tokens, and split s of a row takes the parts s, s + SPLITS, and so on, one after
-the other. The second launch adds up the splits. How many programs share the splits changes nothing about a result: it
-depends on the row alone.
+Split s takes parts s, s + SPLITS, ... of PART tokens; a second launch adds splits. Results depend on the row alone.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from .tile import LOWEST, attend, tile_pages
 
 PART = 256
 SPLITS = 64
-MAX_ROWS = 64  # queries of one program
-WAVES = 32  # programs per processor in a launch: more than that find nothing to do, mostly
+MAX_ROWS = 64  # queries per program
+WAVES = 32  # most programs per multiprocessor
 ARRAYS = "decode_len", "kv_len", "ancestors", "block_table_start", "block_table"
 
 
@@ -58,10 +56,7 @@ def _attention_decode_kernel(
     PART: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """A program takes every so many-th split of BLOCK_M queries: tokens of one row with heads that share a key head.
-
-    The first splits of all rows come first: later ones may not exist.
-    """
+    """Take first splits of all rows first: later splits may not exist."""
     tiles = tl.cdiv(tokens_per_decode * GROUP, BLOCK_M)
     programs = num_rows * (HEADS // GROUP) * tiles
     index = tl.program_id(0) % programs
@@ -123,7 +118,6 @@ def _attention_combine_kernel(
     PART: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """A program adds up the splits of one head of one token, BLOCK_S at a time."""
     token, head = row_and_tile(HEADS)
     row, step = token // tokens_per_decode, token % tokens_per_decode
     num_splits = tl.minimum(tl.cdiv(tl.load(kv_len + row), PART), SPLITS)
@@ -154,9 +148,9 @@ _launch_combine = Launcher(_attention_combine_kernel)
 
 
 def decode(q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndices, scale: float, out: Tensor) -> None:
-    """Fills the decode tokens of `out` [F, HQ, DV]; `scale` includes log2(e).
+    """Fill the decode tokens of `out` [F, HQ, DV]; `scale` includes log2(e).
 
-    Scratch: 4 (DV + 2) bytes per split, token and query head, of as many splits as the pool could hold for a row.
+    Scratch: 4 (DV + 2) bytes per split, token and query head.
     """
     heads, D = q.shape[1:]
     blocks, page, key_heads, DV = value_pages.shape

@@ -1,4 +1,4 @@
-"""Causal attention of the prefill rows of a batch over pages, in one Triton launch (FlashAttention-2, Dao 2023)."""
+"""Prefill attention over pages (FlashAttention-2, Dao 2023)."""
 
 from __future__ import annotations
 
@@ -68,10 +68,7 @@ def _attention_prefill_kernel(
     TILE_HEADS: tl.constexpr,
     TILE_CHUNKS: tl.constexpr,
 ):
-    """A program takes TILE_CHUNKS chunks of one row with TILE_HEADS query heads that share a key head.
-
-    The last chunks come first: those of a long prompt have the most keys, and what ends a launch should be short.
-    """
+    """Take last chunks first: they have the most keys."""
     TILES: tl.constexpr = HEADS // TILE_HEADS
     TOKENS: tl.constexpr = CHUNK * TILE_CHUNKS
     place, tile = row_and_tile(TILES)
@@ -138,12 +135,12 @@ _launch = Launcher(_attention_prefill_kernel)
 def prefill(
     q: Tensor, key_pages: Tensor, value_pages: Tensor, indices: StateIndices, scale: float, out: Tensor
 ) -> None:
-    """Fills the prefill and padding tokens of `out` [F, HQ, DV]; `scale` includes log2(e)."""
+    """Fill prefill and padding tokens of `out` [F, HQ, DV]; `scale` includes log2(e)."""
     heads, D = q.shape[1:]
     page, key_heads, DV = value_pages.shape[1:]
     group = heads // key_heads
     narrow = q.element_size() == 2
-    # 128 queries, which share what they read of keys and values. fp32 has room for 64.
+    # 128 queries; fp32 has room for 64.
     tile_heads = 2 if narrow and group % 2 == 0 else 1
     num_chunks = indices.chunk_seq.shape[0]
     _launch(

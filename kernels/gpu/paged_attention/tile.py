@@ -1,19 +1,18 @@
-"""A tile of queries and the keys and values that it meets in pages."""
+"""Attend with a tile of queries."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.4e38)  # the largest score so far where there was none: finite, so that none gives no NaN
+LOWEST = tl.constexpr(-3.4e38)  # finite, so tiles without keys give no NaN
 
 
 @triton.jit
 def tile_pages(table, first, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The pages, of PAGE tokens and listed in `table`, of the BLOCK_N positions from `first` on that come before `end`:
-    one, if none of such tiles goes beyond a page.
+    """Load pages of BLOCK_N positions; one if tiles never cross pages.
 
-    Loops ask for those of the next tile: in the same turn the compiler would spend a stage of its pipeline on them.
+    Loops load a tile ahead, or the compiler spends a pipeline stage on it.
     """
     if PAGE % BLOCK_N == 0:
         return tl.load(table + first // PAGE, mask=first < end, other=0)
@@ -35,10 +34,10 @@ def _page_tile(
     BLOCK_WIDTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Keys or values [BLOCK_N, BLOCK_WIDTH] of the positions from `first` on; if MASKED, zeros from `end` on."""
+    """Load keys or values [BLOCK_N, BLOCK_WIDTH]; MASKED gives zeros from `end` on."""
     step, channel = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_WIDTH)[None, :]
     page = pages.to(tl.int64) * STRIDES[0]
-    if PAGE % BLOCK_N == 0:  # offsets of 32 bits, added to a scalar pointer, take half the registers
+    if PAGE % BLOCK_N == 0:  # 32-bit offsets save registers
         place = pool + page + first % PAGE * STRIDES[1] + (step[:, None] * STRIDES[1] + channel)
     else:
         place = pool + (page + (first + step) % PAGE * STRIDES[1])[:, None] + channel
@@ -72,11 +71,10 @@ def attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Softmax attention of queries [M, D] taken on by BLOCK_N keys (Online normalizer calculation for softmax, Milakov
-    and Gimelshein 2018): the sum of values weighted by 2^(score - highest), the highest score, the sum of weights.
+    """Add BLOCK_N keys to softmax attention (Online normalizer calculation for softmax, Milakov and Gimelshein 2018).
 
-    `pages` are what `tile_pages` gives, `scale` includes log2(e). If MASKED, none is read from `end` on, and a query
-    sees keys up to its `last` alone; or, given `ancestors`, all before `last` and then those whose bits its own has.
+    acc sums values weighted by 2^(score - highest), total the weights. `scale` includes log2(e). MASKED reads nothing
+    from `end` on; a query then sees keys up to `last`, or given `ancestors`, before `last` and in its bits.
     """
     BLOCK_D: tl.constexpr = q.shape[1]
     BLOCK_DV: tl.constexpr = acc.shape[1]

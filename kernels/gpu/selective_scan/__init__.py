@@ -1,4 +1,4 @@
-"""Selective scan over a mixed batch: one Triton launch for decode rows, one for prefill rows."""
+"""Run the selective scan over a mixed batch: one Triton launch for decode rows, one for prefill rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Selective scan over the decode rows of a batch and their token logs, in one Triton launch."""
+"""Run the selective scan over decode rows and their token logs, in one Triton launch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .math import (
     tile_of,
 )
 
-LANES = 4  # of a warp share one channel, at a state size of 16
+LANES = 4  # of a warp that share a channel, for a state size of 16
 ARRAYS = "decode_src", "decode_len", "decode_dst", "log_slot", "log_start", "log_end", "ancestors"
 
 
 @triton.jit
 def _load_entry(x, dt, B, channel, in_dim, n, known, N: tl.constexpr, FOURS: tl.constexpr):
-    """A token's x and dt, a channel a lane, and its B; zeros if it is not known."""
+    """Load x and dt of a token, a channel per lane, and its B; zeros unless `known`."""
     mine = tl.where(known, in_dim, False)
     u = tl.load(x + channel, mask=mine, other=0)
     step = tl.load(dt + channel, mask=mine, other=0)
@@ -43,7 +43,6 @@ def _load_entry(x, dt, B, channel, in_dim, n, known, N: tl.constexpr, FOURS: tl.
 def _load_token(
     x, dt, B, C, z, token, channel, in_dim, n, known, STRIDES: tl.constexpr, N: tl.constexpr, FOURS: tl.constexpr
 ):
-    """The same of a token of the step, and its C and z."""
     u, step, b = _load_entry(
         x + token * STRIDES[0], dt + token * STRIDES[1], B + token * STRIDES[3], channel, in_dim, n, known, N, FOURS
     )
@@ -62,7 +61,7 @@ def _store_entry(log_x, log_dt, log_B, entry, u, step, b, channel, mine, n, shar
 
 @triton.jit
 def _apply(S, rates, u, step, b, c, skip, bias, lane):
-    """One token: the states after it, and what they and the token give, a channel a lane, but for the gate."""
+    """Apply one token. Return the states after it and its output before the gate, a channel per lane."""
     value, size = u.to(tl.float32), step_size(step.to(tl.float32), bias)
     y, states = tl.zeros_like(size), ()
     for j in tl.static_range(len(S)):
@@ -123,10 +122,9 @@ def _decode_kernel(
     GROUPS: tl.constexpr,
     DRAFTS: tl.constexpr,
 ):
-    """A program, a warp, carries the states of GROUPS times 32 / LANES channels through a row's tokens.
+    """Carry the states of GROUPS * 32 / LANES channels per program, a warp, through a batch row's tokens.
 
-    A lane knows the step and gate of one channel at most, and holds some states of one channel of each group. Where a
-    token does not follow on the one before it, its path is gone through again from the state after the first token.
+    If a token's parent is not the previous token, its path is repeated from the state after the first token.
     """
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
@@ -151,20 +149,20 @@ def _decode_kernel(
         group = first + j * CHANNELS
         element, inside = group * N + n, group < DIM
         mine = tl.where(known | (source != 0) & (length > 0), inside, False)
-        if state.dtype == carried.dtype:  # one place or the other: half the registers and instructions
+        if state.dtype == carried.dtype:
             held = tl.where(known, carried, state + source * slot_stride)
             S = S + (load_states(held, element, n, mine, N, FOURS),)
         else:
             old = load_states(state, source * slot_stride + element, n, tl.where(known, False, mine), N, FOURS)
             S = S + (_select(known, load_states(carried, element, n, tl.where(known, mine, False), N, FOURS), old),)
         elements, insides = elements + (element,), insides + (inside,)
-    tl.debug_barrier()  # or the compiler has states wait for A, whose registers it then gives them
+    tl.debug_barrier()  # or the compiler makes states wait for A and reuses its registers
     for j in tl.static_range(GROUPS):
         rates = rates + (in_log2(load_states(A, elements[j], n, insides[j], N, FOURS)),)
     skip = tl.load(D + channel, mask=in_dim, other=0).to(tl.float32)
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel, mask=in_dim, other=0).to(tl.float32)
 
-    for e in range(entry, end):  # drafts that were accepted
+    for e in range(entry, end):
         past, size, past_b = _load_entry(
             log_x + e * DIM, log_dt + e * DIM, log_B + e * N, channel, in_dim, n, e < end, N, FOURS
         )
@@ -173,7 +171,7 @@ def _decode_kernel(
     mine = tl.where(length > 0, in_dim, False)
     _store_entry(log_x, log_dt, log_B, end, u, step, b, channel, mine, n, (tile == 0) & (length > 0), DIM, N)
     S, y = _apply(S, rates, u, step, b, c, skip, bias, lane)
-    for j in tl.static_range(GROUPS):  # this token is known to be right: those behind it may be rejected
+    for j in tl.static_range(GROUPS):  # this token is final: later tokens may be rejected
         store_states(carried, elements[j], n, tl.where(length > 0, insides[j], False), S[j], N)
     tl.store(stands + channel, tl.zeros_like(channel) + end + 1, mask=mine)
     if z is not None:
@@ -185,7 +183,7 @@ def _decode_kernel(
             token += 1
             path = tl.load(ancestors + token)
             if (path >> (t - 1)) & 1 == 0:
-                tl.debug_barrier()  # what is read here other threads may have stored
+                tl.debug_barrier()  # other threads may have stored `carried`
                 S = ()
                 for j in tl.static_range(GROUPS):
                     S = S + (load_states(carried, elements[j], n, insides[j], N, FOURS),)
@@ -231,7 +229,7 @@ def decode(
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Fills the decode tokens of `out` [F, dim], logs them, and stores states where `decode_dst` says."""
+    """Fill the decode tokens of `out` [F, dim], log them, and store states at `decode_dst`."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
     block_N, lanes = tile_of(width, LANES)
@@ -249,7 +247,7 @@ def decode(
             "BLOCK_N": block_N,
             "LANES": lanes,
             "GROUPS": groups,
-            "DRAFTS": indices.tokens_per_decode > 1,  # without them registers hold more programs
+            "DRAFTS": indices.tokens_per_decode > 1,  # without drafts, registers suffice for more programs
         },
         num_warps=1,
     )

@@ -1,8 +1,7 @@
-"""What the kernels of the selective scan share: step sizes, gates, one token's step, and where states lie in tiles.
+"""Define step sizes, gates, one token's step and the tiles of states for the kernels of the selective scan.
 
-Tiles are [lanes of a channel, channels, ...]: neighbouring lanes of a warp share a channel. A lane holds a few fours of
-neighbouring states of a channel, in a tuple of tiles, a state each. Products and sums are spelled out (`fma`), for
-every kernel and every tile to round alike.
+Tiles are [lanes of a channel, channels, ...]. A lane holds groups of four neighbouring states, in a tuple with a tile
+per state. Products and sums are explicit (`fma`), so that every kernel and every tile rounds alike.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import triton.language as tl
 from ..common.decays import LOG2_E
 from ..common.layout import power_of_2
 
-LOG2_E_REST = tl.constexpr(1.9259629891e-08)  # what fp32 rounds off LOG2_E
+LOG2_E_REST = tl.constexpr(1.9259629891e-08)
 LN_2 = tl.constexpr(0.6931471805599453)
 EXP2_BIAS = tl.constexpr(2.0**-25)
 
 
 @triton.jit
 def step_size(dt, bias):
-    """softplus(dt + bias) = max(x, 0) + log(1 + e) with e = exp(-|x|), as exact for steps of 1e-6 as for others.
+    """Return softplus(dt + bias) = max(x, 0) + log(1 + e) with e = exp(-|x|), accurate even for steps of 1e-6.
 
-    The exponential has its argument in two parts; log(1 + e) / e is a polynomial, off by 3e-8 of it at most.
+    A polynomial gives log(1 + e) / e within 3e-8.
     """
     x = dt + bias
     power = tl.abs(x) * -LOG2_E
@@ -46,20 +45,19 @@ def silu(z):
 
 
 def tile_of(width: int, lanes: int) -> tuple[int, int]:
-    """States of a tile, and lanes that share a channel: `lanes` if it has 16 states."""
+    """Return the states of a tile, and the lanes per channel: `lanes` for 16 states."""
     block_N = max(power_of_2(width), 4)
     return block_N, min(max(lanes * block_N // 16, 1), 8)
 
 
 @triton.jit
 def channels_of(COUNT: tl.constexpr):
-    """COUNT channels [1, COUNT, 1]. They run backwards, or the compiler would make neighbours of them, not of lanes."""
+    """Return COUNT channels [1, COUNT, 1], backwards: in order, the compiler makes channels neighbours, not lanes."""
     return COUNT - 1 - tl.arange(0, COUNT)[None, :, None]
 
 
 @triton.jit
 def of_lane(tile, j: tl.constexpr):
-    """What lane j of every channel has."""
     if tile.shape[0] == 1:
         return tile
     else:
@@ -68,10 +66,9 @@ def of_lane(tile, j: tl.constexpr):
 
 @triton.jit
 def first_state(LANES: tl.constexpr, FOURS: tl.constexpr):
-    """The first of the states of every lane [LANES, 1, 1]: lanes follow each other as their numbers' bits reversed.
+    """Return every lane's first state [LANES, 1, 1], with lanes in bit-reversed order.
 
-    A sum over lanes adds those that differ in their highest bit first, one over a lane's fours neighbours first. So the
-    sum over all states is the same whatever the number of lanes.
+    Thus the order of a sum over all states does not depend on the number of lanes.
     """
     lane = tl.arange(0, LANES)[:, None, None]
     if LANES == 8:
@@ -88,7 +85,7 @@ def _fourth():
 
 @triton.jit
 def load_states(matrix, element, n, mask, N: tl.constexpr, FOURS: tl.constexpr):
-    """The states from n on at places `element` of a matrix, in fp32; zeros where the mask is not set."""
+    """Load states from n on at places `element` of a matrix, in fp32; zeros outside the mask."""
     states = ()
     for i in tl.static_range(FOURS):
         inside = tl.expand_dims(mask, 3) & (tl.expand_dims(n + 4 * i, 3) + _fourth() < N)
@@ -111,7 +108,6 @@ def store_states(matrix, element, n, mask, states, N: tl.constexpr):
 
 @triton.jit
 def in_log2(rates):
-    """A / ln 2, for exponentials of base 2."""
     result = ()
     for i in tl.static_range(len(rates)):
         result = result + (rates[i] * LOG2_E,)
@@ -130,15 +126,14 @@ def rounded(states, DTYPE: tl.constexpr):
 def _decay(d, rate):
     """Return exp(d A) for a rate A / ln 2, within 2^-23 of it.
 
-    The processor's exponential may be off by two units in the last place, and is too small by a third of a unit on
-    average. A state that remembers n tokens adds up n such errors. The bias takes their average away.
+    The processor's exponential is a third of its last digit too small on average, and states add up such errors.
     """
     return tl.exp2(tl.fma(d, rate, EXP2_BIAS))
 
 
 @triton.jit
 def advance(S, d, u, rates, b, c):
-    """One token: the states after it, exp(d A) S + u B with `rates` A / ln 2, and their product with C."""
+    """Apply one token. Return the states exp(d A) S + u B, with `rates` A / ln 2, and their product with C."""
     states, sums = (), ()
     for i in tl.static_range(0, len(S), 4):
         s0 = tl.fma(_decay(d, rates[i]), S[i], u * b[i])

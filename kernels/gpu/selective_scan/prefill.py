@@ -1,6 +1,10 @@
-"""Selective scan over the prefill rows of a batch, in one Triton launch.
+"""Run the selective scan (arXiv:2312.00752) over prefill rows, in one Triton launch.
 
-Token by token, with the states in registers, so that no cut of a sequence shows in them.
+Every token takes the states S [dim, N], in registers, through
+
+    S = exp(dt A) S + dt x B;  y = S C + D x
+
+so results do not depend on where a sequence is cut.
 """
 
 from __future__ import annotations
@@ -32,17 +36,17 @@ from .math import (
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a warp divides its work, for a state size N of 16; a larger N takes more lanes, fewer tokens, one channel."""
+    """Divide a warp's work for a state size N of 16. A larger N takes more lanes, fewer tokens, one channel."""
 
-    lanes: int  # that share one channel's N states
-    channels: int  # of each lane
+    lanes: int  # that share a channel
+    channels: int
     tokens: int  # loaded at a time
-    registers: int  # of a thread, at most
+    registers: int  # per thread, at most
 
 
-SHORT_CHAIN = Tiles(lanes=4, channels=1, tokens=16, registers=255)  # few warps: each takes its tokens as fast as it can
-MANY_WARPS = Tiles(lanes=2, channels=2, tokens=4, registers=128)  # more than run at once: each takes little room
-SHORT_CHAIN_WARPS = 2112  # with more warps than these MANY_WARPS takes over
+SHORT_CHAIN = Tiles(lanes=4, channels=1, tokens=16, registers=255)  # for few warps
+MANY_WARPS = Tiles(lanes=2, channels=2, tokens=4, registers=128)  # for more warps than run at once
+SHORT_CHAIN_WARPS = 2112  # above it, MANY_WARPS applies
 
 
 @triton.jit
@@ -59,9 +63,9 @@ def _load_tokens(
     COUNT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """x, dt and z of COUNT tokens from t on, a token a lane, and their rows of B and C [COUNT, BLOCK_N] in fp32.
+    """Load x, dt and z of COUNT tokens from t on, a token per lane, and their B and C [COUNT, BLOCK_N] in fp32.
 
-    Unless all of them are WHOLE, others of the row stand in for those before its start and from its end on.
+    Unless WHOLE, the first or last token of the batch row replaces tokens outside it.
     """
     x, dt, z, B, C = inputs
     wide = tl.cast(t, tl.int64)
@@ -85,10 +89,7 @@ def _load_tokens(
 
 @triton.jit
 def _rows(matrix, LANES: tl.constexpr):
-    """Rows [COUNT, BLOCK_N] as tuples of tiles [LANES, 1, 1], a state of its lanes each: a tuple a token.
-
-    They go through shared memory once, which costs every lane less than to load and convert them itself.
-    """
+    """Split [COUNT, BLOCK_N] into a tuple of tiles [LANES, 1, 1] per token, with a state of each lane per tile."""
     COUNT: tl.constexpr = matrix.shape[0]
     WIDTH: tl.constexpr = matrix.shape[1] // LANES
     if LANES == 8:
@@ -130,9 +131,9 @@ def _scan_tokens(
     COUNT: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Takes the states through COUNT tokens from t on and stores their outputs, which are STRIDE apart.
+    """Take the states through COUNT tokens from t on and store their outputs, STRIDE apart.
 
-    A lane knows one token's step and gate. The tokens before the row's start and from its end on change nothing.
+    Tokens outside the batch row change nothing.
     """
     rates, skip, bias = weights
     loaded, b, c = loaded
@@ -169,7 +170,7 @@ def _store(S, target, dst, N: tl.constexpr):
 
 @triton.jit
 def _end_chunk(S, target, chunk_dst, chunk, t, start, origin, N: tl.constexpr):
-    """The states before token t: where `chunk` ended there, rounded as stored, and stored if its dst says so."""
+    """Return the states before token t. If `chunk` ends there, round them as stored, and store them in its dst."""
     STATE: tl.constexpr = target[0].dtype.element_ty
     boundary = (t - origin) % CHUNK == 0
     if STATE != tl.float32 and boundary:
@@ -206,7 +207,7 @@ def _scan_kernel(
     PER_LANE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """A program, a warp, carries the states of some channels through one sequence."""
+    """Carry the states of some channels through one sequence, in one warp."""
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
     row, tile = row_and_tile((DIM + CHANNELS * PER_LANE - 1) // (CHANNELS * PER_LANE))
@@ -214,7 +215,7 @@ def _scan_kernel(
     channel = channel + tl.arange(0, PER_LANE)[None, None, :]
     in_dim = channel < DIM
 
-    if row == num_prefills:  # tokens that belong to no row
+    if row == num_prefills:
         for t in range(tl.load(query_start_loc + num_prefills), num_tokens):
             zeros = tl.zeros([1, CHANNELS, PER_LANE], out.dtype.element_ty)
             tl.store(out + tl.cast(t, tl.int64) * OUT_STRIDE + channel, zeros, mask=in_dim)
@@ -235,9 +236,9 @@ def _scan_kernel(
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel).to(tl.float32)
 
     inputs, weights = (x, dt, z, B, C), (in_log2(rates), skip, bias)
-    origin = start - context  # the token at position 0
-    chunk = first_chunk - context // CHUNK - 1  # that before position 0
-    # Groups of COUNT tokens end where chunks end; before and after them tokens are taken one by one, or a lane each.
+    origin = start - context
+    chunk = first_chunk - context // CHUNK - 1  # the chunk before position 0
+    # Groups of COUNT tokens end where chunks end. Tokens before and after them come LANES at a time.
     body = tl.minimum(start + (COUNT - context % COUNT) % COUNT, end)
     body_end = body + (end - body) // COUNT * COUNT
     for t in range(start - context % LANES, body, LANES):
@@ -246,7 +247,7 @@ def _scan_kernel(
     if body_end > body:
         loaded = _load_tokens(inputs, body, start, end, channel, STRIDES, N, BLOCK_N, LANES, COUNT, True)
         for t in range(body, body_end, COUNT):
-            # Loaded a group ahead: the branch at a chunk's end keeps these loads before the scan that hides them.
+            # Load a group ahead: the branch in `_end_chunk` keeps these loads before the scan that hides them.
             ahead = tl.minimum(t + COUNT, end - COUNT)
             following = _load_tokens(inputs, ahead, start, end, channel, STRIDES, N, BLOCK_N, LANES, COUNT, True)
             S = _end_chunk(S, target, chunk_dst, chunk + (t - origin) // CHUNK, t, start, origin, N)
@@ -276,7 +277,7 @@ def prefill(
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Fills the prefill and padding tokens of `out` [F, dim] and stores states where `chunk_dst` says."""
+    """Fill prefill and padding tokens of `out` [F, dim] and store states at `chunk_dst`."""
     dim, width = A.shape
     strides = tuple(stride for stride, _ in layer_strides(x, dt, x if z is None else z, B, C))
     tiles = SHORT_CHAIN if dim // 8 * indices.num_prefills <= SHORT_CHAIN_WARPS else MANY_WARPS

@@ -1,4 +1,4 @@
-"""State-space duality of Mamba2 over a mixed batch: two launches for decode rows, one or two for prefill rows."""
+"""Run Mamba2's state-space duality over a mixed batch: two launches for decode rows, one or two for prefill rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State-space duality over the decode rows of a batch and their token logs, in one Triton launch."""
+"""Run state-space duality over decode rows and their token logs, in one Triton launch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..common.log import (
 )
 from .prepare import SCALARS, prepare
 
-MAX_HEADS = 16  # that a program prepares
+MAX_HEADS = 16  # per program that prepares
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _decode(
     MOST_TILES: tl.constexpr,
     PREPARING: tl.constexpr,
 ):
-    """Takes some tiles of BLOCK_P rows of one head's state past the tokens of one row."""
+    """Compute the outputs of a batch row for `tiles` tiles of BLOCK_P lines of one head's state."""
     TILES: tl.constexpr = P // BLOCK_P
     ASKED: tl.constexpr = MOST_TILES * BLOCK_P
     head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_P
@@ -111,7 +111,7 @@ def _decode(
             if t + 1 < length:
                 place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
                 xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
-                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # what siblings left may be no numbers
+                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # entries of siblings may be NaN
 
 
 @triton.jit(
@@ -173,10 +173,10 @@ def _decode_kernel(
     PREPARING: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """The first programs, PREPARING of each row, prepare its tokens, the others go through the states."""
+    """Prepare tokens in the first programs, PREPARING per batch row, and read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
-    TILES: tl.constexpr = HEADS * (P // BLOCK_P)  # of a row
+    TILES: tl.constexpr = HEADS * (P // BLOCK_P)
     waiting = TILES >> tile_bits
     program = tl.program_id(0) - num_rows * PREPARING
     first_tile = program << tile_bits
@@ -221,7 +221,7 @@ def decode(
     dt_limit: tuple[float, float],
     out: Tensor,
 ) -> None:
-    """Fills the decode tokens of `out` [F, H, P] and logs them. Scratch: 72 H + 4 G N bytes a token."""
+    """Fill the decode tokens of `out` [F, H, P] and log them. Scratch: 72 H + 4 G N bytes per token."""
     heads, P = x.shape[1:]
     groups, N = B.shape[1:]
     rows, width = indices.num_decodes, indices.tokens_per_decode

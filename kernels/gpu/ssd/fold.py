@@ -1,4 +1,4 @@
-"""The states behind the token logs of state-space duality, in one Triton launch."""
+"""Fold the token logs of state-space duality into states, in one Triton launch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _fold_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """A program takes, one after the other, tiles of BLOCK_P rows of one head's state of rows that are folded."""
+    """Fold token logs into tiles of BLOCK_P lines of one head's state, several tiles per program."""
     next_launch_may_begin()
     TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
@@ -79,7 +79,7 @@ _launch = Launcher(_fold_kernel)
 
 
 def fold(x: Tensor, B: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
-    """Stores states where `decode_dst` says; x and B give their shapes alone."""
+    """Store folded states at `decode_dst`; only the shapes of x and B matter."""
     heads, P = x.shape[1:]
     groups, N = B.shape[1:]
     rows, warps = fold_shape(N)
@@ -97,6 +97,6 @@ def fold(x: Tensor, B: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "BLOCK_P": rows,
         },
         num_warps=warps,
-        num_stages=1,  # with more a log would be read before the wait
+        num_stages=1,  # more would read a log before the wait
         launch_pdl=True,
     )

@@ -1,12 +1,12 @@
-"""State-space duality over the prefill rows of a batch: in two Triton launches, or for bf16 activations in one, `scan`.
+"""Run state-space duality (arXiv:2405.21060) over prefill rows in two Triton launches, or one (`scan`) for bf16.
 
-A chunk of 64 tokens, which are the rows of x, B and C, takes the state S [P, N] of a head through
+A chunk of 64 tokens, the lines of x, B and C, takes the state S [P, N] of a head through
 
     y = decay * (C S^T) + scores x + D x;  S = decay S + (to_end * x)^T B
 
-where scores are C B^T times the decay between two tokens and the step size of the earlier one. The first launch
-prepares step sizes and decays, for all chunks at once. The second carries the states. Its products are transposed, so
-that all that is scaled is a left operand, taken from the registers where it was computed.
+Scores are C B^T times the decay between both tokens and the earlier token's step size. The first launch computes step
+sizes and decays of all chunks at once. The second carries the states. Its products are transposed, so that every scaled
+operand is a left operand, already in registers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..common.state_tile import load_tile, store_tile, tile_elements
 from .scan import scan
 
 HEADS_PER_PROGRAM = 8  # of the first launch
-ROWS = tl.constexpr(64)  # of a state in one program of the second
-# Asking ahead for a later program's state costs a longer sequence more than it hides.
+ROWS = tl.constexpr(64)  # lines of a state per program of the second
+# For longer sequences, to prefetch a later program's state costs more than it hides.
 PREFETCH_CHUNKS = tl.constexpr(8)
 
 
@@ -53,7 +53,6 @@ def _decays_kernel(
     BLOCK_H: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """A program takes one chunk of BLOCK_H heads."""
     TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     chunk, tile = row_and_tile(TILES)
     start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES)
@@ -70,7 +69,7 @@ def _decays_kernel(
     size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
     log_decay = size * rate * LOG2_E
     clamped = tl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
-    # A running sum loses digits that differences need. In fp32 what is coarse is summed apart, which is exact.
+    # A running sum loses digits that differences need. In fp32 coarse parts are summed apart, which is exact.
     coarse = clamped
     if VECTORS > 4:
         coarse = tl.floor(clamped * 2048) / 2048
@@ -90,13 +89,12 @@ def _decays_kernel(
 
 @triton.jit
 def _halves(x):
-    """The left and the right half of a matrix."""
     return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
 
 
 @triton.jit
 def _products(x, y):
-    """x y^T [64, 64]. The parts of wide fp32 operands would not fit into shared memory at once."""
+    """Return x y^T [64, 64], in halves for wide fp32 operands, which do not fit into shared memory at once."""
     if x.dtype == tl.float32 and x.shape[1] > 128:
         x_left, x_right = _halves(x)
         y_left, y_right = _halves(y)
@@ -135,7 +133,7 @@ def _scan_kernel(
     STAGES: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
-    """A program carries 64 rows of one head's state through all chunks of one sequence."""
+    """Carry 64 lines of one head's state per program through all chunks of one sequence."""
     TILES: tl.constexpr = (P + ROWS - 1) // ROWS
     OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
     STATE: tl.constexpr = state.dtype.element_ty
@@ -152,7 +150,7 @@ def _scan_kernel(
         return
 
     start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK  # where the first chunk would begin
+    origin = start - context % CHUNK
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(
         state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
@@ -175,7 +173,7 @@ def _scan_kernel(
         skip = tl.load(D + head).to(tl.float32)
     each_step = tl.arange(0, 4 * CHUNK) % CHUNK
     each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
-    # Offsets within a tile are 32 bits wide and added to a scalar pointer: 64 bits would take twice the registers.
+    # Offsets of 32 bits, added to a scalar pointer: 64 bits would take twice the registers.
     x_tile = step[:, None] * X_STRIDES[0] + row[None, :]
     B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
     C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
@@ -203,8 +201,8 @@ def _scan_kernel(
         low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
         decay, sums = tl.split(low)
         size, to_end = tl.split(high)
-        # With its sign changed B is an operand from registers too. If it came from shared memory alone, it would get a
-        # buffer more there, and a processor would hold one program instead of two.
+        # Negated, B comes from registers. From shared memory it would need another buffer, and a processor would hold
+        # one program instead of two.
         scores = _products(-inputs, reads)
         differences = sums[None, :] - sums[:, None]
         if VECTORS > 4:
@@ -225,7 +223,7 @@ def _scan_kernel(
             gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + row[:, None], mask=mask, other=0).to(tl.float32)
             y *= gate / (1 + tl.exp(-gate))
         tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
-        # A mask, no branch: a product that only a branch reads is not waited for.
+        # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
         store_tile(state + dst * slot_stride + element, S, tl.where(dst != 0, inside, False))
 
 
@@ -247,9 +245,9 @@ def prefill(
     dt_limit: tuple[float, float],
     out: Tensor,
 ) -> None:
-    """Fills the prefill and padding tokens of `out` [F, H, P] and stores states where `chunk_dst` says.
+    """Fill prefill and padding tokens of `out` [F, H, P] and store states at `chunk_dst`.
 
-    Scratch: none where Gluon serves, else 16 bytes per token and head for bf16 activations, 20 for others.
+    Scratch: none for `scan`, else 16 bytes per token and head for bf16 activations, 20 for others.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
@@ -261,7 +259,7 @@ def prefill(
     rows = index_pointers(indices, ROW_ARRAYS)
     concurrent = processors(x.get_device())
     if N <= 128 and served((x, B, C), (x_strides, B_strides, C_strides)):
-        # Two programs share a processor, unless so few of them carry the scan that each has one.
+        # Two programs share a processor, unless all can have their own.
         stages, shared = (4, 1) if programs * indices.num_prefills <= concurrent else (2, 2)
         scan(
             programs * (indices.num_prefills + 1),
@@ -295,7 +293,7 @@ def prefill(
             **shape,
             "VECTORS": num_vectors,
             "STAGES": 3 if narrow else 1,
-            "CONCURRENT": 2 * concurrent,  # each runs two programs at a time
+            "CONCURRENT": 2 * concurrent,  # two programs per processor
         },
         num_warps=4,
     )

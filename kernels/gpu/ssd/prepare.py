@@ -1,4 +1,4 @@
-"""What the decode of state-space duality does for a row's new tokens before their states are read."""
+"""Prepare the new tokens of a decode row of state-space duality, before its states are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from ..common.decays import LOG2_E, softplus
 from ..common.log import LEAST_DECAY, WINDOW, depth_of, parent_place
 
-SCALARS = tl.constexpr(2)  # of one token and head: the decay of the state, and what its x is multiplied with
+SCALARS = tl.constexpr(2)  # per token and head: the decay of the state, and the factor of x
 
 
 @triton.jit
@@ -27,7 +27,6 @@ def _load_token(
     B_STRIDES: tl.constexpr,
     C_STRIDES: tl.constexpr,
 ):
-    """A token's steps, B and C, as they came; zeros unless it is computed."""
     known, mine = tl.where(computed, in_N, False), tl.where(computed, in_group, False)
     size = tl.load(dt + token * DT_STRIDES[0] + head * DT_STRIDES[1], mask=mine, other=0)
     inputs = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0)
@@ -49,7 +48,7 @@ def _load_entries(
     GROUPS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Bs, steps and decay sums from places of a log; zeros for those that are not from `start` to `end`."""
+    """Load Bs, steps and decay sums from places of a token log; zeros outside `start` to `end`."""
     there = (place >= start) & (place < end)
     Bs = log_B + (place * (GROUPS * N))[:, None] + channel[None, :]
     Bs = tl.load(Bs, mask=there[:, None] & in_N[None, :], other=0).to(tl.float32)
@@ -60,8 +59,8 @@ def _load_entries(
 
 @triton.jit
 def _store_scores(scores, lane, end, Bs, sizes, Gs, asked, G, in_group):
-    """What a token's C meets in some lanes of its path, which ends before the lane `end`; then zeros, whatever later
-    tokens stand there."""
+    """Store scores of a token's C with some lanes of its path. Lanes from `end` on, which later tokens may use, get
+    zeros."""
     met = tl.sum(Bs * asked[None, :], axis=1)[:, None] * tl.exp2(G[None, :] - Gs) * sizes
     met = tl.where((lane < end)[:, None], met, 0.0)
     tl.store(scores[None, :] + lane[:, None], met, mask=tl.broadcast_to(in_group[None, :], met.shape))
@@ -88,12 +87,11 @@ def _enter(
     in_group,
     of_group,
 ):
-    """Logs a token behind which decays sum up to G, and leaves what the state is to meet. Returns its C, in fp32, and
-    the sum after it."""
+    """Log a token after decays G and store its vector and scalars. Return its C in fp32 and G after it."""
     own, asked, mine = raw.to(tl.float32), reads.to(tl.float32), tl.where(there, in_group, False)
     size = tl.minimum(tl.maximum(softplus(step.to(tl.float32) + bias), dt_min), dt_max)
     G += tl.maximum(size * rate, LEAST_DECAY)
-    tl.store(log_B, raw, mask=tl.where(there, in_N, False))  # in every program of the group: it reads B again
+    tl.store(log_B, raw, mask=tl.where(there, in_N, False))  # in every program of the group, since it reads B again
     tl.store(log_dt, size, mask=mine)
     tl.store(log_G, G, mask=mine)
     tl.store(vector, asked, mask=of_group)
@@ -135,10 +133,10 @@ def prepare(
     BLOCK_HEADS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Logs the Bs and steps of a row's new tokens, of BLOCK_HEADS heads of one group, and leaves of every token its C,
-    in fp32, in `vectors` [F, G, N], and what it meets in the log in `scores` [F, H, 16].
+    """Log the Bs and steps of a batch row's new tokens, for BLOCK_HEADS heads of one group.
 
-    In the order of `common.delta_prepare`.
+    Store every token's C in fp32 in `vectors` [F, G, N], and its scores with the log in `scores` [F, H, 16]. The order
+    is as in `common.delta_prepare`.
     """
     SHARING: tl.constexpr = HEADS // GROUPS
     TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -148,7 +146,7 @@ def prepare(
     place_in_group = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head, in_group = group * SHARING + place_in_group, place_in_group < SHARING
     in_N = channel < N
-    of_group = tl.where(tile == 0, in_N, False)  # one of a group's programs stores what is the whole group's
+    of_group = tl.where(tile == 0, in_N, False)  # one program stores the vectors of the whole group
     log_B += group * N
     log_dt += head
     log_G += head
@@ -181,7 +179,7 @@ def prepare(
                 dt, B, C, first_token + t + 1, t + 1 < tokens_per_decode, head, group, channel, in_group, in_N,
                 DT_STRIDES, B_STRIDES, C_STRIDES,
             )  # fmt: skip
-            if depth <= above:  # a branch: decays go on from its parent's
+            if depth <= above:  # a branch: decays continue from its parent
                 tl.debug_barrier()  # other threads may have stored them
                 place = parent_place(depths, t, end)
                 G = tl.load(log_G + place * HEADS, mask=tl.where(place >= start, in_group, False), other=0)
@@ -206,7 +204,7 @@ def prepare(
             )
             for t in range(length):
                 depth = depth_of(depths, t)
-                if depth <= above:  # a branch: from here on other tokens are in the lanes
+                if depth <= above:  # a branch: lanes hold other tokens from here on
                     place = tl.where(lane >= end + depth, lane + (t - depth), place)
                     Bs, sizes, Gs = _load_entries(
                         log_B, log_dt, log_G, place, start, end + length, channel, in_group, in_N, HEADS, GROUPS, N

@@ -1,6 +1,6 @@
-"""Prefill for bf16 activations in one launch, in Gluon: what the two launches of `prefill` compute, but for rounding.
+"""Run prefill for bf16 activations in one Gluon launch; only rounding differs from the two launches of `prefill`.
 
-While one chunk's products are in flight, the decays and the scores of the next one are prepared.
+While the products of a chunk are in flight, decays and scores of the next chunk are computed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from .steps import AT_ONCE, chunk_at, copy_rows, load_steps, store_decays, vector_of, wait_for_copies
 
-ROWS = gl.constexpr(64)  # of a state in one program
+ROWS = gl.constexpr(64)  # lines of a state per program
 WARPS = gl.constexpr(4)
-# Asking ahead for a later program's state costs a longer sequence more than it hides.
+# For longer sequences, to prefetch a later program's state costs more than it hides.
 PREFETCH_CHUNKS = gl.constexpr(8)
 
 
@@ -35,8 +35,8 @@ def _copy_chunk(
     C_STRIDE: gl.constexpr,
     N: gl.constexpr,
 ):
-    """Begins to copy what a chunk needs to a stage of shared memory; nothing behind the last one, where copies would
-    store zeros."""
+    """Begin to copy a chunk's inputs to a stage. Nothing is copied past the last chunk, since copies would store
+    zeros."""
     x_tiles, B_tiles, C_tiles = copies
     x, B, C = sources
     t, count = chunk
@@ -85,18 +85,18 @@ def _ssd_scan_kernel(
     STAGES: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
-    """A program carries 64 rows of one head's state through all chunks of one sequence."""
+    """Carry 64 lines of one head's state per program through all chunks of one sequence."""
     TILES: gl.constexpr = (P + ROWS - 1) // ROWS
     BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
-    OUTPUT: gl.constexpr = BF16 if z is None else gl.float32  # of outputs on their way
+    OUTPUT: gl.constexpr = BF16 if z is None else gl.float32  # dtype of outputs in shared memory
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     OF_STEP: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     LEFT_CARRIED: gl.constexpr = gl.DotOperandLayout(0, CARRIED, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [WARPS, 1], [1, 0])
-    BY_CHUNK: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])  # a warp has all 64
+    BY_CHUNK: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])  # a warp per chunk
     program = gl.program_id(0)
     sequence, index = program // (HEADS * TILES), program % (HEADS * TILES)
     head = index // TILES
@@ -114,7 +114,7 @@ def _ssd_scan_kernel(
     fields = rows + sequence * ROW_FIELDS
     start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
     first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-    # Of the state of a later program, see `later_tile`: its slot is asked for before this one's own state.
+    # Load the later program's slot before this program's state: see `later_tile`.
     later = index + CONCURRENT
     later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
@@ -124,7 +124,7 @@ def _ssd_scan_kernel(
         bias = gl.load(dt_bias + head).to(gl.float32)
     if D is not None:
         skip = gl.load(D + head).to(gl.float32)
-    origin = start - context % CHUNK  # where the first chunk would begin
+    origin = start - context % CHUNK
 
     by_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_N], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
@@ -136,7 +136,7 @@ def _ssd_scan_kernel(
     x_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, ROWS], by_value)
     scores_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     out_s = gl.allocate_shared_memory(OUTPUT, [CHUNK, ROWS], of_outputs)
-    # One allocation each, or there would be a barrier between their stores.
+    # Separate allocations, or the compiler puts a barrier between their stores.
     decays_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
     sums_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
     offsets_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
@@ -217,7 +217,7 @@ def _ssd_scan_kernel(
             )
         y = warpgroup_mma_wait(1, deps=[y])
         out_s.permute((1, 0)).store(y.to(OUTPUT))
-        barrier()  # all warps are done with the stage, too
+        barrier()  # also before the stage is overwritten
         ahead = chunk_at(n + STAGES, origin, start, end)
         _copy_chunk(copies, stage, sources, ahead, rows_left, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], N)
         stored = (out_step < count) & (out_row < rows_left)

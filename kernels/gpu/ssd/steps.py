@@ -1,4 +1,4 @@
-"""What SSD's scan in Gluon does beside its products: decays of several chunks, a warp each, and copies of rows."""
+"""Compute decays of several chunks, a warp each, and copy chunks, for the scan in Gluon."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_steps(
     end,
     LAYOUT: gl.constexpr,
 ):
-    """Of AT_ONCE chunks from chunk `first` on, a warp each: dt, and how many steps there are."""
+    """Load dt of AT_ONCE chunks from chunk `first` on, a warp each, and count their tokens."""
     row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     boundary = origin + (first + row) * CHUNK
@@ -40,8 +40,7 @@ def load_steps(
 
 @gluon.jit
 def store_decays(vectors, half, steps, rate, dt_bias, dt_min, dt_max):
-    """Of chunks' tokens, from dt: the decay from before the chunk, its log2 to compare tokens by, this less the log2 of
-    the step size, and the step size times the decay to the end."""
+    """Store decays, log2 of bounded decays, this less the step's log2, and steps decayed to the chunk's end."""
     size, count = steps
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, size.type.layout))[None, :]
     size = size.to(gl.float32) + dt_bias
@@ -49,7 +48,7 @@ def store_decays(vectors, half, steps, rate, dt_bias, dt_min, dt_max):
     log_decay = size * rate
     clamped = gl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
     log_decay, sums = gl.associative_scan((log_decay, clamped), 1, _add_both)
-    # The last one, which is the second of lane 31.
+    # The last sum: the second of lane 31.
     last: gl.constexpr = "shfl.sync.idx.b32 $0, $3, 31, 31, -1; mov.b32 $1, $0;"
     total = gl.inline_asm_elementwise(last, "=&r,=r,r,r", [sums], dtype=gl.float32, is_pure=True, pack=2)
     log2 = gl.inline_asm_elementwise(
@@ -64,14 +63,13 @@ def store_decays(vectors, half, steps, rate, dt_bias, dt_min, dt_max):
 
 @gluon.jit
 def vector_of(vector, half, index):
-    """A chunk's vector, [64]."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     return reinterpret(vector, gl.float32, [2 * AT_ONCE, CHUNK], flat).index(half * AT_ONCE + index)
 
 
 @gluon.jit
 def copy_rows(tile, place, STRIDE: gl.constexpr, count, columns, WARPS: gl.constexpr):
-    """As `copy_tile`, but with one address for all rows of a thread, which are a constant apart."""
+    """Copy as `copy_tile` does, but with one address for all lines of a thread, a constant apart."""
     WIDTH: gl.constexpr = tile.shape[1]
     LANES: gl.constexpr = WIDTH // 8
     AT_ONCE: gl.constexpr = 32 // LANES * WARPS if 32 // LANES * WARPS < CHUNK else CHUNK
@@ -92,10 +90,10 @@ def _wait_code(left):
 
 @gluon.jit
 def wait_for_copies(LEFT: gl.constexpr):
-    """Until all but the LEFT last groups of copies have come, and products see them and whatever else all warps
-    have stored in shared memory.
+    """Wait for all but the last LEFT groups of copies. Products then see these and all earlier stores to shared memory.
 
-    (After `async_copy.wait_group` Triton puts a barrier, before which the fence has to be.)"""
+    The fence must precede the barrier that Triton puts after `async_copy.wait_group`.
+    """
     code: gl.constexpr = _wait_code(LEFT)
     gl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)
     fence_async_shared()
@@ -104,7 +102,7 @@ def wait_for_copies(LEFT: gl.constexpr):
 
 @gluon.jit
 def chunk_at(n, origin, start, end):
-    """The first token of a row's chunk n, and how many it has: none or less behind the last one."""
+    """Return chunk n's first token and number of tokens, at most 0 past the last chunk."""
     boundary = origin + n * CHUNK
     t = gl.maximum(boundary, start)
     return t, gl.minimum(boundary + CHUNK, end) - t
