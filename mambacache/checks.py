@@ -27,11 +27,7 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
 
 
 def token_array(name: str, token_ids: Any) -> array[int]:
-    """Return token ids as int32.
-
-    Raises:
-        ValueError: `token_ids` is not a sequence of integers from 0 to 2^31 - 1.
-    """
+    """Return token ids as int32, or raise ValueError unless all are from 0 to 2^31 - 1."""
     if isinstance(token_ids, (str, bytes, bytearray, memoryview)):
         raise ValueError(
             f"{name} is of type {type(token_ids).__name__}: give a sequence of token ids, which are integers"
@@ -58,14 +54,7 @@ def _as_tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
-    """Return a prompt as int32.
-
-    Args:
-        most: tokens that the KV pool holds; 0 without a pool.
-
-    Raises:
-        ValueError: the prompt is empty, longer than `most`, or not a sequence of token ids.
-    """
+    """Return a prompt as int32, or raise ValueError if it is empty or exceeds `most` tokens."""
     tokens = token_array(f"the prompt of request {request_id!r}", token_ids)
     if not tokens:
         raise ValueError(f"request {request_id!r} has an empty prompt: give it at least one token")
@@ -78,7 +67,6 @@ def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
 
 
 def check_bounds(config: CacheConfig, kv_tokens: int | None, max_tokens: int | None) -> None:
-    """Raise ValueError unless `PrefixCache.match` takes these bounds of a hit."""
     if config.host_keeps_kv and kv_tokens is None:
         raise ValueError("kv_tokens is missing: say how many tokens the host's KV covers, or set num_kv_blocks")
     for name, value in (("kv_tokens", kv_tokens), ("max_tokens", max_tokens)):
@@ -87,17 +75,11 @@ def check_bounds(config: CacheConfig, kv_tokens: int | None, max_tokens: int | N
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a str."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is of type {type(value).__name__}: give a str")
 
 
 def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
-    """Return prefix hashes as a list.
-
-    Raises:
-        ValueError: `hashes` is not a sequence of bytes.
-    """
     found = list(_as_tuple("hashes", hashes))
     for each in found:
         if type(each) is not bytes:
@@ -106,10 +88,7 @@ def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
 
 
 def check_key(key: object, depth: int = 4) -> None:
-    """Raise ValueError unless a key's repr is unique.
-
-    Other types may shorten their repr, as arrays do, so that two images would share a hash.
-    """
+    """Raise ValueError unless a key's repr is unique: arrays shorten theirs."""
     if type(key) is tuple and depth:
         for part in key:
             check_key(part, depth - 1)
@@ -118,11 +97,7 @@ def check_key(key: object, depth: int = 4) -> None:
 
 
 def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_size: int) -> dict[int, bytes]:
-    """Return a digest of the keys in each block with keys.
-
-    Raises:
-        ValueError: `extra_keys` are not pairs of a position in the prompt and a key.
-    """
+    """Return a digest of the keys in each block with keys, or raise ValueError."""
     keys: dict[int, bytes] = {}
     for pair in _as_tuple("extra_keys", extra_keys):
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -135,11 +110,7 @@ def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_
 
 
 def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]:
-    """Return positions rounded down to blocks.
-
-    Raises:
-        ValueError: a position is negative or not an integer.
-    """
+    """Return positions rounded down to blocks, or raise ValueError."""
     positions = _as_tuple("checkpoint_at", checkpoint_at)
     for position in positions:
         check_integer("a position in checkpoint_at", position, 0)
@@ -147,11 +118,7 @@ def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]
 
 
 def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
-    """Return the parents of drafts as `PrefixCache.allocate` takes them.
-
-    Raises:
-        ValueError: the parents make no tree in preorder, or a draft in a tree is a placeholder.
-    """
+    """Return the parents of drafts, or raise ValueError unless they make a tree in preorder."""
     if len(parents) and (len(parents) != len(drafts) or PLACEHOLDER in drafts):
         raise ValueError(
             f"{who} has {len(drafts)} drafts and {len(parents)} parents: give each draft of a tree, none of them a "
@@ -169,11 +136,7 @@ def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tup
 
 
 def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
-    """Return the tokens of a batch row as int32.
-
-    Raises:
-        ValueError: `step` cannot yield `token_ids`.
-    """
+    """Return a row's tokens as int32, or raise ValueError if `step` cannot yield them."""
     count = len(token_ids)
     if not count:
         return array("i")

@@ -10,7 +10,7 @@ from typing import Any
 
 from mambacache.units import is_bytes, parse_bytes
 
-# By annotation: accepted types, conversion, and name in an error message.
+# By annotation: types, conversion, and name in errors.
 KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
     "bool": ((bool,), bool, "True or False"),
     "int": ((Integral,), int, "an integer"),
@@ -22,21 +22,16 @@ KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def hold_to_annotations(config: Any) -> None:
-    """Convert each field of `config` to its annotated type, in place, or raise ValueError.
-
-    Numbers of numpy become Python's, a list becomes a tuple, None the default, and a size such as "20GiB" its bytes.
-    """
+    """Convert each field to its annotated type, in place, or raise ValueError; None becomes the default."""
     for option in fields(config):
         value = getattr(config, option.name)
         if value is None and option.default is not MISSING:

@@ -1,4 +1,4 @@
-"""Define the cache's results as pure data: hits, waits, reports, totals and events."""
+"""Define the cache's results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Loss(StrEnum):
-    """Names the reason why tokens were computed again."""
+    """Names why tokens were computed again."""
 
     GRANULARITY = "granularity"  # behind the last whole shared block
     NO_STATE = "no state there"
@@ -27,8 +27,6 @@ class RequestReport:
     """Reports on one prompt, in tokens.
 
     Attributes:
-        prompt: Length of the prompt.
-        hit: Length of the prefix hit.
         ceiling: Longest prefix shared with anything computed so far, at most `prompt - 1`.
         losses: Tokens by reason, `ceiling - hit` in total.
         from_host: Part of the hit loaded from host memory.
@@ -45,9 +43,9 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Tells a router that a block was stored on the device or removed from it.
+    """Tells a router of a block stored on the device or removed.
 
-    After a gap in `number` events are lost, and the router must start from an empty view.
+    A gap in `number` means lost events: start from an empty view.
     """
 
     number: int
@@ -59,7 +57,7 @@ class CacheEvent:
 
 
 class CachedBlock(NamedTuple):
-    """Holds the ids of the state and KV page of one prefix hash, 0 if not cached on the device."""
+    """Holds the ids of a prefix hash's state and KV page, 0 if not cached on the device."""
 
     block_hash: bytes
     state: int
@@ -80,18 +78,18 @@ class CacheStats:
     states_stored: int = 0
     states_evicted: int = 0
     kv_evicted: int = 0
-    host_hit_tokens: int = 0  # part of `hit_tokens` loaded from host memory
-    loads: int = 0  # launched loads, each for at least one prompt
+    host_hit_tokens: int = 0  # part of `hit_tokens`
+    loads: int = 0
     bytes_to_host: int = 0
     bytes_from_host: int = 0
-    disk_hit_tokens: int = 0  # part of `hit_tokens` read from files, not in `host_hit_tokens`
+    disk_hit_tokens: int = 0  # part of `hit_tokens`, not of `host_hit_tokens`
     bytes_to_disk: int = 0
     bytes_from_disk: int = 0
     failed_transfers: int = 0
     state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
     log_slots: dict[str, int] = field(default_factory=dict)  # free, and held by decoding requests
-    kv_blocks: dict[str, int] = field(default_factory=dict)  # empty without KV pages in the cache
-    host_states: dict[str, int] = field(default_factory=dict)  # empty without a tier in host memory
+    kv_blocks: dict[str, int] = field(default_factory=dict)  # empty without KV pages
+    host_states: dict[str, int] = field(default_factory=dict)  # empty without a host tier
     host_pages: dict[str, int] = field(default_factory=dict)
 
     def add(self, report: RequestReport) -> None:
@@ -105,7 +103,6 @@ class CacheStats:
             self.losses[reason] += tokens
 
     def __str__(self) -> str:
-        """Return a table."""
         lost = {reason: tokens for reason, tokens in self.losses.items() if tokens}
         rows = [
             ("requests", f"{self.requests:,}"),
@@ -153,11 +150,10 @@ class Hit:
     """Describes the prefix hit of a prompt.
 
     Attributes:
-        num_tokens: Prompt tokens that are not computed, a multiple of the block size.
+        num_tokens: Prompt tokens not computed, a multiple of the block size.
         junction: End of the prefix that others computed, in tokens; 0 if not behind the hit.
         exact: Whether a cold prefill computes the same state and KV; None if the host engine keeps the KV.
         waits_for: Running request that will compute a longer common prefix, or None.
-        losses: Tokens computed again, by reason.
     """
 
     num_tokens: int

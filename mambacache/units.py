@@ -10,16 +10,11 @@ UNITS |= {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
 
 
 def is_bytes(name: str) -> bool:
-    """Return whether a setting of this name holds bytes, as `kv_cache_bytes` does."""
     return "bytes" in name.split("_")
 
 
 def parse_bytes(value: object) -> int:
-    """Return the bytes of an integer, or of a text such as "20GiB" or "500 MB".
-
-    Raises:
-        ValueError: the value is neither.
-    """
+    """Return the bytes of an integer, or of a text such as "20GiB", or raise ValueError."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower(), re.ASCII)

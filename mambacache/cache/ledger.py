@@ -12,7 +12,7 @@ TOKEN_BYTES = 4
 
 
 class Branch:
-    """Holds tokens after the parent's. `end`: token depth; -1 once dropped."""
+    """Holds tokens after the parent's; `end` is the token depth, -1 once dropped."""
 
     __slots__ = ("children", "end", "parent", "tokens")
 
@@ -33,7 +33,7 @@ class TokenRecord:
         self._leaves: OrderedDict[Branch, None] = OrderedDict()  # least recently used first
 
     def longest(self, root: bytes, tokens: bytes) -> int:
-        """Return how many leading `tokens` (int32) were computed before."""
+        """Count leading int32 `tokens` computed before."""
         branch = self._roots.get(root)
         if branch is None:
             return 0
@@ -69,7 +69,7 @@ class TokenRecord:
         return branch
 
     def _descend(self, branch: Branch, tokens: bytes, at: int) -> tuple[Branch, int, int]:
-        """Return the last branch that matches whole, the bytes up to its end, and the bytes matched beyond."""
+        """Return the last branch that matches whole, its end in bytes, and the bytes matched beyond."""
         while True:
             child = branch.children.get(tokens[at : at + TOKEN_BYTES])
             if child is None:
@@ -80,7 +80,6 @@ class TokenRecord:
             branch, at = child, at + common
 
     def _split(self, branch: Branch, size: int) -> Branch:
-        """Split off the first `size` bytes as a new branch."""
         parent = branch.parent
         assert parent is not None
         upper = Branch(parent, bytes(branch.tokens[:size]), branch.end - (len(branch.tokens) - size) // TOKEN_BYTES)
@@ -91,7 +90,6 @@ class TokenRecord:
         return upper
 
     def _cut(self, count: int) -> None:
-        """Cut up to `count` tokens off the oldest leaf."""
         branch = next(iter(self._leaves))
         count = min(count, len(branch.tokens) // TOKEN_BYTES)
         first = bytes(branch.tokens[:TOKEN_BYTES])
@@ -113,7 +111,7 @@ class TokenRecord:
 
 
 def common_tokens(a: bytes | bytearray, b: bytes | bytearray) -> int:
-    """Return the number of leading int32 tokens that both share."""
+    """Count shared int32 tokens."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length // TOKEN_BYTES
@@ -134,7 +132,7 @@ class Trace:
     root: bytes
     read: Callable[[int, int], bytes]
     computed: int = 0
-    recorded: int = 0  # tokens up to the end of `branch`
+    recorded: int = 0
     branch: Branch | None = None
 
 
@@ -168,7 +166,6 @@ class Ledger:
             self._stats.states_stored += 1
 
     def loaded(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
-        """Record a block loaded from host memory."""
         if self.on:
             self._event("stored", kind, block_hash, position, request_id)
             self._fates.pop(block_hash, None)
@@ -185,12 +182,10 @@ class Ledger:
                 self._stats.kv_evicted += 1
 
     def refused(self, block_hash: bytes) -> None:
-        """Record a state that got no block."""
         if self.on:
             self._set_fate(block_hash, Loss.NO_CAPACITY)
 
     def computed(self, trace: Trace, num_tokens: int) -> None:
-        """Note the computed tokens, to be recorded on demand."""
         if self.on:
             trace.computed = num_tokens
             self._unrecorded[trace] = None
@@ -224,14 +219,12 @@ class Ledger:
         self._stats.preemptions += self.on
 
     def ran(self, report: RequestReport) -> None:
-        """Add the report of a request's first run."""
         if self.on:
             self._stats.add(report)
 
     # --- reading ---
 
     def longest_computed(self, root: bytes, tokens: bytes) -> int:
-        """Return how many leading `tokens` (int32) were ever computed under `root`."""
         for trace in self._unrecorded:
             self._add_to_record(trace)
         self._unrecorded.clear()
@@ -242,11 +235,9 @@ class Ledger:
         return self._fates.get(block_hash)
 
     def stats(self) -> CacheStats:
-        """Copy the totals."""
         return replace(self._stats, losses=dict(self._stats.losses))
 
     def take_events(self) -> list[CacheEvent]:
-        """Return events since the last call, oldest first."""
         events = list(self._events)
         self._events.clear()
         return events

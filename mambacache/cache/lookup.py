@@ -1,4 +1,4 @@
-"""Hash token blocks into chains, and look chains up."""
+"""Hash token blocks into chains."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ def extend_chain(
 
 
 class Prompts:
-    """Computes chains, reusing hashes of the prompt before."""
-
     def __init__(self) -> None:
         self._tokens, self._chain = b"", [b""]  # last prompt without keys
 
@@ -61,12 +59,12 @@ class Found:
     coverage: int = 0  # leading blocks with cached KV
     hit: int = 0
     junction: int = 0  # end of the computed prefix, if beyond the hit
-    writer: Residency | None = None  # of a longer prefix
+    writer: Residency | None = None
     promised: int = 0  # its depth
 
 
 class Lookup:
-    """Finds reusable states. Writers and waiting requests are indexed by hash: admissions never scan requests."""
+    """Finds reusable states; indexes by hash spare admissions a scan of requests."""
 
     def __init__(self, config: CacheConfig, states: BlockPool, pages: Pages, ledger: Ledger) -> None:
         self._states = states
@@ -77,7 +75,7 @@ class Lookup:
         self._host_kv = config.host_keeps_kv
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._writers: dict[bytes, dict[Residency, None]] = {}
-        self._waiting: dict[bytes, int] = {}  # requests that could resume there
+        self._waiting: dict[bytes, int] = {}
 
     # --- what was computed ---
 
@@ -91,15 +89,13 @@ class Lookup:
         self._seen.clear()
 
     def usable(self, block_hash: bytes) -> bool:
-        """Return whether requests may resume from this state."""
         block = self._states.lookup(block_hash)
         return block is not None and (self._states.exact[block] or not self._strict)
 
     def find(self, chain: Chain, limit: int, junction_limit: int, host_coverage: int | None, waits: bool) -> Found:
-        """Look a chain up.
+        """Look a chain up, to depth `limit`.
 
         Args:
-            limit: maximum depth of the hit.
             host_coverage: leading blocks in the host's KV; None: use the pages.
         """
         needs_kv = self._pages.present or host_coverage is not None
@@ -124,14 +120,13 @@ class Lookup:
     # --- results ---
 
     def inexact_from(self, request: CachedRequest, found: Found) -> int:
-        """Return the position where near states and KV begin."""
+        """Return the position where inexact states and KV begin."""
         block = self._states.lookup(request.chain[found.hit]) if found.hit else None
         if block is not None and not self._states.exact[block]:
             return 0
         return self._pages.exact_until(request.chain, found.coverage) if found.coverage else ALWAYS_EXACT
 
     def hit(self, request: CachedRequest, found: Found) -> Hit:
-        """Convert to tokens, with the loss by reason."""
         size = self._pages.block_size
         hit = found.hit * size
         longest = self._ledger.longest_computed(request.chain[0], request.token_bytes(0, len(request.tokens)))
@@ -145,7 +140,6 @@ class Lookup:
         return Hit(hit, found.junction * size, exact, writer, losses)
 
     def _cause(self, request: CachedRequest, found: Found, depth: int) -> Loss | None:
-        """Return why the state at `depth` is unused; None if unknown."""
         if self._states.lookup(request.chain[depth]) is None:
             return self._ledger.fate(request.chain[depth])
         if depth <= found.coverage:
@@ -167,7 +161,6 @@ class Lookup:
         residency.announced = len(chain) - 1
 
     def wrote(self, residency: Residency, chain: Chain, depth: int) -> None:
-        """Withdraw announced blocks up to `depth`."""
         for block_hash in chain[residency.written + 1 : min(depth, residency.announced) + 1]:
             residencies = self._writers[block_hash]
             if len(residencies) == 1:
@@ -178,7 +171,6 @@ class Lookup:
         residency.announced = max(residency.announced, residency.written)
 
     def lengthen(self, residency: Residency) -> None:
-        """Add full blocks to the request's chain."""
         request, size = residency.request, self._pages.block_size
         if len(request.tokens) < len(request.chain) * size:
             return
@@ -221,7 +213,6 @@ class Lookup:
         return found
 
     def check(self, requests: Sequence[CachedRequest]) -> None:
-        """Raise AssertionError unless the records match `requests`."""
         writers: dict[bytes, int] = {}
         waiting: dict[bytes, int] = {}
         for request in requests:

@@ -21,7 +21,6 @@ class Pages:
         self._lacking = 0  # pages still needed by admitted prompts
 
     def coverage(self, chain: Sequence[bytes], strict: bool) -> int:
-        """Count leading blocks with cached KV."""
         lookup, exact = self.pool.lookup, self.pool.exact
         for depth in range(1, len(chain)):
             page = lookup(chain[depth])
@@ -30,12 +29,10 @@ class Pages:
         return len(chain) - 1
 
     def exact_until(self, chain: Sequence[bytes], coverage: int) -> int:
-        """Return the first position on an inexact page."""
         exact = [self.pool.exact[page] for page in self._covering(chain, coverage)]
         return ALWAYS_EXACT if all(exact) else exact.index(False) * self.block_size
 
     def has_room(self, chain: Sequence[bytes], coverage: int, num_tokens: int) -> bool:
-        """Return whether there is room beside the needs of admitted prompts."""
         if not self.present:
             return True
         shared = self._covering(chain, coverage)
@@ -50,7 +47,7 @@ class Pages:
         self._lacking += self._lack(residency)
 
     def fork(self, parent: Residency, child: Residency) -> bool:
-        """Share full pages and plan a copy of a partial page; return False, unchanged, without room."""
+        """Share full pages and plan a copy of a partial page; without room return False and change nothing."""
         if not self.present:
             return True
         full, partial = divmod(parent.computed, self.block_size)
@@ -68,7 +65,7 @@ class Pages:
         return True
 
     def grow(self, residency: Residency, end: int) -> bool:
-        """Add pages up to `end`; return False, unchanged, without room."""
+        """Add pages up to `end`; without room return False and change nothing."""
         missing = self._blocks(end) - len(residency.pages)
         if missing <= 0 or not self.present:
             return True
@@ -80,7 +77,6 @@ class Pages:
         return True
 
     def shrink(self, residency: Residency, count: int) -> None:
-        """Keep only the first `count` pages."""
         lacked = self._lack(residency)
         while len(residency.pages) > count:
             self.pool.release(residency.pages.pop())
@@ -105,7 +101,6 @@ class Pages:
         )
 
     def copied(self, residency: Residency) -> None:
-        """Release the page that was copied."""
         if residency.copy_page is not None:
             residency.copy_page.end()
             residency.copy_page = None
@@ -120,11 +115,10 @@ class Pages:
             self.pool.release(page)
 
     def unused(self, residency: Residency) -> None:
-        """Stop reserving pages for an ended residency."""
         self._lacking -= self._lack(residency)
 
     def check(self, residencies: Sequence[Residency], running: Sequence[Residency], others: Sequence[int]) -> None:
-        """Raise AssertionError unless references match; `others`: held outside residencies."""
+        """Assert that references match; `others` are held outside residencies."""
         copies = [residency.copy_page.block for residency in residencies if residency.copy_page is not None]
         self.pool.check([*(page for residency in residencies for page in residency.pages), *copies, *others])
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"

@@ -11,7 +11,7 @@ RemovedCallback = Callable[[bytes, int, bool], None]
 
 
 class Lease:
-    """Holds a reference, released once. `used`: last use to restore; None if the lease is a use."""
+    """Holds a reference, released once; `used` is the last use to restore, None if the lease is a use."""
 
     __slots__ = ("block", "pool", "used")
 
@@ -53,7 +53,6 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Count the blocks that `take` can hand out."""
         return len(self._free) + len(self.idle)
 
     @property
@@ -69,7 +68,6 @@ class BlockPool:
         return len(self._blocks)
 
     def counts(self) -> dict[str, int]:
-        """Count blocks; evictable blocks are committed too."""
         free, committed = len(self._free), len(self._blocks)
         writing = self.num_blocks - free - committed
         return {"free": free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
@@ -93,31 +91,29 @@ class BlockPool:
         return Lease(self, self.take(1)[0])
 
     def share(self, block: int) -> Lease:
-        """Lease a referenced or COMMITTED block."""
         self.hold(block)
         return Lease(self, block)
 
     def hold(self, block: int) -> None:
-        """Like `share`, without a lease."""
+        """Share without a lease."""
         if not self.references[block]:
             self._wake(block)
         self.references[block] += 1
 
     def lend(self, block: int) -> Lease:
-        """Like `share`, but does not count as a use."""
+        """Share without counting as a use."""
         used = None if self.references[block] else self._wake(block)
         self.references[block] += 1
         return Lease(self, block, used)
 
     def seize(self, block: int) -> Lease:
-        """Lease this free or seized block."""
         if not self.references[block]:
             self._free.remove(block)
         self.references[block] += 1
         return Lease(self, block)
 
     def release(self, block: int, used: float | None = None) -> None:
-        """Drop a reference. `used`: last use; None for now."""
+        """Drop a reference; `used` is the last use, None for now."""
         references = self.references[block] - 1
         self.references[block] = references
         if references:
@@ -132,7 +128,6 @@ class BlockPool:
             self.idle.put_back(block, self.rank[block], used)
 
     def _wake(self, block: int) -> float:
-        """Make a block unevictable; return its last use."""
         return self.idle.remove(block, self.rank[block])
 
     def _free_again(self, block: int) -> None:
@@ -176,7 +171,6 @@ class BlockPool:
         return block is not None
 
     def evict_first(self, block: int) -> None:
-        """Mark a COMMITTED block to be evicted before others."""
         if self._useless[block]:
             return
         if not self.references[block]:
@@ -186,7 +180,6 @@ class BlockPool:
         self.rank[block], self._useless[block] = Rank.SPARE, True
 
     def evict(self, requested: bool = True) -> bool:
-        """Evict the next victim, if any."""
         block = self.idle.first(requested)
         if block is None:
             return False
@@ -194,7 +187,6 @@ class BlockPool:
         return True
 
     def withdraw(self, block: int) -> None:
-        """Make a block private again."""
         if self.references[block] != 1:
             raise RuntimeError(f"block {block} has {self.references[block]} holders and cannot be withdrawn")
         self._forget(block)
@@ -206,7 +198,6 @@ class BlockPool:
             self._forget(block, evicted)
 
     def drop_born(self, since: int) -> None:
-        """Forget blocks of issue `since` and later."""
         for block in [b for b in self._blocks.values() if self.born[b] >= since]:
             self._forget(block)
 
@@ -225,7 +216,6 @@ class BlockPool:
         self._on_removed(block_hash, block, evicted)
 
     def check(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless references match `held` and no block is lost."""
         counted = [0] * len(self.references)
         for block in held:
             counted[block] += 1

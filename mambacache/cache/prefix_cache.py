@@ -230,7 +230,7 @@ class PrefixCache:
                 guess.
             parents: for a tree in preorder, the number of the draft before each draft, counted from 1, or 0 for the
                 known token. Move the `kept` tokens before the next row runs.
-            decode: run a single prompt token in the decode kernels, which makes its state near.
+            decode: run a single prompt token in the decode kernels, which makes its state inexact.
         """
         residency, decode = self._running(request_id), bool(decode)
         guesses = check_next_row(residency, num_tokens, drafts, parents, decode, self.config.max_draft_tokens)

@@ -23,8 +23,6 @@ USEFUL = 0.05
 
 
 class Rank(IntEnum):
-    """Ranks a block by the turns of its chain."""
-
     SPARE = 0  # not requested
     FIRST = 1
     SECOND = 2  # minimum for hits and marks
@@ -37,18 +35,16 @@ class Rank(IntEnum):
 class Turn:
     """Describes a prompt and its answer; depths are in blocks."""
 
-    tail: int  # the prompt's last boundary
+    tail: int
     admitted: int  # time
     rank: Rank = Rank.FIRST
     before: int = 0  # tail of the turn before
     at_end: bool = False  # the computed prefix ends with that turn
-    answered: int = 0  # end of the answer
+    answered: int = 0
     gone_on: bool = False  # a later turn continues it
 
 
 class Average:
-    """Averages recent values."""
-
     FIRST, MEMORY = 8, 64
 
     def __init__(self, guess: float) -> None:
@@ -61,8 +57,6 @@ class Average:
 
 
 class Rate:
-    """Counts turns that go on."""
-
     FIRST, MEMORY = 8, 1024
 
     def __init__(self, guess: float) -> None:
@@ -70,7 +64,6 @@ class Rate:
 
     @property
     def odds(self) -> float:
-        """Return the odds of going on, finite and never 0."""
         return (self._gone_on + 1) / (max(self._begun - self._gone_on, 0) + 1)
 
     def begin(self) -> None:
@@ -101,7 +94,7 @@ class Chains:
         self._branches = Average(0)
 
     def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> Turn:
-        """Record an admission. `shared`: leading blocks computed before."""
+        """Record an admission; `shared` leading blocks were computed before."""
         tail = (prompt_len - 1) // self._block_size
         reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
@@ -120,7 +113,6 @@ class Chains:
         return turn
 
     def _weigh(self) -> list[float]:
-        """Return odds of reuse by rank; SPARE has 1."""
         first = self._rates[0].odds
         return [1, *(SPARES * max(rate.odds / first, 1.0) for rate in self._rates)]
 
@@ -188,17 +180,11 @@ class Policy:
         return max(self.max_checkpoints // SHARE_OF_MARKS, 1)
 
     def marks(self, named: Iterable[int], prompt_len: int) -> frozenset[int]:
-        """Pick the positions nearest to the prompt's end."""
         most = min(MOST_MARKS, self.most_marks)
         return frozenset(nsmallest(most, {*named} - {0}, key=lambda position: (abs(position - prompt_len), position)))
 
     def wishes(self, named: Iterable[int], marks: Set[int], junction: int, lengths: Sequence[int]) -> dict[int, Wish]:
-        """Return a new residency's wishes.
-
-        Args:
-            named: beyond the known tokens only marks count.
-            lengths: each has a tail.
-        """
+        """Return a new residency's wishes; `lengths` have tails, and beyond them only marks count."""
         inside = [position for position in named if position < lengths[-1] and position not in marks]
         wishes = dict.fromkeys(inside, Wish.INTERVAL) | dict.fromkeys(marks, Wish.MARKED)
         if junction:
@@ -208,7 +194,6 @@ class Policy:
         return wishes
 
     def promise(self, wishes: dict[int, Wish], position: int) -> None:
-        """Wish for the state that a waiting request needs."""
         wishes[position] = Wish.PROMISED
 
     def wish(self, wishes: Mapping[int, Wish], position: int) -> Wish | None:
@@ -226,7 +211,6 @@ class Policy:
 
     @staticmethod
     def requested(wish: Wish | None) -> bool:
-        """Return whether the state may evict any block."""
         return wish is not None and wish is not Wish.INTERVAL
 
     def rank(self, wish: Wish | None, rank: Rank) -> Rank:
@@ -248,7 +232,6 @@ class Marks:
         self._salts: OrderedDict[str, OrderedDict[bytes, Rank]] = OrderedDict()  # oldest first
 
     def add(self, salt: str, block_hash: bytes, rank: Rank) -> tuple[bytes, Rank] | None:
-        """Add a mark; return the displaced mark and its rank."""
         marks = self._salts.setdefault(salt, OrderedDict())
         self._salts.move_to_end(salt)
         self._count += block_hash not in marks
@@ -291,19 +274,16 @@ class EvictionOrder:
         self._count, self._going = self._count + 1, None
 
     def put_first(self, block: int) -> None:
-        """Add a block as the next victim."""
         spare = self._idle[Rank.SPARE]
         spare[block] = -inf
         self._count, self._going = self._count + 1, None
         spare.move_to_end(block, last=False)
 
     def put_back(self, block: int, rank: Rank, used: float) -> None:
-        """Add a removed block, in the order of removals."""
         self._back[rank][block] = used
         self._count, self._going = self._count + 1, None
 
     def remove(self, block: int, rank: Rank) -> float:
-        """Remove a block; return its last use."""
         idle = self._idle[rank]
         self._count -= 1
         return (idle if block in idle else self._back[rank]).pop(block)
@@ -343,7 +323,7 @@ class EvictionOrder:
         return max(heads, default=-inf)
 
     def limit(self, count: int) -> float:
-        """Return the coldness of the last of about `count` next victims; infinity if there is none."""
+        """Return the coldness of the last of about `count` next victims, or infinity."""
         now, gap = self._chains.now, self._chains.mean_gap
         limit = inf
         heads = [
@@ -368,7 +348,6 @@ class EvictionOrder:
         return found
 
     def by_rank(self) -> list[int]:
-        """Return all blocks, spare blocks last."""
         ranks = [*range(Rank.FIRST, len(Rank)), Rank.SPARE]
         return [block for rank in ranks for each in (self._back, self._idle) for block in each[rank]]
 

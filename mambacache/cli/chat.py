@@ -20,7 +20,7 @@ RESET = "/reset"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all lines; return 1 if any failed, else 0."""
+    """Answer all lines; return 1 if any failed."""
     params = SamplingParams(**DEFAULTS | given_fields(args, SamplingParams))
     if params.n > 1:
         raise ValueError("a chat goes on with one answer: leave n at 1")
@@ -49,7 +49,6 @@ def _chat(llm: LLM, params: SamplingParams) -> int:
 
 
 def _line(terminal: bool) -> str | None:
-    """Return the next line, or None at the end."""
     if terminal:
         print("> ", end="", file=sys.stderr, flush=True)
     try:

@@ -7,7 +7,6 @@ NO_MEMORY = ("allocate memory", "out of memory")
 
 
 def sentence(error: BaseException) -> str:
-    """Return a sentence about an error."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed: pip install mambacache"
     if isinstance(error, MemoryError) or any(words in str(error) for words in NO_MEMORY):

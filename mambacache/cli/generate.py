@@ -37,7 +37,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, asked: Sequence[Asked], outputs: Iterable[RequestOutput]) -> int:
-    """Print the outputs as they come, and return the exit status."""
     failed = False
     for index, (each, output) in enumerate(zip(asked, outputs, strict=True)):
         failed |= any(answer.error is not None for answer in output.outputs)
@@ -52,7 +51,6 @@ def _print(args: argparse.Namespace, asked: Sequence[Asked], outputs: Iterable[R
 
 
 def _outputs(llm: LLM, asked: Sequence[Asked], stream: bool) -> Iterator[RequestOutput]:
-    """Yield an output for each prompt, in order, with the error of refused prompts."""
     ready = [_encoded(llm, each) for each in asked]
     prompts = [each for each in ready if not isinstance(each, RequestOutput)]
     answered = (print_stream(llm, each) for each in prompts) if stream else iter(llm.generate(prompts))
@@ -71,12 +69,10 @@ def _encoded(llm: LLM, asked: Asked) -> Encoded | RequestOutput:
 
 
 def _refused(error: str) -> RequestOutput:
-    """Return an output for a prompt that never ran."""
     return RequestOutput("", [], [Completion(0, finish_reason="error", error=error)], RequestMetrics(time.time()))
 
 
 def print_stream(llm: LLM, prompt: Encoded) -> RequestOutput:
-    """Print an answer as it comes."""
     output = None
     for output in llm.stream(prompt):
         print(output.outputs[0].delta, end="", flush=True)
@@ -86,7 +82,6 @@ def print_stream(llm: LLM, prompt: Encoded) -> RequestOutput:
 
 
 def cache_line(output: RequestOutput) -> str:
-    """Return the cache report of a prompt, or its error."""
     for answer in output.outputs:
         if answer.error is not None:
             return f"error: {answer.error}"

@@ -1,4 +1,4 @@
-"""Make flags for the fields of a dataclass, with help from its docstring."""
+"""Make flags for the fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -36,11 +36,7 @@ def field_texts(config: type) -> dict[str, str]:
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE) -> None:
-    """Add a flag for every field except `model`. Flags that are not given set no attribute.
-
-    Args:
-        defaults: the command's defaults that differ from the dataclass.
-    """
+    """Add a flag for every field except `model`; flags that are not given set no attribute."""
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):
         if option.name == "model":
@@ -59,13 +55,11 @@ def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[
 
 
 def given_fields(args: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Return the fields with a given flag."""
     names = [option.name for option in fields(config) if hasattr(args, _destination(config, option.name))]
     return {name: getattr(args, _destination(config, name)) for name in names if name != "model"}
 
 
 def _destination(config: type, name: str) -> str:
-    """Return the attribute of a field's flag; an engine field gets a prefix on conflict."""
     return f"engine_{name}" if config is EngineConfig and name in SAMPLING else name
 
 
@@ -79,7 +73,7 @@ def _metavar(option: Field[Any]) -> str:
 
 
 def _reader(option: Field[Any]) -> Callable[[str], Any]:
-    """Return the parser of a flag's text; `none` means None, except for strings."""
+    """Return the parser of a flag's text; `none` means None."""
     kind = _kind(option).removeprefix("Sequence[").removesuffix("]")
     if kind in ("str", "str | Path"):
         return str
@@ -103,7 +97,6 @@ def _number(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Parse an amount of memory, such as 80GB, into bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:

@@ -32,11 +32,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments of a command, with its function `run`. All words after `--` are prompts.
-
-    Raises:
-        ValueError: the command, a flag or a value is invalid.
-    """
+    """Return a command's arguments, with its function `run`; words after `--` are prompts."""
     parser, words = _parser(), list(argv)
     end = words.index("--") if "--" in words else len(words)
     args, rest = parser.parse_known_args(words[:end])

@@ -51,11 +51,7 @@ def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
-    """Print the sizes of vLLM with the plugin on each GPU.
-
-    Raises:
-        ValueError: the device is a CPU, the model cannot be divided, or too little memory is left.
-    """
+    """Print the sizes of vLLM with the plugin on each GPU, or raise ValueError."""
     from mambacache.runner import sizing
     from mambacache.runner.shards import shard_sizes
     from mambacache.vllm.sizing import log_slots, pool_blocks
@@ -113,7 +109,7 @@ def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _load(config: EngineConfig, device: str) -> tuple[Model, int, str | None]:
-    """Return a model without weights, the bytes of its weights, and a note on their accuracy."""
+    """Return a model without weights, the bytes of its weights, and a note."""
     from mambacache.models.adapt import model_skeleton
     from mambacache.runner import sizing
 

@@ -1,4 +1,4 @@
-"""Read prompts from arguments, files and standard input, with their sampling parameters."""
+"""Read prompts from arguments, files and standard input."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class Asked:
-    """Hold a prompt as written: a text, token ids, messages or an invalid line.
-
-    Attributes:
-        where: the prompt's place, counted from 1.
-        error: why the line is invalid.
-    """
+    """Hold a prompt as written: a text, token ids, messages or an invalid line."""
 
     where: str
     prompt: str | list[Any]
@@ -37,15 +32,7 @@ class Asked:
 
 
 def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> list[Asked]:
-    """Return the prompts of the arguments, then of a file; `-` reads standard input.
-
-    Args:
-        options: default sampling parameters.
-
-    Raises:
-        ValueError: no prompt is given, or an option is invalid.
-        OSError: the file cannot be read.
-    """
+    """Return the prompts of the arguments, then of a file; `-` reads standard input."""
     params = SamplingParams(**options)
     asked: list[Asked] = []
     for number, prompt in enumerate(prompts, 1):
@@ -58,11 +45,7 @@ def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> l
 
 
 def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
-    """Return the token ids of messages, rendered by the model's chat template.
-
-    Raises:
-        ValueError: the template is missing or refuses the messages, or the tokenizer refuses their text.
-    """
+    """Return the token ids of messages, or raise ValueError if the template or tokenizer fails."""
     from mambacache.engine.text import render_chat
 
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
@@ -82,10 +65,7 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
 
 
 def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> list[Asked]:
-    """Return a prompt for each line of a file, except blank lines.
-
-    The lines are JSON objects if the first begins with "{". An invalid line gives a prompt with an error.
-    """
+    """Return a prompt for each line that is not blank; an invalid line gives a prompt with an error."""
     name = "standard input" if file == STDIN else file
     text = _text(file).removeprefix("\ufeff")  # a byte order mark
     lines = [(f"line {number} of {name}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -1,4 +1,4 @@
-"""Run a tiny trained model that answers from its states, with and without the prefix cache."""
+"""Run a tiny trained model with and without the prefix cache."""
 
 from pathlib import Path
 

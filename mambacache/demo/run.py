@@ -1,7 +1,4 @@
-"""Ask 20 questions about a document, with and without the prefix cache.
-
-The first 10 prompts hold the document and a question, the others are turns of a conversation.
-"""
+"""Ask questions about a document, with and without the prefix cache."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ TURN_TOKENS = 6
 
 @dataclass(frozen=True)
 class Asked:
-    """Holds the answer to one question and the cache's report on it."""
-
     answer: str
     right: bool
     report: RequestReport
@@ -33,7 +28,6 @@ class Asked:
 
 
 def ask_all(llm: LLM, bar: tqdm[None]) -> list[Asked]:
-    """Ask the demo's 20 questions, one at a time."""
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     document = demo_document(DEMO_SEED)
     questions = demo_questions(document, DEMO_SEED)
@@ -52,7 +46,6 @@ def ask_all(llm: LLM, bar: tqdm[None]) -> list[Asked]:
 
 
 def expected_hits() -> list[int]:
-    """Return the expected hit of each question: none, then the last boundary of the document and earlier turns."""
     length = demo_document(DEMO_SEED).num_tokens
 
     def floor(tokens: int) -> int:
@@ -81,10 +74,7 @@ def line(number: int, asked: Asked) -> str:
 
 
 def run(device: str = "auto") -> int:
-    """Run the demo, and return 0 on success, else 1.
-
-    It succeeds if the cache changes no answer, at least 19 of 20 answers are right, and all hits are as expected.
-    """
+    """Return 0 if the cache changes no answer, at least 19 of 20 are right, and all hits are as expected; else 1."""
     cached, cached_seconds = timed(device, caching=True)
     cold, cold_seconds = timed(device, caching=False)
     for title, rows in (("cache on", cached), ("cache off", cold)):

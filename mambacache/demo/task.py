@@ -1,7 +1,6 @@
-"""Generate the recall task: the last write wins.
+"""Generate the recall task: the answer to `where is <name> ?` is the place of that name's last record.
 
-A document is a list of records `<name> went to <place> .` with many records of each name. The answer to the question
-`where is <name> ?` is `<place> .` with the last place of that name. A word is a token.
+A record is `<name> went to <place> .`, and a word is a token.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ DEMO_SEED = 3
 
 @dataclass(frozen=True)
 class Document:
-    """Holds (name, place) records in the order of writing."""
-
     records: tuple[tuple[str, str], ...]
 
     @property
@@ -55,42 +52,29 @@ class Document:
 
     @property
     def boundary(self) -> int:
-        """Last multiple of `BLOCK_TOKENS` in the document."""
         return self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def question_text(name: str) -> str:
-    """Return the question for the last place of `name`, 4 tokens."""
     return f"where is {name} ?"
 
 
 def answer_text(place: str) -> str:
-    """Return the answer, 2 tokens."""
     return f"{place} ."
 
 
 def encode(text: str) -> list[int]:
-    """Return the token ids of a text.
-
-    Raises:
-        KeyError: a word is not in the vocabulary.
-    """
     return [TOKEN_ID[word] for word in text.split()]
 
 
 def demo_document(seed: int, num_records: int = 822, num_names: int = 32) -> Document:
-    """Return a document of uniformly random records, by default 4,110 tokens, 14 behind a multiple of 64."""
     rng = random.Random(seed)
     names = rng.sample(NAMES, num_names)
     return Document(tuple((rng.choice(names), rng.choice(PLACES)) for _ in range(num_records)))
 
 
 def demo_questions(document: Document, seed: int, count: int = 20) -> list[tuple[str, str]]:
-    """Return `count` pairs (name, right place) of different names without a record behind the document's boundary.
-
-    Raises:
-        ValueError: fewer than `count` names qualify.
-    """
+    """Return `count` pairs of name and place without a record behind the boundary, or raise ValueError."""
     last_place = dict(document.records)
     written_late = {name for name, _ in document.records[document.boundary // RECORD_TOKENS :]}
     return random.Random(seed).sample(
@@ -101,10 +85,9 @@ def demo_questions(document: Document, seed: int, count: int = 20) -> list[tuple
 def training_batch(
     rng: np.random.Generator, batch_size: int, num_names: int, num_records: int, num_questions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return random sequences of records with answered questions among them.
+    """Return random records with answered questions among them.
 
-    A sequence draws `num_names` of the 64 names, and a point where questions begin. A question without an earlier
-    record of its name asks for the first record's name.
+    A question without an earlier record of its name asks for the first record's name.
 
     Returns:
         tokens and labels, int64 [batch_size, 5 * num_records + 6 * num_questions]; labels are -100 outside answers.

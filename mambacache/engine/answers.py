@@ -19,14 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Hold the `params.n` requests for a prompt, and build their output.
-
-    Args:
-        end_tokens: end tokens of the model.
-        tokenizer: None if answers have no text.
-        seed: answer i draws with seed + i.
-        text: the prompt's text, if given.
-    """
+    """Hold the `params.n` requests for a prompt; answer i draws with seed + i."""
 
     def __init__(
         self,
@@ -79,7 +72,7 @@ class Answers:
         return self.requests[0].params
 
     def sampling(self, step: SequenceStep) -> RowSampling:
-        """Return how to sample a batch row: at the prompt's end, once for each answer."""
+        """Return how to sample a batch row."""
         index, siblings = self._index[step.request_id], self.requests[0].siblings
         if not (self._adjusts or siblings or step.prompt_logits):
             return self._plain[index]
@@ -178,7 +171,6 @@ class Answers:
 
     @property
     def has_news(self) -> bool:
-        """Return whether the output changed since it was handed out."""
         return self._progress() != self._handed_out
 
     def show(self) -> RequestOutput:

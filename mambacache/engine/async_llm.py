@@ -31,8 +31,6 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Consumer:
-    """Hold the unread output of a request, and the error after it."""
-
     loop: asyncio.AbstractEventLoop
     request_id: str | None
     aborted: bool = False
@@ -55,7 +53,6 @@ class _Consumer:
         return not self.loop.is_closed()
 
     async def take(self) -> RequestOutput:
-        """Return the next output, or raise the final error."""
         await self._news.wait()
         with self._lock:
             output, self._output = self._output, None
@@ -256,7 +253,7 @@ class AsyncLLM:
                         command()
 
     def _run_commands(self) -> bool:
-        """Run commands, and wait while no request is left; return False to close."""
+        """Run commands, and wait without requests; return False to close."""
         while True:
             try:
                 command = self._commands.get(block=self._llm.idle)
@@ -339,7 +336,6 @@ def _own(error: Exception) -> Exception:
 
 
 def _joined(unread: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """Add unread deltas to the newer output."""
     for before, completion in zip(unread.outputs, newer.outputs, strict=True):
         completion.delta = before.delta + completion.delta
     return newer

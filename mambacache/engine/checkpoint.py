@@ -22,10 +22,7 @@ GENERATION_SETTINGS = {
 
 
 def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | None) -> Any:
-    """Load a tokenizer; return None if the checkpoint has none.
-
-    Args:
-        given: directory or Hub id of another tokenizer, at its newest revision.
+    """Load the tokenizer `given`, at its newest revision, else the checkpoint's; return None without.
 
     Raises:
         ValueError: `given` cannot be loaded.

@@ -31,7 +31,6 @@ class Interrupts:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C came."""
         if self.count:
             raise KeyboardInterrupt
 

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineOptions(TypedDict, total=False):
-    """List the fields of `EngineConfig` except the model, for type checkers."""
+    """List the fields of `EngineConfig` except the model."""
 
     tokenizer: str | Path | None
     revision: str | None
@@ -45,7 +45,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 class VllmOptions(TypedDict, total=False):
-    """List the options of vLLM that are accepted without effect."""
+    """List options of vLLM without effect."""
 
     trust_remote_code: bool
     tensor_parallel_size: int
@@ -72,12 +72,7 @@ NO_EFFECT = frozenset(VllmOptions.__annotations__)
 
 
 def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration, and warn of options in `NO_EFFECT`.
-
-    Raises:
-        TypeError: an option is unknown.
-        ValueError: a value is invalid.
-    """
+    """Return the configuration; raise TypeError for an unknown option, ValueError for a value."""
     known = [option.name for option in fields(EngineConfig)][1:]
     for name, value in options.items():
         if name in NO_EFFECT:

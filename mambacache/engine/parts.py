@@ -1,4 +1,4 @@
-"""Build the parts of an engine; check all options before any weights are loaded."""
+"""Build the parts of an engine."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Parts:
-    """Hold the parts of an `LLM`."""
-
     sizes: Sizes
     cache: PrefixCache
     runner: ModelRunner
@@ -59,7 +57,7 @@ class Parts:
 
 
 def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
-    """Load a model, and make its pools and scheduler; see `LLM` for errors."""
+    """Load a model, and make its pools and scheduler."""
     with ExitStack() as undone:
         parts = _build(config, draft, undone)
         undone.pop_all()
@@ -118,7 +116,6 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
 
 
 def _runner(config: EngineConfig, model: Model, sizes: Sizes, device: str) -> ModelRunner:
-    """Make the runner; on a GPU, compile kernels and capture graphs."""
     runner = ModelRunner(model, *_pools(config, model, sizes, device))
     if config.speculative:
         runner.draft(sizes.max_model_len, config.max_draft_tokens, config.block_size)
@@ -172,11 +169,7 @@ def _check_host_memory(sizes: Sizes) -> None:
 
 
 def _directory(config: EngineConfig, sizes: Sizes, undone: ExitStack) -> Directory | None:
-    """Open `disk_cache_dir`; warn and return None if it is unusable or nothing is cached.
-
-    Raises:
-        ValueError: another engine uses the directory, or `disk_cache_bytes` is too small.
-    """
+    """Open `disk_cache_dir`; warn and return None if it is unusable."""
     if config.disk_cache_dir is None:
         return None
     if not sizes.num_host_states:

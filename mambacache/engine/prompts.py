@@ -29,7 +29,6 @@ FORMS = "a text, token ids, {'prompt': text} or {'prompt_token_ids': token ids}"
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequence[str]]:
-    """Return a list of prompts, and their names in errors."""
     if isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Number)):
         return prompts, [f"prompt {i}" for i in range(len(prompts))]
     return [prompts], ["the prompt"]  # type: ignore[list-item]
@@ -37,13 +36,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequen
 
 @dataclass(frozen=True)
 class Limits:
-    """Check prompts and parameters against the limits of an engine.
-
-    Args:
-        max_model_len: tokens of prompt and answer.
-        kv_tokens: tokens in the KV pool; 0 without.
-        max_logprobs: -1 for no limit.
-    """
+    """Check prompts and parameters against the limits of an engine; `kv_tokens` is 0 without a KV pool."""
 
     model: str
     vocab_size: int
@@ -52,11 +45,7 @@ class Limits:
     max_logprobs: int
 
     def tokens_of(self, prompt: Prompt, name: str, tokenizer: Tokenizer | None) -> list[int]:
-        """Return the token ids of a prompt; errors call it `name`.
-
-        Raises:
-            ValueError: the prompt has another form, is empty, or holds invalid tokens.
-        """
+        """Return the token ids of a prompt, or raise ValueError, which calls it `name`."""
         given = _of_mapping(prompt, name) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
             if tokenizer is None:
@@ -79,11 +68,7 @@ class Limits:
         return tokens
 
     def fit(self, params: SamplingParams, num_tokens: int, name: str, clip: bool = False) -> SamplingParams:
-        """Check parameters, and limit the answer; `clip` lowers `max_tokens` to the room left.
-
-        Raises:
-            ValueError: `params` is invalid here, or prompt and answer are too long.
-        """
+        """Check parameters, or raise ValueError; `clip` lowers `max_tokens` to the room left."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"the parameters of {name} are of type {type(params).__name__}: give SamplingParams")
         outside = next((token for token in params.logit_bias or () if token >= self.vocab_size), None)
@@ -126,8 +111,6 @@ class Limits:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Hold a prompt that an engine accepts."""
-
     tokens: list[int]
     params: SamplingParams
     text: str | None
@@ -135,13 +118,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Prepare prompts for an engine, in any thread.
-
-    Args:
-        tokenizer: for a single thread, or None.
-        default: parameters for prompts without any.
-        caches: whether requests may use the cache.
-    """
+    """Prepare prompts for an engine, in any thread; a single thread may use `tokenizer`."""
 
     limits: Limits
     tokenizer: Any
@@ -149,11 +126,7 @@ class Encoder:
     caches: bool
 
     def __call__(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "the prompt") -> Encoded:
-        """Return the prompt, encoded and checked; `params` must be None for an `Encoded`.
-
-        Raises:
-            ValueError: the engine cannot take the prompt or its parameters.
-        """
+        """Return the prompt, encoded and checked, or raise ValueError; an `Encoded` takes no `params`."""
         if isinstance(prompt, Encoded):
             if params is not None:
                 raise ValueError(f"{name} is encoded and brings its own parameters: leave sampling_params out")
@@ -169,11 +142,7 @@ class Encoder:
         return Encoded(tokens, fitted, text if isinstance(text, str) else None)
 
     def render(self, conversations: Sequence[Messages], **options: Any) -> list[dict[str, Any]]:
-        """Render conversations, and warn if the chat template rewrites earlier turns.
-
-        Raises:
-            ValueError: the chat template is missing or fails.
-        """
+        """Render conversations, or raise ValueError; warn if the template rewrites earlier turns."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.limits.model} has no chat template: use generate with prompts of your own")
         prompts, rewritten = chat_prompts(self.tokenizer, conversations, **options)
@@ -187,7 +156,6 @@ class Encoder:
 
 
 def _of_mapping(prompt: Mapping[str, Any], name: str) -> Any:
-    """Return the token ids of a mapping, else the text."""
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown or not prompt:
         raise ValueError(f"{name} has the keys {sorted(map(str, prompt))}: give 'prompt' or 'prompt_token_ids'")
@@ -195,7 +163,6 @@ def _of_mapping(prompt: Mapping[str, Any], name: str) -> Any:
 
 
 def _largest(tokens: list[int]) -> float:
-    """Return the largest token; infinity if any is negative or exceeds 32 bits."""
     try:
         return int(np.frombuffer(array("I", tokens), np.uint32).max())
     except OverflowError:

@@ -29,15 +29,13 @@ PLANNING_ATTEMPTS = 3
 
 @dataclass(eq=False)
 class Flight:
-    """Hold a step in flight."""
-
     plan: StepPlan
     answers: Sequence[Answers] = ()  # by batch row
     launched: Launched | None = None
 
 
 class StepLoop:
-    """Run the requests of an engine step by step, and update their outputs.
+    """Run the requests of an engine step by step.
 
     On a GPU the next step is launched before this step's tokens are read. Decorate callers with `alone`.
     """
@@ -63,7 +61,6 @@ class StepLoop:
 
     @property
     def idle(self) -> bool:
-        """Return whether all requests ended and their outputs were given."""
         over = {answers for answers in self.shown if answers.output.finished}
         return all(answers in over for answers in chain(self.answers.values(), self.touched.values()))
 
@@ -118,7 +115,6 @@ class StepLoop:
             tier.close()
 
     def begin(self) -> None:
-        """Mark the outputs of the last call as handed out."""
         while self.shown:
             self.hand_out(self.shown.pop())
         self.settle()
@@ -148,7 +144,6 @@ class StepLoop:
             self._forget(answers)
 
     def hand_out(self, answers: Answers) -> RequestOutput:
-        """Return an output, and forget ended requests."""
         output = answers.hand_out()
         if output.finished:
             self._forget(answers)
@@ -162,7 +157,6 @@ class StepLoop:
         return [answers.show() for answers in self.shown]
 
     def next_output(self, answers: Answers) -> RequestOutput | None:
-        """Run steps until the output has news; return None after the end."""
         while self.answers.get(answers.request_id) is answers:
             if answers.request_id in self.touched:
                 return self.hand_out(answers)
@@ -282,7 +276,6 @@ class StepLoop:
             self._end_all(failure)
 
     def _fail(self, error: Exception | None, first: Flight | None = None) -> None:
-        """Fail the steps in flight, from `first` on."""
         at = 0 if first is None else self._flights.index(first)
         while len(self._flights) > at:
             try:
@@ -299,7 +292,6 @@ class StepLoop:
                 self.touched[answers.request_id] = answers
 
     def _device_failure(self) -> str | None:
-        """Return a message if the CUDA device failed for good."""
         if self._device.type != "cuda":
             return None
         try:
@@ -345,11 +337,7 @@ H = TypeVar("H", bound=HasStepLoop)
 
 
 def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """Let a single caller into an engine. A second Ctrl-C closes the engine.
-
-    Raises:
-        RuntimeError: another call is under way; or the engine is closed.
-    """
+    """Let a single caller into an engine, or raise RuntimeError. A second Ctrl-C closes the engine."""
 
     @wraps(method)
     def guarded(self: H, *args: P.args, **options: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Convert tokens to text, find stop strings, and render chat templates."""
+"""Convert tokens to text, and find stop strings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ MAX_CONTEXT = 8
 
 
 class Tokenizer(Protocol):
-    """List the methods of a tokenizer."""
-
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
@@ -43,7 +41,7 @@ class _Read(NamedTuple):
 class Detokenizer:
     """Convert an answer's tokens to text as they come, and find stop strings.
 
-    An unfinished character or a possible start of a stop string is held back. A tokenizer's error changes nothing.
+    An unfinished character or a possible start of a stop string is held back.
     """
 
     def __init__(
@@ -66,10 +64,7 @@ class Detokenizer:
         self._ended = False
 
     def completes_stop(self, position: int, token: int) -> bool:
-        """Take the token at a position; return whether the text reached a stop string.
-
-        A failed step may repeat positions.
-        """
+        """Take the token at a position, perhaps again; return whether the text reached a stop string."""
         if position != self.count:
             self._rewind(position)
         self._tokens[position:] = [token]
@@ -77,7 +72,6 @@ class Detokenizer:
         return self._read.stop is not None
 
     def finish(self, count: int) -> None:
-        """End the answer after `count` tokens, and hold no text back."""
         if count < self.count:
             self._rewind(count)
         read = self._read
@@ -126,7 +120,6 @@ class Detokenizer:
         return self._append(read, end, self._decode(window[:end]))
 
     def _cut(self, window: tuple[int, ...], known: int, whole: str) -> int:
-        """Return an end in the window that splits no character."""
         for end in range(len(window) - LONGEST_CHARACTER, known, -1):
             if self._decode(window[:end]) + self._decode(window[end:]) == whole:
                 return end
@@ -160,7 +153,6 @@ class Detokenizer:
         return text
 
     def _held_back(self, text: str, most: int) -> int:
-        """Count the last characters that may begin a stop string."""
         for length in range(min(most, self._longest_stop - 1), 0, -1):
             end = text[-length:]
             if any(len(stop) > length and stop.startswith(end) for stop in self._stop):
@@ -169,12 +161,11 @@ class Detokenizer:
 
 
 def render_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """Render a conversation up to the next answer."""
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
 
 
 def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> bool:
-    """Return whether the template rewrites the last answer, as without its reasoning."""
+    """Return whether the template rewrites the last answer."""
     answers = [i for i, message in enumerate(messages) if i and message.get("role") == "assistant"]
     if not answers:
         return False
@@ -187,11 +178,7 @@ def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **
 def chat_prompts(
     tokenizer: Tokenizer, conversations: Sequence[Sequence[dict[str, Any]]], **options: Any
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the prompts of conversations, and whether any has `rewritten_turns`.
-
-    Raises:
-        ValueError: a conversation has another form, or cannot be rendered or encoded.
-    """
+    """Return the prompts of conversations, or raise ValueError, and whether any has `rewritten_turns`."""
     prompts, rewritten = [], False
     for i, messages in enumerate(conversations):
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):

@@ -1,4 +1,4 @@
-"""Replace mixers, attention, norms and experts in models of transformers."""
+"""Replace layers in models of transformers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelType:
-    """Describes a model type by the class names of its layers; `adapt` builds the replacement of a mixer."""
-
     mixer: str
     adapt: Callable[[Any], Mixer]
     attention: str | None = None
@@ -64,7 +62,7 @@ MODEL_TYPES = {
 
 @dataclass
 class Model:
-    """Holds an adapted causal language model; the numbers of layers are places in `mixers` and `kv_layers`."""
+    """Holds an adapted causal language model."""
 
     module: PreTrainedModel
     config: PreTrainedConfig
@@ -72,11 +70,9 @@ class Model:
     kv_layers: tuple[KVLayer, ...]
 
     def state_layers(self, state_dtype: torch.dtype) -> list[tuple[StateTensor, ...]]:
-        """Return the tensors of one state, layer by layer."""
         return [mixer.state_layout(state_dtype) for mixer in self.mixers]
 
     def log_layers(self, state_dtype: torch.dtype) -> list[tuple[StateTensor, ...]]:
-        """Return the tensors of one token log, layer by layer."""
         return [mixer.log_layout(state_dtype) for mixer in self.mixers]
 
     @torch.inference_mode()
@@ -87,13 +83,12 @@ class Model:
         logs: Sequence[tuple[torch.Tensor, ...]],
         pages: Sequence[tuple[torch.Tensor, ...]],
     ) -> torch.Tensor:
-        """Run one step, and return the logits of the tokens at `logits_index`, [L, vocabulary].
+        """Run one step, and return the logits at `logits_index`, [L, vocabulary].
 
         Args:
-            indices: batch with `tokens`, `positions` and `logits_index`.
-            states: state tensors [blocks, ...] of each recurrent layer.
-            logs: token logs [slots, ...] of each recurrent layer.
-            pages: key and value pages [blocks, block_size, heads, dim] of each attention layer.
+            states: tensors [blocks, ...] by recurrent layer.
+            logs: tensors [slots, ...] by recurrent layer.
+            pages: key and value pages [blocks, block_size, heads, dim] by attention layer.
         """
         with forward_context(ForwardContext(indices, states, logs, pages)):
             output = self.module(
@@ -108,10 +103,6 @@ class Model:
 
 def read_config(model: str | Path, revision: str | None = None) -> PreTrainedConfig:
     """Return the configuration of a checkpoint's text part.
-
-    Args:
-        model: directory or Hub id.
-        revision: revision of the Hub repository; None for the newest.
 
     Raises:
         ValueError: `model` is a file, or its config.json is absent, unusable or of an unsupported model type.
@@ -178,11 +169,7 @@ def load_model(
 def model_skeleton(
     model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
 ) -> Model:
-    """Return `load_model`'s model on the meta device, without weights.
-
-    Raises:
-        ValueError: see `read_config`.
-    """
+    """Return `load_model`'s model on the meta device, without weights."""
     config = read_config(model, revision)
     resolved = _resolve_dtype(dtype, config, device)
     try:
@@ -199,12 +186,12 @@ def model_skeleton(
 
 
 def adapt(module: PreTrainedModel) -> Model:
-    """Replace the layers of a model of a supported type, in place, with their parameters.
+    """Replace the layers of a model of a supported type, in place.
 
-    The model must be built with `attn_implementation=ATTENTION`; `experts_implementation=EXPERTS` makes it faster.
+    It must be built with `attn_implementation=ATTENTION`; `experts_implementation=EXPERTS` makes it faster.
 
     Raises:
-        ValueError: the model has no recurrent layer, or a layer has an unsupported activation.
+        ValueError: the model has no recurrent layer, or an activation is unsupported.
     """
     config = module.config
     model_type = MODEL_TYPES[config.model_type]
@@ -254,7 +241,6 @@ def _no_config(model: str | Path) -> str:
 
 
 def _not_fetched(model: str | Path, error: BaseException) -> str | None:
-    """Return a message if `error` comes from a failed download, else None."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

@@ -26,8 +26,8 @@ def forward(
     """Write the step's keys and values to the layer's pages, and attend over them.
 
     Args:
-        query: [1, HQ, F, D], rotated and normalised.
-        key: [1, HKV, F, D], rotated and normalised.
+        query: [1, HQ, F, D].
+        key: [1, HKV, F, D].
         value: [1, HKV, F, DV].
 
     Returns:
@@ -40,7 +40,7 @@ def forward(
 
 
 def kv_layer(module: Any, config: Any, dtype: torch.dtype) -> KVLayer:
-    """Return the KV widths of a module; latent attention (MLA) has KV for every query head."""
+    """Return KV widths; latent attention (MLA) has KV for every query head."""
     if hasattr(module, "qk_head_dim"):
         return KVLayer(module.num_heads, module.qk_head_dim, module.v_head_dim, dtype)
     return KVLayer(config.num_key_value_heads, module.head_dim, module.head_dim, dtype)

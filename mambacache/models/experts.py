@@ -37,14 +37,13 @@ def forward(
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, [F, dim].
 
-    For k up to 4, 16-bit results are bitwise equal to transformers' `grouped_mm_experts_forward`. For larger k the
-    order of addition differs.
+    For k up to 4, 16-bit results are bitwise equal to transformers' `grouped_mm_experts_forward`.
 
     Args:
         hidden_states: [F, dim].
-        top_k_index: int64 [F, k], experts of each token.
+        top_k_index: int64 [F, k].
         top_k_weights: [F, k].
-        shared: output and gate of a shared expert, for `combine_experts`; only if `is_served`.
+        shared: output and gate of a shared expert; only if `is_served`.
     """
     if not is_served(module, hidden_states):
         return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -62,7 +61,7 @@ def forward(
 
 
 def is_served(module: Any, hidden_states: torch.Tensor) -> bool:
-    """Return whether `forward` runs its kernels: on a GPU, with plain weights in the activations' dtype."""
+    """Return whether `forward` runs its kernels."""
     plain = not any(getattr(module, name, False) for name in OTHER_LAYOUTS)
     return plain and hidden_states.is_cuda and module.down_proj.dtype == hidden_states.dtype
 
@@ -72,7 +71,7 @@ def _is_silu(activation: Any) -> bool:
 
 
 class GatedMixture(nn.Module):
-    """Runs a mixture of experts plus a shared expert with a sigmoid gate; router and gate are one product."""
+    """Runs a mixture of experts plus a sigmoid-gated shared expert."""
 
     def __init__(self, source: Any) -> None:
         super().__init__()
@@ -85,7 +84,6 @@ class GatedMixture(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden_states [1, F, dim] to [1, F, dim]."""
         x = hidden_states.flatten(0, -2)
         logits = linear(x, self.weight)
         weights, chosen = choose_experts(logits[:, : self.num_experts], self.choices, normalize=self.normalize)
@@ -98,7 +96,6 @@ class GatedMixture(nn.Module):
 
 
 def from_qwen(source: Any) -> nn.Module:
-    """Return a `GatedMixture`, or `source` itself if its gate is quantised."""
     gate = source.shared_expert_gate
     return GatedMixture(source) if type(gate) is nn.Linear and gate.weight.dtype == source.gate.weight.dtype else source
 

@@ -1,4 +1,4 @@
-"""Implement Gated DeltaNet layers of Qwen3-Next, Qwen3.5 and OLMo-Hybrid."""
+"""Implement Gated DeltaNet layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class GatedDeltaNet(nn.Module):
     A state is a conv window [W - 1, 2 * H * K + HV * V] of raw queries, keys and values, and matrices [HV, V, K].
 
     Args:
-        source: module of transformers.
         in_proj: maps to [queries, keys, values, gate, a, b].
         beta_scale: 2 with negative eigenvalues, else 1.
 
@@ -67,7 +66,6 @@ class GatedDeltaNet(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
@@ -106,18 +104,15 @@ def from_qwen3_next(source: Any) -> GatedDeltaNet:
 
 
 def from_qwen3_5(source: Any) -> GatedDeltaNet:
-    """Build a layer from projections [queries, keys, values], gate, a and b."""
     in_proj = fuse([source.in_proj_qkv, source.in_proj_z, source.in_proj_a, source.in_proj_b])
     return GatedDeltaNet(source, in_proj, source.norm, source.out_proj)
 
 
 def from_olmo_hybrid(source: Any) -> GatedDeltaNet:
-    """Build a layer from six projections."""
     in_proj = fuse([source.q_proj, source.k_proj, source.v_proj, source.g_proj, source.a_proj, source.b_proj])
     return GatedDeltaNet(source, in_proj, source.o_norm, source.o_proj, 2.0 if source.allow_neg_eigval else 1.0)
 
 
 def _deinterleave(groups: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return the rows of each section over all groups of sections."""
     rows = torch.arange(groups * sum(sizes), device="cpu").view(groups, -1)
     return [section.flatten() for section in rows.split(list(sizes), dim=1)]

@@ -1,4 +1,4 @@
-"""Implement Kimi Delta Attention layers of Kimi-Linear."""
+"""Implement Kimi Delta Attention layers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,6 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         shape = self.heads, self.head_dim

@@ -1,4 +1,4 @@
-"""Define the interface of replaced layers and the context of a forward pass."""
+"""Define the interface of replaced layers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from mambacache.kernels import StateIndices, StateTensor
 
 @dataclass(frozen=True)
 class KVLayer:
-    """Describes the KV of one attention layer."""
-
     heads: int
     key_dim: int
     value_dim: int
@@ -24,20 +22,20 @@ class KVLayer:
 
 
 class Mixer(Protocol):
-    """Describes a recurrent layer with its state in the pool, a module from [1, F, hidden] to [1, F, hidden]."""
+    """Describes a recurrent layer, from [1, F, hidden] to [1, F, hidden]."""
 
-    number: int  # among the model's recurrent layers
+    number: int
 
     def state_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the tensors of one state: a conv window in the model's dtype, then matrices in `state_dtype`."""
+        """Return a state's tensors: a conv window, then matrices in `state_dtype`."""
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the tensors of one token log: the convolution's, then the recurrence's."""
+        """Return a token log's tensors: the convolution's, then the recurrence's."""
 
 
 @dataclass
 class ForwardContext:
-    """Holds the inputs of all layers in a forward pass, by the number of the layer among its kind."""
+    """Holds the inputs of all layers by number."""
 
     indices: StateIndices
     states: Sequence[tuple[torch.Tensor, ...]]
@@ -50,7 +48,6 @@ _context: ContextVar[ForwardContext] = ContextVar("forward_context")
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Set `context` for layers called inside."""
     token = _context.set(context)
     try:
         yield
@@ -59,5 +56,4 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
 
 
 def current_context() -> ForwardContext:
-    """Return the context of the current forward pass."""
     return _context.get()

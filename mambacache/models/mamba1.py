@@ -1,4 +1,4 @@
-"""Implement Mamba layers of Mamba, Falcon-Mamba and Jamba."""
+"""Implement Mamba layers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ class Mamba1(nn.Module):
         return conv1d_log(len(self.conv_weight), dtype), *selective_scan_log(*self.A.shape, dtype, state_dtype)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         x, z = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
@@ -72,10 +71,8 @@ class Mamba1(nn.Module):
 
 
 def from_mamba(source: Any) -> Mamba1:
-    """Build a layer without norms of step sizes, B and C."""
     return Mamba1(source, nn.Identity(), nn.Identity(), nn.Identity())
 
 
 def from_normed_mamba(source: Any) -> Mamba1:
-    """Build a layer with norms of step sizes, B and C."""
     return Mamba1(source, source.dt_layernorm, source.b_layernorm, source.c_layernorm)

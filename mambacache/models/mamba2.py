@@ -1,4 +1,4 @@
-"""Implement Mamba2 layers of Mamba2, Bamba, Granite 4 hybrids, Nemotron-H, Falcon-H1 and Zamba2."""
+"""Implement Mamba2 layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class Mamba2(nn.Module):
     clamped to `time_step_limit` in decode as in prefill.
 
     Args:
-        source: module of transformers.
         in_proj: maps to [gate, x, B, C, step sizes].
         norm_options: options of `gated_rms_norm`; None to gate without a norm.
 
@@ -59,7 +58,6 @@ class Mamba2(nn.Module):
         )
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
         inner, state = self.heads * self.head_dim, self.groups * self.state_dim
@@ -86,14 +84,14 @@ class Mamba2(nn.Module):
 
 
 def from_mamba2(source: Any) -> Mamba2:
-    """Build a layer that gates before its norm, over groups of channels if `source.norm` has them."""
+    """Build a layer that gates before its norm."""
     group_size = getattr(source.norm, "group_size", None)
     options = {"eps": source.norm.variance_epsilon, "norm_before_gate": False, "group_size": group_size}
     return Mamba2(source, source.in_proj, options)
 
 
 def from_falcon_h1(source: Any) -> Mamba2:
-    """Build a layer with multipliers of its input and projections, and an optional norm before or after the gate."""
+    """Build a layer with multipliers, and an optional norm before or after the gate."""
     in_proj = scale(source.in_proj, source.ssm_in_multiplier, source.mup_vector.flatten())
     options = None
     if source.mamba_rms_norm:

@@ -1,4 +1,4 @@
-"""Run RMSNorm of all models in one kernel."""
+"""Run RMSNorm in one kernel."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from mambacache.kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Normalises the last dim, with the results and dtype of the replaced module.
-
-    Args:
-        weight: [dim], or None.
-        round_normed: round before the product with the weight, see `mambacache.kernels.rms_norm`.
-    """
+    """Normalises the last dim; `round_normed` rounds before the product with `weight`, [dim] or None."""
 
     def __init__(self, weight: nn.Parameter | None, eps: float, round_normed: bool) -> None:
         super().__init__()
         self.weight, self.eps, self.round_normed = weight, eps, round_normed
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map hidden_states [..., dim], with any strides but in the last dim, to [..., dim]."""
         return rms_norm(hidden_states, self.weight, self.eps, round_normed=self.round_normed)
 
 
@@ -44,7 +38,6 @@ def from_zero_centred(source: Any) -> RMSNorm:
 
 
 def from_weightless(source: Any) -> RMSNorm:
-    """Build `normed.to(dtype)`."""
     return RMSNorm(None, source.eps, round_normed=False)
 
 

@@ -1,4 +1,4 @@
-"""Merge linears over one input into one linear."""
+"""Merge linears over one input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class JoinedLinears(nn.Module):
-    """Calls linears that cannot be merged, as quantised linears, and orders their outputs."""
+    """Calls linears that cannot be merged."""
 
     order: torch.Tensor | None
 
@@ -20,14 +20,11 @@ class JoinedLinears(nn.Module):
         self.register_buffer("order", order, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [..., in] to all outputs in `order`, [..., out]."""
         y = torch.cat([linear(x) for linear in self.linears], dim=-1)
         return y if self.order is None else y.index_select(-1, self.order)
 
 
 class ScaledLinear(nn.Module):
-    """Scales the input and output of a linear with quantised weights."""
-
     outputs: torch.Tensor
 
     def __init__(self, linear: nn.Module, inputs: float, outputs: torch.Tensor) -> None:
@@ -36,7 +33,6 @@ class ScaledLinear(nn.Module):
         self.register_buffer("outputs", outputs, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map x [..., in] to [..., out]."""
         return self.linear(x * self.inputs) * self.outputs.to(x.dtype)
 
 
@@ -57,7 +53,7 @@ def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.
 
 
 def without_bias(linear: Any) -> tuple[nn.Module, nn.Parameter | None]:
-    """Return a plain linear without its bias, and the bias, for addition in fp32; other linears stay whole."""
+    """Return a plain linear without its bias, and the bias, for addition in fp32."""
     if type(linear) is not nn.Linear:
         return linear, None
     bare = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -66,7 +62,7 @@ def without_bias(linear: Any) -> tuple[nn.Module, nn.Parameter | None]:
 
 
 def scale(linear: Any, inputs: float, outputs: torch.Tensor) -> nn.Module:
-    """Return a module for `linear(inputs * x) * outputs`; a plain linear gets scaled weights."""
+    """Return a module for `linear(inputs * x) * outputs`."""
     if type(linear) is not nn.Linear:
         return ScaledLinear(linear, inputs, outputs)
     scaled = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")

@@ -1,4 +1,4 @@
-"""Implement short convolution layers of LFM2."""
+"""Implement LFM2's short convolution."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from mambacache.models.layer import current_context
 
 
 class ShortConv(nn.Module):
-    """Runs a gated short convolution, C * conv(B * x), over the state pool.
-
-    A state is a conv window [W - 1, hidden] of products B * x in the model's dtype.
-    """
+    """Runs a gated short convolution, C * conv(B * x); a state is a window [W - 1, hidden] of B * x."""
 
     number: int
 
@@ -33,7 +30,6 @@ class ShortConv(nn.Module):
         return (conv1d_log(len(self.conv_weight), self.conv_weight.dtype),)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """Map hidden_states [1, F, hidden] to [1, F, hidden]."""
         context = current_context()
         (conv_state,), (conv_log,) = context.states[self.number], context.logs[self.number]
         b, c, x = self.in_proj(hidden_states[0]).chunk(3, dim=-1)

@@ -12,7 +12,7 @@ from mambacache.config import SamplingParams
 
 
 class Adjustment(NamedTuple):
-    """Holds changes to logits: add `bias`, divide positive and multiply negative sums by `penalty`, subtract `cost`."""
+    """Adds `bias` to logits, divides positive and multiplies negative sums by `penalty`, subtracts `cost`."""
 
     tokens: np.ndarray  # int64 [k], distinct
     bias: np.ndarray  # float32 [k], as the rest
@@ -21,7 +21,7 @@ class Adjustment(NamedTuple):
 
 
 class Tally:
-    """Tracks the adjustments of one answer; `end_tokens` are forbidden before `min_tokens` answer tokens."""
+    """Tracks one answer's adjustments; forbids `end_tokens` before `min_tokens` answer tokens."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], end_tokens: Iterable[int]) -> None:
         self._params = params
@@ -38,12 +38,11 @@ class Tally:
     def after(
         self, answer: Sequence[int], drafts: Sequence[int] = (), unread: int = 0, parents: Sequence[int] = ()
     ) -> list[Adjustment]:
-        """Return the adjustments of the logits after `answer` and after each draft.
+        """Return the adjustments after `answer` and after each draft.
 
         Args:
-            answer: extends the answer of the last call.
-            unread: sampled tokens that `answer` lacks; above 0 only without penalties.
-            parents: see `SequenceStep.parents`.
+            answer: extends the last call's answer.
+            unread: sampled tokens that `answer` lacks; 0 with penalties.
         """
         self._note(answer[self._read :])
         self._read = len(answer)
@@ -79,13 +78,13 @@ class Tally:
 
 
 class Adjustments(NamedTuple):
-    """Holds all adjustments of a step on the device.
+    """Holds a step's adjustments on the device.
 
     Args:
-        samples: int32 [D], adjusted samples.
+        samples: int32 [D].
         draws: int32 [2, D'], random draws, and their indices in `samples`.
-        place: int32 [2, A], index in `samples` and token of each adjusted logit.
-        values: int32 [3, A], bias, penalty and cost as float32 bits.
+        place: int32 [2, A], index in `samples` and token.
+        values: int32 [3, A], float32 bits of bias, penalty and cost.
     """
 
     samples: torch.Tensor
@@ -95,7 +94,6 @@ class Adjustments(NamedTuple):
 
 
 def adjustment_arrays(adjusted: Mapping[int, Adjustment], drawn: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the arrays of `Adjustments` for adjustments by sample, and `drawn`, the samples drawn at random."""
     number = {sample: i for i, sample in enumerate(adjusted)}
     draws = [(i, number[sample]) for i, sample in enumerate(drawn) if sample in number]
     rows = np.repeat(np.arange(len(adjusted)), [len(each.tokens) for each in adjusted.values()])

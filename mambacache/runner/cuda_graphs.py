@@ -1,4 +1,4 @@
-"""Run decode steps as CUDA graphs, with one launch for the whole model."""
+"""Run decode steps as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """Holds the captured model for `rows` decode rows of `width` tokens.
-
-    Args:
-        indices: arrays at fixed addresses.
-        logits: [rows * width, vocabulary], overwritten by each replay.
-        likeliest: [rows * width], overwritten by each replay.
-    """
+    """Holds the captured model, with `logits` [rows * width, vocabulary] and `likeliest` [rows * width]."""
 
     rows: int
     width: int
@@ -37,7 +31,6 @@ class DecodeGraph:
     likeliest: torch.Tensor
 
     def replay(self, indices: StateIndices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits and `likeliest_tokens` of a padded step."""
         flat = indices.flat[: len(self.indices.flat)]
         self.indices.flat[: len(flat)].copy_(flat)
         self.graph.replay()
@@ -45,7 +38,7 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Holds graphs by rows and width, which are powers of 2 or the maximum."""
+    """Holds graphs by rows and width, powers of 2 or the maximum."""
 
     def __init__(self, graphs: dict[tuple[int, int], DecodeGraph], max_pages: int) -> None:
         self._graphs, self._max_pages = graphs, max_pages
@@ -63,7 +56,7 @@ class DecodeGraphs:
         max_width: int,
         max_pages: int,
     ) -> DecodeGraphs | None:
-        """Capture the model on padding rows; return None if a layer synchronises or memory runs out.
+        """Capture the model; return None if a layer synchronises or memory runs out.
 
         During the first shape synchronising raises in all threads.
         """
@@ -72,13 +65,13 @@ class DecodeGraphs:
         layers = (states.layers, logs.layers, pages.layers if pages is not None else [])
         graphs: dict[tuple[int, int], DecodeGraph] = {}
         pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # torch's default capture stream belongs to the device of the first capture
+        stream = torch.cuda.Stream()  # torch's default stream belongs to the device of the first capture
         try:
             for rows, width in tqdm(shapes, desc="CUDA graphs", disable=None):
                 indices = StateIndices.from_arrays(_padding(rows, width, max_pages), states.buffer.device)
                 likeliest_tokens(model.logits(indices, *layers))  # kernels compile, libraries initialise
                 if not graphs:
-                    with _waits_raise():  # outside a capture, since an error inside leaves the stream broken
+                    with _waits_raise():  # an error inside a capture leaves the stream broken
                         model.logits(indices, *layers)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
@@ -93,7 +86,7 @@ class DecodeGraphs:
         return cls(graphs, max_pages)
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:
-        """Return the smallest graph for a step; None with prefill rows, or with too many rows or pages."""
+        """Return the smallest fitting graph, if any."""
         rows = next((rows for rows in self._rows if rows >= plan.num_decodes), None)
         width = next((width for width in self._widths if width >= plan.tokens_per_decode), None)
         if rows is None or width is None or len(plan.steps) > plan.num_decodes:
@@ -113,7 +106,6 @@ def _waits_raise() -> Iterator[None]:
 
 
 def _padding(rows: int, width: int, max_pages: int) -> dict[str, np.ndarray]:
-    """Return arrays of padding rows, with room in the block table for the pages of all rows."""
     none = np.zeros(0, np.int32)
     arrays = {**layout((), 0), "tokens": none, "positions": none}
     if max_pages:

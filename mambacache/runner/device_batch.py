@@ -1,4 +1,4 @@
-"""Copy a step's host arrays to the device in one transfer."""
+"""Copy a step's arrays to the device at once."""
 
 from __future__ import annotations
 
@@ -30,21 +30,16 @@ class DeviceBatch:
     """Holds a plan and its sampling on the device.
 
     Args:
-        indices: arrays of the plan.
-        samples: number of samples of each row.
-        num_top: most likely tokens in a score.
-        unknown: int32 [U], offsets in the flat batch of tokens that the host lacks.
+        unknown: int32 [U], flat offsets of tokens that the host lacks.
         source: int32 [U], their indices in the last step's samples.
         sample_index: int32 [S], logits to sample from.
         draw_index: int32 [R], samples drawn at random.
-        draw_parameters: int32 [5, R], see `sampler.draw_parameters`.
-        draw_groups: see `sampler.draw_groups`.
-        late_bits: int32 [R, 8], random bits for a row late by 0 to 7 tokens; None if no row may be late.
-        draw_row: int32 [R], row of each draw, N for prefill; None as above.
+        draw_parameters: int32 [5, R].
+        late_bits: int32 [R, 8], random bits for a row late by 0 to 7 tokens, or None.
+        draw_row: int32 [R], row of each draw, N for prefill, or None.
         prompt_index: int32 [K], logits that score prompt tokens.
-        prompt_token: int32 [K], scored prompt tokens.
-        scored_samples: int32 [K'], samples with log probabilities.
-        adjustments: None without adjusted samples.
+        prompt_token: int32 [K].
+        scored_samples: int32 [K'].
     """
 
     indices: StateIndices
@@ -71,7 +66,7 @@ class DeviceBatch:
         device: torch.device | str,
         places: Mapping[int, int],
     ) -> DeviceBatch:
-        """Pack a plan and its sampling into one buffer; `places` holds a residency's first sample in the last step."""
+        """Pack both into one buffer; `places` holds first samples in the last step by residency."""
         samples: list[int] = []
         offsets: list[int] = []
         draws: list[Draw] = []
@@ -126,14 +121,13 @@ class DeviceBatch:
         return cls(indices, tuple(samples), num_top, draw_groups=groups, **tensors, adjustments=adjustments)
 
     def draw_late(self, late: torch.Tensor) -> None:
-        """Select the random bits of all draws for rows late by `late` tokens, int64 [N]."""
+        """Select the random bits for rows late by `late` tokens, int64 [N]."""
         if self.late_bits is not None and self.draw_row is not None:
             by = torch.cat([late, late.new_zeros(1)])[self.draw_row]
             self.draw_parameters[4] = self.late_bits.gather(1, by[:, None])[:, 0]
 
 
 def _logits_bounds(plan: StepPlan) -> list[tuple[int, int]]:
-    """Return the range of each row in `logits_index`."""
     decode_starts = np.arange(plan.num_decodes) * plan.tokens_per_decode
     starts = np.concatenate([decode_starts, plan.arrays["query_start_loc"]])
     bounds = np.searchsorted(plan.arrays["logits_index"], starts).tolist()

@@ -1,4 +1,4 @@
-"""Store each state or KV page in a file, checked by name, length and checksum."""
+"""Store each state or KV page in a checked file."""
 
 from __future__ import annotations
 
@@ -30,13 +30,11 @@ OTHERS = 0o077
 
 
 class DamagedError(Exception):
-    """Signals a file that differs from the block written under its name."""
+    """Signals a file that differs from the block written."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StoredFile:
-    """Describes a file by the contents of its name."""
-
     kind: str
     block_hash: bytes
     exact: bool
@@ -54,8 +52,7 @@ class StoredFile:
 class Directory:
     """Reads and writes block files; a lock excludes other processes until `close`.
 
-    A file gets its name when complete. Other files are ignored. Files and a new directory are private to the owner; an
-    open directory logs a warning.
+    A file gets its name when complete. Files are private to the owner; an open directory logs a warning.
 
     Raises:
         OSError: the directory cannot be created or written.
@@ -81,17 +78,12 @@ class Directory:
 
     @property
     def epoch(self) -> str:
-        """Name of the epoch that the last `renew` began; "" without an epoch."""
         with suppress(OSError):
             return (self.path / "epoch").read_bytes().hex()
         return ""
 
     def renew(self) -> str:
-        """Begin a new epoch, which invalidates all files even after a power failure.
-
-        Raises:
-            OSError: the epoch cannot be written; the old epoch may stay valid.
-        """
+        """Begin a new epoch, which invalidates all files; an OSError may leave the old epoch valid."""
         epoch, unfinished = secrets.token_bytes(16), self.path / f"epoch{UNFINISHED}"
         with _created(unfinished) as stream:
             stream.write(epoch)
@@ -106,7 +98,7 @@ class Directory:
         return epoch.hex()
 
     def files(self) -> list[StoredFile]:
-        """Return all complete files, least recently used first, and make them private to the owner."""
+        """Return files, least recently used first, and make them private."""
         found = []
         for name in self._names():
             with suppress(OSError):
@@ -122,11 +114,7 @@ class Directory:
         return shutil.disk_usage(self.path).free
 
     def write(self, file: StoredFile, block: memoryview) -> None:
-        """Write a block's bytes to its file.
-
-        Raises:
-            OSError: the file cannot be written; the incomplete file is deleted if possible.
-        """
+        """Write a block, or raise OSError and delete the incomplete file if possible."""
         unfinished = self.path / f"{file.name}{UNFINISHED}"
         try:
             with _created(unfinished) as stream:
@@ -139,9 +127,7 @@ class Directory:
             raise
 
     def read(self, file: StoredFile, block: memoryview) -> None:
-        """Read a file into `block` and mark the file as used.
-
-        It avoids a memory map, since a truncated file would kill the process.
+        """Read a file into `block`; a memory map would kill the process on a truncated file.
 
         Raises:
             OSError: the file cannot be read.
@@ -159,15 +145,9 @@ class Directory:
             os.utime(path)
 
     def remove(self, file: StoredFile) -> None:
-        """Delete a file if present.
-
-        Raises:
-            OSError: the file cannot be deleted.
-        """
         (self.path / file.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the lock."""
         self._lock.release()
 
     def _names(self, ending: str = "") -> Iterator[str]:
@@ -177,7 +157,7 @@ class Directory:
 
 
 def _created(path: Path) -> BinaryIO:
-    """Open a new file that only its owner can read, in place of any file at `path`."""
+    """Open a new private file in place of any at `path`."""
     path.unlink(missing_ok=True)
     path.touch(0o600, exist_ok=False)
     return path.open("wb")

@@ -1,4 +1,4 @@
-"""Keep an index of block files, and a thread that reads and writes them."""
+"""Index block files, and access them in a thread."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Filing:
 
 
 class Worker:
-    """Runs filings in a thread, reads first; logs each damaged file, and other errors once per kind of filing."""
+    """Runs filings in a thread, reads first; logs damaged files, and other errors once per kind."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
-        self.busy = threading.Lock()  # held while a file is read, written or deleted
+        self.busy = threading.Lock()  # held during file access
         self.era = 0
         self._asked: SimpleQueue[tuple[int, int, Filing | None]] = SimpleQueue()  # its `put` is atomic under signals
         self._numbers = count()
@@ -68,20 +68,20 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Tells whether the thread runs; False in a forked process, since the files belong to its parent."""
+        """Tell whether the thread runs; False after a fork."""
         return self._thread.is_alive()
 
     def ask(self, filing: Filing) -> None:
         """Queue a filing once; without the thread end it at once."""
         if not self.alive:
-            filing.over = threading.Event()  # a fork may have copied the old event with its lock held
+            filing.over = threading.Event()  # a fork may have copied the old event's held lock
             filing.over.set()
         elif not filing.asked:
             self._asked.put((READ if filing.what == "read" else WRITE, next(self._numbers), filing))
             filing.asked = True
 
     def stop(self) -> None:
-        """Tell the thread to finish its file, run all deletions and release the directory."""
+        """Stop the thread after its file and all deletions."""
         self._asked.put((STOP, next(self._numbers), None))
 
     def join(self) -> None:
@@ -101,7 +101,7 @@ class Worker:
                 heappop(line)
         while not self._asked.empty():
             heappush(line, self._asked.get())
-        for *_, filing in sorted(line):  # a removed file may hold wrong values, which a restart must not find
+        for *_, filing in sorted(line):  # a restart must not find removed files
             while filing is not None and filing.what == "deleted" and filing.acts:
                 self._act(filing)
         self.directory.close()
@@ -131,12 +131,11 @@ class Worker:
 
 
 class DiskTier:
-    """Implements the cache's `Files`, and moves blocks between files and slots for `HostTier`.
+    """Implements the cache's `Files`, and moves blocks for `HostTier`.
 
     Args:
-        directory: closed by this tier.
         limit: maximum of bytes, least recently used evicted first; None for half of present and free bytes.
-        identity: returns everything that states depend on, for the `key` of hashes.
+        identity: returns everything that states depend on.
     """
 
     def __init__(self, directory: Directory, limit: int | None, identity: Callable[[], str]) -> None:
@@ -145,9 +144,9 @@ class DiskTier:
         self.key = self._make_key(directory.epoch)
         files = directory.files()
         self._index: OrderedDict[Key, StoredFile] = OrderedDict(((f.kind, f.block_hash), f) for f in files)
-        self._born: dict[Key, int] = {}  # only files written by this process
+        self._born: dict[Key, int] = {}
         self._writers: dict[Key, int] = {}
-        self._coming: set[StoredFile] = set()  # in the index, but not yet complete
+        self._coming: set[StoredFile] = set()  # indexed, but incomplete
         self.num_bytes = sum(file.num_bytes for file in files)
         self._limit = (directory.room() + self.num_bytes) // 2 if limit is None else limit
         self._worker = Worker(directory)
@@ -161,23 +160,22 @@ class DiskTier:
         return self._usable and self._worker.alive
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
-        """Return whether the block in a file was computed exactly; None without a complete file."""
+        """Return whether a file's block was computed exactly; None without a complete file."""
         file = self._index.get((kind, block_hash))
         return file.exact if file is not None and file not in self._coming else None
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Delete the files of these hashes, or only those written by `writer`."""
+        """Delete these hashes' files, or only files by `writer`."""
         for key in [(kind, each) for each in block_hashes for kind in ("state", "kv")]:
             if writer in (None, self._writers.get(key)):
                 self._remove(key)
 
     def drop_born(self, since: int) -> None:
-        """Delete files of this process with `BlockFile.born` of at least `since`."""
         for key in [key for key, born in self._born.items() if born >= since]:
             self._remove(key)
 
     def clear(self) -> None:
-        """Delete all files, and renew the epoch so that remaining files are invalid after a restart too."""
+        """Delete all files; a new epoch invalidates remaining files."""
         self._index.clear()
         self._born.clear()
         self._writers.clear()
@@ -202,7 +200,7 @@ class DiskTier:
     # --- called by `HostTier` ---
 
     def filing(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing:
-        """Return the filing of a transfer for `ask`, with host slots by kind, uint8 [slots, bytes]."""
+        """Return a transfer's filing; `slots` are uint8 [slots, bytes]."""
         filing = Filing("read" if transfer.to_host else "written", self._worker.era, len(transfer.files))
         for asked in transfer.files:
             block = slots[asked.kind][asked.slot].numpy().data
@@ -218,7 +216,6 @@ class DiskTier:
         self._worker.ask(filing)
 
     def note(self, filing: Filing) -> None:
-        """Drop failed files of an ended filing from the index."""
         for file in filing.files:
             key = file.kind, file.block_hash
             if self._index.get(key) is not file:
@@ -229,17 +226,14 @@ class DiskTier:
         filing.files = []
 
     def close(self) -> None:
-        """End the thread; reads and writes in its queue are dropped."""
         self._end()
         self._worker.join()
-
-    # --- inside ---
 
     def _make_key(self, epoch: str) -> str:
         return blake2b(repr((self._identity(), epoch)).encode(), digest_size=16).hexdigest()
 
     def _to_read(self, asked: BlockFile) -> StoredFile | None:
-        """Return the file to read, now most recently used; None if it is gone or its exactness differs."""
+        """Return the file to read; None if gone or of other exactness."""
         key = asked.kind, asked.block_hash
         if self.exact(*key) is not asked.exact:
             return None
@@ -247,7 +241,7 @@ class DiskTier:
         return self._index[key]
 
     def _to_write(self, asked: BlockFile, block_bytes: int) -> StoredFile | None:
-        """Return the file to write, after evicting others unless `asked.if_room`; None without room."""
+        """Return the file to write, after evicting others unless `asked.if_room`."""
         key, file = (asked.kind, asked.block_hash), StoredFile(asked.kind, asked.block_hash, asked.exact, block_bytes)
         if asked.if_room and self.num_bytes + file.num_bytes > self._limit:
             return None
@@ -266,7 +260,7 @@ class DiskTier:
         return self.num_bytes + num_bytes <= self._limit
 
     def _remove(self, key: Key) -> None:
-        """Remove a file from the index, and queue its deletion behind writes."""
+        """Unindex a file, and queue its deletion behind writes."""
         file = self._index.get(key)
         if file is not None:
             deletion = Filing("deleted", self._worker.era, 1)
@@ -280,6 +274,6 @@ class DiskTier:
 
 
 def _write(directory: Directory, coming: set[StoredFile], file: StoredFile, block: memoryview) -> None:
-    """Write a file unless it was removed, since its deletion may already be over."""
+    """Write a file unless it was removed: its deletion may be over."""
     if file in coming:
         directory.write(file, block)

@@ -1,4 +1,4 @@
-"""Allocate host memory that a GPU reads and writes directly."""
+"""Allocate host memory that a GPU accesses directly."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 class HostMemory:
-    """Owns slots in host memory, pinned for a GPU, until `close`.
+    """Owns pinned slots in host memory until `close`.
 
-    `mmap` gives separate pages, since a page cannot be pinned twice; `pin_memory` would round sizes up to a power of 2.
+    `mmap` gives separate pages, since a page cannot be pinned twice; `pin_memory` would round sizes up.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,11 +22,7 @@ class HostMemory:
         self.close.atexit = False  # the driver may be unloaded by then
 
     def slots(self, count: int, slot_bytes: int) -> torch.Tensor:
-        """Return slots, uint8 [count, slot_bytes].
-
-        Raises:
-            ValueError: the memory cannot be allocated or pinned.
-        """
+        """Return slots, uint8 [count, slot_bytes], or raise ValueError."""
         size = count * slot_bytes
         try:
             slots = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).view(count, slot_bytes)

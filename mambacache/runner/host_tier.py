@@ -1,4 +1,4 @@
-"""Copy blocks between the device's pools, slots in host memory and files."""
+"""Copy blocks between device, host and files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Copy:
-    """Holds a launched transfer; `done` is None for a copy that was over when launched."""
+    """Holds a launched transfer."""
 
     transfer: Transfer
     pairs: list[torch.Tensor] = field(default_factory=list)  # alive until the device has read them
@@ -28,18 +28,9 @@ class Copy:
 
 
 class HostTier:
-    """Runs transfers beside the steps.
+    """Runs transfers beside the steps, or raises ValueError if memory cannot be pinned.
 
-    On a GPU copies run on a separate stream, behind all work launched before them. A failed transfer costs only a
-    prefix hit.
-
-    Args:
-        pools: device pools of states and, with attention, KV pages.
-        slots: number of host slots for each pool.
-        disk: tier in files, closed by this tier.
-
-    Raises:
-        ValueError: the memory cannot be allocated or pinned.
+    GPU copies run on a separate stream, behind all work launched before. A failed transfer costs only a prefix hit.
     """
 
     def __init__(self, pools: Sequence[StatePool], slots: Sequence[int], disk: DiskTier | None = None) -> None:
@@ -55,7 +46,7 @@ class HostTier:
         self._copies: dict[int, Copy] = {}
         self._told = False
         if self._stream is not None:
-            with torch.cuda.device(self._device):  # compiles the kernel before the first transfer
+            with torch.cuda.device(self._device):  # compiles the kernel
                 self._copy(Copy(Transfer(0, True, ((0, 0),), ((0, 0),))))
 
     @property
@@ -64,11 +55,9 @@ class HostTier:
 
     @property
     def under_way(self) -> bool:
-        """Tells whether any launched transfer was not passed to `forget`."""
         return bool(self._copies)
 
     def launch(self, transfers: Sequence[Transfer]) -> None:
-        """Launch each transfer once."""
         for transfer in transfers:
             copy = self._copies.get(transfer.number)
             if copy is None:
@@ -91,7 +80,7 @@ class HostTier:
             self._copies.pop(transfer.number, None)
 
     def wait(self) -> None:
-        """Wait for the transfer launched first; writes to files come after all others."""
+        """Wait for the first launched transfer, writes to files last."""
         copies = sorted(self._copies.values(), key=lambda copy: bool(copy.transfer.files) and not copy.transfer.to_host)
         copy = next(iter(copies), None)
         if copy is not None and copy.done is not None:
@@ -99,17 +88,15 @@ class HostTier:
             copy.done.synchronize()
 
     def close(self) -> None:
-        """Release the memory after all copies; pending writes to files are dropped."""
+        """Release the memory; drop pending writes to files."""
         if self._disk is not None:
             self._disk.close()
         self._memory.close()
         self._pools, self._copies, self._slots = [], {}, {}
 
-    # --- inside ---
-
     def _launch(self, copy: Copy) -> None:
         if self._disk is not None and copy.transfer.files:
-            copy.failed = True  # until `ended` knows better, since an interrupt may come anywhere
+            copy.failed = True  # until `ended` knows: an interrupt may come anywhere
             copy.done = self._disk.filing(copy.transfer, self._slots)
             self._disk.ask(copy.done)
             return

@@ -1,4 +1,4 @@
-"""Identify everything but tokens that states and KV depend on, for engines that share files."""
+"""Identify everything that states depend on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
 
 @torch.inference_mode()
 def weights_digest(module: torch.nn.Module) -> str:
-    """Return a digest of all parameters and buffers, computed on their device."""
     digest = blake2b(digest_size=16)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
@@ -40,10 +39,7 @@ def weights_digest(module: torch.nn.Module) -> str:
 
 
 def _sums(raw: torch.Tensor) -> torch.Tensor:
-    """Return for each piece of `raw`, uint8 [bytes], the sum of its words hashed with their positions, int64 [pieces].
-
-    The hash is SplitMix64's last steps.
-    """
+    """Sum each piece's hashed words: uint8 [bytes] to int64 [pieces]."""
     size = min(WORDS[raw.device.type], -(-len(raw) // 8))
     places = torch.arange(size, device=raw.device) * -0x61C8864680B583EB
     buffer, shifted = torch.zeros_like(places), torch.empty_like(places)

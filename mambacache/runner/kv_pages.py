@@ -1,4 +1,4 @@
-"""Allocate device memory for KV pages, and for states in the same memory."""
+"""Allocate device memory for KV pages."""
 
 from __future__ import annotations
 
@@ -21,35 +21,30 @@ def _tensors(layers: Sequence[KVLayer], block_size: int) -> list[tuple[StateTens
 
 
 def kv_block_bytes(layers: Sequence[KVLayer], block_size: int) -> int:
-    """Return the bytes of one KV block in all layers."""
     return state_bytes(_tensors(layers, block_size))
 
 
 def allocate_kv_pages(
     layers: Sequence[KVLayer], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> StatePool | None:
-    """Return a pool of key pages [num_blocks + 1, block_size, heads, key_dim] and value pages; None without layers."""
+    """Return key pages [num_blocks + 1, block_size, heads, key_dim] and value pages."""
     return StatePool(_tensors(layers, block_size), num_blocks, device) if layers else None
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Describes a slab for `states` states or `pages` KV pages; slab i holds state ids from i * states on."""
+    """Describes a slab for `states` or `pages`; slab i holds state ids from i * states on."""
 
     states: int
     pages: int
     nbytes: int
 
     def lost(self, state: int, page: int) -> float:
-        """Return the largest share that blocks of `state` or `page` bytes leave unused."""
         return 1 - min(self.states * state, self.pages * page) / self.nbytes
 
 
 def slab_of(state: int, page: int) -> Slab:
-    """Return the better slab for blocks of `state` and `page` bytes.
-
-    Its size is the larger block's, rounded up for alignment, or the size of the fewest smaller blocks that reach it.
-    """
+    """Return the better slab: of the larger block's size, or of the fewest smaller blocks that reach it."""
     small, large = sorted((state, page))
     few, many = large // small, -(-large // small)
     unit = few * ALIGNMENT
@@ -62,7 +57,7 @@ def allocate_slabs(
     state_layers: StateLayers, kv_layers: Sequence[KVLayer], num_slabs: int, slab: Slab, block_size: int,
     device: torch.device | str = "cpu",
 ) -> tuple[StatePool, StatePool]:  # fmt: skip
-    """Return pools of states and KV pages in one memory; slab 0, with both null blocks, comes on top of `num_slabs`."""
+    """Return pools of states and KV pages in one memory; slab 0, with both null blocks, is extra."""
     buffer = torch.empty((num_slabs + 1) * slab.nbytes, dtype=torch.uint8, device=device)
     return (
         StatePool.from_tensor(buffer, state_layers, slab.nbytes // slab.states),

@@ -29,13 +29,11 @@ Score = tuple[int, float, list[int], list[float]]
 
 @dataclass(slots=True)
 class RowOutput:
-    """Holds the results of one batch row.
+    """Holds a batch row's results.
 
     Args:
-        tokens: samples or `NOT_FINITE`. A decode row has a sample behind each of its tokens, valid up to the first
-            rejected draft; a sampling prefill row has a sample for each seed.
-        logprobs: an entry for each token, if requested.
-        prompt_logprobs: an entry for each of `RowSampling.prompt_targets`, if requested.
+        tokens: samples or `NOT_FINITE`. A decode row has a sample behind each token, valid up to the first rejected
+            draft; a sampling prefill row has a sample for each seed.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -48,7 +46,7 @@ class Launched:
 
     Args:
         tokens: int32 [S], samples.
-        scores: empty, or scored tokens int64 [K], their log probabilities, the most likely tokens [K, top], and theirs.
+        scores: scored tokens int64 [K], log probabilities, the most likely tokens [K, top], and theirs; or empty.
         counts: int64 [N], valid samples of each decode row; None unless the device drafts.
     """
 
@@ -76,7 +74,7 @@ class Launched:
             self._done.record()
 
     def read(self) -> list[RowOutput]:
-        """Wait for the device and return the output of each row."""
+        """Wait for the device."""
         if self._done is not None:
             self._done.synchronize()
         ends = np.cumsum([shape.numel() for shape in self._shapes])
@@ -88,7 +86,7 @@ class Launched:
         return self._by_rows(tokens.tolist(), counts, scored)
 
     def _by_rows(self, tokens: list[int], counts: list[int], scores: list[Score]) -> list[RowOutput]:
-        """Split tokens and scores by row; all scores of prompts come first."""
+        """Split by row; scores of prompts come first."""
         kept = [end - first for first, end in self._bounds]
         kept[: len(counts)] = counts
         if not scores:
@@ -108,8 +106,6 @@ class Launched:
 
 
 class ModelRunner:
-    """Executes plans on pools laid out for the model; `pages` is None without attention."""
-
     def __init__(self, model: Model, states: StatePool, logs: StatePool, pages: StatePool | None) -> None:
         self.model = model
         self.states, self.logs = states, logs
@@ -124,14 +120,14 @@ class ModelRunner:
         self._block_size = block_size if self.pages is not None else None
 
     def capture(self, max_rows: int, max_draft_tokens: int, max_pages: int) -> None:
-        """Capture decode steps in CUDA graphs, or warn and stay eager; a row has at most `max_pages` KV pages."""
+        """Capture decode steps in CUDA graphs, or warn and stay eager."""
         with torch.cuda.device_of(self.states.buffer):
             self._graphs = DecodeGraphs.capture(
                 self.model, self.states, self.logs, self.pages, max_rows, max_draft_tokens + 1, max_pages
             )
 
     def warm_up(self, batches: Sequence[Sequence[SequenceStep]], block_size: int) -> None:
-        """Run batches that read and store no state; on a GPU a first run compiles their kernels in parallel."""
+        """Run batches that read and store no state; a first run compiles kernels in parallel."""
         with torch.cuda.device_of(self.states.buffer):
             if self.states.buffer.is_cuda:
                 with CompilerThreads() as threads, compiling(threads):
@@ -163,8 +159,6 @@ class ModelRunner:
         """Launch one step without waiting for the device.
 
         Args:
-            plan: at least one row.
-            sampling: sampling of each row.
             unread: step before, if the plan lacks its tokens; the device fills them in.
             known: returns a request's tokens, for drafts made on the device.
         """
@@ -198,7 +192,7 @@ class ModelRunner:
             return Launched(plan, sampling, batch, tokens, scores, counts)
 
     def finite(self, states: Sequence[int], pages: Sequence[int]) -> list[bool]:
-        """Wait for the device, and return for each state and its KV page whether all values are finite."""
+        """Wait for the device; return for each state and its KV page whether all values are finite."""
         sound = self.states.finite(states)
         if self.pages is None:
             return sound
@@ -216,7 +210,6 @@ class ModelRunner:
 
 
 def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> list[torch.Tensor]:
-    """Return `Launched.scores`, prompts before samples."""
     if not len(batch.prompt_index) + len(batch.scored_samples):
         return []
     scored_at = torch.cat([batch.prompt_index, batch.sample_index[batch.scored_samples]])
@@ -225,7 +218,6 @@ def _scores(logits: torch.Tensor, tokens: torch.Tensor, batch: DeviceBatch) -> l
 
 
 def _take(scores: Iterator[Score], count: int, top: int | None) -> list[Logprobs]:
-    """Take the next `count` scores with `top` tokens each, or nothing if `top` is None."""
     if top is None:
         return []
     return [

@@ -1,6 +1,6 @@
 """Draft the tokens behind an earlier copy of a request's last tokens, on the device.
 
-The host plans a step before it reads the last tokens. Drafts, and a row's start behind them, stay on the device.
+The host plans a step before it reads the last tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ Known = Callable[[str], Sequence[int]]
 
 
 def history_bytes(slots: int, max_model_len: int, max_draft_tokens: int) -> int:
-    """Return the device bytes of `Histories`."""
     return 4 * (slots + 1) * _room(max_model_len, max_draft_tokens)
 
 
 def _room(max_model_len: int, max_draft_tokens: int) -> int:
-    """Return the capacity for one request's tokens; its last two rows may go beyond `max_model_len`."""
+    """Return a request's capacity; its last two rows may go beyond `max_model_len`."""
     return max_model_len + 3 * (max_draft_tokens + 1)
 
 
@@ -37,7 +36,7 @@ class Begun(NamedTuple):
 
 
 class Histories:
-    """Holds the tokens of running requests after all launched steps, by log slot."""
+    """Holds the tokens of running requests by log slot."""
 
     def __init__(self, slots: int, max_model_len: int, max_draft_tokens: int, device: torch.device | str) -> None:
         room = _room(max_model_len, max_draft_tokens)
@@ -50,7 +49,7 @@ class Histories:
         self._residencies.clear()
 
     def begin(self, plan: StepPlan, indices: StateIndices, known: Known, block_size: int | None) -> Begun:
-        """Fill in drafts before a step, and move late rows to their true positions."""
+        """Fill in drafts, and move late rows."""
         steps = plan.steps[: plan.num_decodes]
         self._add([*enumerate(steps)], known, indices)
         starts, late, first_sample = draft_from_history(indices, self._tokens, self._lengths)
@@ -59,7 +58,6 @@ class Histories:
         return Begun(late, first_sample)
 
     def _add(self, rows: Sequence[tuple[int, SequenceStep]], known: Known, indices: StateIndices) -> None:
-        """Store the tokens of new residencies, up to the row's first token."""
         new = [(i, step) for i, step in rows if self._residencies.get(step.log_slot) != step.residency]
         texts = {str(i): np.array(known(step.request_id), np.int32) for i, step in new}
         uploaded = pack_arrays(texts, self._tokens.device) if new else {}
@@ -71,5 +69,5 @@ class Histories:
             self._residencies[step.log_slot] = step.residency
 
     def end(self, indices: StateIndices, begun: Begun, sampled: Tensor) -> Tensor:
-        """Append accepted samples of a step, int64 [S], and return each row's number of valid samples, int64 [N]."""
+        """Append accepted samples, int64 [S]; return the number of valid samples, int64 [N]."""
         return add_to_history(indices, begun.first_sample, sampled, self._tokens, self._lengths)

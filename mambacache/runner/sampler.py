@@ -1,4 +1,4 @@
-"""Sample tokens from logits, greedily or at random, and compute log probabilities."""
+"""Sample tokens, and compute log probabilities."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ WEIGHT_BITS = 40
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Describes the sampling of one batch row.
+    """Describes a batch row's sampling.
 
     Args:
-        params: the request's parameters.
-        seeds: any integers, a single seed, or a seed for each answer where a prompt ends. A draw depends only on its
-            seed and position, and so not on batches, preemptions and drafts.
-        prompt_targets: prompt tokens to score, behind the row's first logits.
-        adjustments: for each sampled position, or empty.
+        seeds: a seed, or a seed for each answer where a prompt ends; a draw depends only on its seed and position.
+        prompt_targets: prompt tokens to score.
         plain: greedy without adjustments and log probabilities.
     """
 
@@ -49,7 +46,7 @@ class RowSampling:
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Return int32 [R] of `DRAW_BITS` random bits: two rounds of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return int32 [R] of random bits: two rounds of SplitMix64."""
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
     mixed = _splitmix64(_splitmix64(seed) + np.array(positions, dtype=np.uint64))
     return (mixed >> np.uint64(64 - DRAW_BITS)).astype(np.int32)
@@ -63,14 +60,14 @@ def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], posi
 
 
 def ordered(params: SamplingParams) -> int:
-    """Return the number of most likely tokens that a draw sorts; 0 without top_k and top_p."""
+    """Return how many most likely tokens a draw sorts."""
     if params.top_k <= 0 and np.float32(params.top_p) == 1:
         return 0
     return params.top_k if 0 < params.top_k <= MOST_ORDERED else EVERY
 
 
 def draw_groups(params: Sequence[SamplingParams]) -> list[tuple[int, int]]:
-    """Return the size and the largest number of sorted tokens of each run of like draws."""
+    """Return the size and the largest `ordered` of each run of draws."""
     counts = [[*group] for _, group in groupby(map(ordered, params), key=lambda count: (count == 0, count == EVERY))]
     return [(len(group), max(group)) for group in counts]
 
@@ -78,7 +75,7 @@ def draw_groups(params: Sequence[SamplingParams]) -> list[tuple[int, int]]:
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely tokens, int32 [L], of logits [L, vocabulary]; `NOT_FINITE` for a NaN or infinite maximum.
 
-    It must not synchronise, since CUDA graphs capture it.
+    CUDA graphs capture it: it must not synchronise.
     """
     tokens = logits.argmax(dim=-1, keepdim=True)  # argmax prefers NaN
     return tokens.int().masked_fill_(~logits.gather(-1, tokens).isfinite(), NOT_FINITE)[:, 0]
@@ -97,11 +94,9 @@ def sample(
 
     Args:
         logits: [L, vocabulary].
-        likeliest: `likeliest_tokens(logits)`.
-        sample_index: int32 [S], row of `logits` for each sample.
+        sample_index: int32 [S], rows of `logits`.
         draw_index: int32 [R], samples drawn at random.
-        parameters: int32 [5, R], see `draw_parameters`.
-        groups: see `draw_groups`.
+        parameters: int32 [5, R].
     """
     tokens = likeliest.index_select(0, sample_index)
     if adjustments is None and not groups:
@@ -130,15 +125,15 @@ def _adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.Tensor:
-    """Draw a token for each row, int64 [R], with temperature, top_k, top_p and min_p in this order.
+    """Draw tokens, int64 [R], with temperature, top_k, top_p and min_p in this order.
 
-    Weights stand in falling order for the `count` most likely tokens, or in token order if `count` is 0.
+    Weights fall over the `count` most likely tokens, or stand in token order if `count` is 0.
     """
     temperature, top_p, min_p = parameters[:3].view(torch.float32)[..., None]
     top_k, bits = parameters[3:, :, None]
     tokens = _most_likely(logits, min(count, logits.shape[-1])) if count else None
     chosen = logits if tokens is None else logits.gather(-1, tokens)
-    # The clamp keeps the most likely token's weight at 1 if the temperature rounds to 0.
+    # The clamp keeps the largest weight at 1 if the temperature rounds to 0.
     falls = (chosen - chosen.amax(dim=-1, keepdim=True)) / temperature.clamp(min=torch.finfo(torch.float32).tiny)
     weights = falls.exp()
     kept = weights >= min_p
@@ -156,7 +151,7 @@ def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.T
 
 
 def _most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the most likely tokens, int64 [R, count], in falling order; of equal tokens the lower comes first."""
+    """Return the most likely tokens, int64 [R, count], falling; of equal tokens the lower comes first."""
     if count > MOST_ORDERED:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     bits = (logits + 0.0).view(torch.int32)  # turns -0.0 into 0.0

@@ -1,4 +1,4 @@
-"""Compute a model's block sizes on one GPU under vLLM's tensor parallelism."""
+"""Compute block sizes under tensor parallelism."""
 
 from __future__ import annotations
 
@@ -20,22 +20,13 @@ HEADS = "heads", "key_heads", "value_heads", "groups"
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """Holds the bytes of one state, one token log and one KV block on each GPU."""
-
     state: int
     log: int
     page: int
 
 
 def shard_sizes(config: EngineConfig, model: Model, ranks: int) -> ShardSizes:
-    """Return the sizes on each of `ranks` GPUs.
-
-    Args:
-        model: model without weights; its recurrent layers are cut to one GPU's part.
-
-    Raises:
-        ValueError: the recurrent layers cannot be divided by `ranks`.
-    """
+    """Return the sizes on each GPU; cut the recurrent layers of `model`, or raise ValueError."""
     for mixer in model.mixers:
         _divide(mixer, ranks)
     dtype = getattr(torch, config.state_dtype)
@@ -74,7 +65,7 @@ def _empty(like: torch.Tensor, *shape: int) -> nn.Parameter:
 
 
 def _divided_kv(layer: KVLayer, config: Any, ranks: int) -> KVLayer:
-    """Return a layer's KV on one GPU: its share of the heads, at least 1, or the whole latent vector (MLA)."""
+    """Return a layer's KV on one GPU: at least a head, or the whole latent vector (MLA)."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is not None:
         return KVLayer(1, rank + config.qk_rope_head_dim, 0, layer.dtype)

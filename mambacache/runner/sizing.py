@@ -45,7 +45,7 @@ SPARE_STATES = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds bytes and numbers of blocks, without null blocks; numbers are upper limits with `slab`."""
+    """Holds bytes and numbers of blocks, without null blocks; upper limits with `slab`."""
 
     state_bytes: int
     log_bytes: int
@@ -65,7 +65,6 @@ class Sizes:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of states, logs and KV on the device, without null blocks."""
         logs = self.max_num_seqs * self.log_bytes
         if self.slab is not None:
             return logs + self.num_slabs * self.slab.nbytes
@@ -81,11 +80,7 @@ class Sizes:
 
 
 def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
-    """Divide memory between running states, checkpoints and KV pages.
-
-    Args:
-        model: model with or without weights.
-        free_bytes: bytes for states and KV, weights excluded.
+    """Divide `free_bytes` between running states, checkpoints and KV pages.
 
     Raises:
         ValueError: one request does not fit, the budgets exceed `free_bytes`, or max_model_len the model's limit.
@@ -105,7 +100,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
             f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
             f"{_more_memory(config)}"
         )
-    # Running states take at most half of the memory, which leaves room for KV and cached states.
+    # Half of the memory stays for KV and cached states.
     max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + log), 1))
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
@@ -137,10 +132,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
 
 
 def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:
-    """Return a slab, and the limits of checkpoints and KV pages; None if the memory is not shared.
-
-    It is shared by default, if the model has attention and slabs are neither too few nor too wasteful.
-    """
+    """Return a slab, and the limits of checkpoints and KV pages, if memory is shared."""
     budgets = config.kv_cache_bytes, config.checkpoint_budget_bytes
     if not page or not config.enable_prefix_caching or budgets != (None, None):
         return None
@@ -153,7 +145,6 @@ def _shared(config: EngineConfig, state: int, page: int, memory: int, num_runnin
 
 
 def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: int) -> tuple[int, int]:
-    """Return the host's slots for states and KV pages, one state for `KV_TOKENS_PER_HOST_STATE` tokens."""
     budget = config.host_cache_bytes
     if budget and not max_checkpoints:
         logger.warning("host_cache_bytes is %d and not used: nothing is cached on the device", budget)
@@ -170,7 +161,7 @@ def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: in
 
 
 def _kv_share(rest: int, state: int, page: int, max_model_len: int, block_size: int) -> int:
-    """Return the bytes of KV, `KV_TOKENS_PER_STATE` tokens for each cached state.
+    """Return the bytes of KV.
 
     States get at least a sixteenth, so that short prompts are cached. KV gets at least the longest request, or half.
     """
@@ -210,15 +201,11 @@ def _more_memory(config: EngineConfig, *others: str) -> str:
 
 
 def weight_bytes(model: Model) -> int:
-    """Return the bytes of all parameters and buffers."""
     return sum(x.numel() * x.element_size() for x in (*model.module.parameters(), *model.module.buffers()))
 
 
 def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
-    """Return the bytes of loaded weights.
-
-    A quantised checkpoint gives the bytes of its files in `folder`; without files a computed number for FP8, or None.
-    """
+    """Return the bytes of weights: of a quantised checkpoint's files, else computed; None if unknown."""
     quantised = getattr(model.config, "quantization_config", None)
     if quantised is None:
         return weight_bytes(model)
@@ -248,11 +235,7 @@ def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
 
 
 def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> int:
-    """Return the bytes for states and KV: `gpu_memory_utilization` of `total` less `weights`, at most `free`.
-
-    Raises:
-        ValueError: the weights do not fit.
-    """
+    """Return `gpu_memory_utilization` of `total` less `weights`, at most `free`, or raise ValueError."""
     share = config.gpu_memory_utilization
     left = free if share is None else int(total * share) - weights
     if left <= 0 and share is not None:
@@ -269,7 +252,6 @@ def usable_memory(config: EngineConfig, weights: int, total: int, free: int) -> 
 
 
 def describe(config: EngineConfig, model: Model, sizes: Sizes, weights: int, usable: int) -> str:
-    """Return a table of sizes and of the costs of settings; `usable` comes from `usable_memory`."""
     block, state, page = config.block_size, sizes.state_bytes, sizes.kv_block_bytes
     share, reason = _share(config.device)
     at_most = "at most " if sizes.slab is not None else ""
@@ -338,7 +320,7 @@ def _longest(config: EngineConfig, model: Model) -> int:
 
 
 def _position_limit(settings: Any) -> int | None:
-    """Return the model's number of positions, stretched by a rotary scaling; None without a limit."""
+    """Return the model's positions, stretched by a rotary scaling."""
     limit: int | None = getattr(settings, "max_position_embeddings", None)
     rope = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
     if limit is None or rope.get("rope_type") not in STRETCHING:
@@ -351,11 +333,7 @@ def _share(device: str) -> tuple[float, str]:
 
 
 def resolve_device(device: str) -> str:
-    """Return the device for a setting, present or not; "auto" is cuda if available, else cpu.
-
-    Raises:
-        ValueError: the setting names no kind of device.
-    """
+    """Return a setting's device, present or not, or raise ValueError."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -364,11 +342,7 @@ def resolve_device(device: str) -> str:
 
 
 def present_device(device: str) -> str:
-    """Return `resolve_device(device)` for a present device.
-
-    Raises:
-        ValueError: the device is absent, or the kernels do not support it or the installed Triton.
-    """
+    """Return a setting's device, or raise ValueError if it, the GPU or the installed Triton is unusable."""
     resolved = resolve_device(device)
     if resolved == "cpu":
         return resolved
@@ -385,11 +359,7 @@ def present_device(device: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Return the free bytes of a device, with the operating system's caches counted as free.
-
-    Raises:
-        ValueError: the device is absent.
-    """
+    """Return a device's free bytes, with the system's caches."""
     if present_device(device) == "cpu":
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024
@@ -397,7 +367,6 @@ def free_memory(device: str) -> int:
 
 
 def total_memory(device: str) -> int:
-    """Return all bytes of a present device."""
     if resolve_device(device) == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.cuda.get_device_properties(device).total_memory

@@ -12,13 +12,7 @@ from mambacache.report import CacheEvent
 
 
 class HashMap:
-    """Maps vLLM's block hashes to prefix hashes of cached states.
-
-    Attributes:
-        ours: prefix hash by vLLM's block hash.
-        theirs: vLLM's block hash by prefix hash.
-        unnamed: request and index of its block hash, by prefix hash.
-    """
+    """Maps vLLM's block hashes to prefix hashes and back; `unnamed` maps to a request and index."""
 
     def __init__(self, hash_block_size: int) -> None:
         self.ours: dict[bytes, bytes] = {}
@@ -28,11 +22,7 @@ class HashMap:
         self._last = 0
 
     def follow(self, event: CacheEvent, request: Any) -> None:
-        """Follow every event, in order.
-
-        Args:
-            request: request that stored the state, if known.
-        """
+        """Follow every event, in order; `request` stored the state, if known."""
         if event.number != self._last + 1:  # after lost events entries may be stale
             for entries in (self.ours, self.theirs, self.unnamed):
                 entries.clear()
@@ -46,7 +36,7 @@ class HashMap:
     def name(self) -> Iterator[tuple[bytes, bytes | None]]:
         """Enter new states, and yield each prefix hash with vLLM's hash.
 
-        vLLM's hash may be None at first: with MTP drafts it covers a token behind the block.
+        vLLM's may be None at first: with MTP drafts it covers a token behind the block.
         """
         for ours, (request, index) in [*self.unnamed.items()]:
             named = index < len(request.block_hashes)
@@ -59,13 +49,9 @@ class HashMap:
 
 
 class KVWatch:
-    """Tells the cache which states lost their KV, or have it again.
+    """Tells the cache which states lost their KV.
 
-    vLLM evicts a prefix from its end, so the last page decides.
-
-    Args:
-        prefix_cache: nobody else may take its events.
-        pool: two of its methods are wrapped.
+    vLLM evicts a prefix from its end, so the last page decides. Nobody else may take the cache's events.
     """
 
     def __init__(self, prefix_cache: PrefixCache, pool: Any, num_groups: int) -> None:
@@ -75,11 +61,7 @@ class KVWatch:
         self._insert, pool._insert_block_hash = pool._insert_block_hash, self._inserted
 
     def follow(self, requests: Mapping[str, Any]) -> None:
-        """Update the map after states are stored.
-
-        Args:
-            requests: by id, including requests that end in this step.
-        """
+        """Update the map after states are stored; `requests` include requests that end now."""
         waited = set(self.hashes.unnamed)
         for event in self._prefix_cache.take_events():
             self.hashes.follow(event, requests.get(event.request_id))

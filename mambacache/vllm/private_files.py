@@ -31,15 +31,10 @@ class PrivateFolder:
         self._path, self._fd = path, _locked(path, fcntl.LOCK_SH)
 
     def names(self, suffix: str) -> list[str]:
-        """Return file names that end with `suffix`."""
         return sorted(name for name in os.listdir(self._fd) if name.endswith(suffix))
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file atomically.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Make or replace a file atomically, or raise OSError."""
         new = f"{name}.new"
         self.delete(new)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -48,11 +43,7 @@ class PrivateFolder:
         os.replace(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read(self, name: str) -> bytes:
-        """Return a file's contents.
-
-        Raises:
-            OSError: no file of this user can be read.
-        """
+        """Return a file's contents, or raise OSError if no file of this user can be read."""
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)  # do not wait at pipes
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -61,7 +52,6 @@ class PrivateFolder:
             return file.read()
 
     def delete(self, name: str) -> None:
-        """Remove a file if present."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._fd)
 
@@ -77,20 +67,12 @@ def _path(instance_id: str) -> Path:
 
 
 def folder_of(instance_id: str) -> PrivateFolder:
-    """Join a vLLM's folder.
-
-    Raises:
-        OSError: see `PrivateFolder`.
-    """
+    """Join a vLLM's folder; see `PrivateFolder` for errors."""
     return _found(_path(instance_id))
 
 
 def made_folder_of(instance_id: str) -> PrivateFolder:
-    """Join a vLLM's folder, or make it.
-
-    Raises:
-        OSError: it cannot be joined or made.
-    """
+    """Join a vLLM's folder, or make it; raise OSError if neither works."""
     path = _path(instance_id)
     while True:
         with suppress(FileExistsError):
@@ -106,11 +88,7 @@ def remove(instance_id: str) -> None:
 
 
 def remove_left() -> None:
-    """Remove this user's folders without a lock.
-
-    Raises:
-        OSError: no temporary folder exists.
-    """
+    """Remove this user's unlocked folders, or raise OSError without a temporary folder."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or in use
             descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)

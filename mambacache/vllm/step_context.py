@@ -1,4 +1,4 @@
-"""Share pools and indices among a runner's layers."""
+"""Share pools and indices among layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Order(NamedTuple):
     """Maps between vLLM's batch and the indices' flat batch.
 
     Args:
-        taken: int32 [F], batch place of each token of the indices.
+        taken: int32 [F], batch place of each token.
         back: int32, the reverse.
     """
 
@@ -31,9 +31,6 @@ class StepContext:
     """Holds pools and the step's indices.
 
     Runs without a plan (profiling, warm-up) prefill from null to null, without reading or storing states.
-
-    Args:
-        layers: recurrent layers, with `bind_states(context, states, logs)`.
     """
 
     def __init__(self, layers: Sequence[Any], pool: StatePool, logs: StatePool, max_rows: int) -> None:
@@ -58,7 +55,6 @@ class StepContext:
         self._buffers: dict[int, DecodeBuffers] = {}  # by tokens of a row
 
     def receive(self, columns: Columns | None, finished: Sequence[str]) -> None:
-        """Take the next step's rows, if any."""
         self._columns = columns
         if columns is not None:
             self._receiver.take(columns, finished)
@@ -73,7 +69,6 @@ class StepContext:
         """Make the next step's indices.
 
         Args:
-            names: rows in batch order.
             lengths: tokens of each row, even beyond the end of its log.
             padded: decode rows and tokens of a full graph.
             positions: batch positions on the device, for late rows.
@@ -148,11 +143,7 @@ class StepContext:
 
     @contextmanager
     def warming(self, rows: Sequence[SequenceStep], gathered: bool) -> Iterator[int]:
-        """Have runs without a plan take these rows. Yield the number of tokens.
-
-        Args:
-            gathered: whether activations are copied, with other strides than views.
-        """
+        """Have runs without a plan take these rows; if `gathered`, activations have other strides."""
         decodes = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
         if any(row.late for row in decodes):
@@ -165,7 +156,6 @@ class StepContext:
         self._null, self._null_order = {}, None
 
     def indices(self, num_tokens: int) -> StateIndices:
-        """Return the step's indices, or indices of `num_tokens` without a plan."""
         if self._indices is not None:
             return self._indices
         if num_tokens not in self._null:
@@ -174,5 +164,4 @@ class StepContext:
         return self._null[num_tokens]
 
     def end(self) -> None:
-        """End the step."""
         self._indices = self.order = self._columns = None
