@@ -1,6 +1,6 @@
-"""Tests marked `gpu` or `gpu_full` skip themselves where there is no CUDA device. Engines on tiny models.
+"""Skip tests marked `gpu` or `gpu_full` where there is no CUDA device, and make engines on tiny models.
 
-Where there is none, GPU kernels are tested in Triton's interpreter.
+Without a device, the GPU kernels run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def pytest_configure() -> None:
     import torch
 
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), torch.cuda.device_count()
-    if count > 1:  # said before CUDA is initialised: each worker's first device is another one
+    if count > 1:  # before CUDA is initialised: each worker has another first device
         names = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
         own = int(worker.removeprefix("gw")) % count
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[own:] + names[:own])
     if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which other packages do as well
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its import, and other packages import Triton
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,9 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Return 0 for a test that needs no `compiled` kernel, 1 for one that does, 2 for a short one with a single `case`.
+    """Return 0 for a test without `compiled` kernels, 1 for a test with them, 2 for a short test with a single `case`.
 
-    The first run while kernels compile. The last are many and short, so that all workers end together.
+    Tests with 0 run while kernels compile. Short tests run last, so that all workers end together.
     """
     if "compiled" not in getattr(item, "fixturenames", ()):
         return 0
@@ -57,7 +57,7 @@ def _turn(item: pytest.Item) -> int:
 
 
 def pytest_runtest_teardown() -> None:
-    """Gives the GPU's memory back, so that several workers can share it."""
+    """Give the GPU's memory back, so that several workers can share it."""
     import torch
 
     if torch.cuda.is_initialized():
@@ -66,15 +66,15 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a GPU test again, at most 15 times, while the other workers leave it too little of the GPU's memory.
+    """Run a GPU test again, at most 15 times, while other workers leave it too little GPU memory.
 
-    A test with the fixture `engine` runs once: its engines hold what the first attempt did.
+    A test with the fixture `engine` runs once: its engines keep the memory of the first attempt.
     """
     if "engine" in pyfuncitem.fixturenames or not any(map(pyfuncitem.get_closest_marker, ("gpu", "gpu_full"))):
         return None
     import torch
 
-    names = signature(pyfuncitem.obj).parameters.keys() & pyfuncitem.funcargs.keys()  # others have a default
+    names = signature(pyfuncitem.obj).parameters.keys() & pyfuncitem.funcargs.keys()  # others have defaults
     given = {name: pyfuncitem.funcargs[name] for name in names}
     for _ in range(15):
         try:
@@ -90,7 +90,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session")
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """All kernels that the session's tests with this fixture run, compiled side by side by one of its workers."""
+    """Compile all kernels of the session's tests with this fixture, side by side, in one worker."""
     from filelock import FileLock
 
     from gpu_cases import compile_ahead, kernels_of
@@ -106,7 +106,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(params=["reference", "interpreted"])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Sends the ops to those in plain torch, or to the GPU's kernels in Triton's interpreter."""
+    """Send the ops to plain torch, or to the GPU's kernels in Triton's interpreter."""
     import torch
 
     from mambacache.kernels import api, experts, gpu, reference
@@ -120,7 +120,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The directory of a tiny model by its name, made once."""
+    """Return a function from a tiny model's name to its directory, which is made once."""
     from tiny_models import save_tiny_model
 
     return cache(lambda name: save_tiny_model(name, tmp_path_factory.mktemp(name)))
@@ -128,7 +128,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def original(tiny_model: Callable[[str], Path]) -> Callable[[str], Original]:
-    """The original of a tiny model by its name."""
+    """Return a function from a tiny model's name to its original."""
     from engine_driver import Original
 
     return cache(lambda name: Original(tiny_model(name)))
@@ -136,7 +136,7 @@ def original(tiny_model: Callable[[str], Path]) -> Callable[[str], Original]:
 
 @pytest.fixture(scope="session")
 def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a tiny model with a tokenizer of bytes and a chat template."""
+    """Save a tiny model with a tokenizer of bytes and a chat template."""
     from engine_driver import save_text_model
 
     return save_text_model(tmp_path_factory.mktemp("text_model"))
@@ -144,7 +144,7 @@ def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def engine(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> Iterator[Engines]:
-    """Makes engines on tiny models: the only way in which tests of the engine get one."""
+    """Make engines on tiny models: tests of the engine get engines in no other way."""
     from engine_driver import Engines
 
     with Engines(tiny_model, request.param) as engines:

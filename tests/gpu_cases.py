@@ -1,6 +1,6 @@
-"""What the tests of GPU kernels run: shapes of real models, mixes of rows, and batches made of both.
+"""Hold the shapes of real models, the mixes of rows, and the batches that tests of GPU kernels run.
 
-A new family adds a row to `MODELS`; kernels are compiled by many processes before the first test (`compile_ahead`).
+A new family adds an entry to `MODELS`. Many processes compile the kernels before the first test (`compile_ahead`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
 
 Make = Callable[[], Op]
-Dtypes = tuple[torch.dtype, torch.dtype]  # of activations and states
+Dtypes = tuple[torch.dtype, torch.dtype]  # activations, states
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SAMPLES = 1021  # different tokens in a batch
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels run in Triton's interpreter
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # on a CPU the kernels run in Triton's interpreter
 
 
 def delta_rule(key_heads: int, value_heads: int, key_width: int, value_width: int, beta: float, divisor: int) -> Make:
@@ -82,12 +82,12 @@ MODELS: dict[str, dict[str, Callable[[int], Make]]] = {
         "zamba2-7b": partial(ssd, 2, 112, 64, 64),
     },
 }
-"""For every op the layers of real models, by the number of GPUs that share their heads."""
+"""This maps each op to layers of real models, by the number of GPUs that share their heads."""
 
 DIVISORS = (1, 2, 4, 8)
 INDIVISIBLE = {("olmo-hybrid", 4), ("olmo-hybrid", 8)}  # 30 heads
 SHARED_BY = {model: DIVISORS[max(3 - i, 1)] for models in MODELS.values() for i, model in enumerate(models)}
-"""The number of GPUs that tests share a model by if they don't take all: kernels are compiled for each."""
+"""This is the number of GPUs that share a model in tests that do not try all numbers: each number compiles kernels."""
 
 DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
@@ -96,7 +96,7 @@ DTYPES: dict[str, tuple[Dtypes, ...]] = {
     "ssd": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "selective_scan": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
 }
-"""For every op its dtypes; the first pair is what models use."""
+"""This lists the dtypes of each op. Models use the first pair."""
 
 
 NORM_OPTIONS: dict[str, dict[str, Any]] = {
@@ -109,7 +109,7 @@ NORM_OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Mix:
-    """Tokens of every decode row and of every prefill row of a batch."""
+    """Hold the number of tokens of each decode row and each prefill row of a batch."""
 
     decodes: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
@@ -149,7 +149,10 @@ class Case:
 
 
 def every_case(op: str) -> list[Case]:
-    """Every model on every number of GPUs with every mix in the usual dtypes, and the first model in all dtypes."""
+    """Return each model on each number of GPUs with each mix in the usual dtypes.
+
+    The first model comes in the other dtypes too.
+    """
     models, (usual, *others) = MODELS[op], DTYPES[op]
     whole = [
         Case(op, model, divisor, mix, usual)
@@ -161,7 +164,7 @@ def every_case(op: str) -> list[Case]:
 
 
 def pairwise_cases(cases: Sequence[Case]) -> list[Case]:
-    """A few of the cases, in which any two values that meet in some case meet again."""
+    """Return a few of the cases, with every pair of values that any case has."""
 
     def pairs(case: Case) -> set[tuple[object, object]]:
         return set(combinations(enumerate((case.model, case.divisor, case.mix, case.dtypes)), 2))
@@ -176,17 +179,17 @@ def pairwise_cases(cases: Sequence[Case]) -> list[Case]:
 
 
 def move_parameters(op: Op) -> None:
-    """Puts what an op keeps beside its inputs on the device, in fp32."""
+    """Move the tensors that an op keeps beside its inputs to the device, in fp32."""
     for holder in (vars(op), getattr(op, "parameters", {})):
         holder |= {name: x.to(DEVICE, FP32) for name, x in holder.items() if isinstance(x, Tensor)}
 
 
 class Batch:
-    """Rows of a mix in a shuffled pool and log full of NaN, with inputs that are views of one wide tensor.
+    """Make rows of a mix in a shuffled pool and a token log full of NaN, with inputs that are views of one wide tensor.
 
-    Rows resume from null, from blocks that others share or, in decode, from a block that they overwrite. A decode row's
-    log begins and ends anywhere, and those that fill it have a dst, as some others do. Prefill rows begin anywhere and
-    store a checkpoint in places; `padding` tokens of no row end the flat batch.
+    Rows resume from the null block, from shared blocks or, in decode, from a block that they overwrite. The log of a
+    decode row begins and ends anywhere. Rows that fill their log have a dst, as do some other rows. Prefill rows begin
+    anywhere, and some store checkpoints. The last `padding` tokens of the flat batch belong to no row.
     """
 
     def __init__(self, op: Op, mix: Mix, dtypes: Dtypes, seed: int = 0, padding: int = 3) -> None:
@@ -235,9 +238,9 @@ class Batch:
         return Row(length, self._source() if context else 0, self.pool.take(), context, checkpoints=checkpoints)
 
     def _views(self, samples: Inputs) -> Inputs:
-        """Every token's inputs, taken from the samples in order, again and again; NaN in tokens of padding.
+        """Return every token's inputs, taken from the samples in turn, with NaN in padding tokens.
 
-        In bf16 each begins at 16 bytes, as kernels in Gluon ask for, which take no other dtype.
+        In bf16 each input begins at a multiple of 16 bytes: kernels in Gluon need that, and take no other dtype.
         """
         drawn = torch.arange(self.tokens, device=DEVICE) % SAMPLES
         filled = (self.is_decode | self.is_prefill)[:, None]
@@ -262,16 +265,15 @@ class Batch:
 
 
 def relative_error(actual: Tensor, exact: Tensor, least: float = 0.0) -> float:
-    """RMS error in units of the exact values' RMS, or of `least` where that is less."""
+    """Return the RMS error relative to the exact values' RMS. Their mean square counts as at least `least`."""
     return float(((actual.double() - exact).square().mean() / exact.square().mean().clamp(min=least)).sqrt())
 
 
 def errors_and_ruler(batch: Batch) -> dict[str, tuple[float, float]]:
-    """RMS errors of outputs, stored states and logs against float64: the kernels', and those of the reference that
-    rounds.
+    """Return RMS errors against float64 of outputs, stored states and logs: the kernels' and the reference's.
 
-    Runs the kernels on the batch's pool, and checks that they write nothing else, and zeros to tokens of padding. A
-    state that is a copy of inputs must be bitwise that of the reference.
+    The reference rounds. Run the kernels on the batch's pool. Check that they write nothing else, and zeros to padding
+    tokens. A state that is a copy of inputs must equal the reference's in every bit.
     """
     op, pool, log, indices = batch.op, batch.pool, batch.log, batch.indices
     dtype = next(iter(batch.inputs.values())).dtype
@@ -315,7 +317,7 @@ def errors_and_ruler(batch: Batch) -> dict[str, tuple[float, float]]:
 def norm_errors(
     tokens: int, heads: int, dim: int, dtype: torch.dtype, weight_dtype: torch.dtype, **options: Any
 ) -> tuple[float, float]:
-    """RMS errors of the gated norm against float64, the kernel's and the reference's, where the gate is a view."""
+    """Return the kernel's and the reference's RMS error of the gated norm against float64, where the gate is a view."""
     wide = random(tokens, 2 * heads * dim, seed=1, dtype=dtype).to(DEVICE)
     x, gate = (part.unflatten(1, (heads, dim)) for part in wide.split(heads * dim, dim=1))
     weight = (1 + 0.3 * random(dim, seed=2)).to(DEVICE, weight_dtype)
@@ -333,27 +335,27 @@ COMPILED_MIXES = (
     Mix((), (300,) * 20),
     Mix((), (2000, *(1,) * 40)),
 )
-"""What compiles every variant of a kernel: with and without rows of either kind, few and many, short and long ones, and
-rows that leave most processors little to do."""
+"""These mixes compile every variant of a kernel: with and without rows of each kind, few and many, short and long. In
+some mixes the rows leave most processors little to do."""
 
 
-SLOWEST_FIRST = ("selective_scan", "ssd", "kda", "gated_delta_rule", "conv1d")  # to compile
-PROCESS_BYTES = 6 << 30  # of one that compiles, with its batch, and of a test
+SLOWEST_FIRST = ("selective_scan", "ssd", "kda", "gated_delta_rule", "conv1d")  # by the time to compile
+PROCESS_BYTES = 6 << 30  # memory of a process that compiles, with its batch, and of a test
 
 
 def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:
-    """Runs an op on inputs that are views of one wide tensor or, `dense`, tensors of their own."""
+    """Run an op on inputs that are views of one wide tensor or, if `dense`, tensors of their own."""
     for mix in COMPILED_MIXES:
         batch = Batch(make(), mix, dtypes)
         if dense:
             batch.inputs = {name: x.clone(memory_format=torch.contiguous_format) for name, x in batch.inputs.items()}
         batch.run()
         del batch
-        torch.cuda.empty_cache()  # all processes and the tests beside them share one GPU, perhaps one of 80 GB
+        torch.cuda.empty_cache()  # all processes and tests share one GPU, which may have 80 GB only
 
 
 def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
-    """What decides on the kernels that an op runs: its shapes and options, not its values."""
+    """Return a text that tells which kernels an op runs: its shapes and options, not its values."""
     op = make()
     parts = op.inputs(1, dtypes[0]) | vars(op) | getattr(op, "parameters", {})
     parts = {name: part.shape if isinstance(part, Tensor) else part for name, part in parts.items()}
@@ -362,10 +364,10 @@ def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
 
 
 def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
-    """Fills Triton's cache with the kernels of these ops, in a process for each core that the GPU has room for.
+    """Fill Triton's cache with the kernels of these ops, in as many processes as cores and GPU memory allow.
 
-    Each runs tiny batches, so that what is compiled is what serving compiles, whatever the op. The ops that take
-    longest come first, so that all processes end at about the same time.
+    Each process runs tiny batches, so it compiles the kernels that serving compiles. The slowest ops come first, so
+    that all processes end at about the same time.
     """
     processes = min(os.cpu_count() or 1, torch.cuda.mem_get_info()[1] // PROCESS_BYTES)
     different = {variant(*kernel): kernel for kernel in kernels}
@@ -377,7 +379,7 @@ def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
 
 
 def kernels_of(parameters: Mapping[str, Any]) -> Iterator[tuple[Make, Dtypes, bool]]:
-    """What a test with these parameters runs, and whether on dense inputs."""
+    """Yield the ops that a test with these parameters runs, and whether their inputs are dense."""
     if "case" in parameters:
         yield parameters["case"].make, parameters["case"].dtypes, False
     elif "make" in parameters and "dtypes" in parameters:

@@ -1,4 +1,4 @@
-"""Plans, pools and comparisons for the tests of the ops; `kernel_ops` holds the ops themselves."""
+"""Make plans, pools and comparisons for the tests of the ops; `kernel_ops` holds the ops."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ DtypePairs = tuple[tuple[torch.dtype, torch.dtype], ...]  # (activations, state)
 
 @dataclass
 class Row:
-    """One row of a step by hand, which is `context` tokens into its sequence."""
+    """Describe one row of a hand-made step, `context` tokens into its sequence."""
 
     length: int
     src: int = 0
     dst: int = 0
     context: int = 0
     checkpoints: dict[int, int] = field(default_factory=dict)  # position -> block, prefill only
-    log_slot: int = 0  # this and what follows of decode only
+    log_slot: int = 0  # decode only, like log_start, log_end and width
     log_start: int = 0
     log_end: int = 0
-    width: int = 1  # tokens that it has at least, with padding; all rows of a step have those of the widest
+    width: int = 1  # least number of tokens, with padding; a step pads all rows to the widest row
     pages: tuple[int, ...] = ()
-    kv_held: int = 0  # tokens whose keys and values the pages hold already
+    kv_held: int = 0  # tokens with keys and values in the pages already
 
     @property
     def target(self) -> int:
@@ -44,14 +44,14 @@ class Row:
 
     @property
     def stored(self) -> dict[int, int]:
-        """Prefill: number of this row's tokens -> nonzero block that receives the state after them."""
+        """Map a number of this prefill row's tokens to the nonzero block that receives the state after them."""
         blocks = {position - self.context: block for position, block in self.checkpoints.items()}
         if self.length:
             blocks[self.length] = self.dst
         return {count: block for count, block in blocks.items() if block}
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """(offset in the row, block) of every chunk."""
+        """Yield (offset in the row, block) of every chunk."""
         start = 0
         while start < self.length:
             end = min(start + CHUNK - (self.context + start) % CHUNK, self.length)
@@ -70,7 +70,7 @@ def decode_width(rows: Sequence[Row]) -> int:
 def plan_arrays(
     decodes: Sequence[Row], prefills: Sequence[Row], *, num_tokens: int | None = None, block_size: int = 0
 ) -> dict[str, np.ndarray]:
-    """The arrays of a StepPlan for these rows; those of attention too if `block_size` is given."""
+    """Return the arrays of a StepPlan for these rows, with attention's arrays if `block_size` is given."""
     width = decode_width(decodes)
     starts = len(decodes) * width + np.cumsum([0, *(row.length for row in prefills)])
     table = [
@@ -117,14 +117,14 @@ def _attention_arrays(rows: Sequence[Row], starts: Sequence[int], total: int, bl
 
 
 def row_starts(decodes: Sequence[Row], prefills: Sequence[Row]) -> list[int]:
-    """Offset in the flat batch of every row's first token."""
+    """Return the offset of every row's first token in the flat batch."""
     width = decode_width(decodes)
     lengths = [row.length for row in prefills]
     return [*range(0, len(decodes) * width, width), *(len(decodes) * width + np.cumsum([0, *lengths])[:-1]).tolist()]
 
 
 class Pool:
-    """A pool full of NaN whose rows lie apart in a larger buffer, and whose blocks are handed out in random order."""
+    """Hold a pool full of NaN: its slots lie apart in a larger buffer, and blocks are handed out in random order."""
 
     def __init__(
         self,
@@ -153,14 +153,14 @@ class Pool:
         return slab.as_strided(self.shape, self.strides, self.offset)
 
     def take(self, values: Tensor | None = None) -> int:
-        """A block nobody has yet, holding `values`, or NaN."""
+        """Return a block that was not taken before. It holds `values`, or NaN."""
         block = next(self._free)
         if values is not None:
             self.state[block] = values.to(self.slab.dtype)
         return block
 
     def assert_only_written(self, before: Tensor, places: Sequence[int] | Sequence[tuple[int, int]]) -> None:
-        """All of the buffer, gaps included, is bitwise what it was in `before`, but for blocks, or rows of blocks."""
+        """Check that the buffer, gaps included, equals `before` in every bit except these blocks or lines of blocks."""
         written = torch.zeros_like(self.slab, dtype=torch.bool)
         for place in places:
             self.view(written)[place] = True
@@ -176,13 +176,13 @@ def assert_bitwise(actual: Tensor, expected: Tensor) -> None:
 
 
 class Op(Protocol):
-    """What the tests need of a recurrent op. `walk` is the oracle: one row, token by token, in float64."""
+    """Describe a recurrent op for the tests. `walk` is the oracle: one row, token by token, in float64."""
 
     name: str
     state_dtypes: DtypePairs
     state_shape: tuple[int, ...]
     exact_state: bool  # the stored state is a copy of inputs
-    carries_state: bool  # the last two tensors of its log are a state and the entry that follows on it, a channel each
+    carries_state: bool  # its log ends with two tensors: a state, and the entry that follows on it, a channel each
 
     def inputs(self, tokens: int, dtype: torch.dtype, seed: int = 0) -> Inputs: ...
 
@@ -191,18 +191,18 @@ class Op(Protocol):
     ) -> Tensor: ...
 
     def walk(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Outputs, and the state after every token, from the state S on."""
+        """Return the outputs and the state after every token, beginning with the state S."""
         ...
 
     def log_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]: ...
 
     def entries(self, inputs: Inputs, S: Tensor) -> tuple[Tensor, ...]:
-        """In float64 what a log's entries hold of these tokens, [tokens, ...] each, if they are its first ones."""
+        """Return a token log's entries for its first tokens, in float64, [tokens, ...] each."""
         ...
 
 
 class Log:
-    """A token log whose slots are full of NaN, for an op over a pool, on its device."""
+    """Hold a token log for an op over a pool, on the pool's device, with slots full of NaN."""
 
     def __init__(self, op: Op, pool: Pool, dtype: torch.dtype, slots: int = 32, gap: int = 16) -> None:
         layout = op.log_layout(dtype, pool.slab.dtype)
@@ -218,18 +218,18 @@ class Log:
     def take(
         self, entries: Sequence[Tensor] = (), start: int = 0, states: Sequence[Tensor] = (), drafts: int = 0
     ) -> int:
-        """A slot nobody has yet, filled like that."""
-        slots = [pool.take() for pool in self.pools]  # all in the same order
+        """Return a slot that was not taken before, filled by `fill`."""
+        slots = [pool.take() for pool in self.pools]  # all pools hand out slots in the same order
         self.fill(slots[0], entries, start, states, drafts)
         return slots[0]
 
     def fill(
         self, slot: int, entries: Sequence[Tensor], start: int, states: Sequence[Tensor] = (), drafts: int = 0
     ) -> None:
-        """Puts these entries into a slot, from `start` on.
+        """Write these entries into a slot, beginning at `start`.
 
-        A log that carries a state has that of `states`, one after each entry, behind which so many are accepted drafts;
-        the entries before these are left out, for they are not to be read.
+        `states` has the state after each entry. A log that carries a state gets the state before its last `drafts`
+        entries, which are accepted drafts. Entries before that state are left out, since nothing may read them.
         """
         end = start + (len(entries[0]) if entries else 0)
         first = max(end - drafts, start + 1) if self.carried and end > start else start
@@ -241,7 +241,7 @@ class Log:
             pool.state[slot] = value
 
     def held(self, slot: int, start: int, end: int) -> list[Tensor]:
-        """A slot's entries from `start` to `end`, and what it carries."""
+        """Return a slot's entries from `start` to `end`, and the tensors that it carries."""
         return [pool.state[slot, start:end] for pool in self.of_entries] + [pool.state[slot] for pool in self.carried]
 
     def slabs(self) -> list[Tensor]:
@@ -251,7 +251,7 @@ class Log:
         return [pool.view(slab) for pool, slab in zip(self.pools, slabs, strict=True)]
 
     def assert_only_written(self, before: Sequence[Tensor], rows: Sequence[Row]) -> None:
-        """Of all memory but the entries of these rows' tokens, and what is carried, every bit is what it was."""
+        """Check that only the entries of these rows' tokens, and the tensors that their slots carry, have changed."""
         places = [(row.log_slot, row.log_end + i) for row in rows for i in range(row.length)]
         slots = [row.log_slot for row in rows if row.length]
         for pool, slab in zip(self.pools, before, strict=True):
@@ -267,9 +267,9 @@ def inverse_softplus(x: Tensor) -> Tensor:
 
 
 class Recurrence(ABC):
-    """An op whose state after a token follows from the state before and that token's inputs alone.
+    """Describe an op that computes the state after a token from the state before and that token's inputs alone.
 
-    A subclass gives `name` (of the op), `state_shape`, `parameters` (all that is no input), and the abstract methods.
+    A subclass gives `name` (of the op), `state_shape`, `parameters` (all but inputs), and the abstract methods.
     """
 
     name: str
@@ -311,7 +311,7 @@ class Recurrence(ABC):
 
 
 def sums_of_decays(g: Tensor) -> Tensor:
-    """What logs hold of log decays g [tokens, ...]."""
+    """Return the sums that token logs hold for log decays g [tokens, ...]."""
     return (g / ln(2)).clamp(min=-34.6).cumsum(0)
 
 
@@ -323,7 +323,7 @@ def run_rows(
     tail: int = 0,
     log: Log | None = None,
 ) -> list[Tensor]:
-    """Runs rows with their tokens' inputs as one batch and returns each row's outputs. Padding holds NaN and gives 0.
+    """Run rows with their tokens' inputs as one batch, and return each row's outputs. Padding holds NaN and gives 0.
 
     `tail` adds that many padding tokens at the end of the flat batch.
     """

@@ -1,4 +1,4 @@
-"""Drives a model by hand-made plans, without cache or scheduler: blocks are taken from a shuffled pool full of NaN."""
+"""Drive a model by hand-made plans, without cache or scheduler, on blocks of a shuffled pool full of NaN."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_LOGS = 16
 
 @dataclass
 class Request:
-    """A sequence under way: its tokens, and where its KV and its state after `computed` tokens lie."""
+    """Hold a running sequence: its tokens, and the places of its KV and of its state after `computed` tokens."""
 
     tokens: list[int]
     kv_blocks: list[int]
@@ -34,8 +34,10 @@ class Request:
 
 @dataclass
 class Row:
-    """What one step does with a request: it prefills `num_tokens`, or decodes one token and verifies `drafts` up to the
-    next multiple of 16."""
+    """Describe a request's row in one step.
+
+    The row prefills `num_tokens`, or decodes one token and verifies `drafts` up to the next multiple of 16.
+    """
 
     request: Request
     num_tokens: int = 0
@@ -56,7 +58,7 @@ class Row:
 
 
 class Driver:
-    """Runs rows of requests on a model with pools of its own."""
+    """Run rows of requests on a model with pools of its own."""
 
     def __init__(
         self,
@@ -85,21 +87,22 @@ class Driver:
         shuffle.shuffle(self.free_kv)
 
     def add(self, tokens: Sequence[int]) -> Request:
-        """A request that starts from nothing."""
+        """Return a request with no token computed."""
         return Request(list(tokens), [])
 
     def resume(self, other: Request, position: int, suffix: Sequence[int]) -> Request:
-        """A request that shares another's tokens, KV and checkpoint up to `position`, and goes on with `suffix`."""
+        """Return a request that shares the tokens, KV and checkpoint of `other` up to `position`, and continues with
+        `suffix`."""
         block = other.checkpoints[position]
         shared = other.kv_blocks[: position // self.block_size]
         return Request([*other.tokens[:position], *suffix], list(shared), position, block)
 
     def plan(self, rows: Sequence[Row]) -> StepPlan:
-        """One step of these rows (decode rows first): takes dst blocks and KV blocks for them."""
+        """Plan one step of these rows, decode rows first, and take dst blocks and KV blocks for them."""
         return build_plan(rows, [self._step(row) for row in rows], self.block_size)
 
     def advance(self, rows: Sequence[Row], plan: StepPlan, accepted: Sequence[int] | None = None) -> None:
-        """Moves the requests on; `accepted[i]` tokens of decode row i stay, all of them without it."""
+        """Move the requests on. Decode row i keeps `accepted[i]` tokens, or all of them without `accepted`."""
         for i, (row, step) in enumerate(zip(rows, plan.steps, strict=True)):
             request, count = row.request, step.num_tokens
             if not row.prefill and accepted is not None:
@@ -117,7 +120,7 @@ class Driver:
             self.free_states += {unused} - {*request.checkpoints.values(), 0}
 
     def logits(self, rows: Sequence[Row], accepted: Sequence[int] | None = None) -> torch.Tensor:
-        """Runs a step; the logits [L, vocabulary] after the wanted tokens."""
+        """Run a step, and return the logits [L, vocabulary] after the wanted tokens."""
         plan = self.plan(rows)
         indices = StateIndices.from_arrays(plan.arrays, self.runner.model.module.device)
         pages = self.runner.pages.layers if self.runner.pages is not None else []
@@ -126,7 +129,6 @@ class Driver:
         return logits.cpu()
 
     def execute(self, rows: Sequence[Row], sampling: Sequence[RowSampling]) -> list[RowOutput]:
-        """Runs a step through the runner."""
         plan = self.plan(rows)
         outputs = self.runner.launch(plan, sampling).read()
         self.advance(rows, plan)
@@ -157,7 +159,7 @@ class Driver:
 
 
 def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: int) -> StepPlan:
-    """The arrays of a step, decode rows first."""
+    """Return the plan of a step, decode rows first."""
     decodes = [step for step in steps if not step.prefill]
     prefills = [step for step in steps if step.prefill]
     assert list(steps) == decodes + prefills
@@ -202,7 +204,7 @@ def build_plan(rows: Sequence[Row], steps: Sequence[SequenceStep], block_size: i
 
 
 def _chunks(prefills: Sequence[SequenceStep], query_start: Sequence[int]) -> dict[str, list[int]]:
-    """The chunk table: rows cut at absolute multiples of 64."""
+    """Return the chunk table: rows cut at absolute multiples of 64."""
     table: dict[str, list[int]] = {"chunk_seq": [], "chunk_start": [], "chunk_dst": [], "seq_chunk_start": [0]}
     for i, step in enumerate(prefills):
         position, end = step.start, step.start + step.num_tokens

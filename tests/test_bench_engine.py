@@ -1,4 +1,4 @@
-"""The rounds and the table of the benchmark of engines."""
+"""Check the rounds and the table of the engine benchmark."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rounds_take_turns_and_the_median_is_of_all(monkeypatch: pytest.MonkeyPa
 
 
 def test_table_is_beside_the_faster_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our engines in columns of their own, each against it; a run without one of them has no column for it."""
+    """Each of our engines has a column and its ratio to that vLLM. A run without an engine has no column for it."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from table import engine_table
 

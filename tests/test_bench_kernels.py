@@ -1,4 +1,4 @@
-"""What the benchmark of the kernels says of their peers: which is the fastest, and how its tables name them."""
+"""Check which peer the kernel benchmark calls the fastest, and how its tables name peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TwoPeers:
-    """A case whose calls give their names, by which they are timed."""
+    """Hold calls that return their names, by which they are timed."""
 
     op, nbytes, flops, exponentials = "gated_delta_rule", 1 << 30, 0, 0
 
@@ -60,7 +60,7 @@ def test_the_peer_is_the_fastest_in_each_mode(monkeypatch: pytest.MonkeyPatch) -
     assert format_row(graph).split()[-6:] == ["200.0", "900.0", "500.0", "1073.7", "-", "2.50x"]
 
 
-def test_a_peer_that_no_graph_holds_is_not_the_fastest() -> None:
+def test_a_peer_without_a_graph_time_is_not_the_fastest() -> None:
     from bench_kernels import against
 
     found = against({"vLLM": 900.0, "FlashInfer": None}, {"vLLM": 0.5, "FlashInfer": 0.25})

@@ -1,4 +1,4 @@
-"""The scheduler benchmark runs, and what it measures grows with its size, not with the square of it."""
+"""The scheduler benchmark runs, and its times grow with the size, not with the square of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_schedule_grows_linearly_with_the_requests(bench: ModuleType) -> None:
     assert 0 < large < ALLOWED * small
 
 
-def test_schedule_does_not_grow_with_what_the_requests_have_read(bench: ModuleType) -> None:
+def test_schedule_time_does_not_grow_with_the_context(bench: ModuleType) -> None:
     small, large = (min(bench.time_schedule(32, n, steps=30) for _ in range(3)) for n in (512, 512 * FACTOR))
     assert large < FACTOR / 2 * small
 
@@ -43,7 +43,7 @@ def test_admission_grows_linearly_with_the_prompts(shared: int, bench: ModuleTyp
     assert 0 < large < 48 * small  # linear would be 16, quadratic 256
 
 
-def test_admission_does_not_grow_with_those_that_run(bench: ModuleType) -> None:
+def test_admission_time_does_not_grow_with_running_requests(bench: ModuleType) -> None:
     few, many = (bench.time_mixed(64, decoding=n, repeats=5, choose=min) for n in (32, 32 * FACTOR))
     alone = bench.time_mixed(0, decoding=32 * FACTOR, repeats=5, choose=min)
     assert many - alone < 2 * few

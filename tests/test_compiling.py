@@ -1,4 +1,4 @@
-"""Kernels compile side by side for a GPU, here without one: Triton's driver is a stand-in that knows its kind alone."""
+"""Kernels compile side by side for a GPU that is absent: the stand-in for Triton's driver knows its kind alone."""
 
 from __future__ import annotations
 

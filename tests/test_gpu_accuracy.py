@@ -1,4 +1,4 @@
-"""Accuracy of the GPU kernels on real shapes and on hard inputs, and what they write, in a pool full of NaN."""
+"""Check the GPU kernels' accuracy on real shapes and hard inputs, and their writes, in a pool full of NaN."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ from op_kda import KDAOp
 from test_kernels_accuracy import WORST_TOKEN, errors, run_decode, run_prefill
 
 SLACK = 5e-7  # four units in the last place of fp32, which elementary functions alone may lose
-# A scan goes token by token and multiplies by a rounded decay every time, the same way where all steps are equal: below
-# 1 that may lose a unit in the last place, 2^-24, in each of a row's 150 tokens. (Measured: 5.0e-6; the reference,
-# which goes by chunks, loses 8e-8.)
+# A scan multiplies by a rounded decay at each token, and rounds it the same way where all steps are equal. Each of a
+# row's 150 tokens may then lose a unit in the last place below 1, 2^-24.
 HARD_SLACK = {"selective_scan": 150 * 2**-24}
 
 GRID = [case for op in MODELS for case in every_case(op)]
-# References of these take seconds. In other than the usual dtypes the whole grid has them.
+# Their references take seconds, so only the whole grid has them in other than the usual dtypes.
 LONG = ("1 x 8192", "1 x 33000")
 CHOSEN = [
     case
@@ -69,14 +68,14 @@ LARGE = {
 
 
 def heavy_apart(cases: list[Case]) -> list[ParameterSet]:
-    """Run the cases one at a time whose references in float64 need most memory."""
+    """Run cases one at a time if their references in float64 need most memory."""
     heavy = [c for c in cases if c.mix == "1 x 33000" or (c.mix == "batch 512" and c.divisor <= 4)]
     light = [pytest.param(c) for c in cases if c not in heavy]
     return [pytest.param(c, marks=pytest.mark.xdist_group("memory 1")) for c in heavy] + light
 
 
 def check(batch: Batch, dtypes: Dtypes, slack: float = SLACK) -> None:
-    """At most twice the error of the reference with operands rounded, three times in fp32."""
+    """Check that errors are at most twice the reference's with rounded operands, three times in fp32."""
     factor = 3 if dtypes[0] == FP32 else 2
     for what, (error, ruler) in errors_and_ruler(batch).items():
         assert error <= factor * ruler + slack, f"{what}: {error:.2e}, but the ruler loses {ruler:.2e}"
@@ -114,7 +113,7 @@ def test_hard_inputs(make: Callable[[], Op], dtypes: Dtypes) -> None:
 def test_no_token_is_much_worse_than_in_the_recurrence(
     make: Callable[[], Recurrence], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
-    """Of chunks on the GPU against the reference's recurrence. (Truncated sums made some 17 times worse.)"""
+    """Compare chunks on the GPU with the reference's recurrence. (Truncated sums made some 17 times worse.)"""
     *_, worst_of_chunked = errors(make(), dtype, run_prefill, "cuda")
     *_, worst_of_recurrent = errors(make(), dtype, run_decode)
     assert worst_of_chunked < WORST_TOKEN * worst_of_recurrent + SLACK
@@ -126,7 +125,7 @@ def test_no_token_is_much_worse_than_in_the_recurrence(
     "case", [case for case in GRID if case.mix == "varlen" and case.divisor == SHARED_BY[case.model]], ids=str
 )
 def test_large_inputs(case: Case) -> None:
-    """Values whose squares stay below 1e30, or 6e4 where a dtype is fp16."""
+    """Squares of the values stay below 1e30, or below 6e4 where a dtype is fp16."""
     batch = Batch(case.make(), HARD_MIX, case.dtypes)
     for name in LARGE[case.op]:
         batch.inputs[name].mul_(30 if FP16 in case.dtypes else 1e13)
@@ -134,7 +133,7 @@ def test_large_inputs(case: Case) -> None:
 
 
 def small_keys(inputs: Inputs, gate: str) -> None:
-    """Squares of their norms are a hundredth of what is added to these."""
+    """Scale keys so that their squared norms are a hundredth of the epsilon that is added to them."""
     inputs["k"] = inputs["k"] * 1e-5
 
 
@@ -144,9 +143,9 @@ def betas_of_one(inputs: Inputs, gate: str) -> None:
 
 SPOILED = {"normal": None, "beta 1": betas_of_one, "small keys": small_keys, "zero keys": zero_keys}
 ROWS_OF_BRANCH = {"tiles of 64 rows": (1, 192), "tiles of 128 rows": (40, 64), "persistent": (140, 64)}
-# Relative errors of a token that always pass, for states of ordinary size and for others. KDA rounds the operands of
-# products of two tokens, so that an output is less exact where it is a small difference of such products.
-# The floor of KDA's scaled states is 1/14: with 1/16 one token with zeros among its keys had 3.1 times, on one H200.
+# Floors of the reference's relative error, for states of ordinary size and for scaled states. KDA rounds the operands
+# of products of two tokens, so an output is less exact if it is a small difference of such products. With a floor of
+# 1/16 in place of 1/14, one token with zeros among its keys had 3.1 times the error on an H200.
 FLOORS = {"kda": (2**-6, 1 / 14), "gated_delta_rule": (2**-7, 2**-7)}
 DELTA_RULES = {"kda": partial(KDAOp, 8, 128, 128), "gated_delta_rule": partial(DeltaRuleOp, 8, 8, 128, 128)}
 
@@ -165,9 +164,9 @@ def test_no_token_is_much_worse_than_in_chunks_with_rounded_operands(
     scales: tuple[float, ...],
     strided: bool,
 ) -> None:
-    """In bf16, for gates without a bias: at most three times the error that the reference has for the same token.
+    """Check in bf16, for gates without a bias, that each token has at most three times the reference's error.
 
-    A token whose key is zero is left out: its output has products with other tokens alone.
+    A token with a zero key is left out: its output has products with other tokens alone.
     """
     op = copy(op)
     op.spoil = spoil

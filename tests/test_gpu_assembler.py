@@ -1,6 +1,6 @@
-"""The machine code of the kernels' variants, and runs of them over what earlier programs may have left behind.
+"""Check the machine code of the kernels' variants, and run them over memory that earlier programs may have left.
 
-ptxas 12.8 has assembled one wrongly (see `sass`): KDA's first launch in fp32, in tiles of 16 or 32 channels.
+ptxas 12.8 assembled a variant wrongly (see `sass`): KDA's first launch in fp32, in tiles of 16 or 32 channels.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def launchers() -> list[Launcher]:
 
 @pytest.fixture
 def variants(monkeypatch: pytest.MonkeyPatch) -> list[dict[tuple[object, ...], Any]]:
-    """By launcher, the compiled kernels that a test launches."""
+    """Return the compiled kernels that a test launches, by launcher."""
     found: list[dict[tuple[object, ...], Any]] = []
     for launcher in launchers():
         found.append({})
@@ -79,7 +79,7 @@ def assert_well_assembled(variants: list[dict[tuple[object, ...], Any]]) -> None
 
 @pytest.fixture
 def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills new tensors with NaN, and before every launch 64 KiB or more of every processor's shared memory."""
+    """Fill new tensors with NaN, and 64 KiB or more of every processor's shared memory before every launch."""
     nan = torch.full((128, 128), torch.nan, device="cuda")
     sink, launch, new_empty = torch.empty_like(nan), Launcher.__call__, Tensor.new_empty
 
@@ -99,7 +99,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, make in SHAPES.items()
     ],
 )
-def test_fp32_repeats_itself_whatever_memory_held(
+def test_fp32_results_repeat_over_spoilt_memory(
     make: Make, dtypes: Dtypes, variants: list[dict[tuple[object, ...], Any]]
 ) -> None:
     for mix in MIXES:
@@ -113,7 +113,7 @@ def test_fp32_repeats_itself_whatever_memory_held(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_no_kernel_of_a_model_reads_what_nothing_wrote(
+def test_no_kernel_of_a_model_reads_unwritten_registers(
     case: Case, variants: list[dict[tuple[object, ...], Any]]
 ) -> None:
     run_once(case.make, case.dtypes)
@@ -121,7 +121,7 @@ def test_no_kernel_of_a_model_reads_what_nothing_wrote(
 
 
 @pytest.mark.parametrize("shape", ATTENTION_SHAPES.values(), ids=ATTENTION_SHAPES)
-def test_no_kernel_of_attention_reads_what_nothing_wrote(
+def test_no_kernel_of_attention_reads_unwritten_registers(
     shape: Shape, variants: list[dict[tuple[object, ...], Any]]
 ) -> None:
     batch_of(shape).run()

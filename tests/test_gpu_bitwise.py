@@ -1,4 +1,4 @@
-"""Results of the GPU kernels that must agree in every bit, whatever runs beside them, how often, and in which tiles."""
+"""Check that results of the GPU kernels are equal in every bit: in any batch, in every run, and in any tiles."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def no_processors(index: int) -> int:
 
 
 def four_processors(index: int) -> int:
-    """Each has several tiles, and as much to do as the others."""
+    """Return 4: each processor has several tiles, and as much to do as the others."""
     return 4
 
 
 def thirteen_processors(index: int) -> int:
-    """Some have much more to do than others."""
+    """Return 13: some processors have much more to do than others."""
     return 13
 
 
@@ -45,7 +45,7 @@ def many_processors(index: int) -> int:
     return 1 << 20
 
 
-# What in a module chooses tiles, and the values that must all give the same.
+# Names in a module that choose tiles, and values that must all give the same results.
 TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
     "conv1d": {
         ("conv1d", "BLOCK_D"): (256, 512, 1024, 2048),
@@ -78,7 +78,7 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
         ("selective_scan.decode", "LANES"): (1, 2),
     },
 }
-# Shapes beside those of models that have choices of their own.
+# No model has these shapes. They have choices of tiles of their own.
 MORE_SHAPES: dict[str, tuple[Make, ...]] = {"selective_scan": (partial(SelectiveScanOp, 616, 32),)}
 FIRST = {op: next(iter(models.values())) for op, models in MODELS.items()}
 
@@ -88,14 +88,14 @@ def first_shape(op: str, divisor: int) -> tuple[Make, Dtypes]:
 
 
 def outcome(batch: Batch) -> list[Tensor]:
-    """Bits of the outputs, of the whole pool and of the log after one run on copies of them."""
+    """Return the bits of the outputs, of the whole pool and of the token log, after a run on copies of pool and log."""
     slabs = [batch.pool.slab.clone(), *batch.log.slabs()]
     y = batch.run(batch.pool.view(slabs[0]), batch.log.views(slabs[1:]))
     return [bits(each) for each in (y, *slabs)]
 
 
 @pytest.mark.parametrize("op", MODELS)
-def test_a_thousand_runs_of_one_batch_are_equal(op: str) -> None:
+def test_a_thousand_runs_of_a_batch_are_equal(op: str) -> None:
     make, dtypes = first_shape(op, 8)
     batch = Batch(make(), MIXED, dtypes)
     first, differing = outcome(batch), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -121,7 +121,7 @@ CHOICES = [
     for constant, values in constants.items()
     for value in values
     for shape in range(1 + len(MORE_SHAPES.get(op, ())))
-]  # one at a time: each compiles kernels of its own
+]  # one at a time: each choice compiles kernels of its own
 
 
 @pytest.mark.parametrize(("op", "shape", "module", "name", "value"), CHOICES)
@@ -136,7 +136,7 @@ def test_every_choice_of_tiles_gives_the_same(
     assert all(torch.equal(again, once) for again, once in zip(outcome(batch), first, strict=True))
 
 
-# Widths that fill no tile, and several tiles of a head's values; rows that end anywhere in a chunk.
+# The widths fill no tile, or split a head's values into several tiles. Rows end anywhere in a chunk.
 WIDTHS: dict[str, Make] = {
     "delta 48 x 80": delta_rule(2, 4, 48, 80, 1.0, 1),
     "delta 128 x 192": delta_rule(2, 4, 128, 192, 1.0, 1),
@@ -145,7 +145,7 @@ WIDTHS: dict[str, Make] = {
     "kda 128 x 192": partial(KDAOp, 4, 128, 192),
     "kda 16 x 256": partial(KDAOp, 4, 16, 256),
     "kda 64 x 64": partial(KDAOp, 4, 64, 64),
-    # Some chunks: what takes one for such as the one before was may see that it is not.
+    # Only some chunks have strong decays: a chunk may differ from the chunk before.
     "kda 128 x 80, strong decays": partial(harden, partial(KDAOp, 4, 128, 80), uneven_decay),
 }
 ENDS = Mix(prefills=(1, 3, 5, 9, 17, 23, 37, 50, 63, 64, 65, 127, 130, 191, 200, 330))
@@ -160,7 +160,7 @@ def test_prefill_in_turns_and_side_by_side_gives_the_same_for_every_width(
     prefill = sys.modules[f"mambacache.kernels.gpu.{batch.op.name}.prefill"]
     turns = batch.op.state_shape[0] * -(-batch.op.state_shape[1] // 128)
     busy = [keep_busy(batch.indices, turns, count(0)) for count in (four_processors, thirteen_processors)]
-    assert busy == [True, False]  # so that both forms run, in tiles of 128 rows
+    assert busy == [True, False]  # both forms run
     assert turns * len(batch.prefills) >= MIN_TURNS * four_processors(0)
     monkeypatch.setattr(prefill, "processors", many_processors)
     first = outcome(batch)
@@ -172,8 +172,8 @@ def test_prefill_in_turns_and_side_by_side_gives_the_same_for_every_width(
 
 @pytest.mark.parametrize("op", ["gated_delta_rule", "kda", "ssd"])
 @pytest.mark.parametrize("tokens", [1, 4])
-def test_no_program_reads_what_is_not_prepared_yet(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What programs of a launch leave each other is NaN before it."""
+def test_no_program_reads_scratch_before_it_is_prepared(op: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill the memory that a launch's programs leave each other with NaN before the launch."""
     make, dtypes = first_shape(op, 1)
     batch = Batch(make(), Mix((tokens,) * 64), dtypes, padding=0)
     first = outcome(batch)
@@ -191,9 +191,9 @@ def test_no_program_reads_what_is_not_prepared_yet(op: str, tokens: int, monkeyp
 
 @pytest.mark.parametrize("op", MODELS)
 def test_a_replayed_graph_follows_its_indices(op: str) -> None:
-    """Decode is captured once, with null rows, and replayed with others in the same buffers, some rows of them padding.
+    """Capture decode once, with null rows, and replay it with other rows in the same buffers, some of them padding.
 
-    Then it gives what a batch of these rows gives without a graph.
+    The replay must give the results of these rows without a graph.
     """
     make, dtypes = first_shape(op, 4)
     batch = Batch(make(), Mix((2,) * 8), dtypes, padding=0)

@@ -1,4 +1,4 @@
-"""On a GPU, what the tests of the ops ask of the reference: what is written, and what must agree in every bit."""
+"""Run the contract tests of the ops on a GPU: which blocks they write, and which results agree in every bit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kernel_ops import OPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("pools_on_the_gpu")]
 
-COMPANIES = (1, 2, 3) * 5 + (6, 6, 7, 13, 31)  # rows of each kind beside the one that is watched, in 20 batches
+COMPANIES = (1, 2, 3) * 5 + (6, 6, 7, 13, 31)  # rows of each kind beside the watched row, in 20 batches
 
 SHARED: dict[str, Callable[..., None]] = {
-    "mixed batch": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=1),
-    "mixed batch with drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=4),
+    "mixed batch": partial(contract.test_mixed_batch_reads_and_writes_as_planned, width=1),
+    "mixed batch with drafts": partial(contract.test_mixed_batch_reads_and_writes_as_planned, width=4),
     "shared src": contract.test_src_survives_while_its_dst_is_written_elsewhere,
     "every window": contract.test_every_window_of_a_log,
     "folds": contract.test_a_fold_changes_nothing_but_its_dst,
@@ -37,11 +37,11 @@ SHARED: dict[str, Callable[..., None]] = {
     "drafts": bitwise.test_steps_and_drafts_change_no_bit,
 }
 OF_PLACES = ("out", "unaligned out", "dense slots", "slots at 16 bytes", "no tokens")
-"""Tests that ask where tensors lie. A kernel compiles for each such place, which takes half a minute for some."""
+"""These tests check where tensors lie. A kernel compiles for each such place, which takes some half a minute."""
 
 
 def in_the_suite(name: str, dtypes: Dtypes, what: str) -> bool:
-    """Return whether `make pytest-gpu` runs a test, or `make pytest-gpu-full` alone, since its kernels take long."""
+    """Return whether `make pytest-gpu` runs a test. Only `make pytest-gpu-full` runs tests with slow kernels."""
     if what in OF_PLACES:
         return name in DTYPES and dtypes in (DTYPES[name][0], DTYPES[name][-1])
     return dtypes != (FP16, FP32)
@@ -59,7 +59,7 @@ SMALL = [
         ],
     )
     for name, make in OPS.items()
-    for dtypes in DTYPES.get(make().name, ())[: None if name in DTYPES else 1]  # of an op's variants one is enough
+    for dtypes in DTYPES.get(make().name, ())[: None if name in DTYPES else 1]  # one variant of an op is enough
     for kernels in ["-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)])]
     for what, test in SHARED.items()
 ]
@@ -82,7 +82,7 @@ def test_small_shapes(
     state_dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Operands of products are rounded to the activations' dtype, which shows in states of a finer one.
+    # Products round operands to the activations' dtype, which shows in states of a finer dtype.
     tolerance = max(contract.TOLERANCE[dtype], contract.TOLERANCE[state_dtype])
     monkeypatch.setitem(contract.TOLERANCE, state_dtype, tolerance)
     test(make=make, dtype=dtype, state_dtype=state_dtype)

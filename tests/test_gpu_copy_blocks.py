@@ -1,4 +1,4 @@
-"""Blocks on their way between a GPU and pinned memory of its host."""
+"""Copy blocks between a GPU and pinned memory of its host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(("width", "gap", "pairs"), CASES)
-def test_there_and_back(width: int, gap: int, pairs: torch.Tensor) -> None:
-    """Bitwise the same blocks in pinned memory, and on the GPU again; and nothing else of either changes."""
+def test_blocks_copied_there_and_back_are_equal(width: int, gap: int, pairs: torch.Tensor) -> None:
+    """Nothing else changes on either side."""
     device = pool(9, width, gap, 1).cuda()
     host, again = pool(9, width, 0, 2).pin_memory(), pool(9, width, 0, 3).cuda()
     expected, expected_again = host.clone(), again.clone()
@@ -29,7 +29,7 @@ def test_there_and_back(width: int, gap: int, pairs: torch.Tensor) -> None:
 
 @pytest.mark.xdist_group("memory")
 def test_blocks_beyond_two_billion_words() -> None:
-    """Offsets are of 64 bits."""
+    """Check that offsets have 64 bits."""
     blocks = torch.zeros(9, 1 << 30, dtype=torch.uint8, device="cuda")
     blocks[8] = 7
     host = torch.zeros(2, 1 << 30, dtype=torch.uint8).pin_memory()

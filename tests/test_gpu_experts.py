@@ -1,4 +1,4 @@
-"""The ops of a mixture of experts on a GPU, on the shapes of real models, and what the whole of it launches."""
+"""Check the ops of a mixture of experts on a GPU, on shapes of real models, and the launches of a whole mixture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_gpu_launches import launched
 from test_kernels_experts import (
     CHOSEN,
     check_choice,
-    check_choice_without_numbers,
+    check_choices_among_non_finite_logits,
     check_combine,
     check_silu_and_mul,
     routing,
@@ -27,8 +27,8 @@ from test_models_experts import experts_module, layer_input, qwen_block
 pytestmark = pytest.mark.gpu
 
 QWEN3_NEXT = {"num_experts": 512, "hidden": 2048, "width": 512, "device": "cuda"}
-CHOICES = 10  # of each of its tokens
-LAUNCHES = 14  # at most, of which a product by expert takes two
+CHOICES = 10  # experts of each token
+LAUNCHES = 14  # at most; a product by expert takes two
 
 
 def check_grouping(tokens: int, choices: int, num_experts: int, chosen: str = "any") -> None:
@@ -84,13 +84,13 @@ def test_the_likeliest_are_chosen(choices: int, num_experts: int, dtype: torch.d
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_choice_without_numbers(normalize: bool) -> None:
-    check_choice_without_numbers(normalize, "cuda")
+def test_choices_among_non_finite_logits_are_experts(normalize: bool) -> None:
+    check_choices_among_non_finite_logits(normalize, "cuda")
 
 
 @pytest.mark.parametrize("tokens", [7, 64, 2500])
-def test_a_gated_mixture_is_that_of_transformers(tokens: int) -> None:
-    """In fewer launches. The router's product is wider, and may round otherwise: near ties choose other experts."""
+def test_a_gated_mixture_equals_transformers(tokens: int) -> None:
+    """The router's product is wider, and may round otherwise: near ties choose other experts."""
     block, x = qwen_block(BF16, device="cuda"), random(1, tokens, 2048, seed=1, dtype=BF16).cuda()
     expected, theirs = block(x), launched(partial(block, x))
     mixture = experts.MIXTURES["Qwen3NextSparseMoeBlock"](block)
@@ -129,7 +129,7 @@ def on_gpu(tokens: int, choices: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("tokens", [1, 64, 2500])
 @pytest.mark.parametrize("choices", [2, CHOICES])
-def test_a_mixture_is_that_of_transformers(choices: int, tokens: int, gate: bool) -> None:
+def test_a_mixture_equals_transformers(choices: int, tokens: int, gate: bool) -> None:
     """Up to four terms are added in the same order."""
     module, inputs = experts_module(BF16, gate=gate, **QWEN3_NEXT), on_gpu(tokens, choices)
     y, expected = module(*inputs), grouped_mm_experts_forward(module, *inputs)
@@ -156,7 +156,7 @@ def test_in_a_cuda_graph(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 8192])
-def test_launches_of_one_layer(tokens: int) -> None:
+def test_launches_of_a_layer(tokens: int) -> None:
     module, inputs = experts_module(BF16, **QWEN3_NEXT), on_gpu(tokens, CHOICES)
     names = launched(partial(module, *inputs))
     assert len(names) <= LAUNCHES, names

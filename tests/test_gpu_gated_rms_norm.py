@@ -1,4 +1,4 @@
-"""The gated norm on a GPU, on the shapes of real models."""
+"""Check the gated norm on a GPU, on shapes of real models."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_no_tokens() -> None:
     assert gated_rms_norm(empty, empty, torch.ones(32, device="cuda"), 1e-6).shape == empty.shape
 
 
-def test_a_vector_is_one_token() -> None:
-    norm.test_a_vector_is_one_token("cuda")
+def test_a_vector_counts_as_a_token() -> None:
+    norm.test_a_vector_counts_as_a_token("cuda")
 
 
 @pytest.mark.xdist_group("memory")

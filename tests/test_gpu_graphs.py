@@ -1,4 +1,4 @@
-"""Decode steps in CUDA graphs: bitwise what the same padded step gives without one, and no wait in the loop."""
+"""Decode steps in CUDA graphs equal the same padded steps without graphs in every bit, and the loop never waits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner_driver import Driver, Row
 pytestmark = pytest.mark.gpu
 
 EXPERTS = ("qwen3_next_moe", "jamba", "kimi_linear", "lfm2_moe", "granitemoehybrid", "nemotron_h")
-"""Their products by expert wait for the device in float32."""
+"""Products by expert of these models wait for the device in float32."""
 
 GREEDY = RowSampling(SamplingParams(temperature=0), (0,))
 ROWS, DRAFTS, PAGES = 4, 2, 8
@@ -41,7 +41,7 @@ def dtype_of(model: str) -> str:
 
 
 def run(model: Model, eager: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The logits of some steps, of other sizes each, and what they leave in the pool of states."""
+    """Return the logits of some steps of different sizes, and the pool of states after them."""
     driver, found = Driver(model), []
     runner = driver.runner
     runner.capture(ROWS, DRAFTS, PAGES)
@@ -83,7 +83,10 @@ def test_a_replay_is_bitwise_the_same_step_without_a_graph(name: str, tiny_model
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_step_waits_compiles_or_captures(name: str, engines: Engines) -> None:
-    """But for tokens of the step before: prompts, hits, chunks and decode, once all of it has run in other sizes."""
+    """Steps wait for nothing but tokens of the step before.
+
+    Prompts, hits, chunks and decode have run in other sizes before.
+    """
     llm = engines(name, dtype=dtype_of(name), max_num_batched_tokens=96)
     drawn = greedy(20, temperature=0.7, seed=1, logprobs=2), greedy(12, temperature=0.7, seed=2, top_k=5, min_tokens=3)
     params = [greedy(20), *drawn, greedy(20, temperature=0.7, seed=3, top_p=0.9)]
@@ -106,7 +109,7 @@ def test_no_step_waits_compiles_or_captures(name: str, engines: Engines) -> None
 
 
 class compiling:
-    """A list of the kernels that Triton compiles inside."""
+    """Collect the kernels that Triton compiles inside."""
 
     def __enter__(self) -> list[str]:
         import triton
@@ -125,7 +128,7 @@ class compiling:
 
 
 def test_decode_steps_are_replays(engines: Engines) -> None:
-    """And run ahead: a step is launched before the one before it is read."""
+    """A step is launched before the step before it is read."""
     llm, replays, unread = engines(max_num_seqs=5), [], []
     launch, replay = llm.runner.launch, DecodeGraph.replay
 
@@ -150,7 +153,7 @@ def wait() -> None:
 
 
 def wait_unseen() -> None:
-    """Not seen before a capture, which it spoils."""
+    """Wait in a way that is not seen before a capture, and that spoils it."""
     torch.cuda.current_stream().synchronize()
 
 
@@ -163,7 +166,7 @@ def fail_in_a_capture() -> None:
 def test_a_model_that_cannot_be_captured_runs_without_graphs(
     fault: Callable[[], None], engines: Engines, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It says so, once, and answers as ever."""
+    """The engine logs it once, and gives the same answers."""
     right = ask(engines(), [tokens_of(1, 20)], greedy(9))[0].outputs[0].token_ids
     capture = ModelRunner.capture
 
@@ -184,7 +187,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(
     assert ask(llm, [tokens_of(1, 20)], greedy(9))[0].outputs[0].token_ids == right
 
 
-def test_eager_on_demand(engines: Engines) -> None:
+def test_enforce_eager_replays_no_graph(engines: Engines) -> None:
     llm: LLM = engines(enforce_eager=True)
     with patch.object(DecodeGraph, "replay", side_effect=AssertionError("a graph")):
         assert ask(llm, [tokens_of(1, 20)], greedy(9))[0].outputs[0].finish_reason == "length"

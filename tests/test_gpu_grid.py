@@ -1,4 +1,4 @@
-"""Batches of more rows, or of more chunks, than the second and third axes of a grid have places: 65,535."""
+"""Run batches of more rows, or more chunks, than the 65,535 places of a grid's second and third axes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NARROW: dict[str, Make] = {
     "ssd": partial(SsdOp, 1, 1, 16, 16),
     "selective_scan": partial(SelectiveScanOp, 16),
 }
-# The length of every row, and whether it is a decode row. Half of the rows stay below the limit.
+# The length of every row, and whether the rows decode. Half of the rows stay below the limit.
 BATCHES = {
     "decode rows": ([1] * 65_600, True),
     "short sequences": ([1] * 65_600, False),
@@ -42,7 +42,7 @@ def run(op: Op, rows: Sequence[Row], decode: bool, inputs: Inputs, state: Tensor
 
 @pytest.mark.parametrize(("lengths", "decode"), BATCHES.values(), ids=BATCHES.keys())
 @pytest.mark.parametrize(("make", "dtypes"), [(make, DTYPES[op][0]) for op, make in NARROW.items()], ids=NARROW)
-def test_a_batch_gives_what_its_halves_give(make: Make, dtypes: Dtypes, lengths: list[int], decode: bool) -> None:
+def test_a_batch_equals_its_halves(make: Make, dtypes: Dtypes, lengths: list[int], decode: bool) -> None:
     op = make()
     move_parameters(op)
     pool = Pool(op.state_shape, dtypes[1], blocks=len(lengths) + 2, device=DEVICE)

@@ -1,4 +1,4 @@
-"""What the GPU ops launch and compile, and where their offsets end."""
+"""Check the launches and compilations of the GPU ops, and offsets beyond 32 bits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from test_gpu_bitwise import first_shape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled")]
 
-# At most so many launches for decode rows, for prefill rows, and for both.
+# The most launches for decode rows, for prefill rows, and for both.
 LAUNCHES = {
     "gated_delta_rule": (2, 2, 4),
     "kda": (2, 2, 4),
@@ -33,7 +33,7 @@ LAUNCHES = {
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles."""
+    """Return the names of the kernels that Triton compiles."""
     names: list[str] = []
 
     def note(*, fn: object, **rest: object) -> None:
@@ -64,13 +64,13 @@ def test_no_step_compiles_after_warm_up(op: str, compilations: list[str]) -> Non
     assert compilations == []
 
 
-def test_the_count_of_compilations_sees_one(compilations: list[str]) -> None:
+def test_a_compilation_is_counted(compilations: list[str]) -> None:
     Batch(Conv1dOp(dim=24, width=2), Mix((1,)), DTYPES["conv1d"][0]).run()
     assert len(compilations) == 1
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    """Names of what a call runs on the GPU, copies and fills included."""
+    """Return the names of all work of a call on the GPU, copies and fills included."""
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
@@ -93,7 +93,7 @@ def test_an_op_launches_its_kernels_and_copies_nothing(op: str, kind: int, mix: 
 
 
 @pytest.mark.parametrize("view", ["dense", "split", "chunk", "heads"])
-def test_a_norm_is_one_launch_that_no_batch_compiles_anew(view: str, compilations: list[str]) -> None:
+def test_a_norm_is_a_single_launch_and_no_batch_compiles_anew(view: str, compilations: list[str]) -> None:
     weight = norm.norm_weight(256, BF16, "cuda")
     for tokens in (7, 1, 2, 16, 17, 333):
         x = norm.norm_input(view, tokens, 256, BF16, "cuda")
@@ -162,7 +162,7 @@ def test_slots_at_the_end_of_a_log_of_more_than_two_billion_elements(op: str) ->
 @pytest.mark.xdist_group("memory 0")  # one at a time
 @pytest.mark.parametrize("op", MODELS)
 def test_tokens_beyond_two_billion_elements(op: str) -> None:
-    """The last of many rows is what it is alone."""
+    """The last of many rows equals the same row alone."""
     make, dtypes = first_shape(op, 1)
     one = make()
     samples = one.inputs(64, dtypes[0])
@@ -180,7 +180,7 @@ def test_tokens_beyond_two_billion_elements(op: str) -> None:
 
 @pytest.mark.parametrize("op", MODELS)
 def test_unaligned_activations(op: str) -> None:
-    """Views whose tokens start at odd addresses take kernels of their own, which may add in another order."""
+    """Views with tokens at odd addresses take kernels of their own, which may add in another order."""
     make, dtypes = first_shape(op, 8)
     batch = Batch(make(), Mix((1, 2), (70,)), dtypes)
     flat = [x.flatten(1) for x in batch.inputs.values()]

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU against float64, and what it launches, reads and must give in every bit."""
+"""Check paged attention on a GPU: against float64, its launches and reads, and results equal in every bit."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BOUND = {
     BF16: 2.5e-3,
     FP16: 6e-4,
     FP32: 4e-6,
-}  # relative RMS: what rounding weights and outputs costs, and some more. 20,000 values cancel to a hundredth of one
-MAX_LAUNCHES = 4  # pages are written, decode and the sum of its splits, prefill
+}  # relative RMS: a bit above the loss by rounded weights and outputs; 20,000 values cancel to a hundredth of one
+MAX_LAUNCHES = 4  # the write of pages, decode, the sum of its splits, prefill
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads of queries and of keys, the widths of keys and of values, tokens of a page and of a decode row."""
+    """Hold heads of queries and keys, widths of keys and values, and tokens of a page and of a decode row."""
 
     dtype: torch.dtype
     heads: tuple[int, int]
@@ -44,7 +44,7 @@ class Shape:
         return [x.cuda() for x in inputs(tokens, self.heads, self.widths, self.dtype, seed)]
 
 
-# Few, since a kernel takes seconds to compile, but every width, group and page size meets the others.
+# Few shapes, since a kernel takes seconds to compile; but every width, group and page size meets the others.
 SHAPES = {
     "grouped": Shape(BF16, (8, 2), (128, 128), 64, 1),
     "grouped, drafts": Shape(BF16, (8, 2), (128, 128), 64, 5),
@@ -62,7 +62,7 @@ LENGTHS = (200, 1, 64, 130, 63, 70, 3)  # of prefill rows after these contexts
 
 @dataclass
 class Batch:
-    """A row of each kind after every context, and rows of padding, in pages full of NaN."""
+    """Hold a row of each kind after every context, and padding rows, in pages full of NaN."""
 
     pages: Pages
     decodes: list[Row]
@@ -78,7 +78,7 @@ class Batch:
 
 
 def batch_of(shape: Shape, contexts: Sequence[int] = CONTEXTS, padding: int = 5) -> Batch:
-    """Decode rows have one token, two, and so on, up to as many as they may have."""
+    """Make decode rows of one token, two tokens, and so on, up to the shape's width."""
     pages, width = shape.pages(50_000 // shape.block_size), shape.width
     decodes = [pages.row(n, 1 + i % width, decode=True, seed=i, width=width) for i, n in enumerate(contexts)]
     decodes.insert(3, Row(0))
@@ -90,7 +90,7 @@ def batch_of(shape: Shape, contexts: Sequence[int] = CONTEXTS, padding: int = 5)
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_accuracy(shape: Shape) -> None:
-    """Of what is written, too: nothing but the slots of the batch's tokens."""
+    """Check too that nothing but the slots of the batch's tokens is written."""
     batch = batch_of(shape)
     run_and_check(batch.pages, batch.decodes, batch.prefills, batch.tokens, None, BOUND[shape.dtype])
 
@@ -105,7 +105,7 @@ def test_every_width_of_decode_rows(width: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_row_does_not_depend_on_its_batch(shape: Shape) -> None:
-    """Nor on rows of padding, or on how many programs share its splits."""
+    """A row does not depend on padding rows, or on the number of programs that share its splits."""
     batch = batch_of(shape)
     together = batch.run()
     starts = row_starts(batch.decodes, batch.prefills)
@@ -120,8 +120,7 @@ def test_a_row_does_not_depend_on_its_batch(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_prompt_in_steps_that_end_at_multiples_of_64(shape: Shape) -> None:
-    """Gives what it gives in one step."""
+def test_steps_that_end_at_multiples_of_64_equal_a_single_step(shape: Shape) -> None:
     pages, tokens = shape.pages(100), shape.inputs(500)
     row = pages.row(70, 500)
     whole = Batch(pages, [], [row], tokens).run()
@@ -133,7 +132,7 @@ def test_a_prompt_in_steps_that_end_at_multiples_of_64(shape: Shape) -> None:
 
 @pytest.mark.parametrize("kind", ["decode", "prefill", "mixed"])
 def test_launches(kind: str) -> None:
-    """Kernels of ours, and never a wait for the device."""
+    """All launches are of our kernels, and none waits for the device."""
     batch = batch_of(SHAPES["grouped"], padding=0)
     if kind == "decode":
         batch.prefills, batch.tokens = [], [x[: len(batch.decodes)] for x in batch.tokens]
@@ -150,7 +149,7 @@ def test_launches(kind: str) -> None:
 
 
 def test_no_batch_compiles_for_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where heads come before tokens, as rotary embeddings leave them. Nor does it change a result."""
+    """Put heads before tokens, as rotary embeddings leave them. No result changes."""
     compiled: list[object] = []
     for padding in (0, 5):
         batch = batch_of(SHAPES["wide"], padding=padding)
@@ -167,7 +166,7 @@ def test_into_an_unaligned_out() -> None:
 
 @pytest.mark.parametrize("name", ["grouped", "wide, drafts"])
 def test_a_replayed_graph_follows_its_indices(name: str) -> None:
-    """What was captured with short rows and rows of padding gives, replayed, what other rows give without a graph."""
+    """A graph captured with short rows and padding rows gives, for other rows, their results without a graph."""
     shape = SHAPES[name]
     pages = shape.pages(1000)
     long = [pages.row(context, shape.width, decode=True, seed=context) for context in (300, 9000, 17000, 64)]

@@ -1,4 +1,4 @@
-"""RMSNorm on a GPU, on the shapes of real models."""
+"""Check RMSNorm on a GPU, on shapes of real models."""
 
 from __future__ import annotations
 

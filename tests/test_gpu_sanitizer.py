@@ -1,4 +1,4 @@
-"""One small batch of every op under compute-sanitizer."""
+"""Run a small batch of every op under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpu_cases import DTYPES, MODELS, run_once
 model = next(iter(MODELS[{op!r}].values()))
 run_once(model(8), DTYPES[{op!r}][0])
 """
-# Several chunks a row, tiles that are not full, and more of them than programs.
+# Rows have several chunks, tiles are not full, and there are more tiles than programs.
 PREFILL_IN_TURNS = """
 from importlib import import_module
 from gpu_cases import BF16, Batch, Mix, delta_rule
@@ -68,8 +68,8 @@ CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
 }
 
 
-# Triton tells warps that have a role of their own which it is by a byte. In the machine code it is written before a
-# barrier of all warps and read behind it; racecheck reports the two all the same, both at the kernel's first line.
+# Triton tells a warp its role by a byte. The machine code writes the byte before a barrier of all warps, and reads it
+# after the barrier. racecheck reports the two all the same, both at the kernel's first line.
 HAZARD = re.compile(
     r"Race reported between Read access at (\w+)\+\w+ in (\S+)\n=+ +and Write access at (\w+)\+\w+ in (\S+) \["
 )
@@ -77,14 +77,14 @@ START_OF_ROLES = {"_delta_prefill_kernel": "gated_delta_rule/fused.py"}
 
 
 def first_line(kernel: str) -> str:
-    """As racecheck names it."""
+    """Return the kernel's first line as racecheck names it."""
     path = Path(kernels.__file__).parent / "gpu" / START_OF_ROLES[kernel]
     line = next(i for i, text in enumerate(path.read_text().splitlines(), 1) if text.startswith(f"def {kernel}("))
     return f"{path.name}:{line}"
 
 
 def found_nothing(report: str) -> bool:
-    """Whether a tool's report has no error but hazards of the kind above."""
+    """Return whether a tool's report has no error but hazards at the start of roles."""
     starts = [
         reader == writer and reader in START_OF_ROLES and first_line(reader) == reading == writing
         for reader, reading, writer, writing in HAZARD.findall(report)
@@ -120,7 +120,7 @@ def test_no_hazard_but_the_start_of_roles_passes() -> None:
 @pytest.mark.parametrize("name", CODE)
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
-    """Without torch's cache of memory, so that every tensor ends where its memory does."""
+    """Turn torch's cache of memory off, so that every tensor ends where its memory ends."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parent)}
     command = ["compute-sanitizer", "--tool", tool, sys.executable, "-c", CODE[name]]
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

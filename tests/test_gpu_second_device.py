@@ -1,4 +1,4 @@
-"""Ops and engine on a GPU that is not the first one."""
+"""Run ops and an engine on a GPU that is not the first."""
 
 from __future__ import annotations
 

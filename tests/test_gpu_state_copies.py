@@ -1,4 +1,4 @@
-"""What an engine runs on the GPU: nothing copies a state, whatever the cache does."""
+"""Check that an engine never copies a state on the GPU."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.gpu
 SHARED = tokens_of(1, 200)
 PROMPTS = [[*SHARED, *tokens_of(seed, 90)] for seed in (2, 2, 3, 4)]
 ANSWER = greedy(40)  # crosses a boundary
-OPTIONS = {"max_num_batched_tokens": 64}  # steps of one chunk or one token: those that a hit leaves are like others
-# Which of these a product takes goes by more than its shape; none of them copies anything.
+OPTIONS = {"max_num_batched_tokens": 64}  # steps of one chunk or one token: steps after a hit are like others
+# More than a product's shape decides which of these it takes. None of them copies anything.
 PRODUCTS = re.compile("gemm|gemv|cutlass|nvjet|splitK|dot_kernel|reduce_1Block")
-# By its name, small copies of a graph, which are the same in every replay. In some runs of one engine of two it is not
-# there; a state copied by it would not be seen here.
+# By its name, small copies of a graph, the same in every replay. In some runs one of two engines has none. A state
+# copied under this name would not be seen here.
 OF_GRAPHS = "memcpy32_post"
 
 
@@ -40,9 +40,9 @@ def engines(tiny_model: Callable[[str], Path]) -> Iterator[Engines]:
 class Trace:
     kernels: Counter[str]
     copies: Counter[int]
-    """Copies from the GPU to itself, by their bytes."""
+    """This counts copies from the GPU to itself, by their bytes."""
     uploads: list[str]
-    """What every copy from the host to the GPU is called."""
+    """This lists the names of copies from the host to the GPU."""
 
 
 def traced(call: Callable[[], object], directory: Path) -> Trace:
@@ -64,7 +64,7 @@ def traced(call: Callable[[], object], directory: Path) -> Trace:
 
 
 def state_sizes(llm: LLM) -> set[int]:
-    """Bytes of a block, of every layer's recurrent state, and of that with its window, with and without the gap."""
+    """Return the bytes of a block, and of each layer's recurrent state: alone, with its window, and with the gap."""
     sizes = {llm.runner.states.block_bytes}
     for layer in llm.runner.states.layers:
         parts = [tensor[0] for tensor in layer]
@@ -75,8 +75,10 @@ def state_sizes(llm: LLM) -> set[int]:
 
 @pytest.mark.parametrize("model", ["qwen3_next", "kimi_linear", "zamba2", "jamba"])
 def test_no_copy_in_more_than_a_hundred_steps(engines: Engines, model: str, tmp_path: Path) -> None:
-    """Hits, boundaries and commits run and copy nothing that the same requests with the cache off do not. A step is one
-    upload. What is copied in both are activations."""
+    """Hits, boundaries and commits run and copy nothing that the same requests with the cache off do not.
+
+    A step is a single upload. Copies in both runs are of activations.
+    """
     traces = []
     for cached in (True, False):
         llm = engines(model, enable_prefix_caching=cached, **OPTIONS)

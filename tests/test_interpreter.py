@@ -1,4 +1,4 @@
-"""The GPU kernels in Triton's interpreter, on small shapes: what a machine without a GPU can say of them."""
+"""Run the GPU kernels in Triton's interpreter, on small shapes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MIX = Mix((3, 1, 2), (70, 1, 130))
 TOKEN_BY_TOKEN = Mix((3, 1, 2), (70, 1))
 BOUND = {FP32: 2e-6, FP16: 1e-3}
 CONTRACT: dict[str, Callable[..., None]] = {
-    "drafts": partial(contract.test_mixed_batch_reads_and_writes_what_the_plan_says, width=3),
+    "drafts": partial(contract.test_mixed_batch_reads_and_writes_as_planned, width=3),
     "windows": partial(contract.test_every_window_of_a_log, step=5),
     "folds": contract.test_a_fold_changes_nothing_but_its_dst,
     "steps and drafts": partial(bitwise.test_steps_and_drafts_change_no_bit, length=24),
@@ -62,14 +62,14 @@ CONTRACT_ROWS = [
     pytest.param(test, OPS[op], id=f"{op}-{name}")
     for op in ("conv1d", "short_conv", "gated_delta_rule", "kda", "selective_scan_plain", "ssd")
     for name, test in CONTRACT.items()
-    # 1,500 tokens one by one; the kernel of conv1d
+    # The scan takes 1,500 tokens one by one, and short_conv runs the kernel of conv1d.
     if name != "split" or op not in ("selective_scan_plain", "short_conv")
 ]
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends the ops on CPU tensors to the GPU's kernels, all but those in float64."""
+    """Send the ops on CPU tensors to the GPU's kernels, except in float64."""
     monkeypatch.setattr(api, "backend", lambda x: reference if x.dtype == torch.float64 else gpu)
 
 
@@ -84,9 +84,9 @@ def test_accuracy(make: Make, dtypes: Dtypes) -> None:
 
 @pytest.mark.parametrize("make", [partial(KDAOp, 2, 32, 16), partial(DeltaRuleOp, 1, 2, 32, 16)], ids=["kda", "gdn"])
 def test_states_of_any_magnitude_leave_every_token_exact(make: Callable[[], DeltaRuleOp]) -> None:
-    """An early token's values may be 1e20 times a late one's: no small factor between them may be lost.
+    """An early token's values may be 1e20 times a late token's: no small factor between them may be lost.
 
-    The floor is what fp32 rounds off sums of log decays near 100.
+    The floor is the loss where fp32 rounds sums of log decays near 100.
     """
     op = make()
     for name in ("A_log", "dt_bias"):
@@ -97,7 +97,7 @@ def test_states_of_any_magnitude_leave_every_token_exact(make: Callable[[], Delt
 
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products as Hopper forms them: TF32 operands are truncated, and so is a sum whenever 8 or 16 terms were added."""
+    """Form products as Hopper does: truncate TF32 operands, and the sum after each 8 or 16 terms."""
 
     def create_dot(
         builder: object, x: TensorHandle, y: TensorHandle, total: TensorHandle, *rest: object
@@ -145,7 +145,7 @@ def test_gated_rms_norm(options: dict, heads: int, dim: int, group_size: int | N
 
 
 def test_gated_rms_norm_of_a_vector() -> None:
-    norm.test_a_vector_is_one_token()
+    norm.test_a_vector_counts_as_a_token()
 
 
 @pytest.mark.parametrize("view", plain_norm.VIEWS)
@@ -209,8 +209,9 @@ def test_paged_attention_with_heads_before_tokens() -> None:
     attention.test_heads_before_tokens()
 
 
-def test_paged_attention_of_many_parts_does_not_depend_on_who_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short parts and few splits, so that splits take several parts each; and one program for all splits of a row."""
+def test_paged_attention_of_many_parts_does_not_depend_on_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use short parts and few splits, so that a split takes several parts. Then let one program take all splits of a
+    row."""
     attention_decode = import_module("mambacache.kernels.gpu.paged_attention.decode")
     monkeypatch.setattr(attention_decode, "PART", 64)
     monkeypatch.setattr(attention_decode, "SPLITS", 2)

@@ -1,5 +1,8 @@
-"""Decode over a token log in the GPU's kernels, in Triton's interpreter where there is no GPU: it gives what each
-token's recurrence gives, and the same bits however tokens are cut into steps and whatever drafts are rejected."""
+"""Decode over a token log in the GPU's kernels gives each token's recurrence.
+
+The bits are the same for any cut of the tokens into steps and any rejected drafts. Without a GPU the kernels run in
+Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 @dataclass
 class Seen:
-    """Of one row: its outputs, what its log held of each token, and its states by the number of tokens in them."""
+    """Hold a row's outputs, its token log's entries, and its states by the number of tokens in them."""
 
     outputs: list[Tensor] = field(default_factory=list)
     logged: list[Tensor] = field(default_factory=list)
@@ -32,9 +35,9 @@ class Seen:
 
 
 def run(case: Case, tokens: int, seed: int) -> list[Seen]:
-    """Run steps of up to `tokens` tokens a row. Wrong tokens stand behind the accepted tokens of a row.
+    """Run steps of up to `tokens` tokens a row, with wrong tokens behind a row's accepted tokens.
 
-    States are folded where a log is full, which begins it anew, and sometimes besides.
+    States are folded where a log is full, which begins it anew, and sometimes elsewhere.
     """
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -46,7 +49,7 @@ def run(case: Case, tokens: int, seed: int) -> list[Seen]:
         for each in layout
     ]
     log = [each.to(DEVICE) for each in log]
-    of_entries = sum(each.shape[0] == 16 for each in layout)  # tensors; those behind them are a slot's own
+    of_entries = sum(each.shape[0] == 16 for each in layout)  # tensors with entries; the others are a slot's own
     seen = [Seen() for _ in range(ROWS)]
     src, start, done = list(SOURCES), [first % 16 for first in FIRST], [0] * ROWS
     while min(done) < TOKENS:
@@ -62,7 +65,7 @@ def run(case: Case, tokens: int, seed: int) -> list[Seen]:
         arrays = {"decode_src": src, "decode_dst": dst, "decode_len": lengths, "log_slot": SLOTS, "log_start": start}
         arrays |= {"log_end": end, "query_start_loc": [ROWS * tokens]}
         indices = StateIndices.from_arrays({name: np.array(x, np.int32) for name, x in arrays.items()}, DEVICE)
-        poisoned = [rng.random() < 0.5 for _ in range(ROWS)]  # a draft that is no number spoils none before it
+        poisoned = [rng.random() < 0.5 for _ in range(ROWS)]  # a NaN draft spoils no token before it
         given = [torch.full((ROWS, tokens, *x.shape[2:]), torch.nan, dtype=dtype, device=DEVICE) for x in case.inputs]
         for batch, x in zip(given, case.inputs, strict=True):
             for i, count in enumerate(accepted):
@@ -99,7 +102,6 @@ def same_bytes(found: list[Tensor], wanted: list[Tensor], places: list[int]) -> 
 
 
 def assert_same(one: list[Seen], other: list[Seen]) -> None:
-    """Bit by bit."""
     for row, wanted in zip(one, other, strict=True):
         assert torch.equal(torch.cat(row.outputs), torch.cat(wanted.outputs))
         assert torch.equal(torch.cat(row.logged), torch.cat(wanted.logged))
@@ -115,9 +117,7 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_outputs_and_folds_are_those_of_the_recurrence(
-    make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_and_folds_equal_the_recurrence(make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     decode = import_module("mambacache.kernels.gpu.ssd.decode")
     monkeypatch.setattr(decode, "MAX_HEADS", 2)  # a group of three takes two programs
     case = make()
@@ -166,8 +166,8 @@ def test_programs_side_by_side_may_run_in_any_order(name: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("op", ["delta rule", "state space"])
-def test_a_program_takes_one_tile_or_all(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All where no number of programs runs at once."""
+def test_a_program_takes_a_tile_or_all_tiles(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program takes all tiles where not all programs of fewer tiles can run at once."""
     for module in ("test_interpreter_log", "log_cases"):
         monkeypatch.setattr(import_module(module), "TOKENS", 16)
     if op == "delta rule":

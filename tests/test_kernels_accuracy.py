@@ -1,4 +1,4 @@
-"""Accuracy of the recurrent ops against their float64 recurrence, over shapes and over inputs that are hard on them."""
+"""Check the recurrent ops' accuracy against their float64 recurrence, over shapes and over hard inputs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Run = Callable[[Recurrence, Pool, int, Inputs], tuple[Tensor, int]]
 
 
 def run_prefill(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Tensor, int]:
-    """Outputs, and the block of the state after the last token."""
+    """Return the outputs, and the block of the state after the last token."""
     dst = pool.take()
     (y,) = run_rows(op, pool, [], [(Row(LENGTH, src, dst, context=40), inputs)])
     return y, dst
 
 
 def run_decode(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Tensor, int]:
-    """The same token by token, each folded into a state of its own: the recurrence itself."""
+    """Run the recurrence itself: token by token, with a fold after each token."""
     log, dst, outputs = Log(op, pool, next(iter(inputs.values())).dtype), pool.take(), []
     slot = log.take()
     for t in range(LENGTH):
@@ -53,7 +53,7 @@ def run_decode(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Te
 
 
 def run_logged(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Tensor, int]:
-    """The same over logs of 16 tokens, from position 3 on, four at a time."""
+    """Run over logs of 16 tokens, from position 3, four tokens at a time."""
     log, dst, outputs = Log(op, pool, next(iter(inputs.values())).dtype), pool.take(), []
     slot, position, end, start = log.take(), 3, LENGTH + 3, 3
     while position < end:
@@ -72,7 +72,7 @@ def run_logged(op: Recurrence, pool: Pool, src: int, inputs: Inputs) -> tuple[Te
 def errors(
     op: Recurrence, dtype: torch.dtype, run: Run = run_prefill, device: str = "cpu"
 ) -> tuple[float, float, float]:
-    """RMS errors, relative to their RMS: of outputs, of the final state, and of the outputs of the worst token."""
+    """Return relative RMS errors: of the outputs, of the final state, and of the worst token's outputs."""
     inputs = op.inputs(LENGTH, dtype)
     pool = Pool(op.state_shape, dtype, blocks=LENGTH + 8, device=device)
     src = pool.take(random(*op.state_shape, seed=7))
@@ -101,13 +101,12 @@ def test_every_shape_in_decode(make: Callable[[], Recurrence]) -> None:
 @pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-6), (torch.float64, 1e-10)])
 def test_hard_inputs_in_decode(make: Callable[[], Recurrence], dtype: torch.dtype, bound: float) -> None:
-    """Decays within a log are differences of sums, and none of a token is below 2^-34.6, which float64 sees."""
+    """Decays within a log are differences of sums. A token's decay is at least 2^-34.6, which float64 sees."""
     assert max(errors(make(), dtype, run_logged)[:2]) < bound
 
 
 @pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
 def test_chunks_lose_hardly_more_than_the_recurrence(make: Callable[[], Recurrence]) -> None:
-    """In fp32, where the reference is the ruler of the GPU's kernels."""
     *chunked, worst_of_chunked = errors(make(), torch.float32)
     *recurrent, worst_of_recurrent = errors(make(), torch.float32, run_decode)
     assert all(ours < 2.5 * its for ours, its in zip(chunked, recurrent, strict=True))
@@ -116,10 +115,8 @@ def test_chunks_lose_hardly_more_than_the_recurrence(make: Callable[[], Recurren
 
 @pytest.mark.parametrize("make", RULERS.values(), ids=RULERS.keys())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_operands_rounded_to_a_dtype_lose_what_that_dtype_loses(
-    make: Callable[[], Recurrence], dtype: torch.dtype
-) -> None:
-    """The precision ruler: its error is a few units in the last place of the operands, and gone in fp32."""
+def test_rounded_operands_lose_a_few_units_of_their_dtype(make: Callable[[], Recurrence], dtype: torch.dtype) -> None:
+    """The precision ruler loses a few units in the last place of the operands, and nothing in fp32."""
     op = make()
     inputs = {name: value.float() for name, value in op.inputs(LENGTH, dtype).items()}  # fp32, so that outputs are too
     expected, states = op.walk(inputs, torch.zeros(op.state_shape, dtype=torch.float64))
@@ -138,7 +135,7 @@ def test_operands_rounded_to_a_dtype_lose_what_that_dtype_loses(
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strided_views_give_the_same(make: Callable[[], Op], dtype: torch.dtype) -> None:
-    """All inputs as slices of one wide tensor, as a projection or the convolution returns them."""
+    """Pass all inputs as slices of one wide tensor, as a projection or the convolution returns them."""
     op = make()
     pool = Pool(op.state_shape, dtype if op.exact_state else torch.float32)
     inputs = op.inputs(LENGTH, dtype)

@@ -1,4 +1,4 @@
-"""Results that must agree in every bit: split prefill, checkpoints, other company in the batch, drafts."""
+"""Check results that must agree in every bit: split prefill, checkpoints, other rows in the batch, drafts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_row_does_not_depend_on_its_batch_with_two_threads(make: Callable[[], 
 
 
 def check_in_company(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, companies: tuple[int, ...]) -> None:
-    """A decode row and a prefill row give the same bits alone and at a random place among others."""
+    """Compare a decode row and a prefill row alone and at a random place among other rows."""
     pool = Pool(op.state_shape, state_dtype, blocks=512)
     log = Log(op, pool, dtype, 512)
     start = random(*op.state_shape, seed=9)
@@ -132,7 +132,7 @@ def test_products_of_every_shape_round_alike_in_any_batch(make: Callable[[], Rec
 
 
 class Sequence:
-    """A sequence in decode from position `start` on, whose state stands there at first."""
+    """Decode a sequence from position `start`, where its first state stands."""
 
     def __init__(self, op: Op, pool: Pool, log: Log, inputs: Inputs, start: int, state: Tensor) -> None:
         self.op, self.pool, self.log, self.inputs = op, pool, log, inputs
@@ -141,14 +141,14 @@ class Sequence:
         self.src, self.spare, self.slot = pool.take(state), pool.take(), log.take()
         self.log_start = start % FOLD
         self.outputs: list[Tensor] = []
-        self.kept: list[list[Tensor]] = []  # of every fold the state and its log
+        self.kept: list[list[Tensor]] = []  # the state and the log of every fold
 
     @property
     def left(self) -> int:
         return self.start + self.length - self.position
 
     def row(self, count: int, right: int, seed: int) -> tuple[Row, Inputs]:
-        """The next tokens, of which so many are right, and then drafts that are wrong; as many of both as fit."""
+        """Return a row of up to `count` tokens: at most `right` right tokens, and then wrong drafts."""
         entry, done = self.position % FOLD, self.position - self.start
         count = min(count, FOLD - entry)
         self.right = min(count, right, self.left)
@@ -184,8 +184,11 @@ class Sequence:
 def test_steps_and_drafts_change_no_bit(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype, length: int = 40
 ) -> None:
-    """Rows of 1 to 8 tokens, wrong drafts after a random number of right ones, three sequences at different paces: what
-    each gives, its folds and its logs are those of one token at a time."""
+    """Rows of 1 to 8 tokens have wrong drafts after a random number of right tokens, in three sequences at different
+    paces.
+
+    Outputs, folds and logs must equal a run of one token at a time.
+    """
     op = make()
     pool = Pool(op.state_shape, state_dtype)
     log = Log(op, pool, dtype)

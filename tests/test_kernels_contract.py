@@ -1,4 +1,4 @@
-"""What every recurrent op reads and writes, in pools full of NaN, against a token-by-token float64 oracle."""
+"""Check the reads and writes of every recurrent op, in pools full of NaN, against a token-by-token float64 oracle."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, tor
 
 
 def held(pool: Pool, count: int) -> list[int]:
-    """Blocks with a finite state in each."""
+    """Return blocks with a finite state in each."""
     return [pool.take(random(*pool.shape[1:], seed=50 + i)) for i in range(count)]
 
 
 class Scene:
-    """Rows of one batch over a pool and a log full of NaN, and what the oracle says of them."""
+    """Hold rows of a batch over a pool and a token log full of NaN, and the oracle's results for them."""
 
     def __init__(
         self, op: Op, dtype: torch.dtype, state_dtype: torch.dtype, blocks: int = 128, slots: int = 32
@@ -33,17 +33,17 @@ class Scene:
         self.shared, self.other = held(self.pool, 2)
         self.decodes: list[tuple[Row, Inputs]] = []
         self.prefills: list[tuple[Row, Inputs]] = []
-        self.outputs: list[Tensor] = []  # of decode rows, and then of prefill rows
+        self.outputs: list[Tensor] = []  # decode rows first, then prefill rows
         self.states: dict[int, Tensor] = {}
         self.entries: list[tuple[Tensor, ...]] = []  # of every decode row's tokens
-        self.carried: list[Tensor | None] = []  # the state after the first of them
+        self.carried: list[Tensor | None] = []  # the state after the first of these tokens
 
     def state(self, src: int) -> Tensor:
         zeros = torch.zeros(self.op.state_shape, dtype=torch.float64)
         return self.pool.state[src].cpu().double() if src else zeros
 
     def decode(self, length: int, src: int, start: int = 0, end: int = 0, dst: int = 0, width: int = 1) -> Row:
-        """Adds a row whose log holds tokens from its entry `start` to `end`."""
+        """Add a row with a token log that holds tokens in its entries from `start` to `end`."""
         logged, S = end - start, self.state(src)
         inputs = self.op.inputs(logged + length, self.dtype, seed=len(self.decodes))
         entries = self.op.entries(inputs, S)
@@ -69,7 +69,7 @@ class Scene:
         self.outputs.append(outputs)
 
     def check(self) -> None:
-        """Runs the rows: all that the oracle gives is there, and nothing else was written."""
+        """Run the rows, and check that all results of the oracle are there and nothing else was written."""
         slab, slabs, dtype = self.pool.slab.clone(), self.log.slabs(), self.dtype
         outputs = run_rows(self.op, self.pool, self.decodes, self.prefills, tail=5, log=self.log)
         for actual, wanted in zip(outputs, self.outputs, strict=True):
@@ -83,7 +83,7 @@ class Scene:
         self.log.assert_only_written(slabs, [row for row, _ in self.decodes])
 
     def check_entries(self, fp32_tolerance: float = 1e-5) -> None:
-        """Of what tokens have logged: what is not as it came was computed in fp32 at least."""
+        """Check the entries that tokens have logged: each is a copy, or was computed in fp32 at least."""
         for (row, _), entries, state in zip(self.decodes, self.entries, self.carried, strict=True):
             carried = () if state is None or not self.log.carried else (state, torch.tensor(row.log_end + 1.0).double())
             held = self.log.held(row.log_slot, row.log_end, row.log_end + row.length)
@@ -94,7 +94,7 @@ class Scene:
 
 
 def mixed_batch(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, width: int) -> Scene:
-    """Every kind of row that a plan may hold, `width` tokens per decode row."""
+    """Return a scene with every kind of row that a plan may hold, with `width` tokens per decode row."""
     scene = Scene(op, dtype, state_dtype)
     take, shared, other = scene.pool.take, scene.shared, scene.other
     in_place, full_in_place = held(scene.pool, 2)
@@ -131,7 +131,7 @@ def mixed_batch(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, width: int
 
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)
-def test_mixed_batch_reads_and_writes_what_the_plan_says(
+def test_mixed_batch_reads_and_writes_as_planned(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype, width: int
 ) -> None:
     mixed_batch(make(), dtype, state_dtype, width).check()
@@ -144,7 +144,7 @@ def test_every_window_of_a_log(
     state_dtype: torch.dtype = torch.float32,
     step: int = 1,
 ) -> None:
-    """1 to 8 tokens behind each, and a dst at some of its ends, whether or not the log is full there."""
+    """Log 1 to 8 tokens behind each window, with a dst at some of its ends, whether or not the log is full there."""
     scene, rng = Scene(make(), dtype, state_dtype, 256, 160), np.random.default_rng(0)
     for start in range(0, FOLD, step):
         for end in range(start, FOLD, step):
@@ -156,7 +156,7 @@ def test_every_window_of_a_log(
 
 @pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
 def test_logs_of_hard_inputs(make: Callable[[], Op]) -> None:
-    """Sums of decays stay small, however strong these are, and with them what their differences lose."""
+    """Sums of decays stay small however strong the decays are, so their differences lose little."""
     scene = Scene(make(), torch.float32, torch.float32)
     for start, end, length in ((0, 0, 8), (0, 8, 8), (3, 9, 4), (15, 15, 1)):
         scene.decode(length, scene.shared, start, end)
@@ -168,7 +168,7 @@ def test_logs_of_hard_inputs(make: Callable[[], Op]) -> None:
 def test_src_survives_while_its_dst_is_written_elsewhere(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
-    """Many rows resume from one block; it stays bitwise the same, and equal rows get equal states."""
+    """Many rows resume from one block. It stays bitwise the same, and equal rows get equal states."""
     op = make()
     pool = Pool(op.state_shape, state_dtype)
     log = Log(op, pool, dtype)
@@ -191,7 +191,7 @@ def test_src_survives_while_its_dst_is_written_elsewhere(
 def test_a_fold_changes_nothing_but_its_dst(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
-    """A row gives the same, and logs the same, without a dst, with one, and with its src as dst."""
+    """A row gives and logs the same without a dst, with another dst, and with its src as dst."""
     op = make()
     scene = Scene(op, dtype, state_dtype)
     (in_place,) = held(scene.pool, 1)

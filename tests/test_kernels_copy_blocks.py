@@ -1,4 +1,4 @@
-"""Blocks copied from pool to pool, by the reference and by the GPU's kernel in Triton's interpreter."""
+"""Copy blocks from pool to pool, by the reference and by the GPU's kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Copy = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def pool(blocks: int, width: int, gap: int, seed: int) -> Tensor:
-    """Random blocks that lie `gap` bytes apart."""
+    """Return random blocks that lie `gap` bytes apart."""
     buffer = torch.randint(256, (blocks, width + gap), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     return buffer[:, :width]
 
@@ -25,7 +25,7 @@ def int32(*pairs: tuple[int, int]) -> Tensor:
 
 
 def check_copies(width: int, gap: int, pairs: Tensor, copy: Copy = copy_blocks) -> None:
-    """What is named arrives, and nothing else changes; on neither side, gaps included."""
+    """Check that named blocks arrive, and that nothing else changes on either side, gaps included."""
     source, target = pool(9, width, 0, 1), pool(7, width, gap, 2)
     before, whole = source.clone(), target.as_strided((7, width + gap), (width + gap, 1))
     expected = whole.clone()

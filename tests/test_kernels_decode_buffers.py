@@ -1,4 +1,4 @@
-"""Decode rows at addresses that never move."""
+"""Check decode rows at addresses that never move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, MAX_ROWS = 3, 9
 
 
 def rows_of(count: int) -> list[Row]:
-    """Rows of 3, 1, 2, 3, ... tokens, each with a slot and two blocks of its own; every second one is folded."""
+    """Return rows of 3, 1, 2, 3, ... tokens, each with its own slot and two blocks; every second row is folded."""
     return [
         Row((3, 1, 2)[i % 3], 2 * i + 1, (2 * i + 2) * (i % 2), log_slot=i + 1, log_start=i, log_end=i + i % 3)
         for i in range(count)

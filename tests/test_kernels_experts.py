@@ -1,4 +1,4 @@
-"""The ops around the products of a mixture of experts, in plain torch and in Triton's interpreter."""
+"""Check the ops around the products of a mixture of experts, in plain torch and in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_grouping(ids: Tensor, num_experts: int) -> None:
 def check_choice(
     tokens: int, choices: int, num_experts: int, dtype: torch.dtype, normalize: bool, device: str = "cpu"
 ) -> None:
-    """Against float64: experts in falling order, of which none that was left out is likelier."""
+    """Check against float64 that experts come in falling order, and that no expert left out is likelier."""
     gap = 3
     wide = (3 * random(tokens, gap + num_experts, seed=tokens)).to(device, dtype)
     logits = wide[:, gap:]
@@ -67,7 +67,7 @@ def test_the_likeliest_are_chosen(
     check_choice(tokens, choices, num_experts, dtype, normalize)
 
 
-def check_choice_without_numbers(normalize: bool, device: str = "cpu") -> None:
+def check_choices_among_non_finite_logits(normalize: bool, device: str = "cpu") -> None:
     logits = torch.zeros(4, 12, device=device)
     logits[1], logits[2, 3], logits[3, 5] = torch.nan, torch.inf, -torch.inf
     weights, experts = choose_experts(logits, 5, normalize=normalize)
@@ -76,9 +76,9 @@ def check_choice_without_numbers(normalize: bool, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_choice_without_numbers(backend: str, normalize: bool) -> None:
-    """What is chosen is an expert all the same: an index beyond them would write where nothing may."""
-    check_choice_without_numbers(normalize)
+def test_choices_among_non_finite_logits_are_experts(backend: str, normalize: bool) -> None:
+    """A choice among NaN is an expert all the same: another index would write where nothing may."""
+    check_choices_among_non_finite_logits(normalize)
 
 
 @pytest.mark.parametrize("ranked", [gpu_experts.RANKED_SLOTS, 0])
@@ -106,7 +106,7 @@ def test_choices_of_any_layout(backend: str) -> None:
 
 
 def check_silu_and_mul(rows: int, width: int, gap: int, dtype: torch.dtype, device: str = "cpu") -> None:
-    """In 16 bits the few results that differ do so by one rounding of SiLU's last bit, and one of the product."""
+    """In 16 bits few results differ: by one rounding of SiLU's last bit, and one of the product."""
     x = (3 * random(rows, gap + 2 * width, seed=1)).to(device, dtype)[:, gap:]
     actual, expected = silu_and_mul(x), reference.silu_and_mul(x)
     assert actual.dtype == dtype and actual.shape == (rows, width)

@@ -1,4 +1,4 @@
-"""Gated RMSNorm against the modules of the models that use it."""
+"""Compare gated RMSNorm with the modules of the models that use it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_equals_the_module_with_its_rounding_points(name: str, dtype: torch.dtype) -> None:
-    """In 16 bits, almost every output is the module's to the last bit; another rounding point would change many."""
+    """In 16 bits almost every output equals the module's to the last bit. Another rounding point would change many."""
     module, options = MODULES[name]
     module = module.to(dtype)
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_a_token_does_not_depend_on_its_batch_or_strides(dtype: torch.dtype, opt
         assert_bitwise(whole[start:stop], alone)
 
 
-def test_a_vector_is_one_token(device: str = "cpu") -> None:
+def test_a_vector_counts_as_a_token(device: str = "cpu") -> None:
     x, gate, weight = (
         random(*shape, seed=i).to(device, torch.float32) for i, shape in enumerate([(3, DIM)] * 2 + [(DIM,)])
     )

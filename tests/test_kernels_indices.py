@@ -1,4 +1,4 @@
-"""Index arrays on the device, and what the ops refuse."""
+"""Check index arrays on the device, and the arguments that the ops refuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mambacache.kernels import StateIndices, conv1d, pack_arrays
 from mambacache.kernels.gpu.common.chunks import keep_busy
 
 
-def test_arrays_share_one_buffer_at_16_bytes_each() -> None:
+def test_arrays_share_a_buffer_and_start_at_multiples_of_16_bytes() -> None:
     arrays = {"a": int32([1, 2, 3]), "b": int32([[4, 5], [6, 7]]).T, "none": int32([]), "c": int32([8])}
     packed = pack_arrays(arrays, "cpu")
     assert list(packed) == list(arrays)
@@ -49,7 +49,7 @@ def test_names_and_host_integers_of_a_plan() -> None:
     assert not hasattr(indices, "kv_slot")
 
 
-def test_indices_that_are_not_told_of_rows_do_not_keep_programs_busy() -> None:
+def test_indices_without_row_lengths_do_not_keep_programs_busy() -> None:
     told = StateIndices.from_arrays(plan_arrays([], [Row(64), Row(64)]), "cpu")
     tensors = {name: x for name, x in vars(told).items() if isinstance(x, Tensor) and name != "flat"}
     untold = StateIndices(tensors, 0, 1, 2, told.num_tokens)
@@ -240,7 +240,7 @@ def test_arguments_that_do_not_fit_together_are_refused(
 
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
 def test_logs_that_no_kernel_could_take_are_refused(make: Callable[[], Op]) -> None:
-    """In steps that have decode rows: others do not look at them."""
+    """Check steps with decode rows: other steps do not look at logs."""
     op = make()
     pool = Pool(op.state_shape, torch.float32)
     log = Log(op, pool, torch.float32).tensors

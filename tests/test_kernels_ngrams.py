@@ -1,4 +1,4 @@
-"""What the device drafts of a request's own tokens, and keeps of them."""
+"""Check the drafts that the device makes from a request's own tokens, and the histories that it keeps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the ops run: in plain torch, the GPU's kernels in Triton's interpreter, or on the GPU."""
+    """Run the ops in plain torch, in the GPU's kernels in Triton's interpreter, or on the GPU."""
     if request.param == "interpreted":
         if torch.cuda.is_available():
             pytest.skip("the GPU itself runs them")
@@ -47,7 +47,7 @@ def test_follow(device: str, tokens: list[int], limit: int, expected: list[int])
 
 
 def step(rows: list[list[int]], lengths: list[int], late: list[int], positions: list[int], device: str) -> StateIndices:
-    """A step of these tokens, of which so many in each row are real; row i uses log i + 1, without a dst."""
+    """Return a step of these tokens: row i has `lengths[i]` real tokens and uses log i + 1, without a dst."""
     width, count = len(rows[0]), len(rows)
     arrays = dict.fromkeys(("decode_src", "decode_dst", "log_start", "log_end"), np.zeros(count, np.int32))
     arrays["log_slot"] = np.arange(1, count + 1, dtype=np.int32)
@@ -58,7 +58,7 @@ def step(rows: list[list[int]], lengths: list[int], late: list[int], positions: 
 
 
 def histories_of(rows: list[list[int]], device: str) -> tuple[Tensor, Tensor]:
-    """Of tokens none of which is 0: behind them anything may stand."""
+    """Return histories of tokens other than 0. Behind a row's tokens anything may stand."""
     room = max(map(len, rows)) + 16
     held = [[0] * room, *([*row, *row[:1] * room][:room] for row in rows)]
     return torch.tensor(held, dtype=torch.int32, device=device), torch.tensor([1, *map(len, rows)], device=device)
@@ -83,7 +83,7 @@ def plainly(tokens: list[int], limit: int) -> list[int]:
     return []
 
 
-def test_follow_is_what_a_plain_search_finds(device: str) -> None:
+def test_follow_equals_a_plain_search(device: str) -> None:
     rng, found = random.Random(0), 0
     for _ in range(100):
         rows, limit = [rng.choices(range(1, 5), k=rng.randrange(1, 30)) for _ in range(10)], rng.randrange(1, 8)
@@ -94,8 +94,8 @@ def test_follow_is_what_a_plain_search_finds(device: str) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_histories_grow_by_what_was_accepted(device: str, width: int) -> None:
-    """Rows of every kind, padding too, of which some are late and have drafts that the host made."""
+def test_histories_grow_by_accepted_tokens(device: str, width: int) -> None:
+    """Check rows of every kind, padding too. Some are late, and have drafts that the host made."""
     rng = random.Random(width)
     texts = [rng.choices(range(1, 4), k=rng.randrange(2, 60)) for _ in range(40)]
     lengths = [rng.randint(1, width) for _ in texts]

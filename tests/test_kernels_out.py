@@ -1,4 +1,4 @@
-"""Results that are written where the caller says."""
+"""Check results that are written into the caller's `out`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mambacache import kernels
 from mambacache.kernels import StateIndices, gated_rms_norm, paged_attention, rms_norm
 from test_kernels_contract import Scene, mixed_batch
 
-GAPS = (0, 8, 3)  # elements between tokens; the last leaves none of them aligned
+GAPS = (0, 8, 3)  # elements between tokens; with the last gap no token is aligned
 
 
 def check_out(call: Callable[..., Tensor], gap: int) -> Tensor:
-    """Calls with and without `out`, `gap` elements before each of its tokens, and returns it."""
+    """Call with and without `out`, with `gap` elements before each of its tokens, and return `out`."""
     plain = call()
     wide = torch.full((len(plain), gap + plain[0].numel()), torch.nan, dtype=plain.dtype, device=plain.device)
     out = wide[:, gap:].unflatten(1, plain.shape[1:])
@@ -30,7 +30,7 @@ def check_out(call: Callable[..., Tensor], gap: int) -> Tensor:
 
 
 class _IntoOut:
-    """An op whose every call is made with `out` too; states and logs must then be the same as well."""
+    """Run an op with and without `out`. States and logs must be the same as well."""
 
     def __init__(self, scene: Scene, gap: int) -> None:
         self.op, self.gap = scene.op, gap
@@ -108,7 +108,7 @@ REFUSED: list[tuple[Callable[[Tensor], Tensor], str]] = [
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
-def test_no_other_out_is_taken(make: Callable[[], Op], change: Callable[[Tensor], Tensor], message: str) -> None:
+def test_an_unfit_out_is_refused(make: Callable[[], Op], change: Callable[[Tensor], Tensor], message: str) -> None:
     op = make()
     pool = Pool(op.state_shape, torch.float32)
     indices = StateIndices.from_arrays(plan_arrays([], [Row(3, 0, 1)]), "cpu")
@@ -120,7 +120,7 @@ def test_no_other_out_is_taken(make: Callable[[], Op], change: Callable[[Tensor]
 
 @pytest.mark.parametrize(("change", "message"), REFUSED)
 @pytest.mark.parametrize("op", ["gated_rms_norm", "rms_norm", "paged_attention"])
-def test_no_other_out_is_taken_without_a_state(op: str, change: Callable[[Tensor], Tensor], message: str) -> None:
+def test_an_unfit_out_is_refused_without_a_state(op: str, change: Callable[[Tensor], Tensor], message: str) -> None:
     arguments: dict[str, Any] = {
         "x": torch.zeros(3, 32),
         "gate": torch.zeros(3, 32),

@@ -1,4 +1,4 @@
-"""Paged attention against softmax in float64, in pages full of NaN."""
+"""Check paged attention against softmax in float64, in pages full of NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOUND = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.
 
 
 class Pages:
-    """Keys and values of sequences in pages that are handed out in random order and hold NaN where nobody wrote."""
+    """Hand out pages of keys and values in random order. Places that nothing wrote hold NaN."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Pages:
         return tuple(next(self._free) for _ in range(-(-tokens // self.block_size)))
 
     def place(self, pages: tuple[int, ...], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Page and offset in it of positions start to stop."""
+        """Return the page and the offset in it of positions `start` to `stop`."""
         position = torch.arange(start, stop, device=self.device)
         table = torch.tensor([*pages, 0], device=self.device)
         return table[position // self.block_size], position % self.block_size
@@ -45,8 +45,10 @@ class Pages:
     def row(
         self, context: int, length: int, *, decode: bool = False, held: int = 0, seed: int = 0, width: int | None = None
     ) -> Row:
-        """A row whose pages hold its context, and its first tokens up to position `held`. A decode row may be padded
-        to `width` tokens."""
+        """Return a row with pages that hold its context, and its first tokens up to position `held`.
+
+        A decode row may be padded to `width` tokens.
+        """
         pages, held = self.take(context + length), max(context, held)
         for i, pool in enumerate((self.keys, self.values)):
             content = random(held, *pool.shape[2:], seed=2 * seed + i, dtype=pool.dtype)
@@ -66,7 +68,7 @@ def inputs(
 
 
 def oracle(q: Tensor, keys: Tensor, values: Tensor, positions: range, scale: float) -> Tensor:
-    """Softmax attention of one row in float64; keys [tokens, HKV, D]."""
+    """Return softmax attention of one row in float64, for keys [tokens, HKV, D]."""
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
@@ -82,9 +84,9 @@ def run_and_check(
     scale: float | None,
     bound: float,
 ) -> None:
-    """Outputs within `bound` (relative RMS), zeros in padding; what is written goes where it belongs and nowhere else.
+    """Check that outputs are within `bound` (relative RMS), padding gives zeros, and only the rows' slots are written.
 
-    Padding ends the batch, as many tokens as the inputs have left.
+    The batch ends with padding: the tokens that the inputs have left.
     """
     q, k, v = inputs
     starts = row_starts(decodes, prefills)
@@ -151,7 +153,7 @@ def test_mixed_batch(
 
 
 def test_heads_before_tokens() -> None:
-    """As rotary embeddings leave queries and keys: the distance of heads grows with the batch."""
+    """Put heads before tokens, as rotary embeddings do: the distance of heads grows with the batch."""
     pages = Pages(2, (16, 24), torch.float32)
     tokens = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs(81, (4, 2), (16, 24), torch.float32)]
     rows = [pages.row(40, 2, decode=True), pages.row(127, 2, decode=True)]
@@ -178,7 +180,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_a_long_prompt_in_blocks_of_queries() -> None:
-    """More queries than are handled at once, after a context."""
+    """Take more queries than the op handles at once, after a context."""
     heads, widths = (2, 1), (16, 16)
     pages = Pages(1, widths, torch.float32, block_size=64)
     row = pages.row(100, 2300)

@@ -1,4 +1,4 @@
-"""Decode rows moved to where their sequences are: against arrays that a host makes which knows it."""
+"""Move decode rows to the real places of their sequences, and compare with arrays of a host that knows these places."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 64
 
 @dataclass
 class Case:
-    """Rows as they were planned and as they are, with the pages of each."""
+    """Hold rows as they were planned and as they are, with the pages of each."""
 
     planned: list[SequenceStep]
     real: list[SequenceStep]
@@ -52,7 +52,7 @@ def step(row: int, start: int, tokens: int, src: int, dst: int, log_start: int, 
 
 
 def random_case(rows: int, width: int, seed: int) -> Case:
-    """Of the kinds of rows that there are: known ones, with a dst where no log ends too, and late ones."""
+    """Return rows of each kind: known rows, some with a dst before their log ends, and late rows."""
     rng, case = random.Random(seed), Case([], [], [])
     for row in range(rows):
         base = rng.randrange(20) * FOLD
@@ -63,7 +63,7 @@ def random_case(rows: int, width: int, seed: int) -> Case:
             dst = block if end + tokens == FOLD or rng.random() < 0.1 else 0
             real = planned = step(row, base + end, tokens, src, dst, rng.randint(0, end))
         else:
-            first = rng.randint(0, FOLD - 2)  # of the row before: it has drafts
+            first = rng.randint(0, FOLD - 2)  # the start of the row before, which has drafts
             before = rng.randint(2, min(width, FOLD - first))
             tokens, accepted, log_start = rng.randint(1, width), rng.randrange(before), rng.randint(0, first)
             could = first + before + tokens >= FOLD
@@ -100,7 +100,7 @@ CASES = [(rows, width, seed) for rows in (1, 5, 300) for width in (1, 2, 4, 8) f
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kv", [False, True])
-def test_rows_are_where_a_host_that_knows_has_them(device: str, kv: bool) -> None:
+def test_placed_rows_equal_the_rows_of_a_host_that_knows_the_starts(device: str, kv: bool) -> None:
     for rows, width, seed in CASES:
         check(device, rows, width, seed, kv, torch.int64 if seed else torch.int32)
 
@@ -118,14 +118,14 @@ def known(steps: Iterable[SequenceStep]) -> StateIndices:
     return StateIndices.from_arrays(layout(rows, len(rows)), "cpu")
 
 
-def test_arrays_stand_for_steps_of_known_rows() -> None:
-    """Rows that add to their logs are one token further, and nothing else of them is another."""
+def test_placed_rows_equal_rows_planned_later() -> None:
+    """Rows that add to their logs are further on, and nothing else of them differs."""
     indices, later = (known(step(row, 20 + row + by, 1, row + 1, 0, 2) for row in range(5)) for by in (0, 3))
     place_decodes(indices, torch.arange(23, 28))
     assert all(torch.equal(getattr(indices, name), getattr(later, name)) for name in DECODE_ARRAYS)
 
 
-def test_a_row_of_padding_stays_one() -> None:
+def test_padding_rows_stay_padding() -> None:
     indices = StateIndices.decode_buffers(4, 2, "cpu").fill({}, 4)
     place_decodes(indices, torch.tensor([7, 1 << 40, -1, 0]))
     assert not any(getattr(indices, name).any() for name in (*DECODE_ARRAYS, "folds"))

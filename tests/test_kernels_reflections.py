@@ -1,7 +1,7 @@
-"""What the gated delta rule loses in bf16 where beta is near 2 and keys are nearly parallel.
+"""Measure the loss of the gated delta rule in bf16 where beta is near 2 and keys are nearly parallel.
 
-Then a token reflects the state in one direction, and the next one reflects it back. Only decay forgets what is lost.
-Most of it is lost where a chunk's inverse, with entries of alternating sign near 2, is rounded to 8 bits.
+Then a token reflects the state in one direction, and the next token reflects it back. Only decay forgets the loss. Most
+of it comes from rounding a chunk's inverse, with entries of alternating sign near 2, to 8 bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mambacache.kernels import StateIndices, reference
 from op_gated_delta_rule import reflecting
 
 NO_DECAY, WEAK_DECAY, DECAY = -30.0, -2.0, 0.0  # gates: log decays of 0, -0.13 and -0.69 a token
-# Gate, spread of the keys, width of the head, tokens; the most that a token may lose, of the RMS of all outputs.
-# It is 1.5 times what the worst token loses.
+# Gate, spread of the keys, width of the head, tokens, and the most that a token may lose, relative to the RMS of all
+# outputs: 1.5 times the loss of the worst token.
 CASES = [
     (NO_DECAY, 0.0, 64, 150, 1.15),
     (NO_DECAY, 0.0, 128, 1000, 4.7),
@@ -36,7 +36,7 @@ CASES = [
 def worst_token(
     gate: float, spread: float, width: int, length: int, library: ModuleType, device: str = "cpu", **options: object
 ) -> float:
-    """RMS error of the outputs of the worst token, relative to the RMS of all outputs, in prefill."""
+    """Return the RMS error of the worst token's outputs in prefill, relative to the RMS of all outputs."""
     op = reflecting(gate, spread, width)
     inputs = op.inputs(length, torch.bfloat16)
     exact, _ = op.walk(inputs, torch.zeros(op.state_shape, dtype=torch.float64))
@@ -48,7 +48,7 @@ def worst_token(
 
 
 def rounded(gate: float, spread: float, width: int, length: int) -> float:
-    """Of the reference with the operands of products in bf16."""
+    """Return the loss of the reference with the operands of products in bf16."""
     return worst_token(gate, spread, width, length, reference, operand_dtype=torch.bfloat16)
 
 
@@ -62,7 +62,7 @@ def test_the_worst_token_loses_no_more_than_bf16_does(
 
 
 def product_of_powers(system: Tensor, identity: Tensor, **options: bool) -> Tensor:
-    """(1 + system)^-1 of a triangle of 64, as (1 - system) (1 + system^2) (1 + system^4) and so on."""
+    """Return (1 + system)^-1 of a triangle of 64, as (1 - system) (1 + system^2) (1 + system^4) and so on."""
     inverse, power = identity - system, system
     for _ in range(5):
         power = power @ power
@@ -80,9 +80,9 @@ def test_the_bound_finds_an_inverse_by_products_of_powers(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("gate", "spread", "width", "length", "bound"), CASES)
-def test_the_kernels_lose_no_more_than_twice_that(
+def test_the_kernels_lose_at_most_twice_the_rounded_reference(
     gate: float, spread: float, width: int, length: int, bound: float
 ) -> None:
-    """(An inverse with 11 digits, or rounded with the betas in it, lost 5 and 1e6 in the first two cases.)"""
+    """Fail for an inverse with 11 digits, or rounded with the betas in it: it lost 5 and 1e6 in the first two cases."""
     loss = worst_token(gate, spread, width, length, kernels, "cuda")
     assert loss < 2 * rounded(gate, spread, width, length)

@@ -1,4 +1,4 @@
-"""RMSNorm against its formula in float64, where it rounds, and what it takes."""
+"""Check RMSNorm against its formula in float64, its roundings, and the arguments that it takes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 Make = Callable[..., Tensor]  # from a shape
 
-# Of [tokens, width] or more dims: as linears give them, as split, and as heads beside their gates or other heads.
+# Views of [tokens, width] or more dims: from linears, from a split, and heads beside their gates or other heads.
 VIEWS: dict[str, Callable[[Make, int, int], Tensor]] = {
     "dense": lambda make, tokens, width: make(1, tokens, width),
     "split": lambda make, tokens, width: make(tokens, width + 7)[:, 3 : 3 + width],
@@ -37,8 +37,10 @@ def norm_weight(width: int, dtype: torch.dtype | None, device: str = "cpu") -> T
 
 
 def check_against_the_reference(x: Tensor, weight: Tensor | None, round_normed: bool) -> None:
-    """In 16 bits almost every output is the same to the last bit; another rounding point would change many. The
-    normalised value and its product are rounded: the few others are two units off at most."""
+    """In 16 bits almost every output is the same to the last bit. Another rounding point would change many.
+
+    The normalised value and its product are rounded: the few other outputs are two units off at most.
+    """
     y = rms_norm(x, weight, 1e-5, round_normed=round_normed)
     expected = reference.rms_norm(x, weight, 1e-5, round_normed=round_normed)
     assert y.dtype == expected.dtype and y.shape == x.shape
@@ -64,7 +66,7 @@ def test_is_its_formula(dtype: torch.dtype, weight_dtype: torch.dtype | None, ro
     torch.testing.assert_close(y.double(), exact, atol=bound, rtol=bound)
 
 
-def test_rounds_where_it_is_told() -> None:
+def test_round_normed_chooses_the_rounding_points() -> None:
     x, weight = random(50, 64, seed=1, dtype=BF16), norm_weight(64, BF16)
     assert weight is not None
     rounded = rms_norm(x, None, 1e-5, round_normed=False)

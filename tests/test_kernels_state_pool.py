@@ -1,4 +1,4 @@
-"""The layout of the state pool."""
+"""Check the layout of the state pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_state_bytes_pads_every_tensor() -> None:
     assert state_bytes([[StateTensor((65,), torch.float32)]]) == 512
 
 
-def test_a_block_is_one_slab_with_tensors_at_aligned_offsets() -> None:
+def test_a_block_is_a_slab_with_tensors_at_aligned_offsets() -> None:
     pool = StatePool(LAYERS, 6)
     assert pool.num_blocks == 6 and pool.buffer.numel() == 7 * BLOCK_BYTES
     offset = 0

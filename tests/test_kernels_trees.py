@@ -1,5 +1,8 @@
-"""Rows whose drafts form a tree: each token gives what it gives where its path alone is run, bit by bit, and once the
-path that is kept was brought together, the next step finds what it finds behind that."""
+"""Check rows with drafts that form a tree.
+
+Each token gives the bits that its path alone gives. Once a kept path is moved together, the next step gives the bits of
+that path alone.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ from mambacache.plan import PLACEHOLDER, StepPlan
 from symbolic import text
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
-KERNELS = [gpu] if DEVICE == "cuda" else [reference, gpu]  # these in Triton's interpreter
+KERNELS = [gpu] if DEVICE == "cuda" else [reference, gpu]  # on a CPU the GPU's kernels run in Triton's interpreter
 SLOTS = 24
-Tree = list[int]  # of each token the one that it comes after; -1 for the first
+Tree = list[int]  # for each token, the token before it; -1 for the first
 
 
 def random_tree(rng: random.Random, tokens: int) -> Tree:
@@ -54,13 +57,13 @@ def flat(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def place_of_path(slot: int, first: int, path: Sequence[int]) -> list[int]:
-    """A row of `keep_paths` for a path whose tree begins at entry `first`."""
+    """Return the line of `keep_paths` for a path in a tree that begins at entry `first`."""
     sources = [first + token for token in path[1:]]
     return [slot, first + 1, *sources, *[-1] * (7 - len(sources))]
 
 
 class Run:
-    """Steps of one op over a log whose slots are full of NaN, with a state of which nothing is ever written."""
+    """Run steps of one op over a token log full of NaN, with a state that is never written."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case, self.dtype = case, dtype
@@ -77,7 +80,7 @@ class Run:
     def step(
         self, rows: Sequence[tuple[int, int, int, int]], given: Sequence[list[Tensor]], trees: Sequence[Tree]
     ) -> list[Tensor]:
-        """Outputs of rows of (src, slot, log_start, log_end), each with its tokens and how these follow each other."""
+        """Return the outputs of rows (src, slot, log_start, log_end), each with its tokens and its tree."""
         width = max(map(len, trees))
         padding = [[(2 << t) - 1 for t in range(len(tree), width)] for tree in trees]
         src, slots, starts, ends = zip(*rows, strict=True)
@@ -106,7 +109,7 @@ def chain(count: int) -> Tree:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16], ids=str)
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
 @pytest.mark.parametrize("name", CASES)
-def test_a_path_of_a_tree_is_as_if_it_were_alone(
+def test_a_path_of_a_tree_equals_the_path_alone(
     name: str, library: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "backend", lambda x: library)
@@ -132,7 +135,7 @@ def test_a_path_of_a_tree_is_as_if_it_were_alone(
     for path, found in zip(paths, alone, strict=True):
         assert torch.equal(outputs[path], found)
 
-    # What is kept may end before a leaf. A path that is kept leaves what a step of its tokens alone leaves.
+    # A kept path may end before a leaf. It leaves the bits of a step of its tokens alone.
     kept = rng.randrange(len(paths))
     path = paths[kept][: rng.randint(2, len(paths[kept]))]
     keep_paths(run.logs, torch.tensor([place_of_path(1, end, path)], dtype=torch.int32, device=DEVICE))
@@ -147,7 +150,7 @@ def test_a_path_of_a_tree_is_as_if_it_were_alone(
 
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
 @pytest.mark.parametrize("name", CASES)
-def test_a_draft_that_is_no_number_spoils_what_follows_on_it_alone(
+def test_a_non_finite_draft_spoils_only_its_descendants(
     name: str, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "backend", lambda x: library)
@@ -168,9 +171,9 @@ def test_a_draft_that_is_no_number_spoils_what_follows_on_it_alone(
 
 
 def steps_with_a_tree_and_a_late_row() -> tuple[StepPlan, StepPlan]:
-    """Return a step of request b and the next one of both requests.
+    """Return a step of request b and the next step of both requests.
 
-    The first step has two drafts at position 29. The second one has a tree at 20, and a row at 30, 31 or 32.
+    The first step has two drafts at position 29. The second step has a tree at 20, and a row at 30, 31 or 32.
     """
     cache = make(max_draft_tokens=7)
     for request, prompt in (("a", 20), ("b", 29)):
@@ -189,7 +192,7 @@ TREE_BESIDE = [-1, 0, 1, 2, 1, 4, 0]
 @pytest.mark.parametrize(("start", "fixed"), [(30, False), (31, False), (32, False), (32, True)])
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
 @pytest.mark.parametrize("name", CASES)
-def test_a_tree_and_a_late_row_of_one_plan_give_their_recurrences(
+def test_a_tree_and_a_late_row_in_a_plan_give_their_recurrences(
     name: str, library: ModuleType, start: int, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "backend", lambda x: library)
@@ -286,7 +289,7 @@ def test_other_paths_are_refused(paths: Tensor | str, message: str) -> None:
 
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
 def test_attention_sees_a_path(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against rows that hold the tokens of a path alone, whose other entries of the pages are NaN."""
+    """Compare with rows that hold the tokens of a path alone, in pages with NaN in all other entries."""
     monkeypatch.setattr(api, "backend", lambda x: library)
     rng, size, before = random.Random(5), 64, 70
     tree = random_tree(rng, 6)
@@ -335,7 +338,7 @@ def test_attention_sees_a_path(library: ModuleType, monkeypatch: pytest.MonkeyPa
         ([1, 3, 7], "ancestors has 3 entries"),
     ],
 )
-def test_what_is_no_tree_is_refused(ancestors: list[int], message: str) -> None:
+def test_masks_of_no_tree_are_refused(ancestors: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         indices_of(ancestors, dst=0)
 

@@ -1,4 +1,4 @@
-"""How far answers after hits are from those without: on a CPU in fp32, and with states that are wrong."""
+"""Measure how far answers after hits are from answers without: on a CPU in fp32, and with wrong states."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_wrong_states_are_seen(
     def run_and_spoil(llm: LLM, *args: object, **params: object) -> object:
         found = run(llm, *args, **params)
         runs.append(params)
-        if len(runs) in (4, 6, 8):  # who wrote: by prefill, by decode, with drafts
+        if len(runs) in (4, 6, 8):  # the writers: prefill, decode, drafts
             for tensor in (tensor for layer in llm.runner.states.layers for tensor in layer):
                 tensor.mul_(1.5)
         return found

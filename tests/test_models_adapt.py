@@ -1,4 +1,4 @@
-"""Loading: what is refused, what is shared, and how layers are described."""
+"""Check loading: refused checkpoints, shared weights, and descriptions of layers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_layouts_of_other_families(
 
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_plan_of_every_model(name: str, tiny_model: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """What is printed before anything is loaded are the sizes of the model that is loaded then."""
+    """`plan` prints the sizes of a model before it is loaded. They must equal the loaded model's."""
     assert main(["plan", str(tiny_model(name)), "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     model = load_model(tiny_model(name))
@@ -115,7 +115,7 @@ def test_composite_checkpoints_say_that_only_their_text_part_is_loaded(
     assert not [name for name, _ in model.module.named_parameters() if "visual" in name]
 
 
-def test_no_config(tmp_path: Path) -> None:
+def test_a_missing_config_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ValueError, match=r"holds no readable config\.json: give the directory of a checkpoint"):
             load_model(path)
@@ -135,7 +135,9 @@ def test_no_config(tmp_path: Path) -> None:
         (5, "'int' "),
     ],
 )
-def test_config_of_no_use(tmp_path: Path, written: object, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unusable_config_is_refused(
+    tmp_path: Path, written: object, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match=r"^the config\.json of .* cannot be used \(.*\): put the one") as raised:
         read_config(tmp_path)
@@ -144,7 +146,7 @@ def test_config_of_no_use(tmp_path: Path, written: object, reason: str, capsys: 
     assert capsys.readouterr().err.splitlines()[-1] == f"mambacache: {raised.value}"
 
 
-def test_config_that_no_model_can_be_built_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_builds_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_next", "num_attention_heads": 0}')
     with pytest.raises(ValueError, match=r"^the config\.json of .* cannot be used \(.*zero\): put the one") as raised:
         model_skeleton(tmp_path)
@@ -186,7 +188,7 @@ def test_other_activation_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_model_without_recurrent_layers_is_refused(tmp_path: Path) -> None:
-    """As some checkpoints of a hybrid type are."""
+    """Some checkpoints of a hybrid type have no recurrent layer."""
     checkpoint = save_tiny_model("granitemoehybrid", tmp_path, layer_types=["full_attention"] * 4)
     for load in (load_model, model_skeleton):
         with pytest.raises(ValueError, match="this granitemoehybrid model has attention layers only"):
@@ -209,7 +211,7 @@ def test_fuse_merges_plain_linears_and_calls_others() -> None:
 
 
 class Opaque(nn.Module):
-    """Stands for a quantised linear: it can be called, and has no weight to read."""
+    """Stand in for a quantised linear: it can be called, and has no weight to read."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mixtures of experts in place of those of transformers: their bits, their logits, and which are left alone."""
+"""Check our mixtures of experts against transformers: bits, logits, and the mixtures that are left alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS = (
 def experts_module(
     dtype: torch.dtype, num_experts: int = 8, hidden: int = 64, width: int = 32, device: str = "cpu", gate: bool = True
 ) -> Any:
-    """The experts of Qwen3-Next or, without a gate, of Nemotron-H, with random weights."""
+    """Return the experts of Qwen3-Next or, without a gate, of Nemotron-H, with random weights."""
     shape: dict[str, int] = {"hidden_size": hidden, "moe_intermediate_size": width}
     with torch.device("meta"):
         if gate:
@@ -55,14 +55,13 @@ def experts_module(
 def layer_input(
     tokens: int, choices: int, num_experts: int, hidden: int, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, experts of each token and their weights."""
+    """Return hidden states, the experts of each token, and their weights."""
     scores, ids = random(tokens, num_experts, seed=1).softmax(-1).topk(choices)
     return random(tokens, hidden, seed=2, dtype=dtype), ids, scores.to(weight_dtype)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our experts on a CPU, too."""
     monkeypatch.setattr(experts, "is_served", lambda *_: True)
 
 
@@ -81,7 +80,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 @pytest.mark.parametrize(("tokens", "choices"), [(1, 1), (65, 2), (63, 8)])
-def test_a_mixture_is_that_of_transformers(
+def test_a_mixture_equals_transformers(
     tokens: int, choices: int, backend: str, dtypes: tuple[torch.dtype, torch.dtype], gate: bool, served: None
 ) -> None:
     """The interpreter cannot round to bf16, and its exponential is not torch's."""
@@ -97,7 +96,7 @@ def test_a_mixture_is_that_of_transformers(
 
 
 def qwen_block(dtype: torch.dtype, normalize: bool = True, device: str = "cpu", **shape: int) -> Any:
-    """Of Qwen3-Next a router, experts, and one that all tokens take."""
+    """Return a block of Qwen3-Next: a router, experts, and an expert that all tokens take."""
     with torch.device("meta"):
         block: Any = Qwen3NextSparseMoeBlock(Qwen3NextConfig(**shape, norm_topk_prob=normalize))
     block.to(dtype).to_empty(device=device).requires_grad_(False)
@@ -114,8 +113,7 @@ SMALL |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_gated_mixture_is_that_of_transformers(backend: str, normalize: bool, ours: bool, served: None) -> None:
-    """Whether or not its experts are ours."""
+def test_a_gated_mixture_equals_transformers(backend: str, normalize: bool, ours: bool, served: None) -> None:
     block, x = qwen_block(FP32, normalize, **SMALL), random(1, 37, 64, seed=1, dtype=FP32)
     expected = block(x)
     mixture = experts.MIXTURES["Qwen3NextSparseMoeBlock"](block)
@@ -130,7 +128,7 @@ def test_a_mixture_with_a_quantised_gate_is_left_to_transformers() -> None:
     assert experts.MIXTURES["Qwen3NextSparseMoeBlock"](block) is block
 
 
-def test_what_padding_holds_matters_to_no_token(backend: str, served: None) -> None:
+def test_no_token_depends_on_padding(backend: str, served: None) -> None:
     module = experts_module(FP32)
     x, ids, weights = layer_input(40, 2, 8, 64, FP32, FP32)
     expected = module(x, ids, weights)
@@ -140,7 +138,7 @@ def test_what_padding_holds_matters_to_no_token(backend: str, served: None) -> N
 
 @pytest.mark.parametrize("change", [{"has_bias": True}, {"_is_expert_parallel": True}, {}])
 def test_other_experts_are_left_to_transformers(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And all of them on a CPU."""
+    """All experts on a CPU are left to transformers too."""
     module, calls = experts_module(FP32), []
     monkeypatch.setattr(experts, "grouped_mm_experts_forward", lambda *arguments: calls.append(arguments))
     vars(module).update(change)
@@ -175,11 +173,11 @@ def test_logits_of_models(
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_models_take_ours(tiny_model: Callable[[str], Path]) -> None:
+def test_models_take_our_experts(tiny_model: Callable[[str], Path]) -> None:
     for load in (load_model, model_skeleton):
         assert load(tiny_model("qwen3_next_moe")).config._experts_implementation == experts.EXPERTS
 
 
-def test_quantised_experts_are_those_that_transformers_chooses() -> None:
+def test_transformers_chooses_quantised_experts() -> None:
     known = ALL_FP8_EXPERTS_FUNCTIONS
     assert known.get_interface(experts.EXPERTS, None) is known.get_interface("grouped_mm", None) is not None

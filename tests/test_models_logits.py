@@ -1,4 +1,4 @@
-"""Every model type against its original: logits of any way of computing a sequence equal the uncached forward's."""
+"""Logits of every model type equal the original's uncached forward, for every way of computing a sequence."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def device(request: pytest.FixtureRequest) -> str:
 def models(
     request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Model, Original]:
-    """Our model, and a function from tokens to the original's logits [n, vocabulary]."""
+    """Return our model, and a function from tokens to the original's logits [n, vocabulary]."""
     directory = save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
     original = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
@@ -52,7 +52,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def prefill(driver: Driver, request: Request, budget: int, checkpoints: Sequence[int] = ()) -> torch.Tensor:
-    """Prefills all that is left of a request, `budget` tokens a step; the logits after each token."""
+    """Prefill the rest of a request, `budget` tokens a step, and return the logits after each token."""
     logits = []
     while (left := len(request.tokens) - request.computed) > 0:
         row = Row(request, min(left, budget), checkpoints=checkpoints, all_logits=True)
@@ -65,7 +65,7 @@ def test_scale_of_the_tiny_model(models: tuple[Model, Original]) -> None:
     assert 0.5 < logits.std() < 2
 
 
-def test_cold_prompts_in_one_batch(models: tuple[Model, Original]) -> None:
+def test_cold_prompts_in_a_batch(models: tuple[Model, Original]) -> None:
     model, original = models
     prompts = [tokens_of(i, count) for i, count in enumerate((1, 3, 63, 64, 65, 150))]
     driver = Driver(model)
@@ -77,7 +77,7 @@ def test_cold_prompts_in_one_batch(models: tuple[Model, Original]) -> None:
     ("first", "budget", "count"), [(1, 1, 4), (58, 1, 70), (7, 7, 140), (64, 64, 260), (200, 200, 260)]
 )
 def test_chunked_prefill(models: tuple[Model, Original], first: int, budget: int, count: int) -> None:
-    """Pieces of one token at the beginning and over a boundary, and larger ones from end to end."""
+    """Run pieces of one token at the beginning and over a boundary, and larger pieces from end to end."""
     model, original = models
     driver, tokens = Driver(model), tokens_of(budget, count)
     request = driver.add(tokens)
@@ -117,7 +117,7 @@ def test_mixed_batches_of_eight(models: tuple[Model, Original]) -> None:
             sizes = [len(row.tokens) for row in rows]
             for row, logits in zip(rows, driver.logits(rows).split(sizes), strict=True):
                 got[id(row.request)].append(logits)
-    assert watch.kernel_accesses > 0 or model.module.device.type == "cuda"  # ops in Triton pass the dispatcher by
+    assert watch.kernel_accesses > 0 or model.module.device.type == "cuda"  # ops in Triton bypass the dispatcher
     for request in [*decoding, *prefilling]:
         logits = torch.cat(got[id(request)])
         assert_close(logits, original(request.tokens[: request.computed])[-len(logits) :])
@@ -126,7 +126,7 @@ def test_mixed_batches_of_eight(models: tuple[Model, Original]) -> None:
 
 
 def test_drafts(models: tuple[Model, Original]) -> None:
-    """Rows of 1 to 8 tokens, of which a random number is accepted; a boundary inside them becomes a checkpoint."""
+    """Accept a random number of tokens in rows of 1 to 8. A boundary inside them becomes a checkpoint."""
     model, original = models
     driver, rng = Driver(model), random.Random(0)
     requests = [driver.add(tokens_of(i, count)) for i, count in enumerate((58, 120, 3))]

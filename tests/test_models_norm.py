@@ -1,4 +1,4 @@
-"""RMSNorm in place of the modules of transformers: their bits."""
+"""Our RMSNorm gives the bits of the modules of transformers that it replaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def original(name: str, weight_dtype: torch.dtype) -> nn.Module:
-    """A norm of transformers with random weights."""
+    """Return a norm of transformers with random weights."""
     for model_type in MODEL_TYPES:
         folder = model_type.removesuffix("_text")
         if found := getattr(import_module(f"transformers.models.{folder}.modeling_{folder}"), name, None):
@@ -41,7 +41,7 @@ def test_equals_the_module(name: str, dtype: torch.dtype, weight_dtype: torch.dt
     module = original(name, weight_dtype)
     x = 3 * random(1, 50, 2, 2 * DIM, seed=2, dtype=dtype).chunk(2, dim=-1)[1]
     expected, y = module(x), NORMS[name](module)(x)
-    if name == "NemotronHRMSNorm" and transformers.__version__.startswith("5.17."):  # it rounds once more
+    if name == "NemotronHRMSNorm" and transformers.__version__.startswith("5.17."):  # that version rounds once more
         torch.testing.assert_close(y, expected.to(dtype))
     else:
         assert y.dtype == expected.dtype

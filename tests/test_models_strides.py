@@ -19,13 +19,13 @@ from runner_driver import Driver, Row
 
 GREEDY = RowSampling(SamplingParams(temperature=0), (0,))
 OPS = ("conv1d", "gated_delta_rule", "kda", "selective_scan", "ssd")
-"""The others take strides with every launch."""
+"""The other ops take strides with every launch."""
 
 Strides = dict[tuple[object, ...], set[tuple[int, ...]]]
 
 
 def note(op: str, call: Callable[..., Any], found: Strides) -> Callable[..., Any]:
-    """Notes the strides of tensors by op, argument and shape of a row. (A lone token's may be any.)"""
+    """Note the strides of tensors by op, argument and shape of a row. (A lone token may have any strides.)"""
 
     def noted(*args: Any, **options: Any) -> Any:
         for name, each in [*enumerate(args), *options.items()]:
@@ -37,7 +37,7 @@ def note(op: str, call: Callable[..., Any], found: Strides) -> Callable[..., Any
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_strides_are_those_of_the_layer(
+def test_strides_depend_on_the_layer_alone(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: Strides = defaultdict(set)

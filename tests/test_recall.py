@@ -1,4 +1,4 @@
-"""The trained model: right answers come from the cached states, and the demo shows it."""
+"""The trained model answers rightly from the cached states, and the demo shows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tampering = Callable[[LLM, int, int], None]
 
 
 def state_block(llm: LLM, document: Document) -> int:
-    """The block that holds the state at a document's last boundary."""
+    """Return the block that holds the state at a document's last boundary."""
     tokens = llm.tokenizer.encode(f"{document.text} {question_text('Ada')}")
     llm.cache.add("probe", tokens)
     hit = llm.cache.admit("probe")
@@ -52,7 +52,7 @@ def zero(llm: LLM, block: int, other: int) -> None:
 
 @pytest.mark.parametrize(("tamper", "least", "most"), [(leave, 19, 20), (swap, 0, 5), (zero, 0, 5)])
 def test_answers_come_from_the_cached_state(tamper: Tampering, least: int, most: int) -> None:
-    """Another document's state, or none, in place of the cached one, its KV kept: the answers are wrong."""
+    """With another document's state, or none, in place of the cached state, and the same KV, the answers are wrong."""
     llm = LLM(MODEL, device="cpu", max_model_len=8192, max_num_seqs=4)
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     documents = [demo_document(DEMO_SEED), demo_document(DEMO_SEED + 1)]

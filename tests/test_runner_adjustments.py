@@ -1,4 +1,4 @@
-"""Penalties, biases and bans of tokens: the logits that they leave, row by row."""
+"""Check the logits that penalties, biases and bans of tokens leave, row by row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def params_of(case: dict[str, Any], **more: Any) -> SamplingParams:
 
 
 def left(logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-    """What vLLM leaves of float32 logits [vocabulary]: bans and biases, repetition, frequency, presence."""
+    """Return float32 logits [vocabulary] as vLLM leaves them: bans, biases, then repetition, frequency, presence."""
     logits = logits.clone()
     if len(answer) < params.min_tokens:
         logits[list(ENDS)] = -torch.inf
@@ -66,8 +66,8 @@ def adjustment_of(params: SamplingParams, answer: Sequence[int] = ANSWER) -> Adj
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_that_are_left(case: dict[str, Any], dtype: torch.dtype) -> None:
-    """Seen by how often evenly spread draws take each token."""
+def test_logits_after_adjustments(case: dict[str, Any], dtype: torch.dtype) -> None:
+    """Compare how often evenly spread draws take each token."""
     params, strata = params_of(case, temperature=2.0), 1 << 12
     logits = (2 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))).to(dtype)
     parameters = np.repeat(draw_parameters([params], [0], [0]), strata, axis=1)
@@ -82,7 +82,7 @@ def test_logits_that_are_left(case: dict[str, Any], dtype: torch.dtype) -> None:
 
 
 def test_rows_of_all_kinds_together() -> None:
-    """Greedy and drawn, adjusted or not: each as it is alone. What is not asked for changes no bit."""
+    """Each row is as it is alone. An adjustment changes no bit of other rows."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(30, VOCABULARY, generator=generator)
     rows = [params_of(CASES[i % 10] if i % 3 else {}, temperature=i % 2 * 1.5, seed=i) for i in range(30)]
@@ -110,7 +110,7 @@ def test_rows_of_all_kinds_together() -> None:
             assert together[i] == left(logits[i], params, PROMPT, ANSWER).argmax()
 
 
-def test_adjusted_logits_that_are_not_finite_are_told() -> None:
+def test_adjusted_logits_that_are_not_finite_are_reported() -> None:
     logits = torch.full((1, VOCABULARY), torch.nan)
     changes = on_device({0: adjustment_of(params_of(CASES[0]))}, [])
     none = torch.from_numpy(draw_parameters([], [], []))
@@ -123,7 +123,7 @@ def test_adjusted_logits_that_are_not_finite_are_told() -> None:
     [({}, 0, False), ({"min_tokens": 3}, 2, True), ({"min_tokens": 3}, 3, False), ({"logit_bias": {}}, 0, False)]
     + [(case, 0, True) for case in CASES],
 )  # fmt: skip
-def test_who_asks_for_any(case: dict[str, Any], num_answered: int, asks: bool) -> None:
+def test_which_parameters_ask_for_adjustments(case: dict[str, Any], num_answered: int, asks: bool) -> None:
     assert params_of(case).adjusts(num_answered) == asks
 
 
@@ -138,8 +138,8 @@ def test_nothing_is_counted_twice() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_told_step_by_step(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives what all tokens at once give, after drafts too, and what was given stays as it was."""
+def test_stepwise_adjustments_equal_adjustments_at_once(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are among the tokens. Earlier adjustments stay as they were."""
     params, rng = params_of(case), np.random.default_rng(2)
     answer = rng.integers(0, VOCABULARY, 60).tolist()
     tally, given, length = Tally(params, PROMPT, ENDS), [], 0

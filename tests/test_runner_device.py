@@ -1,4 +1,4 @@
-"""Which devices the ops and the engine take, as far as a machine without one can tell."""
+"""Check which devices the ops and the engine take, as far as a machine without a GPU can tell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mambacache.runner.sizing import present_device
 
 
 class FakeGpuTensor:
-    """As much of a tensor on a GPU as decides who serves it."""
+    """Have as much of a GPU tensor as decides which backend serves it."""
 
     is_cuda = True
 
@@ -27,7 +27,7 @@ class FakeGpuTensor:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two H200 and an A100; the first one is the current device."""
+    """Pretend to have two H200 and an A100; the first H200 is the current device."""
     names = {"is_available": lambda: True, "device_count": lambda: 3, "current_device": lambda: 0}
     names["get_device_capability"] = lambda index: (8, 0) if index == 2 else (9, 0)
     names["get_device_name"] = lambda index: "NVIDIA A100" if index == 2 else "NVIDIA H200"
@@ -56,7 +56,7 @@ def test_ops_refuse_a_gpu_of_rocm(capability: tuple[int, int], gpus: None, monke
         backend.backend(FakeGpuTensor(0))
 
 
-def test_ops_refuse_a_gpu_that_is_not_the_current_one(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_refuse_a_gpu_that_is_not_current(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"on cuda:1, but the current device is cuda:0: .* under torch.cuda.device\(1\)"
     ):

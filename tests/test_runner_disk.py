@@ -1,4 +1,4 @@
-"""Files of states and pages: bitwise the same when they come back, and whatever is wrong with them costs a miss."""
+"""Files of states and pages come back bitwise the same, and any fault in them costs a miss."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Start = Callable[..., Tiers]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a process on the test's directory, and ends the one before it."""
+    """Start tiers on the test's directory as a new process would, and end the tiers before them."""
     running: list[Tiers] = []
 
     def begin(**options: Any) -> Tiers:
@@ -42,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_there_and_back_after_a_restart(start: Start, device: str) -> None:
+def test_blocks_survive_a_restart(start: Start, device: str) -> None:
     first = start(device=device)
     before = [pool.slabs.clone() for pool in first.pools]
     first.copy(True, ((2, 3), (4, 1)), ((9, 6), (1, 1)))
@@ -98,7 +98,7 @@ def of_another_kind(path: Path) -> None:
 def test_a_damaged_file_is_a_miss(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
 ) -> None:
-    """It is deleted, and what is right beside it stays."""
+    """The file is deleted, and good files beside it stay."""
     assert not start().run(False, state(1), state(2, 2), page(1))
     name = f"{state(1).block_hash.hex()}.state"
     damage(tmp_path / "cache" / name)
@@ -109,7 +109,7 @@ def test_a_damaged_file_is_a_miss(
     wait_until(lambda: name not in stored(tmp_path / "cache"))
 
 
-def test_others_files_are_nobodys_business(start: Start, tmp_path: Path) -> None:
+def test_foreign_files_are_left_alone(start: Start, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     names = ["notes.txt", "0" * 32, f"{'0' * 31}.state", f"{'g' * 32}.kv", f"{'0' * 32}.kv.far", "x.new"]
     for name in names:
@@ -123,14 +123,14 @@ def test_others_files_are_nobodys_business(start: Start, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space left"), ValueError("planted"), SystemExit()])
-def test_what_fails_in_the_thread_costs_hits_only(
+def test_a_failure_in_the_thread_costs_hits_only(
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     error: BaseException,
 ) -> None:
-    """A full disk, or whatever else; it is said once, nothing half is left, and later files are written."""
+    """Any error, such as a full disk, is logged once. No half file is left, and later files are written."""
     tiers = start()
     writes: list[str] = []
 
@@ -169,7 +169,7 @@ def test_a_directory_that_vanished(start: Start, tmp_path: Path, caplog: pytest.
     assert "cannot be read" in caplog.text and "cannot be written" in caplog.text
 
 
-def test_the_bound_holds_and_the_one_used_longest_ago_goes(
+def test_the_bound_holds_and_the_file_used_longest_ago_goes(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = HEADER.size + BLOCK_BYTES["state"]
@@ -185,7 +185,7 @@ def test_the_bound_holds_and_the_one_used_longest_ago_goes(
     tiers = start(limit=limit)
     for number in range(3):
         assert not tiers.run(False, state(number))
-    assert not tiers.run(True, state(0))  # 1 is now the one used longest ago
+    assert not tiers.run(True, state(0))  # 1 is now the file used longest ago
     assert not tiers.run(False, state(3))
     held = [tiers.disk.exact("state", state(n).block_hash) for n in range(4)]
     assert held == [True, None, True, True]
@@ -194,7 +194,7 @@ def test_the_bound_holds_and_the_one_used_longest_ago_goes(
         assert not tiers.run(False, state(number), state(number + 100))
     assert 3 * one == most == tiers.disk.num_bytes <= limit
     assert not tiers.run(True, state(118))
-    tiers = start(limit=limit - one)  # used last is what stays, after a restart too
+    tiers = start(limit=limit - one)  # the file used last stays, after a restart too
     assert tiers.disk.exact("state", state(118).block_hash) and tiers.disk.num_bytes == 2 * one
     wait_until(lambda: len(stored(tmp_path / "cache")) == 2)
 
@@ -208,7 +208,7 @@ def test_by_default_half_of_the_disk(start: Start, tmp_path: Path, monkeypatch: 
     assert [tiers.disk.exact("state", state(n).block_hash) for n in (1, 2, 3)] == [None, True, True]
 
 
-def test_an_exact_block_takes_the_place_of_a_near_one(start: Start, tmp_path: Path) -> None:
+def test_an_exact_block_replaces_a_near_block(start: Start, tmp_path: Path) -> None:
     tiers = start()
     assert not tiers.run(False, state(1, exact=False))
     assert tiers.disk.exact("state", state(1).block_hash) is False and tiers.run(True, state(1)), "asked for as exact"
@@ -218,7 +218,7 @@ def test_an_exact_block_takes_the_place_of_a_near_one(start: Start, tmp_path: Pa
 
 
 def test_another_model_shares_nothing_but_the_room(start: Start) -> None:
-    """Its key enters every hash, so that it asks for other names."""
+    """A model's key enters every hash, so that another model asks for other names."""
     first = start()
     assert not first.run(False, state(1))
     other = start(model="another")
@@ -248,7 +248,7 @@ def test_reset_looks_at_the_model_again(tmp_path: Path) -> None:
     assert other.key == tier.key
 
 
-def test_what_reset_cannot_delete_counts_no_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_reset_cannot_delete_count_no_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(errno.EACCES, "planted")
 
@@ -262,10 +262,10 @@ def test_what_reset_cannot_delete_counts_no_more(start: Start, monkeypatch: pyte
     assert after.disk.key == tiers.disk.key != before
 
 
-def test_reset_of_what_cannot_be_written_is_said(
+def test_a_reset_that_cannot_be_written_is_logged(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The files are deleted if they can be, and not used by this process in any case."""
+    """The files are deleted if they can be, and this process uses none of them in any case."""
 
     def refuse(directory: Directory) -> None:
         raise OSError(errno.EROFS, "planted")
@@ -280,8 +280,10 @@ def test_reset_of_what_cannot_be_written_is_said(
 
 
 def test_a_reset_is_on_the_disk_when_it_returns(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stops right after it begins with the new epoch: the file is synced before it takes its name, and
-    the directory after that."""
+    """A machine that stops right after a reset starts with the new epoch.
+
+    The file is synced before it takes its name, and the directory after that.
+    """
     tiers = start()
     assert not tiers.run(False, state(1))
     folder, done = tmp_path / "cache", []
@@ -321,10 +323,10 @@ def test_other_users_can_read_nothing(start: Start, tmp_path: Path, umask: int) 
     assert folder.stat().st_mode & 0o777 == 0o700 and modes(folder) == {0o600} and len(stored(folder)) == 2
 
 
-def test_a_directory_of_before_is_warned_of_and_its_files_are_closed(
+def test_an_open_directory_is_warned_of_and_its_files_are_closed(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may hold other things, so that its own permissions stay."""
+    """The directory may hold other things, so that its own permissions stay."""
     folder = tmp_path / "cache"
     folder.mkdir()
     folder.chmod(0o755)
@@ -340,7 +342,7 @@ def test_a_directory_of_before_is_warned_of_and_its_files_are_closed(
 
 
 class Held:
-    """Holds the thread up before it writes, until it is let go."""
+    """Hold the thread before it writes, until it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.go_on = threading.Event(), threading.Event()
@@ -355,7 +357,7 @@ class Held:
 
 
 @pytest.mark.parametrize("how", ["drop", "drop_born"])
-def test_what_turns_out_wrong_while_it_is_written(
+def test_files_dropped_while_they_are_written_are_deleted(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     tiers, held = start(), Held(monkeypatch)
@@ -370,12 +372,12 @@ def test_what_turns_out_wrong_while_it_is_written(
     run(tiers.host, transfer)
     assert [tiers.disk.exact("state", state(n).block_hash) for n in (1, 2)] == [None, True]
     assert tiers.disk.exact("kv", page(1).block_hash) is None
-    assert not tiers.run(False, page(3))  # after what was to be deleted
+    assert not tiers.run(False, page(3))  # runs after the deletions
     assert stored(tmp_path / "cache") == {f"{state(2).block_hash.hex()}.state", f"{page(3).block_hash.hex()}.kv"}
 
 
 def test_reset_while_files_are_written_and_read(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of before comes after it, and what was in line is not done."""
+    """Nothing from before a reset comes after it, and waiting work is not done."""
     tiers = start()
     assert not tiers.run(False, state(1))
     held = Held(monkeypatch)
@@ -409,7 +411,7 @@ def test_reads_go_before_writes(start: Start, monkeypatch: pytest.MonkeyPatch) -
     assert done == ["written", "read", "written"]
 
 
-def test_who_waits_waits_for_no_file_to_be_written(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_does_not_wait_for_written_files(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers = start()
     assert not tiers.run(False, state(1))
     held = Held(monkeypatch)
@@ -426,7 +428,7 @@ def test_who_waits_waits_for_no_file_to_be_written(start: Start, monkeypatch: py
 
 @pytest.mark.parametrize("moment", ["before", "asked"])
 def test_a_launch_that_is_cut_short(start: Start, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """By Ctrl-C: either nothing of it is done, and it has failed; or it is done later."""
+    """Ctrl-C cuts it short: either nothing of it is done and it has failed, or it is done later."""
     tiers = start()
     assert not tiers.run(False, state(1), page(1))
     tiers.slot("state", 2).zero_()
@@ -443,7 +445,7 @@ def test_a_launch_that_is_cut_short(start: Start, monkeypatch: pytest.MonkeyPatc
     assert bool(tiers.slot("state", 2).any()) == (moment == "asked")
 
 
-def test_one_process_at_a_time(start: Start, tmp_path: Path) -> None:
+def test_a_second_process_is_refused(start: Start, tmp_path: Path) -> None:
     tiers = start()
     with pytest.raises(ValueError, match="in use by another engine: close that first"):
         Directory(tmp_path / "cache")
@@ -460,7 +462,7 @@ def test_a_forgotten_tier_ends_its_thread_and_gives_the_directory_back(tmp_path:
     Directory(tmp_path).close()
 
 
-def test_a_run_is_said_to_be_over_only_when_it_is(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transfer_ends_only_when_its_files_are_written(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers, held = start(), Held(monkeypatch)
     transfer = tiers.transfer(False, state(1))
     tiers.host.launch([transfer])

@@ -1,4 +1,4 @@
-"""Files that are given up before they are written, while they are, and afterwards: none of them is left."""
+"""No file is left that was given up before, during or after its write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_runner_disk import start as start
 
 
 def test_the_bound_holds_for_a_transfer_that_is_larger(start: Callable[..., Tiers], tmp_path: Path) -> None:
-    """Its last files stay, and what was given up of it is nowhere, nor does it count as a failure of the disk."""
+    """The last files of a transfer stay. The others do not count as failures of the disk."""
     one = HEADER.size + BLOCK_BYTES["state"]
     tiers = start(limit=3 * one + 100)
     assert not tiers.run(False, state(0)) and not tiers.run(False, *map(state, range(1, 9)))
@@ -25,10 +25,10 @@ def test_the_bound_holds_for_a_transfer_that_is_larger(start: Callable[..., Tier
 
 
 @pytest.mark.parametrize("moment", ["not asked", "in line", "written"])
-def test_given_up_before_it_is_written_and_after(
+def test_a_file_given_up_at_any_moment_is_not_left(
     start: Callable[..., Tiers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """No file is left of it, whether its deletion comes first or last; `drop` forgets it for good."""
+    """Its deletion may come first or last. `drop` forgets it for good."""
     tiers, held = start(), Held(monkeypatch)
     filings = [tiers.disk.filing(tiers.transfer(False, each), tiers.host._slots) for each in (page(2), state(1))]
     for filing in filings[: 1 if moment == "not asked" else 2]:
@@ -43,13 +43,15 @@ def test_given_up_before_it_is_written_and_after(
         filing.synchronize()
         tiers.disk.note(filing)
     assert not any(filing.failed for filing in filings)
-    assert not tiers.run(False, page(3))  # after what was to be deleted
+    assert not tiers.run(False, page(3))  # runs after the deletions
     assert stored(tmp_path / "cache") == {f"{page(n).block_hash.hex()}.kv" for n in (2, 3)}
     assert tiers.disk.num_bytes == 2 * (HEADER.size + BLOCK_BYTES["kv"])
 
 
-def test_given_up_before_the_end(start: Callable[..., Tiers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was told to be wrong is not there for who starts next, though the thread had other things to do."""
+def test_a_file_given_up_before_the_end_is_not_left(
+    start: Callable[..., Tiers], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next process does not find a dropped file, though the thread had other things to do."""
     tiers = start()
     assert not tiers.run(False, state(1), page(2))
     held = Held(monkeypatch)

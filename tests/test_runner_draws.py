@@ -1,4 +1,4 @@
-"""Which random bits and parameters each draw of a step gets, in whatever order they are made."""
+"""Check which random bits and parameters each draw of a step gets, in any order of the draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ModelRunner` gives for a mixed batch, against logits of the whole sequences."""
+"""Compare the results of `ModelRunner` for a mixed batch with logits of the whole sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_logits(model: Model, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def generate(driver: Driver, request: Request, count: int, sampling: RowSampling) -> list[int]:
-    """Prefills what is left of a request, then decodes: `count` tokens."""
+    """Prefill the rest of a request, then decode, and return `count` tokens."""
     prompt = len(request.tokens)
     request.tokens += driver.execute([Row(request, prompt - request.computed)], [sampling])[0].tokens
     while len(request.tokens) < prompt + count:
@@ -54,7 +54,7 @@ def assert_logprobs(got: Logprobs, logits: torch.Tensor, token: int, top: int) -
 
 
 def test_a_step_runs_on_the_device_of_its_pool(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton launches on the current device, whatever its arguments lie on."""
+    """Triton launches on the current device, even if its arguments lie on another device."""
     current: list[torch.Tensor] = []
 
     @contextmanager
@@ -72,7 +72,7 @@ def test_a_step_runs_on_the_device_of_its_pool(model: Model, monkeypatch: pytest
 
 
 def test_mixed_batch(model: Model) -> None:
-    """A decode row, one with drafts, a whole prompt, and a piece of one that samples nothing."""
+    """Run a decode row, a row with drafts, a whole prompt, and a piece of a prompt that samples nothing."""
     driver = Driver(model)
     decode, drafted, whole, piece = (driver.add(tokens_of(i, n)) for i, n in enumerate((20, 70, 10, 90)))
     driver.execute([Row(decode, 19), Row(drafted, 69)], [RowSampling(GREEDY, (0,))] * 2)
@@ -118,8 +118,10 @@ def test_logprobs_of_some_rows(model: Model) -> None:
 
 @pytest.mark.parametrize("budget", [1, 7, 30])
 def test_prompt_logprobs(model: Model, budget: int) -> None:
-    """Each piece of the prompt scores the tokens that follow its own; the last one, after which a token is sampled too,
-    has one target less."""
+    """Each piece of the prompt scores the tokens that follow its own.
+
+    The last piece, after which a token is sampled too, has one target less.
+    """
     tokens = tokens_of(0, 30)
     driver = Driver(model)
     request = driver.add(tokens)
@@ -154,7 +156,7 @@ def test_seeded_draws_survive_batching_resuming_and_drafts(model: Model) -> None
     )
     assert [*request.tokens[65:66], *outputs[1].tokens] == alone[:8]
 
-    preempted = driver.add([*prompt, *alone[:5]])  # what is known is computed anew, as a prompt
+    preempted = driver.add([*prompt, *alone[:5]])  # its known tokens are computed anew, as a prompt
     assert generate(driver, preempted, 7, sampling) == alone[5:]
 
 
@@ -172,7 +174,7 @@ def test_several_answers_where_the_prompt_ends(model: Model) -> None:
 
 
 def test_kv_copies_come_before_the_pass(model: Model) -> None:
-    """A fork goes on from its own copy of a partial page, and leaves the other's alone."""
+    """A fork continues on its own copy of a partial page, and leaves the source page alone."""
     driver, tokens = Driver(model), tokens_of(0, 20)
     request = driver.add(tokens)
     first = driver.execute([Row(request, 20)], [RowSampling(GREEDY, (0,))])[0].tokens
@@ -202,7 +204,7 @@ def test_outputs_after_a_failed_step(model: Model, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_states(model: Model, state_dtype: torch.dtype) -> None:
-    """The first chunk reads no rounded state, those after it do."""
+    """The first chunk reads no rounded state. Later chunks do."""
     tokens = tokens_of(0, 192)
     driver = Driver(model, state_dtype=state_dtype)
     request = driver.add(tokens)
@@ -221,7 +223,7 @@ def test_16_bit_models(name: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "jamba", "mamba2"])
 def test_warming_up_writes_nothing(name: str, tiny_model: Callable[[str], Path]) -> None:
-    """No state, no page, and of token logs only the null slot."""
+    """A warm-up writes no state, no page, and only the null slot of token logs."""
     runner = Driver(load_model(tiny_model(name))).runner
     parts = [runner.states.buffer, runner.logs.slabs[1:], *([runner.pages.buffer] if runner.pages is not None else [])]
     before = [part.clone() for part in parts]

@@ -1,4 +1,4 @@
-"""Pinned memory: pages of its own, given back however its owner goes, and a refusal that leaves nothing behind."""
+"""Pinned memory has pages of its own, and is given back however its owner goes. A refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = 4096
 
 
 class Driver:
-    """Pins as CUDA's does: whole pages, and none twice."""
+    """Pin as CUDA's driver does: whole pages, and no page twice."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, range] = {}
@@ -52,7 +52,7 @@ def forget(memory: list[HostMemory]) -> None:
 
 
 @pytest.mark.parametrize("end", [close, forget])
-def test_what_was_pinned_is_given_back_once(driver: Driver, end: Callable[[list[HostMemory]], None]) -> None:
+def test_pinned_memory_is_given_back_once(driver: Driver, end: Callable[[list[HostMemory]], None]) -> None:
     memory = [HostMemory(torch.device("cuda"))]
     slots = [memory[0].slots(3, 1000), memory[0].slots(5, PAGE + 1)]
     assert len(driver.pinned) == 2 and [each.shape for each in slots] == [(3, 1000), (5, PAGE + 1)]
@@ -87,7 +87,7 @@ def test_a_refusal_leaves_the_device_usable(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.gpu
-def test_engines_one_after_another_pin_their_memory() -> None:
+def test_successive_engines_pin_their_memory() -> None:
     for size in (1 << 20, 1 << 25, 3 << 20, 3000, 100):
         for _ in range(3):
             memory = HostMemory(torch.device("cuda"))

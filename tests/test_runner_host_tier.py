@@ -1,4 +1,4 @@
-"""Slots in host memory: blocks that went there and came back are bitwise the same."""
+"""Blocks that went to host memory and came back are bitwise the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def pools(device: str) -> list[StatePool]:
-    """Of states and of pages, full of random bytes."""
+    """Return pools of states and of pages, full of random bytes."""
     layers = (
         [[StateTensor((5, 7), torch.float32), StateTensor((3,), torch.float16)]],
         [[StateTensor((64, 2, 8), torch.float16)]],
@@ -26,7 +26,6 @@ def pools(device: str) -> list[StatePool]:
 
 
 def run(tier: HostTier, *transfers: Transfer) -> dict[Transfer, bool]:
-    """Launches transfers and waits for them."""
     tier.launch(transfers)
     ended: dict[Transfer, bool] = {}
     while tier.under_way:
@@ -38,7 +37,7 @@ def run(tier: HostTier, *transfers: Transfer) -> dict[Transfer, bool]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_there_and_back(device: str) -> None:
+def test_blocks_copied_there_and_back_are_equal(device: str) -> None:
     states, pages = pools(device)
     tier = HostTier([states, pages], (3, 6))
     before = states.slabs.clone(), pages.slabs.clone()
@@ -69,7 +68,7 @@ def test_no_transfer_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_transfer_is_launched_once_and_told_until_it_is_forgotten(device: str) -> None:
+def test_a_transfer_is_launched_once_and_reported_until_forgotten(device: str) -> None:
     states, pages = pools(device)
     tier = HostTier([states, pages], (3, 6))
     transfer = Transfer(7, True, ((1, 1),), ())
@@ -85,7 +84,7 @@ def test_a_transfer_is_launched_once_and_told_until_it_is_forgotten(device: str)
     tier.close()
 
 
-def test_what_fails_is_told_as_failed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_transfer_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     tier = HostTier(pools("cpu"), (3, 6))
     wrong = Transfer(1, True, ((1, 99),), ())
     right = Transfer(2, True, ((1, 1),), ((2, 2),))
@@ -96,7 +95,7 @@ def test_what_fails_is_told_as_failed(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 @pytest.mark.gpu
 def test_a_copy_waits_for_the_steps_before_it() -> None:
-    """And is told as over no sooner than it is."""
+    """Report a copy as over no sooner than it is."""
     states = StatePool([[StateTensor((1 << 24,), torch.float32)]], 3, "cuda")
     tier = HostTier([states], (1,))
     x = torch.randn(8192, 8192, device="cuda")

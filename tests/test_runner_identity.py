@@ -1,4 +1,4 @@
-"""What states depend on: whatever of it is another gives another identity, and nothing else does."""
+"""Anything that states depend on changes the identity, and nothing else does."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_a_checkpoint_may_be_moved(model: Model, tiny_model: Callable[[str], Pat
 
 
 @pytest.mark.parametrize("options", [{"block_size": 128}, {"state_dtype": "bfloat16"}])
-def test_another_layout(model: Model, options: dict[str, Any]) -> None:
+def test_another_layout_changes_the_identity(model: Model, options: dict[str, Any]) -> None:
     assert of(model, **options) != of(model)
 
 
-def test_another_dtype_of_weights(model: Model, tiny_model: Callable[[str], Path]) -> None:
+def test_another_dtype_of_weights_changes_the_identity(model: Model, tiny_model: Callable[[str], Path]) -> None:
     assert of(load_model(tiny_model("qwen3_next"), "bfloat16", "cpu")) != of(model)
 
 
-def test_another_setting(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_setting_changes_the_identity(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     before = of(model)
     monkeypatch.setattr(model.config, "rms_norm_eps", 1e-5)
     assert of(model) != before
 
 
-def test_other_versions(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_other_versions_change_the_identity(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before, digest = of(model), source_digest()
     version = identity_module.version
     monkeypatch.setattr(identity_module, "version", lambda name: "7" if name == "transformers" else version(name))
@@ -72,7 +72,7 @@ def test_other_versions(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def change(tensor: torch.Tensor, how: str) -> None:
-    """Changes float32 weights as little as may be, or so that sums of them would stay."""
+    """Change float32 weights as little as possible, or so that their sums would stay."""
     flat, bits = tensor.view(-1), tensor.view(-1).view(torch.int32)
     if how == "one value":
         bits[flat.numel() // 2] ^= 1
@@ -90,7 +90,7 @@ def change(tensor: torch.Tensor, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["one value", "the last", "all signs", "two signs", "two places", "two neighbours"])
-def test_other_weights(tiny_model: Callable[[str], Path], how: str) -> None:
+def test_other_weights_change_the_identity(tiny_model: Callable[[str], Path], how: str) -> None:
     model = load_model(tiny_model("mamba2"), "float32", "cpu")
     before, kept = of(model), {name: each.clone() for name, each in model.module.state_dict().items()}
     assert before == of(model)
@@ -101,7 +101,7 @@ def test_other_weights(tiny_model: Callable[[str], Path], how: str) -> None:
 
 
 def test_every_byte_of_every_tensor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its length, on both sides of the places where it is cut; zeros at the end too, and what is empty."""
+    """Check tensors of any length, both sides of each cut, zeros at the end, and empty tensors."""
     monkeypatch.setitem(identity_module.WORDS, "cpu", 2)
 
     def digest(*tensors: torch.Tensor) -> str:
@@ -125,7 +125,7 @@ def test_every_byte_of_every_tensor_counts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.gpu
-def test_other_weights_on_a_gpu() -> None:
+def test_other_weights_on_a_gpu_change_the_identity() -> None:
     module = torch.nn.Linear(10_000, 3_333, dtype=torch.bfloat16, device="cuda")
     digests = {weights_digest(module) for _ in range(3)}
     for place in ((0, 0), (1666, 77), (3332, 9_999)):

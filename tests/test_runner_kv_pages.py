@@ -1,4 +1,4 @@
-"""The layout of KV pages."""
+"""Check the layout of KV pages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_kv_pages() -> None:
     assert pages.block_bytes == kv_block_bytes(layers, 64) == sum(x[0].nbytes for layer in pages.layers for x in layer)
 
 
-def test_a_block_is_one_contiguous_piece() -> None:
-    """And holds what its views hold, of all layers, and nothing of other blocks."""
+def test_a_block_is_a_contiguous_piece() -> None:
+    """A block holds its views of all layers, and nothing of other blocks."""
     pages = allocate_kv_pages([KVLayer(1, 8, 4, torch.float16), KVLayer(1, 3, 3, torch.float32)], 3, 64)
     assert pages is not None and pages.slabs.is_contiguous()
     pages.slabs.zero_()
@@ -34,11 +34,11 @@ def test_a_block_is_one_contiguous_piece() -> None:
     assert kv_block_bytes([KVLayer(1, 1, 3, torch.float16)], 64) == 256 + 512  # 128 and 384 bytes, aligned
 
 
-def test_models_without_attention_have_none() -> None:
+def test_models_without_attention_have_no_pages() -> None:
     assert allocate_kv_pages([], 0, 64) is None and kv_block_bytes([], 64) == 0
 
 
-# --- one memory for both kinds ---
+# --- slabs that hold states or pages ---
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A step of decode rows that is padded gives the logits of the same step as it was, and writes nothing else."""
+"""A padded step of decode rows gives the logits of the same step without padding, and writes nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_padded_step(name: str, rows: int, width: int, tiny_model: Callable[[str
 
 @pytest.mark.parametrize("attention", [False, True])
 def test_equal_shapes_give_equal_places(attention: bool) -> None:
-    """Whatever comes behind the block table, and however long that is."""
+    """Neither the arrays behind the block table nor its length move an array."""
     arrays = _padding(3, 2, 4 if attention else 0)
     other = {name: array[:5] if name == "block_table" else array for name, array in arrays.items()}
     if attention:

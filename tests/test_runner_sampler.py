@@ -1,4 +1,4 @@
-"""Sampling: distributions, and what a draw depends on."""
+"""Check the distributions of samples, and the values that a draw depends on."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sampled(logits: torch.Tensor, *how: Any) -> torch.Tensor:
 
 
 def frequencies(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """How often each token is drawn when the random numbers are spread evenly: its probability within 1 / STRATA."""
+    """Return how often each token is drawn for evenly spread random numbers: its probability within 1 / STRATA."""
     parameters = np.repeat(draw_parameters([params], [0], [0]), STRATA, axis=1)
     parameters[4] = np.arange(STRATA) << (DRAW_BITS - STRATA.bit_length() + 1)
     draws = torch.arange(STRATA), torch.from_numpy(parameters), [(STRATA, ordered(params))]
@@ -86,7 +86,7 @@ def test_extreme_temperatures_and_logits() -> None:
     assert (frequencies(logits, SamplingParams(temperature=1e9))[:3] - 1 / 3).abs().max() < 1e-3
 
 
-def test_greedy_rows_beside_drawn_ones() -> None:
+def test_greedy_rows_beside_drawn_rows() -> None:
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     index = torch.tensor([0, 2, 2, 3, 5])
     params = SamplingParams(temperature=3.0)
@@ -104,7 +104,7 @@ def test_greedy_rows_beside_drawn_ones() -> None:
 
 
 def test_a_draw_depends_on_its_row_alone() -> None:
-    """Also where many logits are alike, as in bf16, and what is cut off is drawn otherwise than what is not."""
+    """Check equal logits too, as in bf16, and rows with a cut, which are drawn otherwise than rows without."""
     logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
     cuts = ({}, {"top_k": 10}, {"top_k": 200, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.3}, {"top_k": 2000})
     params = [SamplingParams(temperature=2.0, **cuts[i % 6]) for i in range(64)]
@@ -124,7 +124,7 @@ def test_a_draw_depends_on_its_row_alone() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5, 1000])
-def test_the_most_likely_are_those_of_a_sort(count: int) -> None:
+def test_the_most_likely_tokens_equal_a_sort(count: int) -> None:
     logits = torch.randn(20, 1500, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     logits[:, ::7], logits[:, 1::7], logits[:, 2::7], logits[:, 3::7] = 0.0, -0.0, -torch.inf, 2.0
     assert torch.equal(
@@ -142,7 +142,7 @@ def test_the_most_likely_are_those_of_a_sort(count: int) -> None:
         (SamplingParams(top_k=2000), True),
     ],
 )
-def test_the_vocabulary_is_sorted_where_that_alone_tells(
+def test_the_vocabulary_is_sorted_only_where_it_must_be(
     params: SamplingParams, sorts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, sort = [], torch.Tensor.sort
@@ -153,7 +153,7 @@ def test_the_vocabulary_is_sorted_where_that_alone_tells(
 
 
 def test_random_bits() -> None:
-    # The generator's first number from state 0 is 0xE220A8397B1DCDAF; from there one more round.
+    # The generator's first number from state 0 is 0xE220A8397B1DCDAF. One more round follows.
     state = (0xE220A8397B1DCDAF + 0x9E3779B97F4A7C15) % 2**64
     state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
@@ -176,8 +176,7 @@ def test_score() -> None:
     assert score(logits, torch.tensor([0, 1]), 10)[1].shape == (2, 3)
 
 
-def test_logits_that_are_not_finite_are_told() -> None:
-    """Drawn or greedy, and whatever stands beside them."""
+def test_logits_that_are_not_finite_are_reported() -> None:
     nan, inf = torch.nan, torch.inf
     logits = torch.tensor([[nan] * 4, [-inf] * 4, [0, nan, 5, 1], [0, inf, 5, 1], [-inf, 0, -inf, -inf]])
     for params in (SamplingParams(), SamplingParams(top_k=2), SamplingParams(top_p=0.9)):

@@ -1,4 +1,4 @@
-"""The watch over the state pool sees what it must see."""
+"""The watch over the state pool sees every access outside the kernels."""
 
 from __future__ import annotations
 

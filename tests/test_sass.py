@@ -1,4 +1,4 @@
-"""The check of machine code on excerpts of some."""
+"""Check the test of machine code on excerpts of machine code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sass import unwritten_reads
 PRODUCT = "HGMMA.64x32x16.F32 R24, R40, gdesc[UR8].tnspB, R24"
 SHARED_PRODUCT = "HGMMA.64x32x16.F32 R24, gdesc[UR8], R24"
 FAULT = "UIADD3 UR22, UP0, UR28, 0x40, URZ"
-# Of the first launch of fp32 KDA in tiles of 32 channels, as ptxas 12.8 assembles it.
+# The first launch of fp32 KDA in tiles of 32 channels, as ptxas 12.8 assembles it.
 AS_FOUND = f"""
 S2UR UR4, SR_CgaCtaId
 UMOV UR13, 0x400
@@ -28,7 +28,7 @@ EXIT
 
 
 def code(text: str) -> str:
-    """As nvdisasm prints it."""
+    """Return the text as nvdisasm prints it."""
     lines = text.strip().splitlines()
     return "\n".join(x if x.endswith(":") else f"        /*{16 * i:04x}*/   {x} ;" for i, x in enumerate(lines))
 

@@ -1,8 +1,9 @@
-"""Long mixed traffic on the trained recall model: every answer that the model alone gives right is right, whatever else
-happens to the engine, and nothing is held when all have ended.
+"""Send long mixed traffic to the trained recall model.
 
-Requests are turns of conversations about documents. They come in bursts, are aborted, preempted in pools that are too
-small, sent in several salts, asked for twice, drafted for rightly and wrongly; host and device stop at random.
+Every answer that the model alone gives right must be right, and nothing is held when all requests have ended.
+
+Requests are turns of conversations about documents. They come in bursts, in several salts, and some twice. They are
+aborted, preempted in pools that are too small, and drafted for rightly and wrongly. Host and device stop at random.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from mambacache.demo.task import ANSWER_TOKENS, answer_text, demo_document, enco
 from mambacache.scheduler.request import Request
 
 DOCUMENTS, TURNS = 6, 4
-LONG, LONGEST = 66, 350  # tokens of an answer, of which only the first can be right or wrong
-LONGEST_EACH = 5  # a few of the longest side by side outgrow the KV pool
+LONG, LONGEST = 66, 350  # tokens of an answer; only the first can be right or wrong
+LONGEST_EACH = 5  # a few of the longest answers side by side outgrow the KV pool
 UNDER_WAY = 20  # requests at a time
 ABORT_EACH, RESET_EACH = 12, 35
 STOP_SECONDS, STOP_CYCLES = 0.004, 4_000_000
@@ -31,7 +32,7 @@ ALONE = greedy(ANSWER_TOKENS, ignore_eos=True, read_cache=False, store_cache=Fal
 
 
 def conversations(seed: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompts and their right answers: each turn has those before it in its prompt."""
+    """Yield prompts and their right answers. Each turn has the turns before it in its prompt."""
     for number in range(DOCUMENTS):
         rng = random.Random(f"{seed} {number}")
         document = demo_document(rng.randrange(1 << 30), num_records=rng.randrange(20, 240), num_names=12)
@@ -45,12 +46,12 @@ def conversations(seed: int) -> Iterator[tuple[list[int], list[int]]]:
 
 @dataclass
 class Soak:
-    """One engine under traffic."""
+    """Send traffic to one engine."""
 
     llm: LLM
     turns: Sequence[tuple[list[int], list[int]]]
     rng: random.Random
-    asked: dict[str, list[int]] = field(default_factory=dict)  # under way: the right answer
+    asked: dict[str, list[int]] = field(default_factory=dict)  # the right answers of requests in flight
     right: int = 0
     aborted: int = 0
 
@@ -104,7 +105,7 @@ class Soak:
                 del self.asked[output.request_id]
 
     def draft(self, request: Request, limit: int) -> list[int] | DraftTree:
-        """The right tokens, others, the right ones beside another, or none."""
+        """Return the right tokens, wrong tokens, a tree of both, or none."""
         right = self.asked.get(request.request_id.partition("/")[0], [])[len(request.output) :]
         if right and self.rng.random() < 0.3:
             return DraftTree([limit, *right], [0, 0, *range(2, 1 + len(right))])
@@ -113,7 +114,7 @@ class Soak:
 
 
 def soak(engine: Engines, requests: int, drafts: bool, seed: int = 0) -> None:
-    """With drafts, or a step ahead, on a CPU too."""
+    """Run with drafts, or a step ahead, on a CPU too."""
     turns = list(conversations(seed=requests + seed))
     alone = engine(MODEL).generate([prompt for prompt, _ in turns], ALONE, use_tqdm=False)
     known = [turn for turn, output in zip(turns, alone, strict=True) if list(output.outputs[0].token_ids) == turn[1]]
@@ -148,5 +149,5 @@ def test_soak(engine: Engines, drafts: bool) -> None:
 @pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("seed", range(5))
 def test_long_soak(engine: Engines, drafts: bool, seed: int) -> None:
-    """5,000 requests in all."""
+    """Send 5,000 requests in all."""
     soak(engine, 500, drafts, seed)

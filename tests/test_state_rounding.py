@@ -1,4 +1,4 @@
-"""Float16 states, rounded once a fold, stay nearer to float64 than states that are rounded once a token."""
+"""Float16 states that are rounded once a fold stay nearer to float64 than states that are rounded once a token."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PROCESSORS = 132  # of an H100 or H200
 
 
 def form(lengths: list[int], heads: int) -> str:
-    """What prefill of the gated delta rule goes by, for values of 128 channels."""
+    """Return the form of the gated delta rule's prefill, for values of 128 channels."""
     if 2 * heads * len(lengths) <= PROCESSORS:
         return "few"
     indices = StateIndices.from_arrays(plan_arrays([], [Row(length) for length in lengths]), "cpu")
@@ -43,7 +43,7 @@ def test_every_form_of_prefill_is_among_the_batches(heads: int, room: int) -> No
 @pytest.mark.parametrize("heads", [4, 8, 16, 24, 32, 48, 64])
 @pytest.mark.parametrize("room", [2048, 8192, 16384])
 def test_every_form_of_the_prefill_of_kda_is_among_the_batches(heads: int, room: int) -> None:
-    """It goes by states in turn if it is busy and has many of them; rows of few are `uneven`."""
+    """It goes by states in turn if it is busy and has many of them. Busy rows of few states are `uneven`."""
 
     def kda_form(lengths: list[int]) -> str:
         found, many = form(lengths, heads), heads * len(lengths) >= MIN_TURNS * PROCESSORS
@@ -78,7 +78,7 @@ def random_batch(rng: random.Random, width: int) -> list[SequenceStep]:
 def test_no_batch_takes_a_kernel_that_was_not_warmed_up(
     name: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels are noted in place of launched. With four processors few rows keep them busy."""
+    """Note kernels instead of launching them. With four processors few rows keep them busy."""
     taken: set[Any] = set()
 
     def note(

@@ -1,7 +1,7 @@
-"""Tiny random checkpoints of each supported model type, with weights of such scales that states matter.
+"""Save tiny random checkpoints of each supported model type, with weights at scales where states matter.
 
-Logits have about unit scale. Decays lie between 0.2 and 0.999 a token, so that a state remembers hundreds of tokens and
-a wrong one shows.
+Logits have about unit scale. Decays lie between 0.2 and 0.999 a token: a state remembers hundreds of tokens, and a
+wrong state shows.
 """
 
 from __future__ import annotations
@@ -201,16 +201,16 @@ def _configs() -> dict[str, PreTrainedConfig]:
 
 
 TINY_MODELS = tuple(_configs())
-"""The names that `save_tiny_model` knows."""
+"""`save_tiny_model` knows these names."""
 
 
 def save_tiny_model(name: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
-    """Saves a random model as a safetensors checkpoint in float32.
+    """Save a random model as a safetensors checkpoint in float32.
 
     Args:
         name: one of `TINY_MODELS`.
-        directory: where to.
-        changes: settings that replace those of the model's (text) config.
+        directory: the folder of the checkpoint.
+        changes: settings that replace settings of the model's (text) config.
 
     Returns:
         `directory`.
@@ -231,7 +231,7 @@ def save_tiny_model(name: str, directory: Path, seed: int = 0, **changes: Any) -
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel) -> None:
-    """Draws all weights: products keep unit scale, norms lie around 1, gates and decays are spread."""
+    """Draw all weights: products keep unit scale, norms lie around 1, gates and decays are spread."""
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             weight.uniform_(math.log(0.05), math.log(2.0))

@@ -1,7 +1,7 @@
-"""Tiny checkpoints of classes whose text part is one of the tiny models, with the names of weights and settings that
-published checkpoints have.
+"""Save tiny checkpoints of classes that have a tiny model as their text part.
 
-Their own folder holds what transformers loads, and its folder `served` is for vLLM.
+Weights and settings have the names of published checkpoints. A checkpoint's own folder holds the files for
+transformers, and its folder `served` is for vLLM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import (
 from tiny_models import VOCABULARY, randomize, save_tiny_model
 
 MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-"""Tokens after those of prompts."""
+"""These tokens come after the tokens of prompts."""
 LFM2_MARKS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>")
 """LFM2-VL has these tokens in their place."""
 MINICPM_MARKS = {
@@ -40,12 +40,12 @@ MINICPM_MARKS = {
 }  # fmt: skip
 """MiniCPM-V has these tokens in their place, by the names that its processor has for them."""
 SLICES = 4
-"""Of a large image of MiniCPM-V, at most."""
+"""MiniCPM-V cuts a large image into this many slices at most."""
 NANO_MARKS = ("<image>", "<video>", "<img>", "</img>")
 """Nemotron Nano has these tokens in their place."""
 MAX_IMAGE_TOKENS = 256
 SIDE = 32
-"""Pixels across and down of the part of an image that becomes a token."""
+"""A part of an image of this many pixels across and down becomes a token."""
 TEXT_ONLY = {"language_model_only": True}
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 QWEN: dict[str, Any] = {
@@ -68,7 +68,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class NanoConfig(PreTrainedConfig):
-    """The settings of Nemotron Nano, whose own class comes with its checkpoints."""
+    """Hold the settings of Nemotron Nano: their own class comes with its checkpoints."""
 
     model_type = "NemotronH_Nano_VL_V2"
 
@@ -82,7 +82,7 @@ AutoConfig.register(NanoConfig.model_type, NanoConfig)
 
 
 def named(layers: str, head: str) -> Callable[[Weights], Weights]:
-    """A function that puts these prefixes in place of `model.` and `lm_head.`."""
+    """Return a function that puts these prefixes in place of `model.` and `lm_head.`."""
     return lambda weights: {
         layers + key.removeprefix("model.") if key.startswith("model.") else head + key.removeprefix("lm_head."): weight
         for key, weight in weights.items()
@@ -90,7 +90,7 @@ def named(layers: str, head: str) -> Callable[[Weights], Weights]:
 
 
 def bank_of(key: str) -> str | None:
-    """The name under which Intern-S2-Mobius has a weight that layers share."""
+    """Return the name under which Intern-S2-Mobius has a weight that layers share."""
     layer, _, rest = key.removeprefix("model.layers.").partition(".mlp.")
     return f"model.meta_mlp.{int(layer) % BANKS}.{rest}" if rest.startswith(("gate.", "experts.")) else None
 
@@ -101,13 +101,14 @@ def as_banks(weights: Weights) -> Weights:
 
 
 class Composite(NamedTuple):
-    """
+    """Describe a checkpoint of a class with a text part.
+
     Attributes:
         text: the tiny model of its text part.
-        settings: those of the checkpoint, beside the text part's.
+        settings: the checkpoint's settings beside the text part's.
         names: gives weights the names of the checkpoint.
-        options: vLLM's.
-        changes: those of the text part's settings.
+        options: vLLM's options.
+        changes: changed settings of the text part.
         add_images: gives the folder that vLLM serves a vision tower and a processor of images.
     """
 
@@ -120,7 +121,7 @@ class Composite(NamedTuple):
 
 
 def add_lfm2_images(served: Path) -> None:
-    """Gives a saved LFM2-VL random weights of a vision tower and a projector, and a processor of images."""
+    """Give a saved LFM2-VL random weights of a vision tower and a projector, and a processor of images."""
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(served)
     model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype)
@@ -163,7 +164,7 @@ def add_minicpm_images(served: Path) -> None:
 def add_nano_images(served: Path) -> None:
     """Give a saved Nemotron Nano random weights of a RADIO tower and a projector.
 
-    Its folder `images` holds what transformers loads: the same weights, and a processor of images.
+    Its folder `images` holds the files for transformers: the same weights, and a processor of images.
     """
     torch.manual_seed(0)
     settings, images = AutoConfig.from_pretrained(served), served / "images"
@@ -186,7 +187,7 @@ def add_nano_images(served: Path) -> None:
     )
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     randomize(model)
-    with torch.no_grad():  # drawn like the rows of an embedding
+    with torch.no_grad():  # drawn like the lines of an embedding
         model.vision_model.embeddings.patch_projection.weight.mul_(config.vision_config.patch_dim**-0.5)
     model.save_pretrained(images)  # with the names of published checkpoints, which have no scales of layers
     weights = load_file(images / "model.safetensors")
@@ -206,7 +207,7 @@ def add_nano_images(served: Path) -> None:
         ),
         transformers.NemotronH_Omni_Reasoning_V3VideoProcessor(),
         tokenizer,
-        transformers.Wav2Vec2FeatureExtractor(),  # it must have one, and no prompt has sounds
+        transformers.Wav2Vec2FeatureExtractor(),  # the processor must have one, and no prompt has sounds
     ).save_pretrained(images)  # fmt: skip
 
 
@@ -237,13 +238,13 @@ def _minicpm(version: str) -> Composite:
 
 NANO_TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 NANO_PATCHES = {"min_num_patches": 16, "max_num_patches": 4 * MAX_IMAGE_TOKENS}
-"""Of an image of Nemotron Nano: a smaller or larger one is resized."""
+"""Nemotron Nano resizes an image of fewer or more patches."""
 _NANO: dict[str, Any] = {
     "model_type": NanoConfig.model_type,
     "vision_config": {
         "args": {
             "model": "vit_small_patch16_224",
-            # vLLM takes these sizes in place of that model's.
+            # vLLM takes these sizes in place of the named model's.
             **NANO_TOWER,
             "intermediate_size": 128,
             # Both resize position embeddings. Were this `preferred_resolution`, vLLM would cut them for small images.
@@ -300,7 +301,7 @@ COMPOSITES: dict[str, Composite] = {
 
 
 def save_composite(name: str, directory: Path, **changes: Any) -> Path:
-    """Saves a model of `COMPOSITES`, and gives the folder that vLLM serves."""
+    """Save a model of `COMPOSITES`, and return the folder that vLLM serves."""
     composite = COMPOSITES[name]
     save_tiny_model(composite.text, directory, **changes | composite.changes)
     weights = load_file(directory / "model.safetensors")
@@ -321,7 +322,7 @@ def save_composite(name: str, directory: Path, **changes: Any) -> Path:
 
 
 def words(marks: Sequence[str] = MARKS) -> PreTrainedTokenizerFast:
-    """A tokenizer whose words are the numbers of tokens, with these marks after them."""
+    """Return a tokenizer with the numbers of tokens as words, and these marks after them."""
     tokens = {str(token): token for token in range(VOCABULARY)}
     tokens |= {mark: VOCABULARY + place for place, mark in enumerate(marks)}
     tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="0"))
@@ -331,7 +332,7 @@ def words(marks: Sequence[str] = MARKS) -> PreTrainedTokenizerFast:
 
 
 def add_processor(directory: Path) -> None:
-    """Gives a saved Qwen3.5 what vLLM reads its images with: it runs its vision tower once when it starts."""
+    """Give a saved Qwen3.5 the files by which vLLM reads images: vLLM runs its vision tower once at start."""
     path, size = directory / "config.json", {"shortest_edge": SIDE**2, "longest_edge": MAX_IMAGE_TOKENS * SIDE**2}
     path.write_text(json.dumps(json.loads(path.read_text()) | QWEN_TOKENS))
     half = [0.5] * 3  # vLLM normalizes both alike

@@ -1,4 +1,4 @@
-"""Tests of the plugin, which need vLLM: `make test-vllm` runs them in an environment of its own."""
+"""Run the plugin's tests, which need vLLM: `make test-vllm` runs them in an environment of its own."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torchvision_operators  # noqa: F401
 
-# Without vLLM this very folder looks like a package of that name, though one that comes from nowhere.
+# Without vLLM this very folder looks like a package of that name, with no origin.
 if (spec := find_spec("vllm")) is None or spec.origin is None:
     collect_ignore_glob = ["test_*.py"]
 else:  # processes that vLLM starts import `sitecustomize` from this folder
@@ -18,5 +18,5 @@ else:  # processes that vLLM starts import `sitecustomize` from this folder
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For what a scheduler leaves to other processes."""
+    """Give each test a temporary folder for the files that a scheduler leaves to other processes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

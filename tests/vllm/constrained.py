@@ -1,4 +1,4 @@
-"""The oracle of constrained answers: Hugging Face's uncached forward and a matcher that shares no code with vLLM's."""
+"""Check constrained answers by Hugging Face's uncached forward and a matcher that shares no code with vLLM's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import regex
 from engine_driver import TIE, Original
 
 END = 1
-"""The end token of the tiny models."""
+"""The tiny models have this end token."""
 
 
 def allowed(pattern: str, texts: Sequence[str], answer: Sequence[int]) -> list[int]:
@@ -29,7 +29,7 @@ def allowed(pattern: str, texts: Sequence[str], answer: Sequence[int]) -> list[i
 def check_constrained(
     original: Original, prompt: list[int], pattern: str, texts: Sequence[str], answer: list[int]
 ) -> None:
-    """Fail unless an answer is the most likely one that its pattern allows, and not the most likely one of all."""
+    """Fail unless an answer is the likeliest that its pattern allows, and not the likeliest of all."""
     changed = 0
     for place, (token, logits) in enumerate(zip(answer, original.after(prompt, answer), strict=True)):
         tokens = allowed(pattern, texts, answer[:place])

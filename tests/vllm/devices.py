@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's platform: as much of one as tells a device."""
+"""Stand in for vLLM's platforms, as far as they tell a device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def device(platform: str, capability: tuple[int, int] | None = None) -> Any:
-    """Return an instance of a class that is called like a platform of vLLM."""
+    """Return an instance of a class that has the name of a vLLM platform."""
     known = capability and SimpleNamespace(major=capability[0], minor=capability[1])
     answers = {
         "is_cpu": platform == "CpuPlatform",

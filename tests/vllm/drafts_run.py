@@ -1,7 +1,8 @@
-"""Has a model on a GPU answer with drafts, of n-grams by default, a step ahead of their verification, and looks each
-token up in what a prefill of the whole answer says; a process of its own.
+"""Answer with drafts on a GPU, a step ahead of their verification, and compare each token with a prefill of the answer.
 
-    python drafts_run.py MODEL OUT.json [OPTIONS as JSON]
+The drafts are n-grams by default. The script is a process of its own:
+
+`python drafts_run.py MODEL OUT.json [OPTIONS as JSON]`
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def main() -> None:
     accepted = next(each.value for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens")
     whole = [{"prompt_token_ids": [*prompt, *answer]} for prompt, answer in zip(prompts, answers, strict=True)]
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    behind: list[float] = []  # how far each token's logarithm of its probability is behind the best one's
+    behind: list[float] = []  # each token's log-probability subtracted from the best token's
     for prompt, answer, found in zip(prompts, answers, llm.generate(whole, params, use_tqdm=False), strict=True):
         for token, logprobs in zip(answer, found.prompt_logprobs[len(prompt) :], strict=True):
             behind.append(max(each.logprob for each in logprobs.values()) - logprobs[token].logprob)

@@ -1,4 +1,4 @@
-"""One tiny model served by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`.
+"""Serve a tiny model by vLLM with the plugin, in this process: `python family_run.py NAME DIRECTORY`.
 
 A NAME that ends in "+ngram" or "+mtp" has it verify drafts, of n-grams or of a layer of its own.
 
@@ -43,12 +43,12 @@ PROMPTS = [
     SHARED + tokens_of(6, 50),
     SHARED[:130] + tokens_of(7, 20),
 ]
-# The last two wait for the one before them. The second time each finds its own tail, at the last boundary that leaves
-# a token to compute.
+# The last two wait for the prompt before them. The second time each finds its own tail, at the last boundary that
+# leaves a token to compute.
 HITS = ([0, 0, 0, 0, 192, 128], [0, 0, 128, 256, 192, 128])
-# What vLLM's attention on a CPU takes: heads of 32, 64, ...
+# vLLM's attention on a CPU takes heads of 32, 64, ...
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
-# LFM2 as its first checkpoints name its sizes.
+# The names that LFM2's first checkpoints have for its sizes.
 LFM2 = {
     "conv_dim": 64,
     "block_dim": 64,
@@ -58,9 +58,9 @@ LFM2 = {
 }
 # vLLM's Mamba2 has no smallest step size.
 STEPS = {"time_step_min": 1e-9}
-# vLLM believes a size that Hugging Face's Mamba2 does not read, norms each group by itself, and clamps no step size.
+# vLLM believes a size that Hugging Face's Mamba2 does not read, norms each group alone, and clamps no step size.
 MAMBA2 = {"intermediate_size": 128, "n_groups": 1, "time_step_limit": (0.0, float("inf"))}
-# vLLM has experts without a gate on a GPU only.
+# vLLM runs experts without a gate on a GPU only.
 NEMOTRON_H = {
     "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention", "mlp", "linear_attention"]
 }
@@ -79,7 +79,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "mtp": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
 }
 CORES = ("_forward_core", "_forward", "conv_ssm_forward", "forward_impl", "forward_native")
-"""The methods that run on all tokens of a step, by layer."""
+"""These methods run on all tokens of a step, by layer."""
 
 CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": {**HEADS, "head_dim": 32},
@@ -100,12 +100,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def let_run_on_a_cpu(name: str) -> None:
-    """What keeps vLLM from running a model on a CPU, with the plugin or without."""
-    if name.startswith("olmo_hybrid"):  # asks Triton for an allocator, and the CPU build has no Triton
+    """Patch the parts of vLLM that cannot run a model on a CPU, with the plugin or without."""
+    if name.startswith("olmo_hybrid"):  # it asks Triton for an allocator, and the CPU build has no Triton
         from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
 
         olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
-        # And its loader is not told which third of the convolution a weight is.
+        # Its loader is not told which third of the convolution a weight is.
         olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *args: lambda conv, whole: conv.data.copy_(whole)
     elif name.startswith("lfm2"):  # its rotation on a CPU takes [tokens, heads, dim] for one head
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -120,7 +120,7 @@ def let_run_on_a_cpu(name: str) -> None:
 
 
 def save(name: str, directory: Path) -> Path:
-    """Saves a model for transformers, and gives the folder of the same weights as vLLM looks for them."""
+    """Save a model for transformers, and return the folder of the same weights as vLLM looks for them."""
     if name in COMPOSITES:
         return save_composite(name, directory, **CHANGES.get(COMPOSITES[name].text, {}))
     kind = name.removesuffix("_puzzle")
@@ -140,14 +140,14 @@ def save(name: str, directory: Path) -> Path:
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """vLLM's, beside `OPTIONS`: of two Qwen3.5 one has its vision tower."""
+    """Return vLLM's options beside `OPTIONS`: `qwen3_5` has its vision tower, and `qwen3_5_moe` has not."""
     if name in COMPOSITES:
         return COMPOSITES[name].options
     return {"qwen3_5": {"skip_tokenizer_init": False}, "qwen3_5_moe": TEXT_ONLY}.get(name, {})
 
 
 def pad(layer: Any) -> Callable[[], None]:
-    """Has a layer run on three tokens more than there are. Gives a call that runs it as in a dummy run."""
+    """Run a layer on three tokens more than there are. Return a call that runs it as in a dummy run."""
     name = next(name for name in CORES if name in vars(type(layer)) or name in vars(type(layer).__bases__[0]))
     core, shapes = getattr(layer, name), []
 
@@ -173,7 +173,7 @@ def pad(layer: Any) -> Callable[[], None]:
 
 
 def count_drafts(states: Any) -> dict[str, int]:
-    """Of those of rows that are accepted from now on."""
+    """Count the drafts of rows that are accepted from now on."""
     counts, accept = {"right": 0, "wrong": 0}, states.accept
 
     def counted(rows: Any, given: Any, **named: Any) -> None:
@@ -188,7 +188,7 @@ def count_drafts(states: Any) -> dict[str, int]:
 
 
 def draft_from(answers: dict[tuple[int, ...], list[int]], scheduler: Any) -> None:
-    """Has the drafts be what these prompts were answered, now and then with a token of it wrong."""
+    """Draft the known answers of these prompts, now and then with a wrong token."""
     rng, update = random.Random(0), scheduler.update_draft_token_ids
 
     def guess(name: str, drafts: list[int]) -> list[int]:
@@ -210,7 +210,7 @@ def draft_from(answers: dict[tuple[int, ...], list[int]], scheduler: Any) -> Non
 
 
 def check(original: Original, outputs: list[Any], hits: list[int]) -> None:
-    """Fails unless the answers to the prompts are right, and found in the cache what they should."""
+    """Fail unless the answers to the prompts are right, and have the right hits in the cache."""
     assert [output.num_cached_tokens for output in outputs] == hits
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         original.check(prompt, list(output.outputs[0].token_ids))

@@ -1,4 +1,4 @@
-"""The recall model on two GPUs with data parallelism: `python idle_rank_run.py NAME DIRECTORY`.
+"""Run the recall model on two GPUs with data parallelism: `python idle_rank_run.py NAME DIRECTORY`.
 
 The model has experts, so a rank without requests runs dummy steps while the other rank answers. They must change none
 of its states, in its pool or its token logs.
@@ -39,7 +39,7 @@ async def check(directory: Path) -> None:
     questions = recall_run.asked()
 
     async def ask(number: int, rank: int) -> int:
-        """Return the number of tokens that a question hit, of which the answer is checked."""
+        """Return the number of tokens that a question hits. Check its answer."""
         prompt, right = questions[number]
         async for output in llm.generate(prompt, params, f"{number} {rank}", data_parallel_rank=rank):
             last = output

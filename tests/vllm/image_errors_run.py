@@ -1,4 +1,4 @@
-"""Answers to prompts with images in vLLM: `python image_errors_run.py ENGINE OUT NAME DIRECTORY`.
+"""Answer prompts with images in vLLM: `python image_errors_run.py ENGINE OUT NAME DIRECTORY`.
 
 ENGINE is "plugin" or "vllm", and NAME is of `SAVE`. All prompts run at once, twice. The file OUT receives for each
 answer the prompt as the model takes it, the answer's tokens, and their log-probabilities.
@@ -44,7 +44,7 @@ def save_qwen3_5(directory: Path, device: str, **changes: Any) -> Path:
     """Save four layers of Qwen3.5-9B in bf16, two layers of its vision tower, and its processor.
 
     Args:
-        changes: of the settings of the text part.
+        changes: changed settings of the text part.
     """
     own = {"vocab_size": real_shapes.VOCABULARY, "pad_token_id": None, "eos_token_id": 1}
     settings = real_shapes.PUBLISHED[QWEN] | real_shapes.LAYERS | real_shapes.ROTATION | own | changes
@@ -72,7 +72,7 @@ def save_lfm2_vl(directory: Path, device: str) -> Path:
 
 
 SAVE = {"qwen3_5": save_qwen3_5, "lfm2_vl": save_lfm2_vl}
-"""By name the function that saves a model for transformers, and returns the folder that vLLM serves."""
+"""The function of a name saves a model for transformers, and returns the folder that vLLM serves."""
 
 
 def save(name: str, directory: Path, device: str) -> Path:

@@ -1,4 +1,4 @@
-"""Requests with images and videos to one tiny model in vLLM with the plugin: `python image_run.py NAME DIRECTORY`.
+"""Send requests with images and videos to a tiny model in vLLM with the plugin: `python image_run.py NAME DIRECTORY`.
 
 A NAME that ends in "+ngram" or "+mtp" has vLLM verify drafts.
 """
@@ -35,11 +35,11 @@ TOLERANCE = 1e-3
 The greedy tokens alone are too coarse: they can stay the same when a state of another image is read.
 """
 ALONG = {"input_ids": 1, "mm_token_type_ids": 1}
-"""Dimensions in which inputs of the Hugging Face model go on with the next piece of a prompt, unless it is 0."""
+"""In these dimensions a prompt's next piece extends an input of the Hugging Face model. Other inputs have 0."""
 
 
 class Picture(NamedTuple):
-    """A random image that becomes `across` times `down` tokens, unless it is resized."""
+    """Describe a random image that becomes `across` times `down` tokens, unless it is resized."""
 
     seed: int
     across: int
@@ -47,17 +47,17 @@ class Picture(NamedTuple):
 
     @property
     def pixels(self) -> np.ndarray:
-        """Returns [height, width, 3], bytes."""
+        """Return [height, width, 3], bytes."""
         return enlarged(self.seed, self.down, self.across)
 
     @property
     def given(self) -> Image.Image:
-        """Returns the form that vLLM takes."""
+        """Return the form that vLLM takes."""
         return Image.fromarray(self.pixels)
 
 
 class Clip(NamedTuple):
-    """A random video of `across` times `down` tokens for each pair of frames.
+    """Describe a random video of `across` times `down` tokens for each pair of frames.
 
     Each pair has four tokens more: two are its time, and one stands before and one behind its other tokens.
     """
@@ -69,7 +69,7 @@ class Clip(NamedTuple):
 
     @property
     def pixels(self) -> np.ndarray:
-        """Returns [frames, height, width, 3], bytes."""
+        """Return [frames, height, width, 3], bytes."""
         return enlarged(self.seed, self.frames, self.down, self.across)
 
     @property
@@ -79,18 +79,18 @@ class Clip(NamedTuple):
 
     @property
     def given(self) -> tuple[np.ndarray, dict[str, Any]]:
-        """Returns the form that vLLM takes."""
+        """Return the form that vLLM takes."""
         return self.pixels, self.metadata | {"do_sample_frames": False}
 
 
 def enlarged(seed: int, *shape: int) -> np.ndarray:
-    """Returns random colours, each `SIDE` pixels across and down."""
+    """Return random colours, each `SIDE` pixels across and down."""
     colours = np.random.default_rng(seed).integers(0, 256, (*shape, 3), dtype=np.uint8)
     return colours.repeat(SIDE, -3).repeat(SIDE, -2)
 
 
 Marks = dict[type, str]
-"""The text that stands for an image or a video."""
+"""The text stands for an image or a video."""
 QWEN: Marks = {
     Picture: "<|vision_start|><|image_pad|><|vision_end|>",
     Clip: "<|vision_start|><|video_pad|><|vision_end|>",
@@ -99,7 +99,7 @@ INTERN_S2 = {
     "interns2_preview": "InternS2PreviewForConditionalGeneration",
     "interns2_mobius": "InternS2MobiusForConditionalGeneration",
 }
-"""The classes of Intern-S2, which are those of Qwen3.5 in transformers."""
+"""These are the classes of Intern-S2. In transformers they are Qwen3.5's."""
 MINICPM: Marks = {Picture: "<|image_pad|>"}
 NANO = "nemotron_nano_vl"
 MARKS: dict[str, Marks] = {
@@ -111,7 +111,7 @@ MARKS: dict[str, Marks] = {
 
 
 class Prompt(NamedTuple):
-    """Text, images and videos, in their order."""
+    """Hold text, images and videos, in their order."""
 
     pieces: tuple[tuple[int, ...] | Picture | Clip, ...]
 
@@ -120,14 +120,14 @@ class Prompt(NamedTuple):
 
 
 class Scene(NamedTuple):
-    """Two prompts with the same tokens and another last image, and the hits that they must have.
+    """Hold two prompts with the same tokens and different last images, and the hits that they must have.
 
     Attributes:
         prompt: the first prompt.
         other: the prompt with another last image or video.
-        before: `other` hits so many tokens of `prompt`, up to the last boundary before that image.
-        again: both hit so many tokens the second time.
-        asked: both hit so many tokens with another question, up to the last boundary before it.
+        before: the tokens of `prompt` that `other` hits, up to the last boundary before that image.
+        again: the tokens that both hit the second time.
+        asked: the tokens that both hit with another question, up to the last boundary before it.
     """
 
     prompt: Prompt
@@ -137,13 +137,12 @@ class Scene(NamedTuple):
     asked: int
 
     def with_question(self, seed: int) -> tuple[Prompt, Prompt]:
-        """Returns both prompts with another question."""
         question = tuple(tokens_of(seed, 30))
         return Prompt((*self.prompt.pieces[:-1], question)), Prompt((*self.other.pieces[:-1], question))
 
 
 def scene(seed: int, *parts: int | tuple[int, ...], hits: tuple[int, int, int]) -> Scene:
-    """Returns a scene of random text, images and videos.
+    """Return a scene of random text, images and videos.
 
     Args:
         parts: a number of tokens for text, (across, down) for an image, (frames, across, down) for a video.
@@ -173,7 +172,7 @@ SCENES = (
     scene(8, 70, (8, 4, 3), 30, hits=(64, 128, 128)),
     scene(9, 30, (3, 3), 10, (4, 6, 5), 40, hits=(0, 128, 64)),
 )
-# Nemotron Nano resizes images of fewer patches than it takes, and of more: these have 6 tokens and 252.
+# Nemotron Nano resizes images of fewer or more patches than it takes: these have 6 tokens and 252.
 RESIZED = (
     scene(10, 70, (2, 1), 60, hits=(64, 128, 64)),
     scene(11, 5, (20, 16), 30, hits=(0, 256, 256)),
@@ -191,14 +190,14 @@ SLICED = (
 
 
 def answer_of(output: Any) -> tuple[list[int], torch.Tensor]:
-    """Returns the tokens of vLLM's answer and their log-probabilities."""
+    """Return the tokens of vLLM's answer and their log-probabilities."""
     [answer] = output.outputs
     pairs = zip(answer.logprobs, answer.token_ids, strict=True)
     return list(answer.token_ids), torch.tensor([each[token].logprob for each, token in pairs])
 
 
 class WithImages(Original):
-    """The Hugging Face model with its vision tower and its processor."""
+    """Run the Hugging Face model with its vision tower and its processor."""
 
     def __init__(self, text: Path, whole: Path, marks: Marks, device: str = "cpu") -> None:
         super().__init__(text)
@@ -209,7 +208,7 @@ class WithImages(Original):
         self._prompt = Prompt(())
 
     def asked(self, prompt: Prompt, **options: Any) -> dict[str, Any]:
-        """Returns the prompt as vLLM takes it, with one token for each image and each video."""
+        """Return the prompt as vLLM takes it, with one token for each image and each video."""
         media = {"image": prompt.media(Picture), "video": prompt.media(Clip)}
         words = self._processor.tokenizer
         tokens = [
@@ -222,7 +221,6 @@ class WithImages(Original):
         }
 
     def inputs(self, prompt: Prompt) -> dict[str, torch.Tensor]:
-        """Returns the inputs of the model."""
         parts = [self._inputs(piece) for piece in prompt.pieces]
         keys = {key for part in parts for key in part}
         along = ALONG | ({"pixel_values": -1} if "target_sizes" in keys else {})
@@ -243,7 +241,7 @@ class WithImages(Original):
         return inputs
 
     def check_prompt(self, prompt: Prompt, output: Any) -> torch.Tensor:
-        """Fails unless an answer is greedy and has the right log-probabilities. Returns these."""
+        """Fail unless an answer is greedy and has the right log-probabilities. Return these."""
         tokens, found = answer_of(output)
         right = self.right(prompt, output.prompt_token_ids, tokens)
         self.check(output.prompt_token_ids, tokens)
@@ -251,7 +249,7 @@ class WithImages(Original):
         return found
 
     def right(self, prompt: Prompt, expanded: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        """Returns the log-probabilities of an answer's tokens behind a prompt, `expanded` as the model takes it."""
+        """Return the log-probabilities of an answer's tokens behind a prompt, `expanded` as the model takes it."""
         self._prompt = prompt
         return self.after(expanded, answer).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
 
@@ -286,7 +284,7 @@ def save(name: str, directory: Path) -> tuple[Path, Path]:
 
 
 def save_intern_s2(name: str, directory: Path) -> Path:
-    """Save a Qwen3.5 as Intern-S2 too. In Mobius several layers share the experts, and then they do in both."""
+    """Save a Qwen3.5 as Intern-S2 too. In Mobius several layers share the experts: both models then share them."""
     weights, settings = load_file(directory / "model.safetensors"), json.loads((directory / "config.json").read_text())
     settings["architectures"] = [INTERN_S2[name]]
     if name == "interns2_mobius":
@@ -328,7 +326,7 @@ def keep_features() -> None:
 
 
 class Check:
-    """Asks vLLM, and fails unless tokens, log-probabilities and hits are right."""
+    """Ask vLLM, and fail unless tokens, log-probabilities and hits are right."""
 
     def __init__(self, llm: Any, original: WithImages, max_tokens: int) -> None:
         from vllm import SamplingParams
@@ -340,7 +338,7 @@ class Check:
         self.answers: dict[tuple[int, ...], list[int]] = {}
 
     def __call__(self, *cases: tuple[Prompt, int], **options: Any) -> list[torch.Tensor]:
-        """Submits prompts together, each with the tokens that it must hit. Returns the log-probabilities."""
+        """Submit prompts together, each with the tokens that it must hit. Return the log-probabilities."""
         asked = [self._original.asked(prompt, **options) for prompt, _ in cases]
         outputs = self._llm.generate(asked, self._params, use_tqdm=False)
         found = [(len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs]
@@ -350,7 +348,6 @@ class Check:
 
 
 def check_one_by_one(check: Check, each: Scene) -> None:
-    """Checks the prompts of a scene one after the other."""
     [first] = check((each.prompt, 0))
     [other] = check((each.other, each.before))
     assert (first - other).abs().max() > 10 * TOLERANCE, "the image makes no difference"
@@ -382,7 +379,7 @@ def main(name: str, directory: Path) -> None:
         check_one_by_one(check, each)
     if drafts:
         draft_from(check.answers, core.scheduler)
-    # All at once, and nothing is known yet under this salt.
+    # All run at once, and nothing is known yet under this salt.
     cold = [(each.prompt, 0) for each in scenes] + [(each.other, each.before) for each in scenes]
     check((text, 0), *cold, cache_salt="a")
     check((text, 128), *((prompt, each.again) for each in scenes for prompt in each[:2]), cache_salt="a")

@@ -1,8 +1,8 @@
-"""A KDA layer of vLLM with our kernels, against transformers' own: `python kimi_run.py NAME DIRECTORY`.
+"""Compare vLLM's KDA layer on our kernels with transformers' layer: `python kimi_run.py NAME DIRECTORY`.
 
-NAME is `kimi_linear` or `alice_ai`, whose settings name the layer's sizes otherwise. vLLM runs neither on a CPU: the
-latent attention of Kimi-Linear reads a weight that the CPU build has packed and dropped, and AliceAI is newer than that
-build. On a GPU the layer has real sizes, and its error in bf16 is compared with that of transformers' layer in bf16.
+NAME is `kimi_linear`, or `alice_ai`, which names the layer's sizes otherwise. vLLM runs neither on a CPU. The latent
+attention of Kimi-Linear reads a weight that the CPU build has packed and dropped, and AliceAI is newer than that build.
+On a GPU the layer has real sizes, and its bf16 error is compared with the bf16 error of transformers' layer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SOURCES = Path(find_spec("vllm").origin).parent, Path(__file__).resolve().parent
 
 
 def settings_of(config: Any, **changes: Any) -> Any:
-    """Kimi-Linear's, as vLLM reads them."""
+    """Return Kimi-Linear's settings as vLLM reads them."""
     kda = {"head_dim": config.linear_head_dim, "num_heads": config.linear_num_heads}
     return SimpleNamespace(
         hidden_size=config.hidden_size,
@@ -49,7 +49,7 @@ def settings_of(config: Any, **changes: Any) -> Any:
 
 
 def alice_settings_of(config: Any) -> Any:
-    """AliceAI's, as a function of vLLM's hands them to the layer; its file cannot be imported on a CPU."""
+    """Return AliceAI's settings as vLLM's function hands them to the layer. Its file cannot be imported on a CPU."""
     file = next(path for folder in SOURCES if (path := folder / "model_executor/models/alice_ai.py").exists())
     tree = ast.parse(file.read_text())
     wanted = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "_make_kimi_kda_config"]

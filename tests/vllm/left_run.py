@@ -1,7 +1,7 @@
-"""Whose layers vLLM builds, model after model in one process: `python left_run.py jamba DIRECTORY`.
+"""Check which layers vLLM builds, model after model in one process: `python left_run.py jamba DIRECTORY`.
 
-A registration of a layer is for all models of a process, so that a model which is left to vLLM could be given ours,
-which have no pool there.
+A layer is registered for all models of a process. A model that is left to vLLM could be given our layers, which have no
+pool there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SERVED, LEFT = "JambaForCausalLM", "LeftForCausalLM"
 
 
 def configure(directory: Path, architecture: str) -> tuple[VllmConfig, list[str]]:
-    """As for `vllm serve`; and what the plugin's log says of it."""
+    """Configure as `vllm serve` does. Return the configuration and the plugin's log lines about it."""
     names = {"architectures": [architecture]}
     arguments = EngineArgs(
         str(directory), skip_tokenizer_init=True, dtype="float32", enforce_eager=True, hf_overrides=names

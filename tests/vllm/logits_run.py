@@ -1,7 +1,7 @@
-"""Logits of all positions of some sequences in vLLM: `python logits_run.py MODEL OUT.pt [OPTIONS as JSON]`.
+"""Write logits of all positions of some sequences in vLLM: `python logits_run.py MODEL OUT.pt [OPTIONS as JSON]`.
 
-With the plugin or without, as MAMBACACHE says. The prompts run twice, the second time over what was cached. What is
-sampled is replaced by the sequence's own next token, so that all runs see the same input.
+MAMBACACHE says whether the plugin runs. The prompts run twice, the second time over cached blocks. The sequence's own
+next token replaces each sampled token, so that all runs see the same input.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from engine_driver import tokens_of
 PROMPTS = (700, 300, 65, 3)
 DECODED = 16
 CUT_PROMPTS: dict[str, Any] = {"prompts": (1000, 900, 800, 700, 600, 500), "max_num_batched_tokens": 128}
-"""Prompts of many steps. Where vLLM cuts them depends on their order, and with it the roundings of all that follows:
-the same positions whose roundings other kernels change."""
+"""These prompts take many steps. Their order decides where vLLM cuts them, and with it the roundings of all later
+positions. Other kernels change the roundings of the same positions."""
 
 
 def sequences(prompts: Sequence[int]) -> torch.Tensor:
-    """[requests, tokens]: no two have the same token at a position, so that token and position tell the request."""
+    """Return [requests, tokens]. No two requests have the same token at a position, so that both tell the request."""
     first = torch.tensor(tokens_of(1, max(prompts) + DECODED))
     return 1 + (first + 37 * torch.arange(len(prompts))[:, None]) % (VOCABULARY - 1)
 
 
 class Capture:
-    """Around a model of vLLM's."""
+    """Wrap a model of vLLM's, and keep its logits."""
 
     def __init__(self, model: Any, tokens: torch.Tensor) -> None:
         self.tokens, self.logits, self.places = tokens, [], []
@@ -49,7 +49,7 @@ class Capture:
     def forward(self, *args: Any, **inputs: Any) -> torch.Tensor:
         hidden = self._forward(*args, **inputs)
         ids, positions = inputs["input_ids"], inputs["positions"]
-        positions = positions[0] if positions.dim() == 2 else positions  # in text all three of M-RoPE are one
+        positions = positions[0] if positions.dim() == 2 else positions  # in text all three positions are equal
         self._hidden = hidden
         last = self.tokens.shape[1] - 1
         known = (self.tokens.to(ids.device)[:, positions.clamp(max=last)] == ids) & (positions <= last)
@@ -60,7 +60,7 @@ class Capture:
         return hidden
 
     def _no_draft_was_wrong(self, known: list[bool], places: list[list[int]]) -> torch.Tensor:
-        """Whether a token is the sequence's own, and all that stand before it in its row of the batch are."""
+        """Return whether each token is the sequence's own, and all tokens before it in its batch row are."""
         right = known[:1]
         for place, (request, position) in enumerate(places[1:], 1):
             before, at = places[place - 1]
@@ -68,7 +68,7 @@ class Capture:
         return torch.tensor(right, device=self._hidden.device)
 
     def compute(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As if the next token of the sequence were certain."""
+        """Return logits as if the next token of the sequence were certain."""
         rows = (hidden[:, None] == self._hidden).all(-1).int().argmax(1)
         request, position = self._place[rows].unbind(1)
         following = self.tokens.to(hidden.device)[request, (position + 1).clamp(max=self.tokens.shape[1] - 1)]
@@ -80,7 +80,7 @@ def capture(worker: Any, tokens: torch.Tensor) -> None:
 
 
 def captured(worker: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits since the last call, and whose they are."""
+    """Return the logits since the last call, and the request and position of each."""
     found = torch.cat(worker.capture.logits), torch.cat(worker.capture.places)
     worker.capture.logits, worker.capture.places = [], []
     return found
@@ -95,9 +95,9 @@ class NoCuteDsl(MetaPathFinder, Loader):
 
 
 def let_load(settings: dict[str, Any]) -> None:
-    """What keeps vLLM from loading a model here, with the plugin or without."""
+    """Patch the parts of vLLM that cannot load a model here, with the plugin or without."""
     if settings["model_type"] == "kimi_linear" and find_spec("cutlass") is None:
-        # Its module imports kernels in the CuTe DSL, of which Kimi-Linear on Hopper needs none on one GPU.
+        # Its module imports kernels in the CuTe DSL. Kimi-Linear on Hopper needs none of them on one GPU.
         os.environ["VLLM_KIMI_K3_GEMM_AR"] = "0"
         sys.meta_path.append(finder := NoCuteDsl())
         import_module("vllm.models.kimi_k3")

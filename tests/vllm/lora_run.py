@@ -1,6 +1,6 @@
 """Run one tiny model with two LoRA adapters and drafts in vLLM: `python lora_run.py NAME DIRECTORY`.
 
-Prompts of both adapters and of none run together. The tokens must equal those of Hugging Face's model with the
+Prompts of both adapters and of none run together. The tokens must equal those from Hugging Face's model with the
 adapter merged into its weights.
 """
 
@@ -28,7 +28,7 @@ TARGETS = {
 # With LoRA vLLM runs experts by Triton only.
 EXPERTS = {"jamba": {"num_experts": 1}}
 ADAPTERS = ("none", "one", "two", "one", "two", "none")
-"""The adapter of each prompt."""
+"""The prompts have these adapters, in order."""
 
 
 def save_adapter(name: str, directory: Path, seed: int) -> tuple[Path, Path]:

@@ -1,6 +1,6 @@
-"""Logits that are NaN, in vLLM with the plugin: `python nan_run.py _ DIRECTORY [ahead]`. A GPU serves the recall model.
+"""Serve NaN logits in vLLM with the plugin: `python nan_run.py _ DIRECTORY [ahead]`. A GPU serves the recall model.
 
-A NaN in an embedding is one bad request; a NaN in a block of a pool is a fault of somebody else.
+A NaN in an embedding is one bad request. A NaN in a block of a pool is a fault from outside the request.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from watched import LAST_ANSWER
 from engine_driver import Original, tokens_of
 
 BAD = 3
-"""The token whose embedding is NaN while a bad request runs."""
+"""This token has a NaN embedding while a bad request runs."""
 
 VOCABULARY = 136
-"""The smaller vocabulary, which is the recall model's."""
+"""This is the recall model's vocabulary, the smaller of two."""
 
 
 class Served:
-    """A model that is served, with a hand on its embeddings and pools."""
+    """Serve a model, with access to its embeddings and pools."""
 
     def __init__(self, llm: Any, original: Original | None) -> None:
         self.llm, self.original = llm, original
@@ -46,7 +46,7 @@ class Served:
         ).data
 
     def ask(self, prompt: Sequence[int], right: bool = True) -> int:
-        """Return what a prompt hits, and check its answer where it is to be right."""
+        """Return the tokens that a prompt hits. Check its answer if it must be right."""
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
         (output,) = self.llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)
         if right and self.original is not None:
@@ -91,7 +91,7 @@ def a_bad_prompt_leaves_nothing_and_takes_nothing(served: Served) -> None:
     assert served.ask(bad) == 256
 
 
-def a_bad_state_of_somebody_else_is_dropped(served: Served) -> None:
+def a_bad_state_from_elsewhere_is_dropped(served: Served) -> None:
     prompt = prompt_of(3, 150)
     states = served.states._admission.pool
     known = set(states._blocks)
@@ -100,11 +100,11 @@ def a_bad_state_of_somebody_else_is_dropped(served: Served) -> None:
         if block_hash not in known:
             served.pool.slabs[block].fill_(0xFF)
     assert served.ask(prompt, right=False) == 128
-    served.ask(prompt_of(4, 10))  # a step that asks, if none did
+    served.ask(prompt_of(4, 10))  # a step that asks, if no step did
     assert served.ask(prompt) == 0 and served.ask(prompt) == 128
 
 
-def a_bad_page_of_somebody_else_is_dropped(served: Served) -> None:
+def a_bad_page_from_elsewhere_is_dropped(served: Served) -> None:
     prompt, pages = prompt_of(5, 150), served.scheduler.kv_cache_manager.block_pool
     known = set(pages.cached_block_hash_to_block._cache)
     served.ask(prompt)
@@ -144,8 +144,8 @@ def on_cpu(directory: Path, ahead: bool) -> Served:
 def main(directory: Path, ahead: bool) -> None:
     served = on_gpu() if torch.cuda.is_available() else on_cpu(directory, ahead)
     a_bad_prompt_leaves_nothing_and_takes_nothing(served)
-    a_bad_state_of_somebody_else_is_dropped(served)
-    a_bad_page_of_somebody_else_is_dropped(served)
+    a_bad_state_from_elsewhere_is_dropped(served)
+    a_bad_page_from_elsewhere_is_dropped(served)
     print(LAST_ANSWER, flush=True)
 
 

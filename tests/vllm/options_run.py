@@ -1,4 +1,4 @@
-"""Models that vLLM serves with options that concern states and pages: `python options_run.py NAME DIRECTORY [HOW]`.
+"""Serve models with options of vLLM that concern states and pages: `python options_run.py NAME DIRECTORY [HOW]`.
 
 The NAME "recall" is the demo's model, as it is published, with options for vLLM's own states. Any other NAME is a tiny
 model with KV in fp8. HOW is "float32" by default, "bfloat16", or "alone": in bfloat16 without the plugin.
@@ -24,14 +24,15 @@ from tiny_models import save_tiny_model
 QUESTIONS = 4
 ANSWER = 24
 FP8_KV: dict[str, Any] = {
-    # With all experts in use no rounding chooses others. vLLM's own recurrent kernels on a CPU take such heads.
+    # With all experts in use no rounding chooses others. vLLM's own recurrent kernels on a CPU take these heads.
     "changes": {"num_experts_per_tok": 8, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "options": {"kv_cache_dtype": "fp8", "max_logprobs": -1, "enable_prefix_caching": True},
 }
 LEAST, MOST = 0.003, 0.03
-"""The errors of log probabilities with KV in fp8, root of the mean square: less is KV in another dtype."""
+"""The errors of log-probabilities with KV in fp8 lie between these, root of the mean square. A smaller error means KV
+in another dtype."""
 SAME = 1e-3
-"""The most by which log probabilities after a hit may differ from those of a cold prompt."""
+"""Log-probabilities after a hit may differ by this from a cold prompt's."""
 
 
 def recall() -> None:
@@ -59,7 +60,7 @@ def recall() -> None:
 
 
 def save_rounded(name: str, directory: Path) -> None:
-    """Save a tiny model whose weights are numbers of bfloat16."""
+    """Save a tiny model with weights that are numbers of bfloat16."""
     save_tiny_model(name, directory, **CHANGES.get(name, {}) | FP8_KV["changes"])
     path = directory / "model.safetensors"
     weights = {key: weight.bfloat16().float() for key, weight in load_file(path).items()}
@@ -67,12 +68,12 @@ def save_rounded(name: str, directory: Path) -> None:
 
 
 def log_probabilities(output: Any) -> torch.Tensor:
-    """Return those of an answer's tokens, [tokens, vocabulary]."""
+    """Return the log-probabilities of an answer, [tokens, vocabulary]."""
     return torch.tensor([[each[token].logprob for token in range(len(each))] for each in output.outputs[0].logprobs])
 
 
 def fp8_kv(name: str, directory: Path, how: str) -> None:
-    """Check hits, and the errors against Hugging Face's float32 forward, which may be 1.2 times those of vLLM alone."""
+    """Check hits, and the errors against Hugging Face's float32 forward: at most 1.2 times those from vLLM alone."""
     from vllm import LLM, SamplingParams
 
     alone, of_alone = how == "alone", directory / "error of vLLM alone"

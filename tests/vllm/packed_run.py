@@ -1,4 +1,4 @@
-"""A small Qwen3.5 in 4 bits in vLLM with the plugin, beside its twin in transformers: `packed_run.py FORM FOLDER`."""
+"""Compare a small Qwen3.5 in 4 bits in vLLM with the plugin to its twin: `packed_run.py FORM FOLDER`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = {
     "rope_parameters": {**real_shapes.ROTATION["rope_parameters"], "mrope_section": [4, 2, 2]},
 }
 PROMPTS = [[token % 500 + 1 for token in tokens_of(seed, 150)] for seed in range(3)]
-NEAR = 0.05  # of log probabilities, whose activations are bf16
+NEAR = 0.05  # of log-probabilities, with activations in bf16
 
 
 def main(form: str, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Watches the pool of states of a vLLM that serves in this process: what every step writes, and what is left."""
+"""Watch the pool of states of a vLLM in this process: the writes of every step, and the blocks left at the end."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from mambacache.plan import SequenceStep
 
 NAN = 0xFF
-"""All bytes of this make NaN in every dtype."""
+"""Bytes of this value make NaN in every dtype."""
 
 
 class PoolWatch:
-    """Fills the pool with NaN, and compares all of it before and after each step.
+    """Fill the pool with NaN, and compare all of it before and after each step.
 
-    What a step may write is taken from the scheduler's rows, and not from what workers were sent.
+    The scheduler's rows say which blocks a step may write, not the message to the workers.
 
     Args:
         core: the engine core.
 
     Attributes:
         mixed: steps with rows of both kinds.
-        most_rows: in one step.
+        most_rows: the most rows in one step.
     """
 
     def __init__(self, core: Any) -> None:
@@ -37,13 +37,13 @@ class PoolWatch:
         self._execute, worker.execute_model = worker.execute_model, self._watched
 
     def _note(self, rows: tuple[SequenceStep, ...]) -> None:
-        self._planned = rows  # schedule() issues those of its own step last
+        self._planned = rows  # schedule() issues the rows of its own step last
         self._issued(rows)
 
     def _watched(self, output: Any, *args: Any, **kwargs: Any) -> Any:
         rows, self._planned = self._planned, ()
         scheduled = output.num_scheduled_tokens
-        told = {row.request_id: row.num_tokens for row in rows}  # the others add a token to their logs
+        told = {row.request_id: row.num_tokens for row in rows}  # the other requests add a token to their logs
         assert told.items() <= scheduled.items() and all(
             scheduled[name] == 1 for name in scheduled.keys() - told.keys()
         )
@@ -62,9 +62,9 @@ class PoolWatch:
         return result
 
     def check_idle(self) -> None:
-        """Nothing is left of any request, in scheduler and worker."""
+        """Check that no request has left anything, in scheduler or worker."""
         scheduler = self._core.scheduler
-        while scheduler.has_requests() or self._core.batch_queue:  # workers still learn who has gone
+        while scheduler.has_requests() or self._core.batch_queue:  # workers still learn which requests have gone
             self._core.step_fn()
         states = scheduler.prefix_cache
         states.check()

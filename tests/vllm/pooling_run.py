@@ -1,6 +1,6 @@
-"""One tiny model that pools in vLLM with the plugin, in this process: `python pooling_run.py NAME DIRECTORY`.
+"""Run a tiny model that pools in vLLM with the plugin, in this process: `python pooling_run.py NAME DIRECTORY`.
 
-Its vectors are those of transformers' forward pass without a cache.
+Its vectors must equal transformers' forward pass without a cache.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from watched import LAST_ANSWER, check_idle
 from tiny_models import randomize, save_tiny_model
 
 SIZE = 16
-"""Of the vectors of tokens."""
+"""Vectors of tokens have this size."""
 NO_HITS = ([0] * len(PROMPTS),) * 2
 WHOLE = {"max_num_batched_tokens": OPTIONS["max_model_len"]}
-"""Of tasks that need all tokens, for which vLLM neither cuts nor hits prompts."""
+"""Tasks that need all tokens have these options. vLLM neither cuts nor hits their prompts."""
 
 
 class Case(NamedTuple):
-    """
+    """Describe a pooling task.
+
     Attributes:
         task: vLLM's name of it.
-        save: saves a model in a folder, and gives the folder for vLLM and the function of a prompt that its outputs
-            should be.
-        hits: those of both rounds.
-        options: vLLM's.
+        save: saves a model in a folder, and returns the folder for vLLM and a function from a prompt to the right
+            outputs.
+        hits: the hits of both rounds.
+        options: vLLM's options.
     """
 
     task: str
@@ -46,7 +47,7 @@ class Case(NamedTuple):
 
 
 def states_of(directory: Path) -> Callable[[list[int]], Tensor]:
-    """The last layer's output, [tokens, channels]."""
+    """Return a function from a prompt to the last layer's output, [tokens, channels]."""
     model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     return lambda prompt: model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0]
 
@@ -70,7 +71,7 @@ def classes(directory: Path) -> tuple[Path, Callable[[list[int]], Tensor]]:
 def projected(
     directory: Path, served: Path, names: Callable[[dict[str, Tensor]], dict[str, Tensor]], layer: str, bias: bool
 ) -> tuple[Path, Callable[[list[int]], Tensor]]:
-    """Adds a layer that projects each token, and normalizes what it gives."""
+    """Add a layer that projects each token, and normalizes the result."""
     weights, states = load_file(directory / "model.safetensors"), states_of(directory)
     weights.pop("lm_head.weight", None)
     linear = torch.nn.Linear(weights["model.embed_tokens.weight"].shape[1], SIZE, bias)

@@ -1,6 +1,6 @@
-"""A tiny model served by processes of their own: `python process_run.py CASE DIRECTORY`.
+"""Serve a tiny model by processes of their own: `python process_run.py CASE DIRECTORY`.
 
-Engine core and workers are children of this process, in which nothing of them can be seen but their answers.
+Engine core and workers are children of this process, which sees their answers alone.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 
 from watched import LAST_ANSWER
 
-# Heads that two ranks can share.
+# Two ranks can share these heads.
 DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 STAGE = ["linear_attention", "full_attention"]
-STATES = {"additional_config": {"mambacache": {"state_bytes": "4MB"}}}  # workers tell the scheduler how many these are
-# On a CPU vLLM makes the tensors that a second stage receives into when it warms up, and in eager mode it does not.
+STATES = {"additional_config": {"mambacache": {"state_bytes": "4MB"}}}  # workers tell the scheduler how many states fit
+# On a CPU vLLM makes the tensors that a second stage receives into when it warms up, and not in eager mode.
 PIPELINE = {
     "pipeline_parallel_size": 2,
     "enforce_eager": False,
     "compilation_config": {"mode": 2, "backend": "eager"},
 }
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, changes of it, options of vLLM
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, changed settings, options of vLLM
     "engine": ("qwen3_next_moe", {}, {}),
     "tensor": ("qwen3_next_moe", DIVIDED, {"tensor_parallel_size": 2}),
     "tensor_mamba2": ("falcon_h1", DIVIDED, {"tensor_parallel_size": 2}),
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, chang
 
 
 def serve(directory: Path, options: dict[str, Any], prompts: list[list[int]], turns: int) -> tuple[Any, list[Any]]:
-    """The outputs of all prompts, turn after turn, and what gave them."""
+    """Return the engine, and the outputs of all prompts, turn after turn."""
     from vllm import LLM
 
     llm = LLM(str(directory), **options)
@@ -45,7 +45,7 @@ def serve(directory: Path, options: dict[str, Any], prompts: list[list[int]], tu
 async def serve_ranks(
     directory: Path, options: dict[str, Any], prompts: list[list[int]], turns: int
 ) -> tuple[Any, list[Any]]:
-    """The same of every data parallel rank, each of which has a cache of its own; one rank after another."""
+    """Return the engine, and the outputs of each data parallel rank in turn. Each rank has a cache of its own."""
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -72,7 +72,7 @@ def params() -> Any:
 
 
 def main(case: str, directory: Path) -> None:
-    # Not above, where each child that is spawned would import them too.
+    # At the top of the file each spawned child would import them too.
     from family_run import CHANGES, HITS, OPTIONS, PROMPTS, check
 
     from engine_driver import Original

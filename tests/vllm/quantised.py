@@ -1,7 +1,7 @@
-"""Small checkpoints with quantised weights, in the layouts of published checkpoints.
+"""Make small checkpoints with quantised weights, in the layouts of published checkpoints.
 
-All scales are powers of two. So the quantised values are exact in bf16 and in fp32, and a checkpoint that holds them in
-bf16, its twin, has the same weights: `round_weights` makes the twin, and `pack` the quantised checkpoint.
+All scales are powers of two, so the quantised values are exact in bf16 and in fp32. A twin checkpoint in bf16 has the
+same weights: `round_weights` makes the twin, and `pack` the quantised checkpoint.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ from torch import Tensor
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LAYERS += ("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj", "w1", "w2", "w3")
-"""The last names of linear layers that are quantised: no router, no gate of a recurrent layer, no output layer."""
+"""Linear layers with these last names are quantised: no router, no gate of a recurrent layer, no output layer."""
 UNQUANTISED = {"lm_head", "mtp.fc", "visual", "model.visual*", "re:.*visual.*"}
-"""Layers in bf16 that a checkpoint of the text part alone does not have."""
+"""These layers are in bf16. A checkpoint of the text part alone does not have them."""
 FP8 = torch.float8_e4m3fn
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""The values of three bits; the fourth bit is the sign."""
+"""Three bits stand for these values. The fourth bit is the sign."""
 BLOCK, GROUP, NVFP4_GROUP, MXFP4_GROUP = 128, 128, 16, 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The place of each output channel among eight in a word of AWQ."""
+"""Each of eight output channels has this place in a word of AWQ."""
 NVFP4_SCALE = 2.0**-10
-"""The scale of whole weights in NVFP4. It is the same for all, since vLLM takes one for layers that it fuses.
+"""This is the scale of whole weights in NVFP4. It is the same for all, since vLLM takes a single scale for layers that
+it fuses.
 
-Weights up to 1.5 fit."""
+Weights up to 1.5 fit.
+"""
 INPUT_SCALE = 2.0**-3
-"""The scale of activations in FP8 for static scales: it holds values up to 56."""
+"""This is the static scale of activations in FP8. It holds values up to 56."""
 
 
 def power_of_two(largest: Tensor, most: float) -> Tensor:
-    """Return the least powers of two by which values up to `largest`, divided, are at most `most`."""
+    """Return the least powers of two that divide values up to `largest` to `most` at most."""
     return torch.exp2((largest.clamp(min=2.0**-20) / most).log2().ceil())
 
 
@@ -76,10 +78,10 @@ def in_words(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
 
 
 class Quantised(NamedTuple):
-    """A weight [out, in] in a form.
+    """Hold a weight [out, in] in a form.
 
     Attributes:
-        tensors: of the checkpoint, by what follows the layer's name.
+        tensors: the checkpoint's tensors, by the rest of the name after the layer's.
         values: fp32 [out, in], the values that they stand for.
     """
 
@@ -102,7 +104,7 @@ def modelopt_fp8(weight: Tensor) -> Quantised:
 
 
 def nvfp4(weight: Tensor) -> Quantised:
-    """Two scales: one of the whole weight, and one in FP8 for each 16 values of a row."""
+    """Quantise with two scales: one of the whole weight, and one in FP8 for each 16 values of an output channel."""
     largest = by_block(weight, 1, NVFP4_GROUP) / NVFP4_SCALE
     scales = power_of_two(largest, 6.0).clamp(min=2.0**-6, max=2.0**8)
     each = spread(scales, 1, NVFP4_GROUP, weight) * NVFP4_SCALE
@@ -117,7 +119,7 @@ def nvfp4(weight: Tensor) -> Quantised:
 
 
 def mxfp4(weight: Tensor) -> Quantised:
-    """The exponents of the scales of each 32 values of a row, in bytes."""
+    """Quantise with a scale for each 32 values of an output channel, and store its exponent in a byte."""
     scales = power_of_two(by_block(weight, 1, MXFP4_GROUP), 6.0)
     each = spread(scales, 1, MXFP4_GROUP, weight)
     codes = as_fp4(weight / each)
@@ -134,7 +136,7 @@ def four_bits(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def awq(weight: Tensor) -> Quantised:
-    """The codes of an input channel, eight output channels in a word."""
+    """Put eight output channels of an input channel in a word."""
     codes, scales, values = four_bits(weight)
     tensors = {
         "qweight": in_words(codes.T, AWQ_ORDER),
@@ -145,7 +147,7 @@ def awq(weight: Tensor) -> Quantised:
 
 
 def gptq(weight: Tensor) -> Quantised:
-    """The codes of an output channel, eight input channels in a word; of the zero points one less is stored."""
+    """Put eight input channels of an output channel in a word. Zero points are stored minus 1."""
     codes, scales, values = four_bits(weight)
     tensors = {
         "qweight": in_words(codes).T,
@@ -157,11 +159,11 @@ def gptq(weight: Tensor) -> Quantised:
 
 
 class Form(NamedTuple):
-    """A form of quantised weights.
+    """Describe a form of quantised weights.
 
     Attributes:
         quantise: the function of a weight.
-        settings: of a checkpoint.
+        settings: the settings of a checkpoint.
         unquantised: the setting that lists the layers that stay in bf16.
         rules: the regular expressions of layers that published checkpoints leave in bf16.
     """
@@ -243,7 +245,7 @@ def round_weights(directory: Path, form: str) -> None:
 
 
 def pack(directory: Path, form: str) -> None:
-    """Quantise a checkpoint whose weights are rounded."""
+    """Quantise a checkpoint of rounded weights."""
     quantise, settings, unquantised, _ = FORMS[form]
     path, config = directory / "model.safetensors", directory / "config.json"
     weights = load_file(path)

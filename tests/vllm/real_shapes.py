@@ -1,4 +1,4 @@
-"""Random models whose layers have the shapes of published checkpoints, two to four of them.
+"""Save random models with two to four layers of the shapes of published checkpoints.
 
 Every expert takes every token: a near tie of a router would hide the errors that are compared.
 """
@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from tiny_models import randomize
 
 PUBLISHED = json.loads((Path(__file__).resolve().parents[1] / "checkpoint_configs.json").read_text())
-PUBLISHED["Qwen3.5-9B (text part)"] = {"model_type": "qwen3_5_text"}  # the class's own sizes
+PUBLISHED["Qwen3.5-9B (text part)"] = {"model_type": "qwen3_5_text"}  # the sizes that its class has by default
 VOCABULARY = 512
-LARGE = 8.0  # embeddings, beside what layers add to them
+LARGE = 8.0  # scale of embeddings, beside the values that layers add to them
 LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -35,7 +35,7 @@ ROTATION: dict[str, Any] = {
     }
 }
 CONVOLUTIONS = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}
-# vLLM does not clamp step sizes at the smallest as transformers does.
+# vLLM does not clamp step sizes from below as transformers does.
 STEPS = {"time_step_min": 1e-9}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,7 +85,7 @@ QUANTISED_ONLY = {
         },
     )
 }
-"""Layers of which only quantised checkpoints are tested."""
+"""Only quantised checkpoints have these layers in tests."""
 WITH_IMAGES = {
     "qwen3_5": {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
     "qwen3_5_moe": {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"},
@@ -95,7 +95,7 @@ WITH_IMAGES = {
         "vision_config": {"model_type": "siglip2_vision_model"},
     },
 }
-"""The settings of checkpoints whose text part has such layers; vLLM serves them without the rest."""
+"""Checkpoints with these settings have such layers in their text part. vLLM serves them without the rest."""
 
 
 def config_of(name: str) -> PreTrainedConfig:
@@ -109,7 +109,8 @@ def save(name: str, directory: Path, device: str, form: str | None = None) -> Pa
     """Save the model in bf16 for transformers, and return the folder of the same weights as vLLM reads them.
 
     Args:
-        form: of `quantised.FORMS`: the weights are rounded for it, and the folder is another one, ready for `pack`.
+        form: a form of `quantised.FORMS`. The weights are rounded for it, and the returned folder is another folder,
+            ready for `pack`.
     """
     torch.manual_seed(0)
     with torch.device(device):
@@ -124,10 +125,10 @@ def save(name: str, directory: Path, device: str, form: str | None = None) -> Pa
 
 
 def add_predictor(directory: Path, large: float = LARGE) -> None:
-    """Gives a saved Qwen3-Next or Qwen3.5 a layer that predicts one token more (MTP).
+    """Give a saved Qwen3-Next or Qwen3.5 a layer that predicts one token more (MTP).
 
     It is often right where embeddings are large: its output layer reads a token's embedding, as the model's does, and
-    the layers of either add little.
+    the layers of both add little.
     """
     path, settings = directory / "model.safetensors", json.loads((directory / "config.json").read_text())
     index = settings.get("text_config", settings)["layer_types"].index("full_attention")
@@ -138,14 +139,14 @@ def add_predictor(directory: Path, large: float = LARGE) -> None:
     mtp = {key.replace(f"{prefix}layers.{index}.", "mtp.layers.0."): each for key, each in weights.items()}
     weights |= {key: each.clone() for key, each in mtp.items() if key.startswith("mtp.")}
     as_large = large * torch.eye(embedding.shape[1], dtype=embedding.dtype)
-    weights["mtp.fc.weight"] = torch.cat([as_large, torch.zeros_like(as_large)], dim=1)  # of the state it takes nothing
+    weights["mtp.fc.weight"] = torch.cat([as_large, torch.zeros_like(as_large)], dim=1)  # nothing of the state
     for norm in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
         weights[f"mtp.{norm}.weight"] = torch.zeros_like(weights[f"{prefix}norm.weight"])
     save_file(weights, path, metadata={"format": "pt"})
 
 
 def olmo_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """OLMo-Hybrid's under the names that vLLM looks for, with its convolutions in one."""
+    """Give OLMo-Hybrid's weights the names that vLLM looks for, and join its convolutions."""
     for key in [key for key in weights if "q_conv1d" in key]:
         parts = [weights.pop(key.replace("q_conv1d", f"{each}_conv1d")) for each in "qkv"]
         weights[key.replace("q_conv1d", "conv1d")] = torch.cat(parts)
@@ -158,7 +159,7 @@ def olmo_weights(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def for_vllm(name: str, directory: Path) -> Path:
-    """Where transformers and vLLM do not read the same names of weights or settings."""
+    """Return a folder with the names of weights and settings that vLLM reads, where transformers reads others."""
     path = directory / "config.json"
     settings = json.loads(path.read_text())
     weights = load_file(directory / "model.safetensors")

@@ -1,9 +1,11 @@
-"""The trained recall model in vLLM on one GPU or two: `python recall_run.py MODE OUT.pt [2]`.
+"""Run the trained recall model in vLLM on one GPU or two: `python recall_run.py MODE OUT.pt [2]`.
 
-MODE is that of CUDA graphs: `eager`, `FULL_DECODE_ONLY` (nothing compiled), or `default`. With `sleep` the engine also
-sleeps and wakes. Fails unless all answers are right and hit what they should, and no operation but our kernels touches
-a state. OUT.pt receives the states of layers before the first attention, whose kernels differ in graphs, after some
-prompts that all modes continue alike.
+MODE is the mode of CUDA graphs: `eager`, `FULL_DECODE_ONLY` (nothing compiled), or `default`. With `sleep` the engine
+also sleeps and wakes.
+
+The run fails unless all answers and hits are right, and only our kernels touch a state. OUT.pt receives the states of
+layers before the first attention, after some prompts that all modes continue alike. Attention has other kernels in
+graphs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_doc
 
 VOCABULARY = 136
 MAPPED = 13  # CU_POINTER_ATTRIBUTE_MAPPED
-ROWS = 8  # a size for which a graph is captured, so that no mode pads
+ROWS = 8  # a graph is captured for this size, so that no mode pads
 
 
 OPTIONS: dict[str, Any] = {
@@ -58,7 +60,7 @@ def asked() -> list[tuple[str, str]]:
 
 
 def check_recall(llm: Any) -> None:
-    """Questions one by one, each of which hits the document; then all at once, after a reset."""
+    """Ask questions one by one, each of which hits the document. Then ask all at once, after a reset."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
@@ -73,9 +75,9 @@ def check_recall(llm: Any) -> None:
 
 
 def check_no_copy(llm: Any) -> None:
-    """Of prompts that hit and decode: torch is given no state, nor a part of the pool, and copies nothing so large.
+    """Run prompts that hit and decode. torch must get no state and no part of the pool, and copy nothing so large.
 
-    Our kernels are launched past torch's dispatcher, which is where shapes are noted.
+    Our kernels bypass torch's dispatcher, which notes the shapes.
     """
     views = [view for layer in pool_of(llm).layers for view in layer]
     state_shapes = {tuple(view.shape[1:]) for view in views}
@@ -110,7 +112,7 @@ def is_mapped(buffer: torch.Tensor) -> bool:
 
 
 def check_sleep(llm: Any) -> None:
-    """The engine gives the memory of states and token logs back, and answers after it wakes as before."""
+    """Check that the engine gives back the memory of states and token logs, and answers after waking as before."""
     context = context_of(llm)
     buffers = context.pool.buffer, context.logs.buffer
     for level in (1, 2):

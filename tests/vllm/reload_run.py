@@ -1,7 +1,7 @@
-"""New weights in a vLLM that runs, and the resets of its caches: `python reload_run.py NAME DIRECTORY [ahead]`.
+"""Load new weights in a vLLM that runs, and reset its caches: `python reload_run.py NAME DIRECTORY [ahead]`.
 
-The weights on disk change to those of another seed and back. Tokens must equal those of Hugging Face's model with the
-weights that computed them.
+The weights on disk change to weights from another seed and back. Tokens must equal those from Hugging Face's model with
+the weights that computed them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tiny_models import save_tiny_model
 
 ANSWER = 24
 RUNNING = [tokens_of(20, 150), tokens_of(21, 90), tokens_of(22, 30)]
-"""The prompts that run during a reset."""
+"""These prompts run during a reset."""
 SLEEPS = [(level, mode) for level in (1, 2) for mode in ("abort", "keep")]
 
 
 class Served:
-    """A model that is served, and the two sets of weights it may have.
+    """Serve a model, and keep two sets of weights for it.
 
     Attributes:
-        original: of the weights on disk.
+        original: the model with the weights on disk.
     """
 
     def __init__(self, name: str, directory: Path) -> None:
@@ -56,7 +56,7 @@ class Served:
         """Exchange the weights on disk, and have vLLM read them."""
         here, there = self._served / "model.safetensors", self._path
         shutil.copy(here, kept := here.with_suffix(".old"))
-        os.replace(there, here)  # a copy over it would change what is mapped into memory
+        os.replace(there, here)  # a copy over it would change memory that is mapped
         os.replace(kept, there)
         self._originals.reverse()
         self.llm.collective_rpc("reload_weights")
@@ -65,11 +65,11 @@ class Served:
         return self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params(8), use_tqdm=False)
 
     def check(self, hits: list[int]) -> None:
-        """Fail unless all prompts have these hits, and the tokens of the weights on disk."""
+        """Fail unless all prompts have these hits, and the tokens that the weights on disk give."""
         check(self.original, self.ask(PROMPTS), hits)
 
     def run(self) -> dict[str, list[int]]:
-        """Start some requests, and step until the last one has two tokens. Return their tokens, by request."""
+        """Start some requests, and step until the last request has two tokens. Return their tokens, by request."""
         for number, prompt in enumerate(RUNNING):
             self.engine.add_request(str(number), {"prompt_token_ids": prompt}, params(ANSWER))
         known: dict[str, list[int]] = {}
@@ -79,7 +79,7 @@ class Served:
         return known
 
     def finish(self, known: dict[str, list[int]], before: Original) -> None:
-        """Step to the end. Fail unless tokens are those of `before`, and from the known ones on those of the disk."""
+        """Step to the end. Check known tokens against `before`, and later tokens against the weights on disk."""
         answers = {}
         while self.engine.has_unfinished_requests():
             answers |= {output.request_id: list(output.outputs[0].token_ids) for output in self.engine.step()}
@@ -138,7 +138,7 @@ def a_reset_of_running_requests_has_them_computed_anew(served: Served) -> None:
 
 
 def sleep_resets_both_caches(served: Served) -> None:
-    """From level 1 on. Running requests are aborted, or go on when the engine wakes up."""
+    """Check sleep from level 1 on. Running requests are aborted, or go on when the engine wakes up."""
     for level, mode in SLEEPS:
         known, before = served.run(), served.original
         served.llm.sleep(level, mode)
@@ -154,7 +154,7 @@ def sleep_resets_both_caches(served: Served) -> None:
 
 
 def a_pause_keeps_both_caches(served: Served) -> None:
-    """It is level 0 of sleep."""
+    """A pause is level 0 of sleep."""
     known = served.run()
     served.llm.sleep(0, "keep")
     served.llm.wake_up(["scheduling"])

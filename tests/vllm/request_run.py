@@ -1,6 +1,6 @@
-"""Requests of every kind to a tiny model in vLLM with the plugin: `python request_run.py CASE DIRECTORY [ahead]`.
+"""Send requests of every kind to a tiny model in vLLM with the plugin: `python request_run.py CASE DIRECTORY [ahead]`.
 
-The pool of states is watched in each step, and every token held against Hugging Face's uncached forward.
+The pool of states is watched in each step. Every token is compared with Hugging Face's uncached forward.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MODEL = {
     "mlp_only_layers": [1, 2],
 }
 TOLERANCE = 1e-3
-"""Of log probabilities, against those of Hugging Face."""
+"""Log-probabilities may differ by less from Hugging Face's."""
 
 
 def schedule_ahead() -> None:
-    """vLLM schedules one step ahead on a GPU only: streams and events have no meaning here."""
+    """Let vLLM schedule one step ahead on a CPU, by stand-ins for streams and events. vLLM does it on a GPU only."""
     from vllm.platforms.cpu import CpuPlatform
 
     settle = CpuPlatform.check_and_update_config
@@ -49,7 +49,7 @@ def schedule_ahead() -> None:
 
 
 class Served:
-    """A model that is served, watched, and compared with its original."""
+    """Serve a model, watch its pool, and compare it with its original."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         self.llm = LLM(str(directory), **OPTIONS | options)
@@ -60,7 +60,7 @@ class Served:
         self.watch = PoolWatch(self.core)
 
     def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int = 4, salt: str | None = None, **params: Any) -> Any:
-        """Answers prompts in one call, and checks each token."""
+        """Answer prompts in one call, and check each token."""
         given = [{"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts]
         outputs = self.llm.generate(given, greedy(max_tokens, **params), use_tqdm=False)
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -71,23 +71,21 @@ class Served:
         return outputs
 
     def hits(self, prompts: Sequence[Sequence[int]], max_tokens: int = 4, **params: Any) -> list[int]:
-        """What prompts in one call hit."""
         return [output.num_cached_tokens for output in self.ask(prompts, max_tokens, **params)]
 
     def hits_one_by_one(self, prompts: Sequence[Sequence[int]], **params: Any) -> list[int]:
         return [hit for prompt in prompts for hit in self.hits([prompt], **params)]
 
     def reset(self) -> None:
-        """Neither cache keeps anything."""
+        """Reset both caches, and check that they are empty."""
         assert self.llm.reset_prefix_cache()
         assert not self.scheduler.prefix_cache.stats.state_blocks["committed"]
 
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int) -> str:
-        """Gives the id by which the scheduler knows the request."""
+        """Return the id by which the scheduler knows the request."""
         return self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, greedy(max_tokens))
 
     def step(self) -> dict[str, Any]:
-        """The outputs of a step."""
         return {output.request_id: output for output in self.engine.step()}
 
 
@@ -96,7 +94,7 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, **params)
 
 
-# --- hits, as computed by hand ---
+# --- hits, computed by hand ---
 
 
 def hits(served: Served) -> None:
@@ -107,30 +105,32 @@ def hits(served: Served) -> None:
 
 
 def with_own(shared: list[int], own: int) -> list[list[int]]:
-    """Four prompts that share their beginning."""
+    """Return four prompts that share their beginning."""
     return [shared + tokens_of(seed, own) for seed in range(10, 14)]
 
 
 def shared_document(served: Served) -> None:
-    """The first one's tail, before its last token, is where the shared part ends."""
+    """The first prompt's tail, before its last token, is where the shared part ends."""
     prompts = with_own(tokens_of(1, 4096), 64)
     assert served.hits_one_by_one(prompts[:2]) == [0, 4096]
     assert served.hits(prompts[2:] + prompts[:1]) == [4096, 4096, 4096]
 
 
 def junction(served: Served) -> None:
-    """The second one finds where it leaves the first, and stores a state at the last boundary before."""
+    """The second prompt finds where it leaves the first, and stores a state at the last boundary before."""
     assert served.hits_one_by_one(with_own(tokens_of(2, 1000), 300)) == [0, 0, 960, 960]
 
 
 def junction_together(served: Served) -> None:
-    """The first stores that state for those that wait for it."""
+    """The first prompt stores that state for the prompts that wait for it."""
     assert served.hits(with_own(tokens_of(2, 1000), 300)) == [0, 960, 960, 960]
 
 
 def chat(served: Served) -> None:
-    """A turn hits the last boundary of prompt and answer before it: of 259, 359 and 459 known tokens (an answer's last
-    token has not run)."""
+    """A turn hits the last boundary of prompt and answer before it: of 259, 359 and 459 known tokens.
+
+    An answer's last token has not run.
+    """
     conversation, found = tokens_of(3, 200), []
     for turn in range(4):
         (output,) = served.ask([conversation], 60)
@@ -140,7 +140,7 @@ def chat(served: Served) -> None:
 
 
 def samples(served: Served) -> None:
-    """Three answers to a prompt: two wait for the first, and hit its tail."""
+    """Two of three answers to a prompt wait for the first, and hit its tail."""
     prompt, before = tokens_of(4, 1050), served.scheduler.prefix_cache.stats
     (output,) = served.ask([prompt], 8, n=3, temperature=1.0, seed=0, logprobs=0)
     after = served.scheduler.prefix_cache.stats
@@ -154,7 +154,7 @@ def samples(served: Served) -> None:
 
 
 def prompt_logprobs(served: Served) -> None:
-    """They need all tokens to be computed, whatever is cached; what was computed for them is hit."""
+    """They need all tokens to be computed, whether or not some are cached. Later prompts hit these tokens."""
     prompt = tokens_of(5, 300)
     for _ in range(2):
         (output,) = served.ask([prompt], prompt_logprobs=0)
@@ -186,7 +186,7 @@ def short_prompts(served: Served) -> None:
 
 ANSWER = 20
 CHANCES = {"waiting": 0.02, "prefilling": 0.2, "decoding": 0.05}
-"""Of being aborted in a step."""
+"""In each phase a request is aborted in a step with this probability."""
 SHARED = tokens_of(9, 150)
 PROMPTS = [
     *[SHARED + tokens_of(seed, own) for seed, own in ((30, 1), (31, 50), (32, 130))],
@@ -221,7 +221,7 @@ def answer_all(served: Served) -> None:
 
 
 def aborts(served: Served) -> None:
-    """At random steps, waiting, prefilling or decoding; then the same prompts get their answers."""
+    """Abort requests at random steps, waiting, prefilling or decoding. Then the same prompts get their answers."""
     phases: set[str] = set()
     for seed in range(SEEDS):
         phases |= abort_some(served, random.Random(seed))
@@ -234,9 +234,9 @@ def aborts(served: Served) -> None:
 
 
 def abort_some(served: Served, rng: random.Random) -> set[str]:
-    """Prompts come at random, and again if they are aborted. Gives what aborted requests were doing."""
+    """Submit prompts at random, and again if they are aborted. Return the phases of aborted requests."""
     coming, prompts, aborted, phases = list(PROMPTS), {}, set(), set()
-    names: dict[str, str] = {}  # by the scheduler's own
+    names: dict[str, str] = {}  # from the scheduler's own ids
     outputs: dict[str, Any] = {}
     while coming or served.engine.has_unfinished_requests():
         if coming and rng.random() < 0.5:
@@ -266,7 +266,7 @@ def phase(request: Any) -> str:
 
 
 def refused(served: Served) -> None:
-    """Streaming input and embeddings end with an error: alone, and beside others, which go on."""
+    """Streaming input and embeddings end with an error, alone and beside other requests, which go on."""
     embeddings = torch.zeros(70, 64)
     for number, changes in enumerate(
         [
@@ -288,7 +288,7 @@ def refused(served: Served) -> None:
             for i, prompt in enumerate(others):
                 served.original.check(prompt, outputs[str(i)].outputs[0].token_ids)
             if changes.get("resumable"):
-                submit_changed(served, name, {})  # what the front end sends at the end of a stream
+                submit_changed(served, name, {})  # the front end sends this at the end of a stream
                 assert not served.scheduler.has_unfinished_requests()
             served.watch.check_idle()
 
@@ -298,7 +298,7 @@ def ended(output: Any) -> bool:
 
 
 def submit_changed(served: Served, name: str, changes: dict[str, Any]) -> None:
-    """A request as a front end might send it that takes more than this one does."""
+    """Submit a request as a front end that accepts more might send it."""
     prompt = {"prompt_token_ids": tokens_of(40, 70)}
     request = served.engine.input_processor.process_inputs(name, prompt, greedy(ANSWER), ("generate",))
     request.external_req_id = name
@@ -310,7 +310,7 @@ def submit_changed(served: Served, name: str, changes: dict[str, Any]) -> None:
 
 FEW_STATES = {"additional_config": {"mambacache": {"num_state_blocks": 5}}}
 FEW_PAGES = {"max_model_len": 512, "num_gpu_blocks_override": 14}
-# Long steps, so that a state is where the cache puts one, and not where a step ends.
+# Steps are long, so that a state is where the cache puts it, and not where a step ends.
 CASES: dict[str, tuple[Callable[[Served], None], dict[str, Any]]] = {
     "hits": (hits, {"max_model_len": 8192, "max_num_batched_tokens": 2048}),
     "few_pages": (few_pages, FEW_PAGES),
@@ -320,7 +320,7 @@ CASES: dict[str, tuple[Callable[[Served], None], dict[str, Any]]] = {
 
 
 def main(name: str, directory: Path, ahead: bool) -> None:
-    torch._dynamo.config.disable = True  # vLLM compiles a count of log probabilities, eager or not
+    torch._dynamo.config.disable = True  # vLLM compiles a count of log-probabilities, eager or not
     if ahead:
         schedule_ahead()
     save_tiny_model("qwen3_next_moe", directory, **MODEL)

@@ -1,4 +1,4 @@
-"""Sequences whose states, keys and values are numbers, and whose tokens follow from these."""
+"""Model sequences with numbers as states, keys and values; tokens follow from these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY = 50
 
 
 def keys_of(request: Request) -> dict[int, str]:
-    """What tells a request from others with the same tokens, by position: before all, or where an image begins."""
+    """Return the keys that separate requests with equal tokens, by position: -1, or the start of an image."""
     lora = request.lora_request
     adapter = f"{lora.lora_name} {lora.lora_path}" if lora else ""
     return {-1: f"{request.cache_salt} {adapter}"} | {
@@ -20,7 +20,7 @@ def keys_of(request: Request) -> dict[int, str]:
 
 
 def prefixes(tokens: list[int], keys: dict[int, str]) -> list[int]:
-    """`prefix[n]` for n from 0 on."""
+    """Return `prefix[n]` for n from 0 on."""
     found = [hash(keys[-1])]
     for position, token in enumerate(tokens):
         found.append(extend(found[-1], token, keys.get(position)))
@@ -37,7 +37,7 @@ def sampled(prefix: int) -> int:
 
 @dataclass
 class Sequence:
-    """A request as the worker knows it."""
+    """Hold a request as the worker knows it."""
 
     tokens: list[int]
     prompt: int
@@ -47,14 +47,14 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)  # after its last token
 
     def draft(self, rng: random.Random, count: int) -> None:
-        """Guesses some of what follows, nearly all of it right."""
+        """Guess some of the next tokens, nearly all of them right."""
         self.drafts, last = [], self.prefix[-1]
         for _ in range(count):
             self.drafts.append(sampled(last) if rng.random() < 0.8 else rng.randrange(VOCABULARY))
             last = extend(last, self.drafts[-1])
 
     def verified(self) -> list[int]:
-        """What the last known token and the drafts give: those that are right, and a token of the model's."""
+        """Return the tokens after the last known token: the right drafts, and a token of the model's."""
         tokens = [sampled(self.prefix[len(self.tokens)])]
         for draft in self.drafts:
             if draft != tokens[-1]:
@@ -64,7 +64,7 @@ class Sequence:
 
 
 def expected(request: Request) -> list[int]:
-    """The answer to a prompt: stop tokens end it."""
+    """Return the answer to a prompt: stop tokens end it."""
     last = prefixes(list(request.prompt_token_ids), keys_of(request))[-1]
     answer: list[int] = []
     while len(answer) < request.max_tokens:

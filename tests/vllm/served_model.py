@@ -1,4 +1,4 @@
-"""A plugin of vLLM for the server of test_server.py, loaded in each of its processes."""
+"""Plug into vLLM for the server of test_server.py. Each of its processes loads this file."""
 
 from __future__ import annotations
 

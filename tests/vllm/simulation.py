@@ -1,8 +1,8 @@
-"""vLLM's own scheduler with ours around it, and workers without a model.
+"""Run vLLM's own scheduler with ours around it, and workers without a model.
 
-What a sequence's first n tokens leave behind is one number: `prefix[n]`, made from `prefix[n - 1]` and the n-th token.
-A state block holds such a number, a KV slot too, and a sampled token is a function of one. So each state, each KV slot
-and each answer can be compared with what it must be.
+The state after a sequence's first n tokens is a number: `prefix[n]`, made from `prefix[n - 1]` and the n-th token. A
+state block holds such a number, a KV slot too, and a sampled token is a function of it. So each state, each KV slot and
+each answer can be compared with the right value.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from mambacache.vllm.scheduler import make
 
 STOP = 7
 HAS_LOOKAHEAD = "num_hash_lookahead_tokens" in signature(get_request_block_hasher).parameters
-"""Whether a block's hash may cover tokens behind the block, as vLLM 0.33 has it for drafts of the MTP kind."""
+"""This says whether a block's hash may cover tokens behind the block, as in vLLM 0.33 for drafts of the MTP kind."""
 MAX_STEPS = 4000
 IMAGE = 30
-"""Tokens of an image."""
+"""An image has this many tokens."""
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
     "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 4096,
@@ -70,7 +70,7 @@ def model_config() -> ModelConfig:
 
 
 def block_hasher(size: int, lookahead: int = 0) -> Any:
-    """Returns vLLM's function that hashes a request's blocks, each with `lookahead` tokens behind it."""
+    """Return vLLM's function that hashes a request's blocks, each with `lookahead` tokens behind it."""
     return get_request_block_hasher(size, sha256, *([lookahead] if lookahead else []))
 
 
@@ -87,8 +87,10 @@ def make_scheduler(
     v2: bool = False,
     **settings: int,
 ) -> Any:
-    """Ours on vLLM's, with memory for so many states and for so many KV pages of `page` tokens; without attention, for
-    a page for each of 8 requests that may run. With `v2` for model runner V2, on whatever device."""
+    """Return our scheduler on vLLM's, with memory for `num_states` states and `num_pages` KV pages of `page` tokens.
+
+    Without attention there is a page for each of 8 requests that may run. `v2` chooses model runner V2 on any device.
+    """
     speculative = None
     if drafts:
         speculative = SpeculativeConfig(
@@ -119,17 +121,17 @@ def make_scheduler(
         log_stats=True,
     )
     scheduler._runner_v2 |= v2
-    # As of a model with images, of which vLLM believes no text model to have one.
+    # A model with images has these. vLLM believes that no text model has images.
     scheduler.max_num_encoder_input_tokens = budget + IMAGE
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=8 * IMAGE)
     return scheduler
 
 
 class Worker:
-    """Runs steps in the order of their schedules; knows what the scheduler sends, and each token that it sampled."""
+    """Run steps in the order of their schedules. It knows the scheduler's messages, and each token that it sampled."""
 
     def __init__(self, page: int | None, v2: bool) -> None:
-        self.page, self.v2 = page, v2  # None: without attention; whether its model runner is V2
+        self.page, self.v2 = page, v2  # page is None without attention; v2: its model runner is V2
         self.states: dict[int, int] = {}
         self.logs: dict[tuple[int, int], int] = {}  # by slot and entry
         self.kv: dict[int, list[int]] = {}
@@ -144,7 +146,7 @@ class Worker:
             self.receiver.take(columns, output.finished_req_ids)
         scheduled = output.num_scheduled_tokens
         told = {row.request_id for row in rows}
-        added = [self.receiver.row(name) for name in scheduled if name not in told]  # each a token to its log
+        added = [self.receiver.row(name) for name in scheduled if name not in told]  # each adds a token to its log
         assert not any(row.prefill or row.dst or row.checkpoints or row.num_tokens > 1 for row in added)
         rows = (*rows, *added)
         order = self._rng.sample(list(scheduled), len(scheduled))  # requests keep their places while others come and go
@@ -155,7 +157,7 @@ class Worker:
         for row in placed:
             sequence = self.sequences[row.request_id]
             sequence.drafts = sequence.drafts[: len(drafted.get(row.request_id, ()))]
-            if not row.prefill:  # what is beyond the end of its log was not computed
+            if not row.prefill:  # tokens beyond the end of its log were not computed
                 starts[row.request_id], sequence.drafts = row.start, sequence.drafts[: row.num_tokens - 1]
             for token in sequence.drafts:
                 sequence.prefix.append(extend(sequence.prefix[-1], token))
@@ -173,7 +175,7 @@ class Worker:
         return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens)
 
     def _placed(self, rows: tuple[SequenceStep, ...]) -> list[SequenceStep]:
-        """Rows where they are, as the device has them: those that are late begin with a sequence's last token."""
+        """Return the rows where the device has them: late rows begin with a sequence's last token."""
         decode = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(decode, len(decode)), "cpu")
         starts = [len(self.sequences[row.request_id].tokens) - 1 if row.late else row.start for row in decode]
@@ -193,7 +195,7 @@ class Worker:
         return found
 
     def _take(self, output: SchedulerOutput, requests: dict[str, Request]) -> dict[str, int]:
-        """Notes what vLLM's own part of the output says; gives each row's start."""
+        """Note vLLM's own part of the output. Return each row's start."""
         for name in output.finished_req_ids:
             self.sequences.pop(name, None)
         starts = {}
@@ -215,7 +217,7 @@ class Worker:
         return starts
 
     def _batch_order(self, names: list[str], output: SchedulerOutput, starts: dict[str, int]) -> list[str]:
-        """As a model runner orders the requests of a batch."""
+        """Return the requests in the order of a model runner's batch."""
         if self.v2:
             lengths = {name: output.num_scheduled_tokens[name] for name in names}
             return sort_batch_req_ids(lengths, output.scheduled_spec_decode_tokens, 1)
@@ -233,7 +235,7 @@ class Worker:
         return names
 
     def _check_rows(self, order: list[str], rows: tuple[SequenceStep, ...], sorted_by_kind: bool) -> None:
-        """What arrived is what was planned, in an order that can be laid out."""
+        """Check that the planned rows arrived, in an order that can be laid out."""
         planned = {row.request_id: row for row in rows}
         assert planned.keys() == set(order)
         by_kind = sorted(order, key=lambda name: planned[name].prefill)
@@ -277,7 +279,7 @@ class Worker:
         self.states |= states
 
     def _attend(self, name: str, start: int, end: int) -> list[int]:
-        """Looks at a sequence's KV before `start` and writes what comes up to `end`; gives the pages it wrote."""
+        """Check a sequence's KV before `start`, and write the KV up to `end`. Return the written pages."""
         if self.page is None:
             return []
         sequence, first = self.sequences[name], start // self.page
@@ -291,16 +293,18 @@ class Worker:
 
 
 class Simulation:
-    """An engine core's loop around a scheduler: with `ahead`, two steps are out before the first one's tokens are read;
-    with `drafts`, the worker guesses up to so many tokens, of which it tells the scheduler no more than their number if
-    it is `secretive`. vLLM's block hashes cover `lookahead` tokens behind their blocks.
+    """Loop as an engine core around a scheduler.
+
+    With `ahead`, two steps are out before the first step's tokens are read. With `drafts`, the worker guesses up to
+    that many tokens. If it is `secretive`, it tells the scheduler their number alone. vLLM's block hashes cover
+    `lookahead` tokens behind their blocks.
 
     Attributes:
-        answers: of each request, as they came; `finish_reasons` says why they ended.
-        cached: how many tokens of each prompt vLLM says were hit.
-        queries, hits: tokens in what vLLM tells of its prefix cache.
-        requests: those that were added.
-        lost: the prefix hashes of states whose KV vLLM evicted before them.
+        answers: the tokens of each request, as they came; `finish_reasons` says why they ended.
+        cached: the tokens of each prompt that vLLM counts as hit.
+        queries, hits: tokens in vLLM's report on its prefix cache.
+        requests: the requests that were added.
+        lost: the prefix hashes of states that outlived their KV in vLLM.
     """
 
     def __init__(
@@ -326,17 +330,17 @@ class Simulation:
         issued = states.issued
 
         def watched(rows: tuple[SequenceStep, ...]) -> None:
-            self._planned = rows  # schedule() issues those of its own step last
+            self._planned = rows  # schedule() issues the rows of its own step last
             issued(rows)
 
         states.issued = watched
-        self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last of them
+        self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last hash
         self._settled: set[bytes] = set()  # states that a finished turn left and its next turn does not need
         free, admission = states.free, states._kept
         settle = admission.states._settle
 
         def noting_free(name: str, **kwargs: Any) -> None:
-            self._note_prefixes(name)  # those of its last tokens
+            self._note_prefixes(name)  # the prefixes of its last tokens
             free(name, **kwargs)
 
         def noting_settle(*args: Any) -> None:
@@ -362,7 +366,7 @@ class Simulation:
         resumable: bool = False,
         **params: Any,
     ) -> None:
-        """`images` are identifiers by position."""
+        """Add a request; `images` maps positions to identifiers."""
         given = SamplingParams(temperature=0, max_tokens=max_tokens, **params)
         number = 1 + sum(lora.encode())
         adapter = LoRARequest(lora_name=lora, lora_int_id=number, lora_path=lora_path) if lora else None
@@ -382,7 +386,7 @@ class Simulation:
         self.aborted.add(name)
 
     def step(self) -> None:
-        """Schedules a step, and reads the tokens of the oldest one that is out if there are enough of them."""
+        """Schedule a step. Read the tokens of the oldest step that is out if there are enough of them."""
         if self.scheduler.has_requests():
             self._planned = ()
             output = self.scheduler.schedule()
@@ -397,7 +401,7 @@ class Simulation:
         self._check_cold()
 
     def _check_later(self) -> None:
-        """What the cache does not know of yet are steps of decoding requests up to their next fold at most."""
+        """Check that the cache lags behind decoding requests by steps up to their next fold at most."""
         for name, known in self.scheduler._later.items():
             at, more = self.scheduler.prefix_cache.progress(name), self.scheduler._step - known
             assert at.computed >= at.prefill_end and at.computed % FOLD + more < FOLD, (name, more, at)
@@ -411,14 +415,15 @@ class Simulation:
             self._prefixes.setdefault(chain[depth], {})[pages[-1]] = pages
 
     def _cold(self) -> set[bytes]:
-        """Returns the hashes of the states that are evicted first."""
-        pool = self.scheduler.prefix_cache._kept.pool  # amid a change of the admission, too
+        """Return the hashes of the states that are evicted first."""
+        pool = self.scheduler.prefix_cache._kept.pool  # also amid a change of the admission
         return {block_hash for block_hash, block in pool._blocks.items() if pool._useless[block]}
 
     def _check_cold(self) -> None:
-        """A state is evicted first if vLLM has lost KV of its prefix, and else only if its next turn does not need it.
+        """Check that a state is evicted first once vLLM lost KV of its prefix.
 
-        Where hashes cover a token more, vLLM may have other KV of the prefix, for another next token.
+        Another state is evicted first only if its next turn does not need it. Where hashes cover a token more, vLLM may
+        have other KV of the prefix, for another next token.
         """
         if not self.scheduler.prefix_cache.config.has_attention:
             return
@@ -436,7 +441,7 @@ class Simulation:
         assert hashes.ours == {theirs: ours for ours, theirs in hashes.theirs.items()}
 
     def _check_pages(self) -> None:
-        """Every page that vLLM could hit from now on is written, and its hash always means the same."""
+        """Check that every page that vLLM could hit is written, and that its hash always means the same."""
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             if block.block_hash is not None:
                 content = self.worker.kv.get(block.block_id, [])
@@ -478,7 +483,7 @@ class Simulation:
         raise AssertionError(f"no end after {MAX_STEPS} steps")
 
     def check_end(self) -> None:
-        """Every answer is what its prefix says, and nothing is left of any request."""
+        """Check that every answer follows from its prefix, and that nothing is left of any request."""
         for name, request in self.requests.items():
             answer, wanted = self.answers[name], expected(request)
             assert answer == wanted[: len(answer)], f"{name} got {answer} in place of {wanted}"

@@ -1,7 +1,7 @@
-"""Structured outputs of a tiny model in vLLM with the plugin: `python structured_run.py NAME DIRECTORY [BACKEND]`.
+"""Run structured outputs of a tiny model in vLLM with the plugin: `python structured_run.py NAME DIRECTORY [BACKEND]`.
 
 Requests with a grammar and without run in one batch on one shared prefix. A NAME that ends in "+ngram" or "+mtp" has
-the model verify drafts, many of which a grammar rejects. The tokens must be the most likely ones that the constraint
+the model verify drafts, many of which a grammar rejects. Each token must be the most likely token that the constraint
 allows.
 """
 
@@ -28,14 +28,14 @@ from tiny_models import VOCABULARY, save_tiny_model
 
 ASCII = [chr(code) for code in range(32, 127)]
 TEXTS = ["<unk>", "<end>", *ASCII, *[f"{number:02}" for number in range(VOCABULARY - 2 - len(ASCII))]]
-"""The text of each token. Two digits are one token or two."""
+"""Each token has this text. Two digits are one token or two."""
 SHARED = tokens_of(1, 200)
 ANSWER = 24
-"""The most tokens of an answer."""
+"""An answer has this many tokens at most."""
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 CHOICE = ["the quick brown fox jumps", "the lazy dog sleeps all day", "no answer at all to that"]
 Constraint = tuple[dict[str, Any], str] | None
-CONSTRAINTS: list[Constraint] = [  # of each prompt: vLLM's, and a pattern with the same words
+CONSTRAINTS: list[Constraint] = [  # vLLM's constraint of each prompt, and a pattern with the same words
     None,
     ({"regex": "[0-9]{12,20}"}, "[0-9]{12,20}"),
     ({"choice": CHOICE}, "|".join(CHOICE)),
@@ -46,22 +46,22 @@ CONSTRAINTS: list[Constraint] = [  # of each prompt: vLLM's, and a pattern with 
 ]
 PROMPTS = [SHARED + tokens_of(10 + number, own) for number, own in enumerate((100, 50, 53, 49, 50, 52, 51))]
 HITS = ([0, 192, 192, 192, 192, 192, 192], [256, 192, 192, 192, 192, 192, 192])
-"""The second prompt and those behind it wait for the first. The second time the first one finds its tail, at 256."""
+"""The other prompts wait for the first. The second time the first prompt finds its tail, at 256."""
 AFTER = tokens_of(30, 20)
 HITS_AFTER = [320, 256, 256, 256, 256, 256, 256]
-"""Of prompt, answer, and these 20 tokens: each answer goes beyond the next multiple of 64."""
+"""Prompt, answer and these 20 tokens have these hits: each answer goes beyond the next multiple of 64."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with these texts, which grammars take from its vocabulary."""
-    words = {text.replace(" ", "\u0120"): token for token, text in enumerate(TEXTS)}  # as bytes are written there
+    words = {text.replace(" ", "\u0120"): token for token, text in enumerate(TEXTS)}  # as vocabularies write bytes
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unk>")
 
 
 def check(original: Original, prompt: list[int], constraint: Constraint, answer: list[int]) -> None:
-    """Fail unless an answer is the most likely one that its constraint allows."""
+    """Fail unless each token of an answer is the most likely token that its constraint allows."""
     if constraint is None:
         assert len(answer) == ANSWER
         original.check(prompt, answer)
@@ -75,7 +75,7 @@ def bad_drafts(core: Any, answers: dict[tuple[int, ...], list[int]]) -> Iterator
     """Draft the known answers with faults, a token of any kind or a digit.
 
     Yields:
-        The counts of wrong drafts of constrained requests: those that a grammar rejects, and those that it allows.
+        The counts of wrong drafts of constrained requests: drafts that a grammar rejects, and drafts that it allows.
     """
     scheduler, rng = core.scheduler, random.Random(0)
     update, manager = scheduler.update_draft_token_ids, scheduler.structured_output_manager
@@ -123,7 +123,7 @@ def params(constraint: Constraint) -> Any:
 
 
 def ask(llm: Any, original: Original, hits: list[int]) -> list[list[int]]:
-    """Return the answers to all prompts in one batch, which are checked."""
+    """Return the checked answers to all prompts in one batch."""
     given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.generate(given, [params(constraint) for constraint in CONSTRAINTS], use_tqdm=False)
     answers = [list(output.outputs[0].token_ids) for output in outputs]
@@ -134,7 +134,7 @@ def ask(llm: Any, original: Original, hits: list[int]) -> list[list[int]]:
 
 
 def go_on(llm: Any, original: Original, answers: list[list[int]]) -> None:
-    """Ask what follows each answer: what its drafts left in states and pages must be its own tokens alone."""
+    """Ask for more after each answer: states and pages must hold its own tokens alone, and none of its drafts."""
     prompts = [prompt + answer + AFTER for prompt, answer in zip(PROMPTS, answers, strict=True)]
     assert [floor(len(prompt) - len(AFTER) - 1) for prompt in prompts] == HITS_AFTER, list(map(len, prompts))
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params(None), use_tqdm=False)
@@ -144,7 +144,7 @@ def go_on(llm: Any, original: Original, answers: list[list[int]]) -> None:
 
 
 def wait_for_a_grammar(llm: Any, original: Original) -> None:
-    """Hold back a grammar: a request behind that one, with the same prefix, does not wait. Then let it fail."""
+    """Hold back a grammar: a request behind it, with the same prefix, does not wait. Then let it fail."""
     engine, manager = llm.llm_engine, llm.llm_engine.engine_core.engine_core.structured_output_manager
     create, ready, fail = manager._create_grammar, Event(), [False]
 

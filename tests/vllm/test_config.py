@@ -1,4 +1,4 @@
-"""Opting in, the options that are refused, and what the hook settles in vLLM's configuration."""
+"""Check opting in, the refused options, and the settings of the hook in vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from vllm.v1.worker.gpu import attn_utils
 from mambacache.vllm import config
 from mambacache.vllm.layers.pages import Pages
 
-ARCHITECTURE = "LlamaForCausalLM"  # of the simulation; the hook asks nothing of a model
+ARCHITECTURE = "LlamaForCausalLM"  # the simulation's; the hook asks nothing of a model
 
 
 def stand_in(**changes: object) -> SimpleNamespace:
-    """As much of a vLLM configuration as `refuse` reads; changes as `part__option=value`."""
+    """Return the part of a vLLM configuration that `refuse` reads; changes are `part__option=value`."""
     parts: dict[str, Any] = {
         "speculative_config": None,
         "kv_transfer_config": None,
@@ -61,7 +61,6 @@ def stand_in(**changes: object) -> SimpleNamespace:
 
 
 def drafting(**changes: object) -> SimpleNamespace:
-    """Speculative decoding as it works."""
     options = {"method": "mtp", "num_speculative_tokens": 3, "enable_adaptive_verification": False}
     return SimpleNamespace(**options | changes)
 
@@ -121,9 +120,9 @@ def test_refused_options(changes: dict[str, object], what: str) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What vLLM's own hook on an architecture is called with."""
+    """Return the calls of vLLM's own hook on an architecture."""
     calls: list[Any] = []
-    model_config()  # has been made before, or is now
+    model_config()  # made before, or now
     original = SimpleNamespace(verify_and_update_config=calls.append, verify_and_update_model_config=calls.append)
     monkeypatch.setitem(MODELS_CONFIG_MAP, ARCHITECTURE, type("Original", (), vars(original)))
     return calls
@@ -131,7 +130,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture
 def hooked(calls: list[Any]) -> list[Any]:
-    """The plugin's hook after it."""
+    """Put the plugin's hook after it."""
     config.hook(ARCHITECTURE)
     return calls
 
@@ -208,7 +207,7 @@ def test_on_a_device_that_the_kernels_do_not_serve_a_model_is_vllms(
 
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_no_kv_block_of_a_hit_is_dropped_for_drafts(hooked: list[Any], lookahead: bool) -> None:
-    """vLLM 0.33 needs to drop none while its hashes look ahead; 0.32 would always."""
+    """Drop none: vLLM 0.33 needs no drop while its hashes look ahead, and 0.32 would always drop."""
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
     looks_ahead = hasattr(drafts, "disable_lookahead_block_hashes") and lookahead
     if not lookahead and hasattr(drafts, "disable_lookahead_block_hashes"):
@@ -231,7 +230,7 @@ def test_a_model_that_is_left_to_vllm_is_named_in_the_log(calls: list[Any], monk
 
 
 def test_model_runner_v2_takes_the_pages_of_a_model_without_attention(calls: list[Any]) -> None:
-    """One page a request, of a few bytes; vLLM's own functions ask for it, and have its metadata built."""
+    """Give a request one page of a few bytes. vLLM's own functions ask for it, and have its metadata built."""
     config.hook(ARCHITECTURE, has_attention=False)
     settled = vllm_config(cache={"block_size": 32})
     assert settled.cache_config.block_size == 4096 + 64 and settled.cache_config.num_gpu_blocks_override == 17
@@ -298,7 +297,7 @@ DIFFERS = "contract.difference = lambda: 'vLLM 0.99 changed all'"
     ],
 )
 def test_opt_in(value: str | None, before: str, registered: str, line: str) -> None:
-    """In a process of its own: what is registered stays."""
+    """Register in a process of its own: a registration stays."""
     environment = {name: text for name, text in os.environ.items() if name != "MAMBACACHE"}
     if value is not None:
         environment["MAMBACACHE"] = value

@@ -1,4 +1,4 @@
-"""What the plugin builds on is there in the installed vLLM, and where it is not, one sentence says what is missing."""
+"""Check that the installed vLLM has all that the plugin builds on, and that one sentence says if a part is missing."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ VLLM = Path(find_spec("vllm").origin).parent
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The files of the installed vLLM that the contract reads."""
+    """Copy the files of the installed vLLM that the contract reads."""
     for file in ["_version.py", *contract.HOOKS]:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(VLLM / file, tmp_path / file)
     return tmp_path
 
 
-def test_files_are_those_that_were_asked_for() -> None:
-    """Where another version stands before the installed one."""
+def test_files_are_of_the_version_that_was_asked_for() -> None:
+    """The files come from another version if it stands before the installed version."""
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     asked = [path for path in paths if Path(path, "vllm").exists()]
     assert not asked or VLLM.is_relative_to(asked[0])
 
 
-def test_installed_one_is_known(copy: Path) -> None:
+def test_the_installed_version_is_known(copy: Path) -> None:
     assert contract.difference() is None
     assert contract.difference(copy) is None
 

@@ -1,4 +1,4 @@
-"""Every family of recurrent layers in vLLM: tokens of Hugging Face's uncached forward, hits as computed by hand."""
+"""Families of recurrent layers in vLLM have the tokens of Hugging Face's uncached forward, and hits by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAMILIES = (  # the first three always, all with MAMBACACHE_FAMILIES=all
     "falcon_mamba",
 )
 CHOSEN = FAMILIES if FULL else FAMILIES[:3]
-WITH_IMAGES = (  # classes, without any in the requests
+WITH_IMAGES = (  # classes with images; the requests have none
     "qwen3_5+mtp",
     "qwen3_5_moe",
     "lfm2_vl",
@@ -36,7 +36,7 @@ WITH_IMAGES = (  # classes, without any in the requests
     "interns2_preview",
     "interns2_mobius",
 )
-OTHER_NAMES = ("nemotron_h_puzzle",)  # of a class
+OTHER_NAMES = ("nemotron_h_puzzle",)  # other names of a class
 DRAFTED = ("qwen3_5+ngram", "qwen3_5_moe+mtp") if FULL else ()
 
 
@@ -46,10 +46,10 @@ def test_a_family_in_vllm_gives_the_tokens_and_hits_that_it_should(name: str, tm
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "alice_ai"])
-def test_a_kda_layer_gives_what_transformers_gives(name: str, tmp_path: Path) -> None:
+def test_a_kda_layer_equals_transformers(name: str, tmp_path: Path) -> None:
     run("kimi_run.py", name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["jamba", "lfm2"])
-def test_lora_adapters_and_drafts_run_in_one_batch(name: str, tmp_path: Path) -> None:
+def test_lora_adapters_and_drafts_share_a_batch(name: str, tmp_path: Path) -> None:
     run("lora_run.py", name, tmp_path)

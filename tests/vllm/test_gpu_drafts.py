@@ -1,4 +1,4 @@
-"""Drafts a step ahead of their verification, on a GPU, of models with real layer shapes: `make test-vllm-gpu`."""
+"""Verify drafts a step ahead on a GPU, with models of real layer shapes: `make test-vllm-gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from real_shapes import SHAPES, WITH_IMAGES, add_predictor, save
 
 FOLDER = Path(__file__).resolve().parent
-NEAR = 0.1  # of logarithms of probabilities: bf16 rounds a prefill's another way than decode's; 0.031 was measured
+NEAR = 0.1  # of log-probabilities: bf16 rounds a prefill otherwise than decode; 0.031 was measured
 SECONDS = 280
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -24,9 +24,7 @@ CASES = [(name, None) for name in SHAPES if name not in WITH_IMAGES]
 
 
 @pytest.mark.parametrize(("name", "drafts"), [*CASES, ("qwen3_next", MTP), ("qwen3_5", TWO), ("qwen3_5_moe", TWO)])
-def test_every_token_is_the_one_that_a_prefill_expects(
-    name: str, drafts: dict[str, object] | None, tmp_path: Path
-) -> None:
+def test_every_token_is_likely_in_a_prefill(name: str, drafts: dict[str, object] | None, tmp_path: Path) -> None:
     served, out = save(name, tmp_path / "model", "cuda"), tmp_path / "out.json"
     options: dict[str, object] = {"language_model_only": True} if name in WITH_IMAGES else {}
     if drafts is not None:

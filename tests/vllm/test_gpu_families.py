@@ -1,4 +1,4 @@
-"""Logits of models with real layer shapes on a GPU, with the plugin and without: `make test-vllm-gpu`.
+"""Compare logits of models with real layer shapes on a GPU, with the plugin and without: `make test-vllm-gpu`.
 
 With MAMBACACHE_RESULTS=FOLDER each model leaves its figures there.
 """
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def logits(model: Path, engine: str, out: Path, **options: Any) -> dict[str, Any]:
-    """Logits [positions, vocabulary] and whose they are, [positions, 2], with the hits of both rounds."""
+    """Return logits [positions, vocabulary], their (request, position) pairs, and the hits of both rounds."""
     paths = os.pathsep.join([str(FOLDER), str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-P", FOLDER / "logits_run.py", model, out, json.dumps(options)],
@@ -42,7 +42,7 @@ def logits(model: Path, engine: str, out: Path, **options: Any) -> dict[str, Any
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     found = torch.load(out)
     seen = {tuple(place) for place in found["places"].tolist()}
-    tokens = [count + DECODED - 1 for count in options.get("prompts", PROMPTS)]  # the last of an answer is not run
+    tokens = [count + DECODED - 1 for count in options.get("prompts", PROMPTS)]  # an answer's last token does not run
     wanted = {(request, place) for request, count in enumerate(tokens) for place in range(count)}
     assert wanted <= seen, "not every position was seen"  # a draft after the last token may be right
     return found
@@ -60,7 +60,7 @@ def note(name: str, figures: dict[str, object]) -> None:
 
 @torch.inference_mode()
 def exact(model: Path) -> torch.Tensor:
-    """Logits [requests, positions, vocabulary] of an fp32 forward."""
+    """Return the logits [requests, positions, vocabulary] of an fp32 forward."""
     original = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to("cuda").eval()
     found = torch.stack([original(own[None].cuda(), use_cache=False).logits[0].cpu() for own in sequences(PROMPTS)])
     del original
@@ -69,7 +69,7 @@ def exact(model: Path) -> torch.Tensor:
 
 
 def error(found: dict[str, Any], reference: torch.Tensor) -> float:
-    """The root of the mean square over all positions of both rounds."""
+    """Return the root of the mean square error over all positions of both rounds."""
     difference = found["logits"] - reference[found["places"][:, 0], found["places"][:, 1]]
     return difference.pow(2).mean().sqrt().item()
 
@@ -80,7 +80,7 @@ MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 @pytest.mark.parametrize(
     ("name", "drafts"), [*((name, {}) for name in SHAPES), ("qwen3_5", MTP), ("qwen3_5_moe", MTP)], ids=str
 )
-def test_errors_against_fp32_are_those_of_vllm(name: str, drafts: dict[str, Any], tmp_path: Path) -> None:
+def test_errors_against_fp32_match_vllm(name: str, drafts: dict[str, Any], tmp_path: Path) -> None:
     served = save(name, tmp_path / "model", "cuda")
     if drafts:
         add_predictor(served, large=1.0)
@@ -88,7 +88,7 @@ def test_errors_against_fp32_are_those_of_vllm(name: str, drafts: dict[str, Any]
 
 
 def compare(label: str, model: Path, served: Path, **options: Any) -> None:
-    """Fail unless the plugin hits as by hand and errs at most `RATIO` times as much as vLLM alone."""
+    """Fail unless the plugin hits as by hand, and errs at most `RATIO` times as much as vLLM alone."""
     reference, errors = exact(model), {}
     for engine in ("plugin", "vllm"):
         found = logits(served, engine, model.parent / f"{engine}.pt", **options)
@@ -114,7 +114,7 @@ FP8_KV = {"kv_cache_dtype": "fp8"}
     ],
     ids=str,
 )
-def test_errors_of_quantised_checkpoints_are_those_of_vllm(
+def test_errors_of_quantised_checkpoints_match_vllm(
     name: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     served = save(name, tmp_path / "model", "cuda", form)
@@ -125,12 +125,12 @@ def test_errors_of_quantised_checkpoints_are_those_of_vllm(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_errors_on_two_gpus_are_those_of_vllm(tmp_path: Path) -> None:
+def test_errors_on_two_gpus_match_vllm(tmp_path: Path) -> None:
     served = save("qwen3_5_moe", tmp_path / "model", "cuda")
     compare("qwen3_5_moe-tp2", tmp_path / "model", served, tensor_parallel_size=2, **options_of("qwen3_5_moe"))
 
 
-def test_errors_of_alice_ais_layer_are_those_of_transformers(tmp_path: Path) -> None:
+def test_errors_of_alice_ais_layer_match_transformers(tmp_path: Path) -> None:
     run_script("kimi_run.py", "alice_ai", tmp_path)
 
 
@@ -149,7 +149,7 @@ def quantised(model: Path, folder: Path, runs: Sequence[str], **options: Any) ->
 
 
 def divergence(found: dict[str, dict[str, Any]], prompts: Sequence[int]) -> dict[str, float]:
-    """The mean KL of plain vLLM's logits from those of the other runs, over all positions that both computed."""
+    """Return the mean KL of plain vLLM's logits from each other run's, over all positions that both computed."""
     dense = {}
     for run, each in found.items():
         rounds = (torch.arange(len(each["logits"])) >= each["first_round"]).long()
@@ -163,7 +163,7 @@ ONE_FOR_EACH_OP = ("qwen3_5_moe", "kimi_linear", "nemotron_h", "jamba", "lfm2")
 
 
 @pytest.mark.parametrize("name", SHAPES if FULL else ONE_FOR_EACH_OP)
-def test_errors_of_fp8_are_those_of_vllm(name: str, tmp_path: Path) -> None:
+def test_errors_of_fp8_match_vllm(name: str, tmp_path: Path) -> None:
     found = quantised(save(name, tmp_path / "model", "cuda"), tmp_path, ("plugin", "vllm"), **options_of(name))
     reference = exact(tmp_path / "model")
     errors = {run: error(each, reference) for run, each in found.items()}
@@ -174,7 +174,7 @@ def test_errors_of_fp8_are_those_of_vllm(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["kimi_linear", pytest.param("falcon_h1", marks=pytest.mark.xfail(strict=True, reason="1.32 was measured"))]
 )
-def test_kl_of_fp8_is_that_of_another_order(name: str, tmp_path: Path) -> None:
+def test_kl_of_fp8_matches_another_order(name: str, tmp_path: Path) -> None:
     served, runs = save(name, tmp_path / "model", "cuda"), ("plugin", "vllm", BACKWARDS)
     kl = divergence(quantised(served, tmp_path, runs, **CUT_PROMPTS), CUT_PROMPTS["prompts"])
     note(f"fp8-{name}-cut", {"kl": kl})

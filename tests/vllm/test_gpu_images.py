@@ -1,4 +1,4 @@
-"""Prompts with images to layers of real shapes on a GPU, with the plugin and without: `make test-vllm-gpu`."""
+"""Compare prompts with images to layers of real shapes on a GPU, with the plugin and without: `make test-vllm-gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "lfm2_vl"])
-def test_errors_with_images_are_those_of_vllm(name: str, tmp_path: Path) -> None:
+def test_errors_with_images_match_vllm(name: str, tmp_path: Path) -> None:
     from image_errors_run import hits, prompts, save  # they set the environment of a script
     from image_run import MARKS, WithImages
 

@@ -1,4 +1,4 @@
-"""The trained recall model on a GPU with vLLM's graphs and without: right answers, hits, bitwise the same states."""
+"""The trained recall model on a GPU gives right answers, hits, and bitwise the same states, with graphs and without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def answer(folder: Path, mode: str, *gpus: str) -> None:
-    """Fails unless all answers are right, and all processes end."""
+    """Fail unless all answers are right, and all processes end."""
     log = folder / f"{mode}.log"
     with started(FOLDER / "recall_run.py", mode, folder / f"{mode}.pt", *gpus, log=log) as process:
         wait_for(LAST_ANSWER, process, log)
@@ -23,7 +23,7 @@ def answer(folder: Path, mode: str, *gpus: str) -> None:
 
 @pytest.fixture(scope="module")
 def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Tensor]]:
-    """What each mode leaves."""
+    """Return the states that each mode leaves."""
     folder = tmp_path_factory.mktemp("recall")
     for mode in MODES:
         answer(folder, mode)
@@ -31,13 +31,13 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Ten
 
 
 def test_replayed_graphs_leave_the_states_that_eager_steps_leave(states: dict[str, list[torch.Tensor]]) -> None:
-    """Where nothing is compiled: torch.compile rounds what comes to our kernels otherwise."""
+    """Compare modes where nothing is compiled: torch.compile rounds the inputs of our kernels otherwise."""
     for eager, replayed in zip(states["eager"], states["FULL_DECODE_ONLY"], strict=True):
         assert eager.any() and torch.equal(eager, replayed)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_give_the_answers_of_one(tmp_path: Path) -> None:
+def test_two_gpus_give_right_answers(tmp_path: Path) -> None:
     answer(tmp_path, "FULL_DECODE_ONLY", "2")
 
 

@@ -1,4 +1,4 @@
-"""Requests with images and videos have the Hugging Face model's log-probabilities, and hits as computed by hand."""
+"""Requests with images and videos have the Hugging Face model's log-probabilities, and hits computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map from vLLM's block hashes to the cache's, on vLLM's own block pool."""
+"""Check the map from vLLM's block hashes to the cache's, on vLLM's own block pool."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mambacache.vllm.kv_watch import HashMap, KVWatch
 
 
 class Host:
-    """A block pool of vLLM's beside a cache that notes what it is told.
+    """Hold a block pool of vLLM's beside a cache that notes its messages.
 
     Attributes:
-        told: whether the KV of a state is there, by the state's prefix hash, as the cache was told last.
+        told: the last message to the cache for each state, by prefix hash: whether its KV is there.
     """
 
     def __init__(self, page: int = 64, lookahead: int = 0) -> None:
@@ -49,7 +49,7 @@ class Host:
         return self.requests[name]
 
     def pages(self, request: Request) -> list[Any]:
-        """Takes pages for all that vLLM has hashed of a request, and names them."""
+        """Take pages for all blocks of a request that vLLM has hashed, and name them."""
         count = len(request.block_hashes)
         blocks = self.pool.get_new_blocks(count)
         self.pool.cache_full_blocks(request, blocks, 0, count, self.page, 0)
@@ -69,7 +69,7 @@ def test_the_last_copy_of_a_page_decides(page: int) -> None:
     first, second = (host.pages(host.request(name, 64)) for name in "ab")
     host.event("stored", b"state", 64, "a")
     host.follow()
-    assert host.told == {}  # its KV is there
+    assert host.told == {}  # its KV is in the pool
     host.pool.evict_blocks({first[-1].block_id})
     assert host.told == {}
     host.pool.evict_blocks({second[-1].block_id})

@@ -1,4 +1,4 @@
-"""What the scheduler tells of its cache: a line each minute, and counters that another process shows."""
+"""Check the scheduler's reports on its cache: a log line each minute, and counters that another process shows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mambacache.vllm import metrics, scheduler
 
 
 def shown(vllm_config: Any) -> dict[str, float]:
-    """What a front end whose last configuration is this one shows."""
+    """Return the counters that a front end shows, if this is its last configuration."""
     registry, collector = CollectorRegistry(), metrics.Shown()
     collector.instance_id = vllm_config.instance_id
     registry.register(collector)
@@ -34,8 +34,11 @@ def shown(vllm_config: Any) -> dict[str, float]:
 
 
 def run(simulation: Simulation) -> None:
-    """Prompts that lose tokens for several reasons: one is not to be read, and those in the middle, of which the last
-    repeats the first, evict one another."""
+    """Run prompts that lose tokens for several reasons.
+
+    One prompt must not be read from the cache. The prompts in the middle evict one another, and the last of them
+    repeats the first.
+    """
     rng = random.Random(0)
     shared = [rng.randrange(VOCABULARY) for _ in range(300)]
     others = [[rng.randrange(VOCABULARY) for _ in range(130)] for _ in range(7)]
@@ -109,7 +112,7 @@ def test_files_are_written_once_a_second_and_when_all_is_done(monkeypatch: pytes
 
 
 def test_a_full_disk_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model_config()  # which is kept, and takes a temporary folder once
+    model_config()  # made before, since it takes a temporary folder once
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     simulation = Simulation(make_scheduler())
     simulation.add("0", [1] * 70, 2)

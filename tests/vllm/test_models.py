@@ -1,4 +1,4 @@
-"""Which models are served, and which are left to vLLM."""
+"""Check which models are served, and which are left to vLLM."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ VLLM = Path(find_spec("vllm").origin).parent
 MARKS = {"HasInnerState", "IsHybrid"}
 HIDDEN = {"is_hybrid", "is_attention_free", "has_inner_state"}
 NEWER = {"AliceAIForCausalLM", "ClefFlashForJointSchema", "MiniCPMOcrForConditionalGeneration"}
-"""Architectures that vLLM 0.33 has and 0.32 has not."""
+"""vLLM 0.33 has these architectures, and 0.32 has not."""
 OF_REGISTERED_PARTS = {
     name
     for name, module in models.ARCHITECTURES.items()
     if module in ("lfm2_vl", "nano_nemotron_vl", "vllm.models.kimi_k3")
 }
-"""Those whose file imports no layers: it asks for another served class by name, or lies elsewhere."""
+"""The files of these import no layers: they ask for another served class by name, or lie elsewhere."""
 
 
 @cache
 def bases() -> dict[str, set[str]]:
-    """The bases of all model classes of the installed vLLM, by name; its files are read, since few can be imported."""
+    """Return the bases of all model classes of the installed vLLM, by name, from its files: few can be imported."""
     found: dict[str, set[str]] = {}
     for folder in ("model_executor/layers/mamba", "model_executor/models", "models"):
         for path in (VLLM / folder).rglob("*.py"):
@@ -42,7 +42,7 @@ def bases() -> dict[str, set[str]]:
 
 
 def imported(module: str, seen: set[str]) -> set[str]:
-    """The names that a file of a model imports, and the files of models that it imports from."""
+    """Return the names that a file of a model imports, with the imports of the files it imports from."""
     path = VLLM.joinpath(*module.split(".")).with_suffix(".py")
     if module in seen or not path.exists():
         return set()
@@ -57,7 +57,7 @@ def imported(module: str, seen: set[str]) -> set[str]:
 
 
 def registered() -> dict[str, str]:
-    """The class of each architecture that vLLM knows."""
+    """Return the class of each architecture that vLLM knows."""
     found = {}
     for node in ast.walk(ast.parse((VLLM / "model_executor/models/registry.py").read_text())):
         if isinstance(node, ast.Dict):

@@ -1,4 +1,4 @@
-"""Every option that concerns recurrent states, in each spelling: it works, is refused, or is said to have no effect.
+"""Every option that concerns recurrent states works, is refused, or is said to have no effect, in each spelling.
 
 The options go through vLLM's own parser into its own configuration, which calls the hook.
 """
@@ -22,14 +22,14 @@ from watched import run
 from mambacache.vllm import config, scheduler
 from mambacache.vllm.settings import Settings
 
-ARCHITECTURE = "LlamaForCausalLM"  # of the simulation; the hook asks nothing of a model
+ARCHITECTURE = "LlamaForCausalLM"  # the simulation's; the hook asks nothing of a model
 Configure = Callable[..., Any]
 KERNELS = [*Path(vllm.__file__).parent.glob("_C*.so")]
 
 
 @pytest.fixture
 def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
-    """Gives vLLM's configuration of what stands on a command line, which the hook has settled."""
+    """Return a function from a command line to vLLM's configuration, settled by the hook."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
 
     def configured(*words: str, has_attention: bool = True) -> Any:
@@ -47,7 +47,7 @@ def configure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Configure:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The plugin's warnings."""
+    """Return the plugin's warnings."""
     lines: list[str] = []
     monkeypatch.setattr(config.logger, "warning", lambda text, *values: lines.append(text % values))
     return lines
@@ -76,7 +76,7 @@ UNUSED = {
 
 @pytest.mark.parametrize(("option", "words"), [(option, each) for option, all_ in UNUSED.items() for each in all_])
 @pytest.mark.parametrize("has_attention", [True, False])
-def test_an_option_for_vllms_own_states_is_said_to_have_no_effect_and_has_none(
+def test_an_option_for_vllms_own_states_is_warned_of_and_has_no_effect(
     option: str, words: str, has_attention: bool, configure: Configure, said: list[str]
 ) -> None:
     alone = configure(has_attention=has_attention)
@@ -90,13 +90,13 @@ def test_an_option_for_vllms_own_states_is_said_to_have_no_effect_and_has_none(
         assert getattr(settled.cache_config, name) == getattr(alone.cache_config, name), name
 
 
-def test_an_option_that_is_given_at_its_default_is_not_spoken_of(configure: Configure, said: list[str]) -> None:
+def test_an_option_at_its_default_gives_no_warning(configure: Configure, said: list[str]) -> None:
     configure("--mamba-backend", "triton", "--mamba-cache-dtype", "auto", "--mamba-cache-philox-rounds", "0")
     assert not said
 
 
 @pytest.mark.parametrize("setting", sorted(config._NO_EFFECT_OF_ENVIRONMENT))
-def test_a_variable_for_vllms_own_states_is_said_to_have_no_effect(
+def test_a_variable_for_vllms_own_states_is_warned_of(
     setting: str, configure: Configure, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, _, value = setting.partition("=")
@@ -109,7 +109,7 @@ def test_a_variable_for_vllms_own_states_is_said_to_have_no_effect(
     assert line.startswith(f"mambacache: {setting} has no effect: ")
 
 
-def test_the_layout_that_vllm_has_by_default_is_not_spoken_of(
+def test_the_default_layout_gives_no_warning(
     configure: Configure, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(config.LAYOUT, "SD")
@@ -154,7 +154,7 @@ def test_an_option_that_does_not_work_is_refused_in_each_spelling(
 
 
 def test_batch_invariance_is_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks each layer's backend whether it has it, and ours have none that it could ask."""
+    """vLLM asks each layer's backend whether it is batch invariant, and our layers have no backend to ask."""
     made = configure()
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     config.refuse(made)
@@ -186,7 +186,7 @@ WORKS = [
 
 
 @pytest.mark.parametrize("words", WORKS)
-def test_an_option_that_works_is_taken_without_a_word(words: str, configure: Configure, said: list[str]) -> None:
+def test_an_option_that_works_gives_no_warning(words: str, configure: Configure, said: list[str]) -> None:
     settled = configure(*words.split())
     assert config.serves(settled) and not said
 

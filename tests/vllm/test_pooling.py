@@ -1,4 +1,4 @@
-"""Models that pool in vLLM: vectors of transformers' uncached forward, hits as computed by hand."""
+"""Models that pool in vLLM have the vectors of transformers' uncached forward, and hits computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in the temporary folder: nobody else reads, plants or breaks them, and none stays behind."""
+"""Nobody else reads, plants or breaks the files in the temporary folder, and none stays behind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ sys.stdin.read()
 
 
 def configured(instance: str = "17", rank: int = 0) -> SimpleNamespace:
-    """Return as much of a vLLM configuration as the files need."""
+    """Return the part of a vLLM configuration that the files need."""
     return SimpleNamespace(
         additional_config={},
         instance_id=instance,
@@ -122,9 +122,7 @@ def test_nobody_else_may_read_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "open to others", "another user's", "file", "no folder"])
-def test_a_folder_that_is_not_ours_is_refused_in_one_sentence(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_folder_is_refused_in_a_sentence(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, target = tmp_path / f"{private_files.PREFIX}17", tmp_path / "target"
     target.mkdir(0o700)
     if kind == "link":

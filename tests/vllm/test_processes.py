@@ -1,4 +1,4 @@
-"""Engine core and workers in processes of their own: right tokens and hits, and all of them end after the answers."""
+"""Engine core and workers in their own processes have right tokens and hits, and all of them end after the answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SCRIPT = "process_run.py"
 
 
 @pytest.mark.parametrize("case", CASES if FULL else CASES[:1])
-def test_processes_give_what_one_gives_and_end(case: str, tmp_path: Path) -> None:
+def test_processes_give_right_answers_and_end(case: str, tmp_path: Path) -> None:
     run(SCRIPT, case, tmp_path)
 
 
 @pytest.mark.skipif(not FULL, reason="MAMBACACHE_FAMILIES=all runs it")
 def test_a_stage_without_attention_is_refused(tmp_path: Path) -> None:
-    """With one sentence, and no process stays behind."""
+    """One sentence refuses it, and no process stays behind."""
     log = tmp_path / "log"
     with started(FOLDER / SCRIPT, "pipeline_refused", tmp_path / "model", log=log) as process:
         wait_for("a pipeline stage has 2 recurrent and 0 attention layers", process, log)

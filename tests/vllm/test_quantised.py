@@ -1,4 +1,4 @@
-"""Quantised checkpoints and their twins have the same weights, by dequantisers of vLLM and by hand."""
+"""Quantised checkpoints have the weights of their twins, by vLLM's dequantisers and by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = ((200, 256), (256, 384))
 
 
 def dequantised(form: str, layer: dict[str, Tensor]) -> Tensor:
-    """Return fp32 [out, in] of a layer's tensors."""
+    """Return a layer's tensors dequantised, fp32 [out, in]."""
     if form == "block_fp8":
         scales = layer["weight_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)
         weight = layer["weight"].float()
@@ -60,7 +60,7 @@ def test_a_quantised_checkpoint_and_its_twin_have_the_same_weights(form: str, tm
     pack(tmp_path, form)
     packed = load_file(tmp_path / "model.safetensors")
     settings = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    names = NAMES[:1] if form == "gptq" else NAMES  # attention is in bf16 in published GPTQ checkpoints
+    names = NAMES[:1] if form == "gptq" else NAMES  # published GPTQ checkpoints have attention in bf16
     for name in names:
         layer = {key.rpartition(".")[2]: each for key, each in packed.items() if key.startswith(f"{name}.")}
         values = twin[f"{name}.weight"].float()
@@ -73,7 +73,7 @@ def test_a_quantised_checkpoint_and_its_twin_have_the_same_weights(form: str, tm
         assert others <= {*settings[kept]} and not {*settings[kept]} & {*names}
 
 
-def test_all_weights_in_nvfp4_have_one_scale() -> None:
+def test_all_weights_in_nvfp4_have_the_same_scale() -> None:
     torch.manual_seed(0)
     weight = torch.randn(32, 64) * 0.05
     small, large = (nvfp4(each).tensors for each in (weight, 4 * weight))

@@ -1,6 +1,6 @@
-"""Every checkpoint, with its drafts and GPU, of vLLM's own recipes is served, refused or left as docs/vllm.md says.
+"""Every checkpoint of vLLM's own recipes, with its drafts and GPU, is served, refused or left as docs/vllm.md says.
 
-The page's tables say which architectures, drafts, options and devices are served; the hook is asked with vLLM's own
+The page's tables say which architectures, drafts, options and devices are served. The hook gets vLLM's own
 configuration of the recipe's options.
 """
 
@@ -44,18 +44,18 @@ CACHE = (
 
 
 def section(title: str) -> str:
-    """The text below a heading of the page, up to the next one."""
+    """Return the text between a heading of the page and the next heading."""
     return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def first_column(title: str) -> list[str]:
-    """The names in the first column of a section's tables."""
+    """Return the names in the first column of a section's tables."""
     cells = re.findall(r"^\| ([^|]*`[^|]*) \|", section(title), re.M)
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
 SERVED = {name for name in first_column("Models") if name.isidentifier()}
-REFUSED = {  # whatever else is given
+REFUSED = {  # with any other options
     name
     for cell in re.findall(r"^\| (`[^`|]+`(?:, `[^`|]+`)*) \|", section("What is refused"), re.M)
     for name in re.findall(r"`([^`]+)`", cell)
@@ -82,7 +82,7 @@ def by_the_page(recipe: Any) -> str:
 
 
 def platform_of(capability: str) -> Any:
-    """Return the device of a recipe: one of Hopper where it lists none."""
+    """Return the device of a recipe: a Hopper device where it lists none."""
     if capability in OTHER:
         return device(OTHER[capability])
     major, minor = (9, 0) if capability == "none listed" else map(int, capability.split("."))
@@ -90,13 +90,13 @@ def platform_of(capability: str) -> Any:
 
 
 def configuration(recipe: Any) -> SimpleNamespace:
-    """vLLM's own parts, made of a recipe's options as its own parser reads them."""
+    """Make vLLM's own parts from a recipe's options, as its own parser reads them."""
     options = [option for option in recipe.options.split("|") if option.startswith("--")]
     arguments = PARSER.parse_args(
         [word for option in options for word in option.replace('"}', '", "kv_role": "kv_both"}').split(" ", 1)]
     )
     given = {name: getattr(arguments, name) for name in CACHE if getattr(arguments, name) is not None}
-    mamba = MambaConfig()  # as vLLM does it: what is given is set later
+    mamba = MambaConfig()  # vLLM sets given options later too
     mamba.backend = arguments.mamba_backend
     mamba.ssu_algorithm = arguments.mamba_ssu_algorithm
     mamba.enable_stochastic_rounding = arguments.enable_mamba_cache_stochastic_rounding

@@ -1,6 +1,6 @@
-"""Requests of every kind in vLLM: right tokens, hits as computed by hand, and no state written but where it should be.
+"""Requests of every kind in vLLM have right tokens and hits, and write no state but their own.
 
-Each case is described in `request_run.py`, which runs it in a process of its own.
+`request_run.py` describes each case, and runs it in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's own schedulers with ours around them: every state is where its row looks for it, whatever happens."""
+"""vLLM's own schedulers with ours around them keep every state where its row looks for it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_requests(seed: int) -> None:
-    """20 requests with shared prefixes and little memory; aborts, preemptions, priorities, stops, resets, adapters and
-    images; a fifth of the mixes without attention, half of them with drafts, half of these a step ahead."""
+    """Run 20 requests with shared prefixes and little memory.
+
+    Aborts, preemptions, priorities, stops, resets, adapters and images are among them. A fifth of the mixes has no
+    attention, half of them have drafts, and half of these run a step ahead.
+    """
     rng = random.Random(seed)
     ahead, drafts = bool(seed % 2), (1, 3, 7)[seed % 3] if seed % 4 in (0, 3) else 0
     scheduler = make_scheduler(
@@ -96,9 +99,11 @@ def test_a_state_goes_first_once_vllm_evicted_its_kv() -> None:
 
 
 @pytest.mark.skipif(HAS_LOOKAHEAD, reason="vLLM 0.33 hashes such a page once its tokens are accepted")
-def test_a_state_whose_page_vllm_never_named_is_evicted_first() -> None:
-    """vLLM hashes a page in the step after its last token was accepted, and these requests end before it. Their last
-    state stands at 64 if the last drafts were all accepted."""
+def test_a_state_with_a_page_that_vllm_never_named_is_evicted_first() -> None:
+    """vLLM hashes a page in the step after its last token was accepted, and these requests end before it.
+
+    Their last state stands at 64 if the last drafts were all accepted.
+    """
     simulation = Simulation(make_scheduler(drafts=7), drafts=7)
     for number in range(200):
         simulation.add(str(number), random_tokens(50, number), 15)
@@ -116,7 +121,7 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_request_that_misses_steps_amid_its_log(ahead: bool) -> None:
-    """Its row is then not the one that its worker expects."""
+    """The row of the request is then not the row that its worker expects."""
     simulation = Simulation(make_scheduler(ahead=ahead, v2=True), ahead=ahead)
     for name in "ab":
         simulation.add(name, random_tokens(70, ord(name)), 60)
@@ -132,7 +137,7 @@ def test_a_request_that_misses_steps_amid_its_log(ahead: bool) -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_cache_knows_of_all_that_a_request_computed(ahead: bool) -> None:
-    """Its last tokens too, after which no state is kept."""
+    """It knows of the last tokens too, though no state is kept after them."""
     simulation = Simulation(make_scheduler(ahead=ahead, v2=True), ahead=ahead)
     simulation.add("a", random_tokens(70), 45)
     simulation.drain()
@@ -142,13 +147,13 @@ def test_the_cache_knows_of_all_that_a_request_computed(ahead: bool) -> None:
     simulation.check_end()
 
 
-def test_last_tokens_of_two_prompts_in_one_step() -> None:
-    """One was cut before its last token, the other hits all but its last: both stand among the decode rows."""
+def test_last_tokens_of_two_prompts_in_a_step() -> None:
+    """A prompt was cut before its last token, and another hits all but its last token: both are decode rows."""
     simulation = Simulation(make_scheduler(budget=64))
     shared = random_tokens(64)
     simulation.add("first", [*shared, 1], 1)
     simulation.drain()
-    for _ in range(8):  # in one order or the other
+    for _ in range(8):  # in either order
         number = len(simulation.requests)
         simulation.add(f"{number} cut", random_tokens(65, number), 1)
         simulation.step()
@@ -170,8 +175,8 @@ def test_streaming_input_ends_with_an_error_and_nothing_else() -> None:
     simulation.check_end()
 
 
-def test_hits_by_hand_and_in_what_vllm_tells() -> None:
-    """1000 shared tokens and 300 of its own, one prompt after another; vLLM's metrics and log line count the same."""
+def test_hits_by_hand_and_in_vllms_metrics() -> None:
+    """Send prompts of 1000 shared tokens and 300 of its own, in turn. vLLM's metrics and log line count the same."""
     scheduler = make_scheduler(budget=2048)
     simulation = Simulation(scheduler)
     shared = random_tokens(1000)
@@ -187,7 +192,7 @@ def test_hits_by_hand_and_in_what_vllm_tells() -> None:
     simulation.check_end()
 
 
-@pytest.mark.parametrize("attention", [True, False])  # without, nothing but a state's own keys bounds a hit
+@pytest.mark.parametrize("attention", [True, False])  # without attention, nothing but a state's own keys bounds a hit
 @pytest.mark.parametrize(
     ("requests", "hits"),
     [
@@ -198,9 +203,13 @@ def test_hits_by_hand_and_in_what_vllm_tells() -> None:
         ([{"images": {70: "a", 150: each}} for each in "ab"] + [{"images": {70: "b", 150: "a"}}], [0, 0, 0]),
     ],
 )
-def test_equal_tokens_are_not_all(requests: list[dict[str, Any]], hits: list[int], attention: bool) -> None:
-    """Adapters and salts share nothing, images what stands before the first that differs: the first to find that stores
-    a state at the last boundary before it."""
+def test_hits_need_equal_adapters_salts_and_images(
+    requests: list[dict[str, Any]], hits: list[int], attention: bool
+) -> None:
+    """Adapters and salts share nothing. Images share the tokens before the first image that differs.
+
+    The first request to find that stores a state at the last boundary before it.
+    """
     simulation = Simulation(make_scheduler(budget=2048, attention=attention))
     for number, keys in enumerate(requests):
         simulation.add(str(number), [1] * 300, 3, **keys)
@@ -209,7 +218,7 @@ def test_equal_tokens_are_not_all(requests: list[dict[str, Any]], hits: list[int
     simulation.check_end()
 
 
-TRIED = {"lora", "mm", "cache_salt"}  # the kinds of keys in vLLM's block hashes that requests of ours may have
+TRIED = {"lora", "mm", "cache_salt"}  # kinds of keys in vLLM's block hashes that requests of ours may have
 FULL = {"salt": "a", "lora": "b", "lora_path": "c", "images": {150: "d", 200: "e"}}
 
 
@@ -250,7 +259,7 @@ def test_a_changed_key_in_vllms_block_hash_ends_the_hit_there(change: dict[str, 
 
 
 def test_no_kind_of_key_in_vllms_block_hashes_is_untried() -> None:
-    """Prompt embeddings are refused."""
+    """Check all kinds but prompt embeddings, which are refused."""
     makers = {name for name in vars(kv_cache_utils) if name.startswith("_gen_") and name.endswith("_extra_hash_keys")}
     assert makers == {"_gen_mm_extra_hash_keys", "_gen_lora_extra_hash_keys", "_gen_prompt_embeds_extra_hash_keys"}
     simulation = Simulation(make_scheduler())
@@ -267,7 +276,7 @@ def test_no_kind_of_key_in_vllms_block_hashes_is_untried() -> None:
         [{"lora": "a", "lora_path": each} for each in "abca"],
     ],
 )
-def test_nobody_waits_for_another_adapter_or_salt(requests: list[dict[str, str]]) -> None:
+def test_no_request_waits_for_another_adapter_or_salt(requests: list[dict[str, str]]) -> None:
     simulation = Simulation(make_scheduler(budget=2048))
     for number, keys in enumerate(requests):
         simulation.add(str(number), [1] * 300, 3, **keys)
@@ -306,8 +315,8 @@ def test_answers_that_ended_by_themselves_count_as_finished(
     assert freed == [status != RequestStatus.FINISHED_ABORTED]
 
 
-def test_who_waits_for_a_prefix_is_not_looked_up_in_each_step() -> None:
-    """Looking up a long prompt's KV takes as long as a decode step of several rows."""
+def test_a_request_that_waits_for_a_prefix_is_not_looked_up_in_each_step() -> None:
+    """A look-up of a long prompt's KV takes as long as a decode step of several rows."""
     scheduler = make_scheduler(budget=64)
     simulation = Simulation(scheduler)
     rng = random.Random(0)

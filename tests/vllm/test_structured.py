@@ -1,4 +1,4 @@
-"""Structured outputs, KV in fp8 and new weights in vLLM, against Hugging Face, with hits as computed by hand."""
+"""Structured outputs, KV in fp8 and new weights in vLLM agree with Hugging Face, with hits computed by hand."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ NEEDS_VECTORS = pytest.mark.skipif(not VECTORS, reason="vLLM's KV in fp8 on a CP
 
 
 @pytest.mark.parametrize("name", STRUCTURED if FULL else STRUCTURED[:1])
-def test_constrained_and_free_requests_share_a_prefix_in_one_batch(name: str, tmp_path: Path) -> None:
+def test_constrained_and_free_requests_share_a_prefix_in_a_batch(name: str, tmp_path: Path) -> None:
     run("structured_run.py", name, tmp_path)
 
 
 @NEEDS_VECTORS
 @pytest.mark.parametrize("name", FP8_KV if FULL else FP8_KV[:1])
-def test_a_hit_over_kv_in_fp8_gives_what_a_cold_prompt_gives(name: str, tmp_path: Path) -> None:
+def test_a_hit_over_kv_in_fp8_equals_a_cold_prompt(name: str, tmp_path: Path) -> None:
     run("options_run.py", name, tmp_path)
 
 
 @LEFT
 @NEEDS_VECTORS
 @pytest.mark.parametrize("name", FP8_KV)
-def test_errors_with_kv_in_fp8_are_those_of_vllm_alone(name: str, tmp_path: Path) -> None:
+def test_errors_with_kv_in_fp8_match_vllm_alone(name: str, tmp_path: Path) -> None:
     for how in ("alone", "bfloat16"):
         run("options_run.py", name, tmp_path, how)
 
 
 @pytest.mark.parametrize("case", RELOADED if FULL else RELOADED[:1], ids=" ".join)
-def test_a_reset_after_new_weights_leaves_nothing_of_the_old_ones(case: list[str], tmp_path: Path) -> None:
+def test_a_reset_after_new_weights_leaves_nothing_of_old_weights(case: list[str], tmp_path: Path) -> None:
     run("reload_run.py", case[0], tmp_path, *case[1:])

@@ -1,4 +1,4 @@
-"""Tool calls through `vllm serve` with the plugin, beside plain chats on one shared prefix, with drafts and without."""
+"""Call tools through `vllm serve` with the plugin, beside plain chats on one shared prefix, with drafts and without."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OPTIONS = (
     " --host 127.0.0.1 --served-model-name tiny"
 )
 FREE = 70
-"""The tokens of a free answer."""
+"""A free answer has this many tokens."""
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
 CASES = {"ngram": ("--speculative-config", json.dumps(NGRAM)), "none": ()}
 SIGNS = [chr(code) for code in range(33, 127)]
 TEXTS = ["<unk>", "<end>", *SIGNS, *(f" {sign}" for sign in SIGNS)]
-"""The text of each token. No token is a space alone, so that a grammar allows one space at most in each place."""
+"""Each token has this text. No token is a space alone, so that a grammar allows one space at most in each place."""
 TEMPLATE = (
     "<system>{{ messages[0].content }}</system>"
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -54,7 +54,7 @@ SCHEMAS = {
     "weather": {"place": ["north beach", "south beach", "harbour"], "day": [1, 2, 3]},
     "boat": {"trip": ["island", "lighthouse"], "lunch": [True, False]},
 }
-"""The values that each tool takes, by parameter."""
+"""Each tool takes these values, by parameter."""
 PURPOSES = {
     "weather": "Tell the weather of one day at one place.",
     "boat": "Book two seats on a boat, with a meal or without.",
@@ -84,21 +84,20 @@ def pattern_of(*names: str) -> str:
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation, with tools listed unless `choice` is None."""
+    """Hold one conversation, with tools listed unless `choice` is None."""
 
     user: str
     choice: str | None
     hits: tuple[int, ...]
-    """At first, the second time, and in the turn after a tool's result."""
+    """These are the hits at first, the second time, and in the turn after a tool's result."""
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Return the tools of which one must be called."""
+        """Return the tools. One of them must be called."""
         return {None: (), "none": (), "required": (*SCHEMAS,)}.get(self.choice, (str(self.choice),))
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return the request of the first turn."""
         asked = {
             "model": "tiny",
             "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": self.user}],
@@ -130,10 +129,10 @@ CHATS = [
     Chat("What shall we do today?", "required", (768, 832, 832)),
     Chat("Any plans for the last day, when we leave before noon?", "required", (768, 832, 896)),
 ]
-"""All share 202 tokens, those with tools 808, and those without 207.
+"""All chats share 202 tokens, chats with tools share 808, and chats without share 207.
 
-Where the last hit is 832, the last boundary of the answer lies behind the point where the template writes the call with
-other spaces than the model did.
+Where the last hit is 832, the template writes the call with other spaces than the model did. The last boundary of the
+answer lies behind that point.
 """
 
 
@@ -176,11 +175,11 @@ class Server:
             return [answer.result() for answer in answers]
 
     def added(self) -> int:
-        """Return how many requests the front end has sent to the scheduler."""
+        """Return the number of requests that the front end has sent to the scheduler."""
         return self.log.read_text().count("Added request")
 
     def drafts(self) -> tuple[float, float]:
-        """Return how many drafts were right, and how many wrong."""
+        """Return the numbers of right and of wrong drafts."""
         with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         made, right = (
@@ -210,7 +209,7 @@ def check_hits(answers: list[dict[str, Any]], hits: list[int]) -> None:
 
 
 def check_answer(original: Original, chat: Chat, answer: dict[str, Any]) -> None:
-    """Fail unless the answer is the likeliest that may be given, and its call is one that the schema allows."""
+    """Fail unless the answer is the likeliest that is allowed, and the schema allows its call."""
     (choice,) = answer["choices"]
     prompt, tokens, message = answer["prompt_token_ids"], choice["token_ids"], choice["message"]
     if not chat.tools:
@@ -250,7 +249,7 @@ def check_chats(server: Server, original: Original) -> None:
 
 
 @pytest.mark.parametrize("drafts", [*CASES] if FULL else [*CASES][:1])
-def test_tool_calls_and_plain_chats_share_a_prefix_in_one_batch(drafts: str, tmp_path: Path) -> None:
+def test_tool_calls_and_plain_chats_share_a_prefix_in_a_batch(drafts: str, tmp_path: Path) -> None:
     original = Original(save_model(tmp_path / "model"))
     with served(tmp_path, *CASES[drafts]) as server:
         check_chats(server, original)

@@ -1,7 +1,7 @@
-"""Makes torchvision importable beside a torch for CPUs, as vLLM's classes with images import it for text alone too.
+"""Make torchvision importable beside a torch for CPUs: vLLM's classes with images import it for text alone too.
 
-Released torchvision is built for CUDA: its library does not load there, and its import then misses two operators.
-Importing this module has every later import of torchvision declare them, in this process.
+Released torchvision is built for CUDA. Its library does not load beside this torch, and its import then misses two
+operators. After this module every later import of torchvision in this process declares them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SCHEMAS = {
 
 
 class DeclareOperators(MetaPathFinder):
-    """Finds no module; declares the operators before the module that needs them."""
+    """Find no module, and declare the operators before the module that needs them."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name == "torchvision._meta_registrations" and not sys.modules["torchvision.extension"]._has_ops():

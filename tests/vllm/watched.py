@@ -1,4 +1,4 @@
-"""Scripts that run in a session of their own, and that must end soon after their last answer, children included."""
+"""Run scripts in sessions of their own. They must end soon after their last answer, children included."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 FULL = os.environ.get("MAMBACACHE_FAMILIES") == "all"
-"""Whether all cases are to run, or those that continuous integration has time for."""
+"""This says whether all cases run, or only the cases that continuous integration has time for."""
 SECONDS = 20.0
-"""From the last answer to the end of the last process."""
+"""The last process must end in this time after the last answer."""
 LAST_ANSWER = "the last answer is here"
 
 
 def alive(session: int) -> list[str]:
-    """The processes of a session, zombies aside."""
+    """Return the processes of a session, zombies aside."""
     found = []
     for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # it is none, or it ended meanwhile
+        with suppress(OSError):  # no process, or it ended meanwhile
             name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             state, _, _, of = rest.split()[:4]
             if int(of) == session and state not in "ZX":
@@ -33,7 +33,7 @@ def alive(session: int) -> list[str]:
 
 
 def output_of(log: Path) -> str:
-    """Return the end of a log and its first traceback, which is the cause where processes fail one after another."""
+    """Return the end of a log and its first traceback: the cause, if processes fail one after another."""
     text = log.read_text()
     cause = text.find("Traceback")
     return (f"{text[cause:][:8000]}\n...\n" if cause >= 0 else "") + text[-8000:]
@@ -43,7 +43,7 @@ def output_of(log: Path) -> str:
 def started(
     *command: str | Path, log: Path, path: Path = FOLDER, cwd: Path | None = None, **environment: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python script whose output goes to a file; what is left of its session in the end is killed."""
+    """Run a Python script with its output in a file. Kill the rest of its session at the end."""
     searched = [FOLDER.parent, FOLDER, path, *filter(None, [os.environ.get("PYTHONPATH")])]
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -64,7 +64,7 @@ def started(
 
 
 def check_end(process: subprocess.Popen[bytes], since: float, log: Path, code: int = 0) -> None:
-    """Fails unless all of a script's processes end in time."""
+    """Fail unless all of a script's processes end in time."""
     while left := alive(process.pid):
         assert time.monotonic() - since < SECONDS, f"{left} after the last answer:\n{output_of(log)}"
         time.sleep(0.05)
@@ -79,7 +79,6 @@ def check_idle(states: Any) -> None:
 
 
 def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 280) -> None:
-    """Until a script's output has a text."""
     until = time.monotonic() + seconds
     while True:
         ended = process.poll() is not None
@@ -90,7 +89,7 @@ def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: fl
 
 
 def run(script: str, name: str, folder: Path, *arguments: str) -> None:
-    """A script that fails if an answer is wrong, and has a name and a new folder to work in."""
+    """Run a script that fails if an answer is wrong, with a name and a new folder to work in."""
     log = folder / "log"
     with started(FOLDER / script, name, folder / name, *arguments, log=log) as process:
         wait_for(LAST_ANSWER, process, log)
