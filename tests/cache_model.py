@@ -1,4 +1,4 @@
-"""What a prefix cache must find, without hashes: token prefixes in dicts, fed by the cache's own events."""
+"""Predict the hits of a prefix cache without hashes: token prefixes in dicts, fed by the cache's events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Prefix = tuple[str, bytes]  # salt, int32 tokens
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
-    """Leading int32 tokens that two strings share."""
+    """Count the leading int32 tokens that two strings share."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -21,8 +21,10 @@ def common_prefix(a: bytes, b: bytes) -> int:
 
 @dataclass
 class CacheModel:
-    """`states` and `kv` hold the cached prefixes, each with whether it is exact; `seen` all that were computed to be
-    stored, `computed` what each request has computed so far."""
+    """Hold the cached prefixes in `states` and `kv`, each with its exact flag.
+
+    `seen` holds all prefixes that were computed to be stored, and `computed` the tokens that each request has computed.
+    """
 
     block_size: int
     strict: bool
@@ -31,10 +33,10 @@ class CacheModel:
     kv: dict[Prefix, bool] = field(default_factory=dict)
     seen: set[Prefix] = field(default_factory=set)
     computed: dict[str, Prefix] = field(default_factory=dict)
-    without_kv: set[Prefix] = field(default_factory=set)  # whose KV block was removed since the last check
+    without_kv: set[Prefix] = field(default_factory=set)  # prefixes that lost their KV block since the last check
 
     def match(self, prompt: Prefix, host_tokens: int | None = None) -> tuple[int, int, int]:
-        """Hit, coverage and junction of a prompt, in tokens; `host_tokens`: what the host's KV covers."""
+        """Return hit, coverage and junction of a prompt, in tokens; the host's KV covers `host_tokens`."""
         salt, tokens = prompt
         count = len(tokens) // TOKEN_BYTES
         grid = range(self.block_size, count + 1, self.block_size)
@@ -52,38 +54,38 @@ class CacheModel:
         return hit, coverage, junction if junction > hit else 0
 
     def exact(self, prompt: Prefix, position: int) -> bool:
-        """Whether the state at a cached position, and all KV before it, are exact."""
+        """Return whether the state at a cached position, and all KV before it, are exact."""
         salt, tokens = prompt
         prefixes = [(salt, tokens[: p * TOKEN_BYTES]) for p in range(self.block_size, position + 1, self.block_size)]
         return not position or (self.states[prefixes[-1]] and all(self.kv.get(prefix, True) for prefix in prefixes))
 
     def ceiling(self, prompt: Prefix, hit: int) -> int:
-        """The longest prefix shared with anything computed so far, of which one token at least is left."""
+        """Return the longest prefix shared with anything computed so far; at least one token is left to compute."""
         salt, tokens = prompt
         shared = [common_prefix(tokens, done) for other, done in self.computed.values() if other == salt]
         return max(hit, min(len(tokens) // TOKEN_BYTES - 1, max(shared, default=0)))
 
     def computes(self, request_id: str, done: Prefix) -> None:
-        """A request has computed these tokens."""
+        """Note that a request has computed these tokens."""
         if len(done[1]) > len(self.computed.get(request_id, ("", b""))[1]):
             self.computed[request_id] = done
 
     def remove(self, kind: str, prefix: Prefix) -> None:
-        """A state or a KV block is no longer cached."""
+        """Note that a state or a KV block is no longer cached."""
         del (self.states if kind == "state" else self.kv)[prefix]
         if kind == "kv":
             self.without_kv.add(prefix)
 
     def check(self, num_states: int, num_kv: int, elsewhere: Set[Prefix] = frozenset()) -> None:
-        """Once all events are told: a state goes with the KV block that ends where it stands, and none goes in silence.
+        """Check after all events that no state outlives the KV block that ends at it, and that no event is missing.
 
         Args:
-            num_states, num_kv: how many the cache holds.
-            elsewhere: prefixes whose last KV block is kept elsewhere.
+            num_states, num_kv: numbers of blocks that the cache holds.
+            elsewhere: prefixes that keep their last KV block elsewhere.
         """
         orphans = self.states.keys() & self.without_kv - self.kv.keys() - elsewhere
         assert not orphans, "a state outlives the KV of its block"
-        assert (len(self.states), len(self.kv)) == (num_states, num_kv), "events do not tell of all that went"
+        assert (len(self.states), len(self.kv)) == (num_states, num_kv), "events are missing"
         self.without_kv &= elsewhere
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Traffic of several kinds, as lists of prompts and answers."""
+"""Make traffic of several kinds, as lists of prompts and answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Asked = tuple[list[int], list[int]]
 
 
 class Mixes:
-    """Makes traffic; all tokens that it does not repeat are new."""
+    """Make traffic. Tokens that are not repeated are new."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -23,8 +23,10 @@ class Mixes:
     def chats(
         self, requests: int, *, prompt: int = 700, answer: int = 130, edited: float = 0, again: float = 0
     ) -> Iterator[Asked]:
-        """Twenty chats at a time, of which each goes on seven times in ten; of next turns a share `again` asks for the
-        answer once more, and a share `edited` does not begin with the answer that was given."""
+        """Yield requests of twenty chats at a time; a chat goes on seven times in ten.
+
+        A share `again` of the next turns asks for the answer once more. A share `edited` of the others replaces it.
+        """
         rng, open_chats = self.rng, list[Asked]()
         for _ in range(requests):
             if len(open_chats) < 20 or rng.random() < 0.1:
@@ -41,13 +43,13 @@ class Mixes:
             yield open_chats[-1]
 
     def identical(self, requests: int) -> Iterator[Asked]:
-        """The same sixty prompts, some of them often."""
+        """Yield the same sixty prompts, some of them often."""
         prompts = [self.text(1500) for _ in range(60)]
         for prompt in self.rng.choices(prompts, [1 / (i + 1) for i in range(60)], k=requests):
             yield prompt, self.text(20)
 
     def documents(self, requests: int, live: int | None = None) -> Iterator[Asked]:
-        """Questions about twelve documents; with `live`, about each for so many requests, and then about new ones."""
+        """Ask about twelve documents. With `live`, a new document replaces each after `live` requests."""
         documents = [self.text(3000) for _ in range(12)]
         for number in range(requests):
             if live and number % (live // 12) == live // 12 - 1:
@@ -56,7 +58,7 @@ class Mixes:
             yield [*document, *self.text(100)], self.text(20)
 
     def agents(self, requests: int) -> Iterator[Asked]:
-        """Trees: an agent goes on from any of the last things that were said, most from the very last ones."""
+        """Grow trees: an agent continues one of the last answers, most often a very recent answer."""
         roots = [self.text(1500) for _ in range(8)]
         nodes = list(roots)
         for _ in range(requests):
@@ -67,8 +69,10 @@ class Mixes:
             yield prompt, said
 
     def rounds(self, sessions: int, rounds: int, calls: int) -> Iterator[Asked]:
-        """Rounds of `calls` requests, of which each answer ends in thoughts and a tool call; the user's next message
-        comes with the calls and their results, and without the thoughts."""
+        """Yield rounds of `calls` requests; each answer is thoughts and a tool call.
+
+        The user's next message comes with the calls and their results, and without the thoughts.
+        """
         system = self.text(600)
         for _ in range(sessions):
             history = system
@@ -81,7 +85,7 @@ class Mixes:
                     history = [*history, *call, *result]
 
     def changes(self, requests: int) -> Iterator[Asked]:
-        """Documents for the first half, chats for the second."""
+        """Yield documents for the first half, and chats for the second."""
         yield from self.documents(requests // 2)
         yield from self.chats(requests // 2)
 
@@ -101,7 +105,7 @@ KINDS: dict[str, Callable[[Mixes], Iterator[Asked]]] = {
 
 
 def ceiling(traffic: list[Asked]) -> int:
-    """How many tokens of all prompts something before them began with; of each at most its length - 1."""
+    """Count the prompt tokens that an earlier request began with, at most the length - 1 of each prompt."""
     known: set[int] = set()
     total = 0
     for prompt, said in traffic:

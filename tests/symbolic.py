@@ -1,8 +1,8 @@
-"""A symbolic model on real pools of block ids: exact, fast, no rounding.
+"""Run step plans on a symbolic model with real pools of block ids: exact, fast, no rounding.
 
-A state is the digest of the tokens that a sequence has consumed, each token seen through its conv window; a KV slot
-holds a token and the digest after it. The next token is a function of the state and of all KV that the block table
-reaches. So a wrong src, dst, log, slot or page, a stale, early or overwritten block raises or changes tokens.
+A state is the digest of the tokens that its sequence has consumed. Each token enters through its conv window. A KV
+slot holds a token and the digest after it. The next token is a function of the state and of all KV in the block table.
+So a wrong src, dst, log, slot or page raises or changes tokens, as does a stale, early or overwritten block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mambacache.plan import CHUNK, FOLD, PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.scheduler.drafts import agreed
 
 VOCAB = 40
-WINDOW = 3  # rows of a conv window: the last inputs of a convolution of width 4
+WINDOW = 3  # inputs in a conv window: the convolution has width 4
 UNWRITTEN = -7  # an entry of a log that no op has written
 FRESH = np.uint64(0x9E3779B97F4A7C15)  # the digest of no tokens
 
@@ -42,9 +42,9 @@ _POWERS, _INVERSES = _powers(_FACTOR), _powers(pow(_FACTOR, -1, 1 << 64))
 
 
 def _digests(before: np.uint64, inputs: np.ndarray) -> np.ndarray:
-    """Digests after each token, whose conv inputs (the window's `WINDOW` rows before them) are `inputs`.
+    """Return the digest after each token; `inputs` begins with the `WINDOW` conv inputs before the first token.
 
-    d' = factor * d + sum of taps * inputs, modulo 2^64, here for all tokens at once.
+    d' = factor * d + sum of taps * inputs, modulo 2^64.
     """
     values = np.lib.stride_tricks.sliding_window_view(inputs.astype(np.uint64), WINDOW + 1) @ _TAPS
     count = len(values)
@@ -59,7 +59,7 @@ def next_token(digest: int, kv_sum: int, branch: int = 0) -> int:
 
 
 def _inputs(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Conv inputs of tokens from position 0: zeros stand for what was before."""
+    """Return the conv inputs of tokens from position 0, after `WINDOW` zeros."""
     return np.concatenate([np.zeros(WINDOW, dtype=np.int64), np.asarray(tokens, dtype=np.int64) + 1])
 
 
@@ -69,21 +69,21 @@ def _true_digests(tokens: bytes) -> np.ndarray:
 
 
 def true_state(tokens: bytes, position: int) -> tuple[int, list[int]]:
-    """Digest and conv window after the first `position` of these int32 tokens."""
+    """Return the digest and the conv window after the first `position` of these int32 tokens."""
     digests = _true_digests(tokens)
     window = _inputs(np.frombuffer(tokens[: 4 * position], dtype=np.int32))[-WINDOW:]
     return int(digests[position - 1]), window.tolist()
 
 
 def true_page(tokens: bytes, start: int, end: int) -> np.ndarray:
-    """Digests that the KV slots of these positions hold."""
+    """Return the digests that the KV slots of these positions hold."""
     return _true_digests(tokens)[start:end]
 
 
 def answer(
     prompt: Sequence[int], max_tokens: int, *, attention: bool, stop: Sequence[int] = (), branch: int = 0
 ) -> list[int]:
-    """The tokens that a prompt gets alone; `branch` picks the first one of the k-th answer."""
+    """Return the answer to a prompt that runs alone; `branch` k gives the k-th answer."""
     digests = _digests(FRESH, _inputs(prompt))
     digest, kv_sum = int(digests[-1]), int(digests.sum()) if attention else 0
     tokens, taps = list(prompt), [int(tap) for tap in _TAPS]
@@ -98,32 +98,32 @@ def answer(
 
 
 def text(length: int, seed: int = 0) -> list[int]:
-    """Random tokens; texts of different seeds differ in their first token, those of one seed begin alike."""
+    """Return random tokens. Texts of one seed begin alike; the first token is the seed modulo `VOCAB`."""
     return [seed % VOCAB, *random.Random(seed).choices(range(VOCAB), k=length)][:length]
 
 
 class StepFailed(Exception):
-    """What a failing step raises."""
+    """Raised by a step that fails."""
 
 
 def pages_of(arrays: dict[str, np.ndarray], row: int) -> np.ndarray:
-    """The row's part of the block table."""
+    """Return the row's part of the block table."""
     starts = arrays["block_table_start"]
     return arrays["block_table"][starts[row] : starts[row + 1]]
 
 
 @dataclass
 class RowOfStep:
-    """One sequence's part of a step, as the arrays tell it."""
+    """Hold one sequence's part of a step, read from the arrays."""
 
-    flat: slice  # its tokens in the flat batch, padding left out
+    flat: slice  # the row's tokens in the flat batch, without padding
     start: int
     src: int
     ends: list[int]  # tokens consumed when each dst is written
     dst: list[int]
     decode: bool
-    log: tuple[int, int, int] = (0, 0, 0)  # slot, first entry, and the one after the last
-    paths: list[list[int]] = field(default_factory=list)  # of each token of a tree of drafts the ones up to it
+    log: tuple[int, int, int] = (0, 0, 0)  # slot, first entry, end
+    paths: list[list[int]] = field(default_factory=list)  # for each token of a draft tree, the tokens on its path
     before: np.uint64 = FRESH
     exact: bool = False
     window: np.ndarray = field(default_factory=lambda: np.zeros(WINDOW, dtype=np.int64))
@@ -139,10 +139,10 @@ Written = tuple[list[RowOfStep], dict[str, np.ndarray], list[int]]
 
 
 class SymbolicRunner:
-    """Executes `StepPlan.arrays`, and raises AssertionError where they break the rules of a step.
+    """Execute `StepPlan.arrays`, and raise AssertionError where they break the rules of a step.
 
     Args:
-        may_write_state, may_write_page: asked before a block or a page is written; False for one that others read.
+        may_write_state, may_write_page: called before a block or page is written; return False if others read it.
     """
 
     def __init__(
@@ -162,19 +162,15 @@ class SymbolicRunner:
         self.exact = np.zeros(num_state_blocks + 1, dtype=bool)
         self.ends = np.zeros(num_state_blocks + 1, dtype=np.int64)  # tokens that a state has consumed
         self.windows = np.zeros((num_state_blocks + 1, WINDOW), dtype=np.int64)
-        self.logs = np.full(
-            ((num_log_slots or num_state_blocks) + 1, FOLD), UNWRITTEN, dtype=np.int64
-        )  # inputs of the convolution
+        self.logs = np.full(((num_log_slots or num_state_blocks) + 1, FOLD), UNWRITTEN, dtype=np.int64)
         slots = (num_kv_blocks + 1) * block_size
         self.kv_written = np.zeros(slots, dtype=bool)
         self.kv_tokens = np.zeros(slots, dtype=np.int64)
         self.kv_digests = np.zeros(slots, dtype=np.uint64)
         self.kv_exact = np.zeros(slots, dtype=bool)
         self._sampled: dict[str, int] = {}  # the last token of each request, for placeholders
-        self._begins: dict[str, int] = {}  # where its next row begins, after drafts that were accepted
-        self.propose: Callable[
-            [str, int, int], Sequence[int]
-        ]  # drafts for placeholders: of whom, from where on, how many
+        self._begins: dict[str, int] = {}  # start of each request's next row, after accepted drafts
+        self.propose: Callable[[str, int, int], Sequence[int]]  # drafts, by request id, position and count
 
     def poison_state(self, block: int) -> None:
         self.written[block] = False
@@ -183,12 +179,12 @@ class SymbolicRunner:
         self.kv_written[block * self._size : (block + 1) * self._size] = False
 
     def execute(self, plan: StepPlan, answers: Sequence[int | range], fail: bool = False) -> list[list[int]]:
-        """Runs a step.
+        """Run a step, and return the sampled tokens of each row.
 
         Args:
-            answers: for each row how many tokens are sampled after its last token: 0 for none, 1 for one after each of
-                a decode row's tokens; or which branches of its answer, where a prompt ends.
-            fail: tear all that the step writes, and raise StepFailed.
+            answers: for each row, 0 samples no token and 1 samples a token. A decode row samples after each of its
+                tokens. At the end of a prompt, a range selects branches of the answer.
+            fail: poison all blocks that the step writes, and raise StepFailed.
         """
         arrays = self._placed(plan) if any(step.late for step in plan.steps) else plan.arrays
         attention = "kv_slot" in arrays
@@ -240,7 +236,7 @@ class SymbolicRunner:
 
     @staticmethod
     def accepted(step: SequenceStep, fed: Sequence[int] | np.ndarray, sampled: Sequence[int]) -> list[int]:
-        """What stays of the tokens that were sampled after each of those that were fed: drafts from the second on."""
+        """Return the sampled tokens up to the first wrong draft; `fed` is a token and then the drafts."""
         if step.parents and sampled:
             return [sampled[place] for place in agreed(step, sampled)]
         count = 1
@@ -249,7 +245,7 @@ class SymbolicRunner:
         return list(sampled[:count])
 
     def _keep_paths(self, plan: StepPlan) -> None:
-        """Moves entries of logs and KV that trees of drafts left, of which nothing stays where they were."""
+        """Move the accepted entries of draft trees in logs and KV, and poison the entries after them."""
         for slot, first, *places in plan.log_paths if plan.log_paths is not None else ():
             places = [place for place in places if place >= 0]
             self.logs[slot, first : first + len(places)] = self.logs[slot, places]
@@ -264,7 +260,7 @@ class SymbolicRunner:
     # --- the rows ---
 
     def _placed(self, plan: StepPlan) -> dict[str, np.ndarray]:
-        """The arrays of rows that began later than their host knew."""
+        """Return the arrays of the plan with each late row placed where it really begins."""
         rows = plan.steps[: plan.num_decodes]
         indices = StateIndices.from_arrays(plan.arrays, "cpu")
         starts = [self._begins[row.request_id] if row.late else row.start for row in rows]
@@ -294,15 +290,15 @@ class SymbolicRunner:
             paths = [[t for t in range(used) if mask >> t & 1] for mask in bits]
             depths = [len(path) - 1 for path in paths] or range(used)
             assert positions[flat].tolist() == [start + depth for depth in depths]
-            assert slot and 0 <= first <= last == start % FOLD, "a log that ends elsewhere than before the row"
-            assert last + used <= FOLD, "tokens that pass the end of a log"
+            assert slot and 0 <= first <= last == start % FOLD, "the log does not end where the row begins"
+            assert last + used <= FOLD, "the row passes the end of its log"
             assert dst or last + used < FOLD, "a log is full, and there is no dst"
             if "kv_slot" in arrays:
-                assert (arrays["kv_slot"][flat] >= 0).all(), "a decode token without KV slot"
+                assert (arrays["kv_slot"][flat] >= 0).all(), "a decode token has no KV slot"
                 assert (arrays["kv_slot"][flat.stop : (i + 1) * width] == -1).all(), "padding writes KV"
             rows.append(RowOfStep(flat, start, src, [used], [dst], True, (slot, first, last), paths))
         slots = [row.log[0] for row in rows]
-        assert len(set(slots)) == len(slots), "two rows have one log"
+        assert len(set(slots)) == len(slots), "two rows share a log"
         assert int(arrays["query_start_loc"][0]) == count * width
         return rows
 
@@ -317,7 +313,7 @@ class SymbolicRunner:
             assert (arrays["chunk_seq"][mine] == i).all()
             cuts = [*(arrays["chunk_start"][mine] - begin).tolist(), end - begin]
             grid = range(start // CHUNK * CHUNK + CHUNK, start + end - begin, CHUNK)
-            assert cuts == [0, *(p - start for p in grid), end - begin], "chunks lie between absolute multiples"
+            assert cuts == [0, *(p - start for p in grid), end - begin], "chunks end at absolute multiples of CHUNK"
             dst = arrays["chunk_dst"][mine].tolist()
             assert dst[-1], "a prefill row without dst"
             rows.append(RowOfStep(slice(begin, end), start, int(arrays["src"][i]), cuts[1:], dst, False))
@@ -355,12 +351,12 @@ class SymbolicRunner:
         row.exact = True
         if row.src:
             assert self.written[row.src], f"block {row.src} is read and holds no state"
-            assert self.ends[row.src] + last - first == row.start, "a log that does not follow on its state"
+            assert self.ends[row.src] + last - first == row.start, "the log does not follow its state"
             row.before, row.exact = self.states[row.src], bool(self.exact[row.src])
             row.window = self.windows[row.src].copy()
         if last > first:
             inputs = np.concatenate([row.window, self.logs[slot, first:last]])
-            assert UNWRITTEN not in inputs, "an entry is read that nobody wrote"
+            assert UNWRITTEN not in inputs, "the row reads a log entry that was never written"
             row.before, row.window = _digests(row.before, inputs)[-1], inputs[-WINDOW:]
         if row.decode:
             self.logs[slot, last : last + row.num_tokens] = tokens[row.flat] + 1
@@ -370,7 +366,7 @@ class SymbolicRunner:
             row.digests[token] = _digests(row.before, np.concatenate([row.window, inputs[path]]))[-1]
 
     def _exact(self, row: RowOfStep, exact_until: int, finishes: bool) -> np.ndarray:
-        """For each token of a row, whether the state after it and its KV are as a cold prefill computes them."""
+        """Return a flag for each token of a row: its KV and the state after it equal a cold prefill's."""
         exact = np.zeros(row.num_tokens, dtype=bool)
         first = 0
         for last in row.ends if not row.decode else ():
@@ -409,18 +405,18 @@ class SymbolicRunner:
             self.kv_digests[slots] = row.digests[mine]
 
     def _pages(self, arrays: dict[str, np.ndarray], index: int) -> np.ndarray:
-        """A row's part of the block table."""
+        """Return a row's part of the block table."""
         start, end = arrays["block_table_start"][index : index + 2]
         return arrays["block_table"][start:end]
 
     def _read_kv(self, row: RowOfStep, table: np.ndarray, length: int, own: np.ndarray) -> tuple[np.ndarray, int]:
-        """Sums of the KV digests that each token of a row reads, and the position up to which that KV is exact."""
+        """Return the sum of the KV digests that each token of a row reads, and the end of their exact part."""
         assert length == row.start + row.num_tokens
         pages = table[: -(-length // self._size)].astype(np.int64)
         assert (pages > 0).all() and len(set(pages.tolist())) == len(pages)
         slots = (pages[:, None] * self._size + np.arange(self._size)).ravel()[:length]
         assert (own[own >= 0] == slots[row.start :][own >= 0]).all(), "KV is written where the row does not read it"
-        assert self.kv_written[slots].all(), "KV is read that nobody wrote"
+        assert self.kv_written[slots].all(), "the row reads KV that was never written"
         digests = self.kv_digests[slots]
         known = row.start if row.paths else length
         assert (digests == _digests(FRESH, _inputs(self.kv_tokens[slots])))[:known].all(), "KV of another prefix"

@@ -1,4 +1,4 @@
-"""Runs mixes of requests through `PrefixCache` and `Scheduler` on the symbolic model, and checks every move."""
+"""Run mixes of requests through `PrefixCache` and `Scheduler` on the symbolic model, and check every move."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ MAX_STEPS = 20_000
 
 
 def unheld(pool: BlockPool) -> list[int]:
-    """Blocks that are free, or that the pool has no memory for."""
+    """Return the blocks that are free, or that the pool has no memory for."""
     return [b for b, count in enumerate(pool.references) if not count and pool.hashes[b] is None]
 
 
 class CheckedCache(PrefixCache):
-    """Compares every admission with `CacheModel`, every stored block with its tokens, and every plan with the states
-    that its requests ask for."""
+    """Check admissions with `CacheModel`, stored blocks with their tokens, and plans with the requested states."""
 
     def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
         super().__init__(config, files)
@@ -46,11 +45,11 @@ class CheckedCache(PrefixCache):
         )
         self.hits: list[tuple[str, Hit]] = []
         self.rebuilt = 0
-        self._events_seen = 1  # the number of the last one
+        self._events_seen = 1  # the number of the last event
         self._owners: dict[str, CachedRequest] = {}
         self._names: dict[tuple[str, bytes], Prefix] = {}
         self._consumed: dict[int, int] = {}
-        self._wanted: dict[int, set[int]] = {}  # by residency, positions of states that were asked for
+        self._wanted: dict[int, set[int]] = {}  # positions of requested states, by residency
 
     @property
     def states(self) -> BlockPool:
@@ -61,12 +60,12 @@ class CheckedCache(PrefixCache):
         return self._admission.pages.pool if self.config.num_kv_blocks else None
 
     def quietly(self, call: Callable[[], Any]) -> Any:
-        """Calls for the checks' own sake, in which no fault is planted."""
+        """Make a call for a check; no fault is planted in it."""
         with traced(None):
             return call()
 
     def _ready(self) -> None:
-        """The books are whole, and what happened to them is known."""
+        """Let the cache rebuild its records if it must, and feed the model with its events."""
         self.quietly(lambda: self._admission)
         self.sync()
 
@@ -152,10 +151,10 @@ class CheckedCache(PrefixCache):
         super().accept(steps, token_ids, not_finite=not_finite)
         for row in [row for row in rows if not row.residency.ended]:
             residency, step = row.residency, row.step
-            given = token_ids.get(step.request_id, ())  # one beyond the last draft that is right
+            given = token_ids.get(step.request_id, ())  # one token more than the accepted drafts
             agreed = len(step.followed(given if PLACEHOLDER not in step.drafts else given[:-1])) - 1
             self._computes(residency, step, agreed + 1 if step.drafts else step.num_tokens)
-            if residency.computed > step.start + agreed + 1:  # the next row begins here, and is out
+            if residency.computed > step.start + agreed + 1:  # the next row is in flight, and begins here
                 self._computes(residency, step._replace(start=residency.computed), 0)
         self.sync()
         self.quietly(self.check)
@@ -173,7 +172,7 @@ class CheckedCache(PrefixCache):
         rows = self._admission.rows
         issued = any(step.row in rows.freed or (step.row in rows and rows[step.row].issue) for step in steps)
         super().cancel(steps)
-        assert issued or held <= self.committed(), "a failed step loses what was cached"
+        assert issued or held <= self.committed(), "a failed step removes cached blocks"
         self.sync()
         self.quietly(self.check)
 
@@ -181,14 +180,14 @@ class CheckedCache(PrefixCache):
         self._ready()
         held = self.committed()
         super().preempt(request_id)
-        assert held <= self.committed(), "a preemption loses a cached block"
+        assert held <= self.committed(), "a preemption removes a cached block"
         self.sync()
 
     def free(self, request_id: str, *, finished: bool, wrong_from: int | None = None) -> None:
         self._ready()
         held = self.committed()
         super().free(request_id, finished=finished, wrong_from=wrong_from)
-        assert wrong_from is not None or held <= self.committed(), "a request that ends takes a cached block along"
+        assert wrong_from is not None or held <= self.committed(), "a request that ends removes a cached block"
         self.sync()
 
     def reset(self) -> None:
@@ -200,7 +199,7 @@ class CheckedCache(PrefixCache):
     # --- the checks ---
 
     def committed(self) -> set[bytes]:
-        """Hashes of the cached states and KV blocks."""
+        """Return the hashes of the cached states and KV blocks."""
         hashes = [*self.states.hashes, *(self.kv.hashes if self.kv is not None else ())]
         return {block_hash for block_hash in hashes if block_hash is not None}
 
@@ -208,11 +207,11 @@ class CheckedCache(PrefixCache):
         self.quietly(self._sync)
 
     def _sync(self) -> None:
-        """Feeds the model with what happened, and poisons what is free."""
+        """Feed the model with the cache's events, and poison the free blocks."""
         self._owners |= self._admission.requests
         events = self.take_events()
         lost = self._admission.ledger._num_events - len(events) - self._events_seen
-        if lost:  # the books were rebuilt
+        if lost:  # the cache rebuilt its records
             first = self._events_seen + lost + 1
             events = [event for i, event in enumerate(events) if event.number == first + i]
             self.model.states.clear()
@@ -240,23 +239,23 @@ class CheckedCache(PrefixCache):
             self.runner.kv_written.reshape(-1, self.config.block_size)[unheld(self.kv)] = False
 
     def prefix_of(self, event: CacheEvent) -> Prefix:
-        """The prefix that was stored: known tokens of a request that may store."""
+        """Return the stored prefix, and check that its request may store it."""
         s = self._owners[event.request_id]
         assert s.store and not s.stale, "a request that may not store stores"
         assert event.num_tokens <= len(s.tokens), "a block of unknown tokens is readable"
         return s.salt, s.tokens.tobytes()[: event.num_tokens * 4]
 
     def kv_elsewhere(self) -> set[Prefix]:
-        """Prefixes whose last block's KV is held elsewhere than on the device."""
+        """Return the prefixes that keep the KV of their last block elsewhere than on the device."""
         return set()
 
     def check_contents(self) -> None:
-        """Every committed block still holds what its hash stands for."""
+        """Check that every committed block still holds the tokens that its hash names."""
         for (kind, block_hash), prefix in self._names.items():
             self._check_stored(kind, block_hash, prefix[1])
 
     def check_no_leak(self) -> None:
-        """Once no request is left, every block is free or may be evicted."""
+        """Check that every block is free or evictable once no request is left."""
         assert not self._admission.requests and not self._admission.rows
         self.check()
         for pool in filter(None, (self.states, self.kv)):
@@ -269,7 +268,7 @@ class CheckedCache(PrefixCache):
         if kind == "state":
             block = self.states.lookup(block_hash)
             if block is None:
-                return False  # it was removed again, as the next events tell
+                return False  # a later event removes it
             digest, window = true_state(tokens, count)
             assert runner.written[block] and int(runner.states[block]) == digest, "a state of other tokens is committed"
             assert runner.windows[block].tolist() == window, "a conv window of other tokens is committed"
@@ -290,7 +289,7 @@ class CheckedCache(PrefixCache):
         return exact
 
     def _computes(self, residency: Residency, step: SequenceStep, count: int) -> None:
-        """A step has consumed `count` of its tokens, of which the last may become known later."""
+        """Note that a step has consumed `count` of its tokens. The last token may become known later."""
         s = residency.request
         if s.stale:
             return
@@ -306,21 +305,20 @@ class CheckedCache(PrefixCache):
     # --- room ---
 
     def _available(self, pool: BlockPool | None) -> int:
-        """Blocks that nobody holds; with one memory for states and pages, also the ones that the other kind gives."""
+        """Count the blocks without a holder. With shared memory, add the blocks that the other pool can give."""
         if pool is None:
             return 0
         return pool.num_available if self._admission.slabs is not None else pool.references[1:].count(0)
 
     def _pages_for_states(self, hit: int) -> int:
-        """The pages that an admission may lose: a slab to the state that it takes, and a slab to the state that it
-        hits."""
+        """Count the pages that an admission may lose: a slab for the state that it takes, and for its hit."""
         return self.config.slab[1] * (1 + (hit > 0)) if self.config.slab is not None else 0
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
 
     def _lacking(self) -> int:
-        """Pages that the running prompts have yet to take."""
+        """Count the pages that the running prompts have yet to take."""
         residencies = [
             request.residency for request in self._admission.requests.values() if request.residency is not None
         ]
@@ -328,7 +326,7 @@ class CheckedCache(PrefixCache):
         return sum(max(each, 0) for each in lacks) if self.kv is not None else 0
 
     def _has_room(self, s: CachedRequest, hit: int, coverage: int) -> bool:
-        """Whether there is a block for the running state of a request and a page for each block of its tokens."""
+        """Return whether there is a block for a request's running state, and a page for each of its blocks."""
         size, idle = self.config.block_size, 0
         held = self.states.lookup(s.chain[hit // size]) if hit else None
         states = self._available(self.states) - (held is not None and not self.states.references[held])
@@ -340,23 +338,27 @@ class CheckedCache(PrefixCache):
         own = self._blocks(len(s.tokens)) - coverage // size
         return own <= self._available(self.kv) - idle - self._lacking()
 
-    # --- states that were asked for ---
+    # --- requested states ---
 
     def _asked_for(self, s: CachedRequest, junction: int) -> set[int]:
-        """The positions where an admitted request leaves a state, if there is room: the ends of its prompt and of all
-        its tokens, the junction, and the marks."""
+        """Return the positions where an admitted request leaves a state, if there is room.
+
+        They are the last boundaries of its prompt and of all its tokens, the junction, and the marks.
+        """
         size, turn = self.config.block_size, s.turn
         lengths = s.prompt_len, len(s.tokens)
         wanted = {(length - 1) // size * size for length in lengths}
-        if turn is None or not turn.at_end or self._admission.chains.branching:  # else nobody else leaves there
+        if turn is None or not turn.at_end or self._admission.chains.branching:  # else no other prompt branches there
             wanted.add(junction)
         most = self.config.max_checkpoints if self.config.max_checkpoints is not None else self.config.num_state_blocks
         marks = sorted({*s.marks} - {0}, key=lambda position: (abs(position - s.prompt_len), position))
         return wanted | {*marks[: max(min(8, most // 4), 1)]}
 
     def _check_planned(self, planned: Sequence[SequenceStep], before: Mapping[Prefix, bool]) -> None:
-        """A state that was asked for inside a row is written by this step, or was cached before it, or there is no room
-        for it. This step may evict it for a state that ranks higher."""
+        """Check each requested state inside a row: this step writes it, it was cached before, or there is no room.
+
+        The step may evict a cached state for a state of higher rank.
+        """
         residencies = {step.row: self._admission.rows[step.row].residency for step in planned}
         written = {
             self._prefix(residencies[step.row], p): p <= residencies[step.row].inexact_from
@@ -379,7 +381,7 @@ class CheckedCache(PrefixCache):
                     )
 
     def _check_kept(self, residency: Residency, end: int) -> None:
-        """A state that was asked for where a step ends is cached, unless the budget of cached states is used up."""
+        """Check that a requested state where a step ends is cached, unless the checkpoint budget is spent."""
         stores = residency.request.store and not residency.request.stale
         if stores and end in self._wanted.get(residency.number, ()):
             assert self._prefix(residency, end) in self.model.states or self._spent(), "a state is not kept"
@@ -388,19 +390,19 @@ class CheckedCache(PrefixCache):
         return residency.request.salt, residency.request.tokens.tobytes()[: position * 4]
 
     def _full(self) -> bool:
-        """Whether no state can be added, and none can be evicted for a state that was asked for."""
+        """Return whether no state can be added, even by an eviction for a requested state."""
         return not self._available(self.states) or (self._spent() and not len(self.states.idle))
 
     def _spent(self) -> bool:
-        """Whether the budget of cached states is used up, or will be once all planned rows have run."""
+        """Return whether the checkpoint budget is spent, or will be once all planned rows have run."""
         most = self.config.max_checkpoints
         unwritten = sum(len(row.checkpoints) for row in self._admission.rows.values() if not row.issue)
         return most is not None and self.states.num_committed + unwritten >= most
 
-    # --- who computes the same ---
+    # --- requests that compute the same prefix ---
 
     def _writer(self, s: CachedRequest, hit: int) -> str | None:
-        """Who is about to compute a longer prefix of this request than it hits."""
+        """Return a request that is about to compute a longer prefix of `s` than its hit."""
         if not s.read or self.config.max_checkpoints == 0 or self.config.strict_reuse:
             return None
         for other in self._admission.requests.values():
@@ -423,7 +425,7 @@ class CheckedCache(PrefixCache):
 
 
 class Driver:
-    """Runs a mix to its end. `outputs` and `requests` are keyed by job, and by answer for n > 1."""
+    """Run a mix to its end. `requests` is keyed by job and answer."""
 
     def __init__(self, mix: Mix) -> None:
         self.mix = mix
@@ -440,7 +442,7 @@ class Driver:
         self.steps = 0
         self.tokens_computed = 0
         self.plans: deque[tuple[StepPlan, list[list[int]]]] = deque()
-        self.wrote: dict[int, Written] = {}  # by the identity of a plan in flight
+        self.wrote: dict[int, Written] = {}  # by id() of the plan in flight
         self.doomed: StepPlan | None = None  # the plan that fails when it is read
         self._expected: dict[str, list[int]] = {}
 
@@ -481,7 +483,7 @@ class Driver:
         return answer(job.prompt, job.max_tokens, attention=self.config.num_kv_blocks > 0, stop=job.stop, branch=k)
 
     def step(self) -> None:
-        """Schedules and issues a step, and reads the oldest one in flight if there are enough."""
+        """Schedule and issue a step, and read the oldest step if more than `ahead` are in flight."""
         plan = self.schedule()
         if plan is None:
             waits = not self.plans and self.wait()
@@ -501,7 +503,7 @@ class Driver:
             alone = [step.request_id for step in plan.steps] if len(plan.steps) == 1 else []
             ended = [r.request_id for r in self.scheduler.failed(plan, error) if r.finish_reason is FinishReason.ERROR]
             siblings = {name for name in ended if name.split(".")[0] in {each.split(".")[0] for each in alone}}
-            assert set(alone) <= set(ended) == siblings  # further answers that had not begun end with their first
+            assert set(alone) <= set(ended) == siblings  # answers that have not begun end with the first answer
             return
         self.tokens_computed += sum(step.num_tokens for step in plan.steps)
         self.scheduler.issued(plan)
@@ -516,7 +518,7 @@ class Driver:
         return self.scheduler.schedule()
 
     def wait(self) -> bool:
-        """Waits for what is under way beside the steps; False if nothing is."""
+        """Wait for work beside the steps; return False if there is none."""
         return False
 
     def read(self) -> None:
@@ -530,7 +532,7 @@ class Driver:
             assert self.cache.runs(request.request_id)
 
     def fail_all(self) -> None:
-        """Fail the oldest issued step, and the steps behind it. Nothing that they wrote is sound."""
+        """Fail all steps in flight, and poison the blocks that they wrote."""
         error: Exception | None = StepFailed("the step fails on the device")
         for plan, _ in self.plans:
             self.cache.runner.tear(self.wrote.pop(id(plan)))
@@ -539,7 +541,7 @@ class Driver:
             error = None
 
     def check(self) -> None:
-        """After the end: the tokens of every request, no leak, and no committed block that changed."""
+        """Check the tokens of every request, that no block leaked, and that no committed block changed."""
         self.cache.check_no_leak()
         self.cache.check_contents()
         for (index, k), request in self.requests.items():
@@ -554,7 +556,7 @@ class Driver:
             assert request.finish_reason is (FinishReason.STOP if at_stop else FinishReason.LENGTH)
 
     def hit(self, index: int, k: int = 0) -> int:
-        """Prompt tokens that a job did not compute at its first admission."""
+        """Return the prompt tokens that a job did not compute at its first admission."""
         report = self.requests[index, k].report
         assert report is not None
         return report.hit
@@ -563,7 +565,7 @@ class Driver:
         if not step.samples:
             return range(0)
         request = self.scheduler.requests[step.request_id]
-        k = int(step.request_id.split(".")[1]) if not request.output else 0  # one that was not forked begins on its own
+        k = int(step.request_id.split(".")[1]) if not request.output else 0  # not forked: begins alone
         return range(k, k + 1 + len(request.siblings))
 
     def _draft(self, request: Request, limit: int) -> list[int] | DraftTree:
@@ -572,7 +574,7 @@ class Driver:
 
 
 def run(jobs: Iterable[Job], **options: Any) -> Driver:
-    """Runs jobs; options are those of `Mix` and, for everything else, of `CacheConfig`."""
+    """Run jobs; options are fields of `Mix`, and all others of `CacheConfig`."""
     cache: dict[str, Any] = {"num_state_blocks": 64, "num_kv_blocks": 256}
     mix: dict[str, Any] = {}
     for name, value in options.items():

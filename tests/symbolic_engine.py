@@ -1,7 +1,7 @@
-"""A whole `LLM` on the symbolic model: engine, scheduler, runner and sampler are the real ones, weights there are none.
+"""Build a whole `LLM` on the symbolic model: engine, scheduler, runner and sampler are real, and there are no weights.
 
-Its cache is a `CheckedCache`. The logits after a token are a row of a fixed table, so that answers can be drawn at
-random as well, and logits that come from any other state show.
+Its cache is a `CheckedCache`. The logits after a token come from a fixed table. So answers can be sampled, and logits
+from a wrong state show.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mambacache.runner.sizing import Sizes
 from symbolic import VOCAB, RowOfStep, StepFailed, next_token
 from symbolic_driver import CheckedCache
 
-HALF, SILENT = VOCAB - 2, VOCAB - 1  # a token that is text with the next one only, and one that is no text
+HALF, SILENT = VOCAB - 2, VOCAB - 1  # a token that is text only with the next token, and a token without text
 
 LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) + 4 * torch.eye(VOCAB)
-"""[token, vocabulary]: what the model gives where the symbolic one says `token`; its argmax is that token."""
+"""[token, vocabulary]: the logits where the symbolic model gives `token`; their argmax is that token."""
 LOGITS[range(VOCAB), range(VOCAB)] += LOGITS.amax(-1)
 
 MAX_MODEL_LEN = 4096
 
 
 class Letters:
-    """A tokenizer of one letter a token."""
+    """Encode each letter as a token."""
 
     def encode(self, text: str) -> list[int]:
         return [ord(letter) - ord("A") for letter in text]
@@ -47,7 +47,7 @@ class Letters:
 
 
 class SymbolicModel:
-    """Stands where `ModelRunner` has its model. `plan` is the step under way."""
+    """Stand in for the model of `ModelRunner`. `plan` is the step that runs."""
 
     def __init__(self, cache: CheckedCache) -> None:
         self.plan: StepPlan
@@ -61,7 +61,7 @@ class SymbolicModel:
         return []
 
     def tear(self) -> None:
-        """The step's states are half written."""
+        """Poison the blocks that the step writes."""
         try:
             self._symbolic.execute(self.plan, [int(step.samples) for step in self.plan.steps], fail=True)
         except StepFailed:
@@ -69,7 +69,7 @@ class SymbolicModel:
 
     def logits(self, indices: Any, layers: Any, logs: Any, pages: Any) -> torch.Tensor:
         self._following = {}
-        plan = replace(self.plan, arrays=self.plan.arrays | {"tokens": indices.tokens.numpy()})  # all known here
+        plan = replace(self.plan, arrays=self.plan.arrays | {"tokens": indices.tokens.numpy()})  # all are known here
         self._symbolic.execute(plan, [int(step.samples) for step in plan.steps])
         return LOGITS[[self._following[offset] for offset in indices.logits_index.tolist()]]
 
@@ -78,7 +78,7 @@ def symbolic_llm(
     *, num_state_blocks: int = 40, num_kv_blocks: int = 60, max_num_seqs: int = 8, max_checkpoints: int = 30,
     attention: bool = True, **options: Any,
 ) -> LLM:  # fmt: skip
-    """An engine with so many blocks, of which `max_checkpoints` may hold cached states."""
+    """Return an engine; at most `max_checkpoints` of its state blocks hold cached states."""
     caches: list[CheckedCache] = []
 
     def make_cache(config: Any, *_: None) -> CheckedCache:

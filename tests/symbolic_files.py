@@ -1,4 +1,4 @@
-"""Files behind the tier in host memory of the symbolic model: they outlive a cache, fail, and are lost now and then."""
+"""Keep files behind the symbolic host tier: they outlive a cache, fail, and are lost now and then."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Key = tuple[str, bytes]
 
 
 class SymbolicFiles:
-    """As `Files` says; a file holds a block's rows of a `HostMemory`. At most `limit` of them stay."""
+    """Stand in for `Files`; a file holds a block's entries of `HostMemory`. At most `limit` files stay."""
 
     def __init__(self, limit: int = 1000) -> None:
         self.present, self.key, self.limit = True, 0, limit
         self.kept: dict[Key, tuple[bool, int, list[np.ndarray]]] = {}
-        self.coming: dict[Key, int] = {}  # by which transfer
+        self.coming: dict[Key, int] = {}  # number of the transfer
         self.writers: dict[Key, int] = {}  # requests of this process
         self.prefixes: dict[bytes, Prefix] = {}
 
@@ -40,7 +40,7 @@ class SymbolicFiles:
                 self.coming.pop(key, None)
 
     def drop_born(self, since: int) -> None:
-        """Of what is being written all is given up."""
+        """Drop the files born at `since` or later, and all unfinished files."""
         self.kept = {key: file for key, file in self.kept.items() if file[1] < since}
         self.coming.clear()
 
@@ -50,17 +50,17 @@ class SymbolicFiles:
         self.coming.clear()
 
     def restarted(self) -> None:
-        """Another process knows nothing of issues, nor of what was being written."""
+        """Forget births, writers and unfinished files, as a new process does."""
         self.kept = {key: (exact, 0, rows) for key, (exact, _, rows) in self.kept.items()}
         self.coming.clear()
         self.writers.clear()
 
     def check(self) -> None:
-        """Every file holds what its hash stands for."""
+        """Check that every file holds the tokens that its hash names."""
         for (kind, block_hash), (exact, _, rows) in self.kept.items():
             tokens = self.prefixes[block_hash][1]
             end = len(tokens) // 4
-            assert rows[0].all(), "a file of what was never written"
+            assert rows[0].all(), "a file holds a block that was never written"
             if kind == "state":
                 digest, window = true_state(tokens, end)
                 assert int(rows[1]) == digest and rows[3][:WINDOW].tolist() == window and bool(rows[2]) == exact
@@ -70,12 +70,12 @@ class SymbolicFiles:
 
 
 class FiledMemory(HostMemory):
-    """Slots of which transfers to files read when they end, and to which those from files write then."""
+    """Copy between slots and files when a transfer ends."""
 
     def __init__(self, cache: FiledCache) -> None:
         super().__init__(cache)
         self.files, self.rng = cache.files, random.Random(0)
-        self.read: dict[int, list[list[np.ndarray]] | None] = {}  # what a file held when reading it began
+        self.read: dict[int, list[list[np.ndarray]] | None] = {}  # contents of the files when the transfer began
 
     def launch(self, transfer: Transfer) -> None:
         if not transfer.files:
@@ -83,7 +83,7 @@ class FiledMemory(HostMemory):
             return
         tier, found = self._cache._admission.tier, []
         for kind, slot, block_hash, exact, *_ in transfer.files:
-            assert slot and (tier.states, tier.pages)[KINDS.index(kind)].references[slot], "a slot that may be taken"
+            assert slot and (tier.states, tier.pages)[KINDS.index(kind)].references[slot], "a busy slot may be taken"
             if transfer.to_host:
                 self.slots[KINDS.index(kind)][0][slot] = False
                 file = self.files.kept.get((kind, block_hash))
@@ -125,7 +125,7 @@ class FiledMemory(HostMemory):
 
 
 class FiledCache(TieredCache):
-    """A `TieredCache` with files behind it."""
+    """Put files behind a `TieredCache`."""
 
     def __init__(self, config: CacheConfig, files: SymbolicFiles, **options: Any) -> None:
         self.files = files
@@ -141,7 +141,7 @@ class FiledCache(TieredCache):
         return [key for key, file in self.files.kept.items() if file[0] or not self.config.strict_reuse]
 
     def flush(self) -> int:
-        """As an engine does that is closed; how many transfers that took."""
+        """Write all blocks to files, as an engine does when it closes; return the number of rounds."""
         count = 0
         while found := self.transfers(flush=True):
             count += 1
@@ -149,12 +149,12 @@ class FiledCache(TieredCache):
             for transfer in found:
                 if transfer.number not in self.memory.launched:
                     self.memory.launch(transfer)
-            self.finish(all_of_them=True)
+            self.finish(all_transfers=True)
         return count
 
 
 class FiledDriver(TieredDriver):
-    """A `TieredDriver` on files."""
+    """Drive a cache with files."""
 
     def __init__(self, mix: Mix, files: SymbolicFiles, **options: Any) -> None:
         super().__init__(mix, **options)

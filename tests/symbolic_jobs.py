@@ -1,4 +1,4 @@
-"""What is run on the symbolic model."""
+"""Describe the requests that run on the symbolic model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCAB = 40
 
 @dataclass
 class Job:
-    """One request of a mix; steps are counted from the beginning."""
+    """Describe one request of a mix; `arrives` and `aborts` are step numbers."""
 
     prompt: list[int]
     max_tokens: int = 4
@@ -29,23 +29,23 @@ class Job:
 
 @dataclass
 class Mix:
-    """Jobs, and how they are run."""
+    """Hold jobs and the settings that they run with."""
 
     jobs: list[Job]
     budget: int = 200
     max_num_seqs: int = 8
     long_prefill: int = 0
-    ahead: int = 0  # steps that are scheduled and issued before the tokens of the oldest are read
-    draft_errors: int | None = None  # None: no drafts; else every so many proposed tokens one is wrong
+    ahead: int = 0  # steps in flight while the next step is scheduled
+    draft_errors: int | None = None  # None: no drafts; n: about one draft in n is wrong
     trees: bool = False  # whether drafts have branches
     fails: frozenset[int] = frozenset()  # steps that fail before they are issued
-    late_fails: frozenset[int] = frozenset()  # steps that fail after they were issued, when their tokens are read
-    bad: int | None = None  # the job whose every step fails
+    late_fails: frozenset[int] = frozenset()  # issued steps that fail when their tokens are read
+    bad: int | None = None  # the job that fails every step it is in
     resets: frozenset[int] = frozenset()
-    cache: dict[str, Any] = field(default_factory=dict)  # of CacheConfig
+    cache: dict[str, Any] = field(default_factory=dict)  # fields of `CacheConfig`
 
     def drafts(self, right: list[int], done: int) -> list[int] | DraftTree:
-        """Guesses for a request whose next tokens are `right`, as many as it may be given, after so many others."""
+        """Return drafts for a request; `right` are its next tokens, after `done` tokens of its answer."""
         every = self.draft_errors
         assert every is not None
         if not self.trees:

@@ -1,4 +1,4 @@
-"""The tier in host memory on the symbolic model: transfers end late, in any order, or fail; every slot is checked."""
+"""Check a host memory tier on the symbolic model: transfers end late, in any order, or fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from symbolic_jobs import Mix
 
 
 class HostMemory:
-    """Slots of states and pages; a transfer tears what it writes when it begins, and reads when it ends."""
+    """Hold slots of states and pages. A transfer poisons its targets when it begins, and copies when it ends."""
 
     def __init__(self, cache: TieredCache) -> None:
         runner, config = cache.runner, cache.config
@@ -33,12 +33,12 @@ class HostMemory:
             for pools, count in zip(self.device, counts, strict=True)
         ]
         for pools in self.slots:
-            pools[0][:] = False  # nothing is written there
+            pools[0][:] = False
         self.launched: dict[int, Transfer] = {}
         self._cache = cache
 
     def busy(self, kind: int) -> set[int]:
-        """The device's blocks that transfers read or write."""
+        """Return the device blocks that transfers read or write."""
         return {block for each in self.launched.values() for block, _ in (each.states, each.pages)[kind]}
 
     def launch(self, transfer: Transfer) -> None:
@@ -46,7 +46,7 @@ class HostMemory:
         pools = self._cache.states, self._cache._admission.pages.pool
         for kind, pairs in enumerate((transfer.states, transfer.pages)):
             target, side = (self.slots, 1) if transfer.to_host else (self.device, 0)
-            assert not self.busy(kind) & {block for block, _ in pairs}, "a block under two transfers"
+            assert not self.busy(kind) & {block for block, _ in pairs}, "two transfers use a block"
             for pair in pairs:
                 assert all(pair), "the null block is copied"
                 assert pools[kind].references[pair[0]], "a block in transfer may be taken"
@@ -54,7 +54,7 @@ class HostMemory:
         self.launched[transfer.number] = transfer
 
     def end(self, number: int, failed: bool) -> bool:
-        """Whether it has failed, as it does if it shall."""
+        """Copy the blocks unless the transfer fails; return `failed`."""
         transfer = self.launched.pop(number)
         for kind, pairs in enumerate((transfer.states, transfer.pages) if not failed else ()):
             for device, slot in zip(self.device[kind], self.slots[kind], strict=True):
@@ -67,7 +67,7 @@ class HostMemory:
 
 
 class TieredCache(CheckedCache):
-    """A `CheckedCache` whose transfers run beside the steps, and end when and as chance will have it."""
+    """Run transfers beside the steps of a `CheckedCache`; chance decides when and how they end."""
 
     def __init__(
         self, config: CacheConfig, seed: int = 0, failing: float = 0.0, slow: float = 0.5, files: Files | None = None
@@ -78,7 +78,7 @@ class TieredCache(CheckedCache):
         self.failing, self.slow = failing, slow
         self._prefixes: dict[bytes, Prefix] = {}
         self._arriving = False
-        self.void = 0  # transfers that ended after what they copied was given up
+        self.void = 0  # transfers that ended after the cache gave them up
         state, page = self.runner._may_write_state, self.runner._may_write_page
         self.runner._may_write_state = lambda block: state(block) and block not in self.memory.busy(0)
         self.runner._may_write_page = lambda block: page(block) and block not in self.memory.busy(1)
@@ -107,7 +107,7 @@ class TieredCache(CheckedCache):
         loading, may_load = s.load, s.may_load and self._worth_loading(s, reach, kv_tokens)
         found = super().admit(request_id, kv_tokens=kv_tokens, max_tokens=max_tokens)
         if s.load is not None and s.load is not loading and found == Wait("loading", request_id, found.until):
-            assert found.until in (reach, with_files), "a load goes elsewhere than a prompt may resume"
+            assert found.until in (reach, with_files), "a load ends where no prompt may resume"
         elif isinstance(found, Hit) and may_load:
             assert found.num_tokens >= reach, "a prefix on the host is not loaded"
         return found
@@ -133,7 +133,7 @@ class TieredCache(CheckedCache):
         return []
 
     def _worth_loading(self, s: CachedRequest, reach: int, kv_tokens: int | None) -> bool:
-        """Whether there is plenty of room for a load up to a position, and its bytes are worth it."""
+        """Return whether there is plenty of room for a load up to `reach`, and it is worth its bytes."""
         config, size = self.config, self.config.block_size
         hit = self.model.match((s.salt, s.tokens.tobytes()), kv_tokens)[0]
         lacks = (
@@ -163,15 +163,15 @@ class TieredCache(CheckedCache):
         return {self._prefixes[each] for each in self._admission.tier.pages.hashes if each is not None}
 
     def launch(self) -> None:
-        """What a host does after it has planned a step."""
+        """Launch new transfers, as a host does after it has planned a step."""
         for transfer in self.transfers():
             if transfer.number not in self.memory.launched:
                 self.memory.launch(transfer)
 
-    def finish(self, all_of_them: bool = False) -> None:
-        """What a host does before it plans the next one."""
+    def finish(self, all_transfers: bool = False) -> None:
+        """End some transfers, as a host does before it plans a step."""
         for number, transfer in list(self.memory.launched.items()):
-            if all_of_them or self.rng.random() > self.slow:
+            if all_transfers or self.rng.random() > self.slow:
                 failed = self.memory.end(number, self.rng.random() < self.failing)
                 self.transferred(transfer, failed=failed)
 
@@ -195,7 +195,7 @@ class TieredCache(CheckedCache):
                 assert bool(exact[slot].all()) == tier.pages.exact[slot]
 
     def check_no_leak(self) -> None:
-        self.finish(all_of_them=True)
+        self.finish(all_transfers=True)
         self._admission.tier.loads.let_go()
         super().check_no_leak()
         for pool in (self._admission.tier.states, self._admission.tier.pages):
@@ -204,13 +204,13 @@ class TieredCache(CheckedCache):
 
 
 class TieredDriver(Driver):
-    """A `Driver` as an engine with a tier is: it ends transfers before a step is planned, and launches after."""
+    """Drive a tier as an engine does: end transfers before a step is planned, and launch them after."""
 
     def __init__(self, mix: Mix, **options: Any) -> None:
         super().__init__(mix)
         self.cache: TieredCache = TieredCache(self.config, **options)
         self.scheduler.cache = self.cache
-        self.loading = 0  # answers of this kind
+        self.loading = 0  # schedules with a request that waits for a load
 
     def step(self) -> None:
         self.cache.finish()
@@ -223,14 +223,14 @@ class TieredDriver(Driver):
         return plan
 
     def wait(self) -> bool:
-        """Nothing can run but what a transfer holds up."""
+        """End all transfers; return False if there were none."""
         waits = bool(self.cache.memory.launched)
-        self.cache.finish(all_of_them=True)
+        self.cache.finish(all_transfers=True)
         return waits
 
 
 def tiered(jobs: Any, seed: int = 0, failing: float = 0.0, slow: float = 0.5, **options: Any) -> TieredDriver:
-    """Runs jobs; options are those of `Mix` and, for everything else, of `CacheConfig`."""
+    """Run jobs; options are fields of `Mix`, and all others of `CacheConfig`."""
     cache: dict[str, Any] = {"num_host_states": 50, "num_host_pages": 300}
     mix: dict[str, Any] = {}
     for name, value in options.items():

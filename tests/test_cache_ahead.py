@@ -1,5 +1,7 @@
-"""Rows that are planned while the drafts of the row before them are not verified yet: only the device knows where they
-begin. A host of its own runs them in pipelined order, on the symbolic model."""
+"""Plan rows before the drafts of the row before them are verified: only the device knows where they begin.
+
+A host of its own runs them in pipelined order, on the symbolic model.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ UNKNOWN = (PLACEHOLDER,) * 7
 
 
 class Pipeline:
-    """One step on the device, and the next one planned and launched before that one's tokens are read.
+    """Keep a step on the device, and launch the next step before its tokens are read.
 
     Args:
-        right: how likely a draft is right.
+        right: the probability that a draft is right.
     """
 
     def __init__(self, config: CacheConfig, prompts: dict[str, list[int]], seed: int, right: float) -> None:
@@ -82,7 +84,7 @@ class Pipeline:
                 said = list(self.cache.tokens(name))[len(self.prompts[name]) :]
                 assert said == self.said[name][: len(said)]
                 if name in stops or (len(said) > ANSWER and not self.cache._admission.requests[name].issued):
-                    self.cache.free(name, finished=True)  # the next row may be out: the device is further than this
+                    self.cache.free(name, finished=True)  # its next row may be in flight
 
     def disturb(self) -> None:
         running = [name for name in self.cache.request_ids if self.cache.runs(name)]
@@ -118,8 +120,8 @@ def test_a_step_ahead_of_drafts_changes_no_token(drafts: int, attention: bool) -
     assert late > 300
 
 
-def test_two_rows_share_one_dst_and_the_window_passes() -> None:
-    """All combinations of where the first begins, its tokens and how many of them are right."""
+def test_a_late_row_writes_the_dst_of_the_row_before_it() -> None:
+    """Try every start of the first row, every number of drafts, and every number of accepted drafts."""
     for first in range(1, 15):
         for drafts in range(1, 8):
             for accepted in range(min(drafts, 15 - first) + 1):
@@ -146,7 +148,7 @@ def test_two_rows_share_one_dst_and_the_window_passes() -> None:
                 assert (after.src == row.src) == (not folded) and after.log_start == (0 if folded else first)
 
 
-def test_a_row_that_is_dropped_or_cancelled_ahead_leaves_the_one_before() -> None:
+def test_a_late_row_that_is_dropped_or_cancelled_leaves_the_row_before_it() -> None:
     for end in ("drop", "cancel"):
         cache = make(max_draft_tokens=7)
         started(cache, "a", text(60))

@@ -1,4 +1,4 @@
-"""What `PrefixCache` refuses of its arguments: one sentence each, and nothing has changed."""
+"""Check that `PrefixCache` refuses bad arguments with one sentence and changes nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOO_BIG = 1 << 31
 
 @pytest.fixture
 def cache() -> Iterator[PrefixCache]:
-    """`prefills` has 150 tokens left of its prompt, `decodes` knows its first answer token, `waits` was added."""
+    """Yield a cache: `prefills` lacks 150 prompt tokens, `decodes` has an answer token, `waits` was added."""
     cache = watched(max_draft_tokens=3)
     started(cache, "decodes", text(60))
     run_step(cache, "decodes", 60, 5)
@@ -31,7 +31,7 @@ def cache() -> Iterator[PrefixCache]:
     all_free(cache)
 
 
-# --- what a prompt may be ---
+# --- prompts ---
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def cache() -> Iterator[PrefixCache]:
     ],
     ids=["list", "tuple", "array", "numpy", "list of numpy", "torch", "torch int16", "generator"],
 )  # fmt: skip
-def test_prompts_that_are_taken(tokens: Any) -> None:
+def test_a_prompt_may_be_any_iterable_of_integers(tokens: Any) -> None:
     cache = watched()
     cache.add("a", tokens)
     assert cache.tokens("a") == array("i", [3, 0, 7])
@@ -79,7 +79,7 @@ def test_a_range_and_the_largest_token_are_taken() -> None:
         ([*range(1025)], "the prompt of request 'a' has 1025 tokens and the KV pool holds 1024: shorten it, or raise"),
     ],
 )
-def test_prompts_that_are_refused(cache: PrefixCache, tokens: Any, message: str) -> None:
+def test_bad_prompts_are_refused(cache: PrefixCache, tokens: Any, message: str) -> None:
     with refused(cache, ValueError, message):
         cache.add("a", tokens)
     assert not cache.knows("a")
@@ -113,7 +113,7 @@ def test_a_prompt_may_fill_the_kv_pool_and_exceed_a_host_s_own() -> None:
         ({"extra_keys": [(0, "a"), (100, "a")]}, "a position in extra_keys is 100: give an integer, 0 to 99"),
     ],
 )
-def test_options_of_a_prompt_that_are_refused(cache: PrefixCache, options: dict[str, Any], message: str) -> None:
+def test_bad_options_of_a_prompt_are_refused(cache: PrefixCache, options: dict[str, Any], message: str) -> None:
     with refused(cache, ValueError, message):
         cache.add("a", text(100), **options)
     assert not cache.knows("a")
@@ -123,24 +123,24 @@ def test_options_of_a_prompt_that_are_refused(cache: PrefixCache, options: dict[
 
 
 def integers(*, below: int, above: int | None) -> list[Any]:
-    """What is no integer in the bounds around `below` and `above`."""
+    """Return values that are no integers between `below` and `above`."""
     return [below, 1.5, float("nan"), True, "1", None, *([above] if above is not None else ())]
 
 
 @pytest.mark.parametrize("value", [*integers(below=0, above=151), -5, 500])
-def test_num_tokens_that_a_prompt_does_not_have(cache: PrefixCache, value: Any) -> None:
+def test_num_tokens_beyond_the_prompt_is_refused(cache: PrefixCache, value: Any) -> None:
     with refused(cache, ValueError, f"num_tokens is {value!r}: give an integer, 1 to 150"):
         cache.allocate("prefills", value)
 
 
 @pytest.mark.parametrize("value", integers(below=0, above=2))
-def test_an_answer_grows_by_one_token(cache: PrefixCache, value: Any) -> None:
+def test_num_tokens_of_a_decode_row_is_1(cache: PrefixCache, value: Any) -> None:
     with refused(cache, ValueError, f"num_tokens is {value!r}: give an integer, 1$"):
         cache.allocate("decodes", value)
 
 
 @pytest.mark.parametrize("value", [*integers(below=0, above=None), -5])
-def test_a_budget_is_one_token_at_least(cache: PrefixCache, value: Any) -> None:
+def test_a_budget_below_1_is_refused(cache: PrefixCache, value: Any) -> None:
     for name in ("prefills", "decodes"):
         with refused(cache, ValueError, f"budget is {value!r}: give an integer, 1 or more"):
             cache.next_tokens(name, value)
@@ -148,7 +148,7 @@ def test_a_budget_is_one_token_at_least(cache: PrefixCache, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [-64, -1, 1.5, 64.0, True, "64"])
 @pytest.mark.parametrize("bound", ["kv_tokens", "max_tokens"])
-def test_bounds_of_a_hit(bound: str, value: Any) -> None:
+def test_bad_bounds_of_a_hit_are_refused(bound: str, value: Any) -> None:
     cache = watched(num_kv_blocks=0)
     cache.add("a", text(200))
     for ask in (cache.match, cache.admit):
@@ -158,25 +158,25 @@ def test_bounds_of_a_hit(bound: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
-def test_max_running(cache: PrefixCache, value: Any) -> None:
+def test_a_bad_max_running_is_refused(cache: PrefixCache, value: Any) -> None:
     with refused(cache, ValueError, f"max_running is {value!r}: give an integer, 0 or more"):
         cache.fork("decodes", {"b": 1}, max_running=value)
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "1", None, TOO_BIG])
-def test_first_tokens_of_further_answers(cache: PrefixCache, value: Any) -> None:
+def test_bad_first_tokens_of_further_answers_are_refused(cache: PrefixCache, value: Any) -> None:
     with refused(cache, ValueError, f"the first token of request 'c' is {value!r}: give an integer, 0"):
         cache.fork("decodes", {"b": 1, "c": value})
     assert cache.runs("decodes") and not cache.knows("b")
 
 
-def test_numpy_s_integers_are_taken_and_python_s_come_back() -> None:
+def test_numpy_integers_are_taken_and_python_integers_come_back() -> None:
     cache = watched()
     started(cache, "a", text(200))
     run_step(cache, "a", 200, 1)
     cache.add("b", text(200), checkpoint_at=np.array([64]), extra_keys=[(np.int64(190), "image")])
     found = cache.admit("b", max_tokens=np.int64(64))
-    assert isinstance(found, Hit) and found.num_tokens == 0  # the only state is behind the image
+    assert isinstance(found, Hit) and found.num_tokens == 0  # the only cached state lies behind the image
     assert type(found.num_tokens) is int
     assert type(cache.next_tokens("b", np.int64(70))) is type(allocate(cache, "b", np.int64(64)).num_tokens) is int
     all_free(cache)
@@ -206,14 +206,14 @@ def test_numpy_s_integers_are_taken_and_python_s_come_back() -> None:
         ("prefills", [1], RuntimeError, "request 'prefills' does not know its last token yet: drafts come after it"),
     ],
 )
-def test_drafts_that_are_refused(
+def test_bad_drafts_are_refused(
     cache: PrefixCache, name: str, drafts: Any, error: type[Exception], message: str
 ) -> None:
     with refused(cache, error, message):
         cache.allocate(name, 1, drafts=drafts)
 
 
-def test_drafts_before_the_last_token_is_known(cache: PrefixCache) -> None:
+def test_drafts_before_the_last_token_is_known_are_refused(cache: PrefixCache) -> None:
     steps = cache.plan([allocate(cache, "decodes", 1)]).steps
     cache.issued(steps)
     with refused(cache, RuntimeError, "request 'decodes' does not know its last token yet: drafts come after it"):
@@ -250,7 +250,7 @@ def test_drafts_and_answers_may_be_arrays(cache: PrefixCache, guesses: list[int]
         ([], b"ab", "the answer of request 'decodes' is of type bytes"),
     ],
 )
-def test_tokens_that_a_row_cannot_have_given(cache: PrefixCache, drafts: list[int], tokens: Any, message: str) -> None:
+def test_tokens_that_no_row_gives_are_refused(cache: PrefixCache, drafts: list[int], tokens: Any, message: str) -> None:
     plan = issue(cache, "decodes", 1, drafts)
     with refused(cache, ValueError, message):
         cache.accept(plan.steps, {"decodes": tokens})
@@ -264,7 +264,7 @@ def test_a_row_that_ends_inside_a_prompt_gives_no_token(cache: PrefixCache) -> N
     cache.accept(plan.steps, {})
 
 
-def test_one_wrong_answer_keeps_all_of_its_step_back(cache: PrefixCache) -> None:
+def test_a_bad_answer_refuses_its_whole_step(cache: PrefixCache) -> None:
     plan = cache.plan([allocate(cache, "decodes", 1), allocate(cache, "prefills", 150)])
     cache.issued(plan.steps)
     with refused(cache, ValueError, "request 'prefills' comes with 2 tokens: its row gives 1"):
@@ -290,7 +290,7 @@ def issue(cache: PrefixCache, name: str, num_tokens: int, drafts: Sequence[int] 
         lambda cache, name: cache.allocate(name, 1), lambda cache, name: cache.fork(name, {"b": 1}),
     ],
 )  # fmt: skip
-def test_an_unknown_request(cache: PrefixCache, call: Callable[[PrefixCache, str], object]) -> None:
+def test_an_unknown_request_is_refused(cache: PrefixCache, call: Callable[[PrefixCache, str], object]) -> None:
     assert not cache.knows("nobody")
     with refused(cache, ValueError, "request 'nobody' is not known: add it first"):
         call(cache, "nobody")

@@ -1,4 +1,4 @@
-"""Blocks and arrays of single steps: which block is read and written, and what the arrays say."""
+"""Check single steps: the blocks that they read and write, and their arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from symbolic import text
 
 
 def table_of(plan: StepPlan) -> np.ndarray:
-    """The block table of rows that have equally many pages."""
+    """Return the block table of rows that have equally many pages."""
     starts = plan.arrays["block_table_start"]
     assert len(set(np.diff(starts))) == 1
     return plan.arrays["block_table"].reshape(len(starts) - 1, -1)
@@ -25,7 +25,7 @@ def test_decode_folds_in_place_and_rotates_after_a_boundary() -> None:
         step = run_step(cache, "a", 1, 1).steps[0]
         assert (step.src, step.log_start) == (src, first)
         assert bool(step.dst) == (position % 16 == 15)
-        assert not step.dst or (step.dst == src) == (position != 79)  # what it reads then is cached
+        assert not step.dst or (step.dst == src) == (position != 79)  # at 79 the src is cached
         src, first = (step.dst, 0) if step.dst else (src, first)
     assert hit(cache, cache.tokens("a")[:65]) == 64
 
@@ -61,7 +61,7 @@ def test_fork_shares_the_state_and_copies_the_last_page_once_for_each_child() ->
     assert isinstance(found, Hit) and found.num_tokens == 64
 
 
-def test_a_fork_of_one_that_has_not_run_copies_the_page_that_was_written() -> None:
+def test_a_fork_of_an_answer_that_has_not_run_copies_the_written_page() -> None:
     cache = make()
     started(cache, "a", text(100))
     written = table_of(run_step(cache, "a", 100, 1))[0, 1]
@@ -72,7 +72,7 @@ def test_a_fork_of_one_that_has_not_run_copies_the_page_that_was_written() -> No
     cache.check()
 
 
-def test_a_page_is_kept_until_it_was_copied() -> None:
+def test_a_page_is_kept_until_it_is_copied() -> None:
     cache = make(num_kv_blocks=3)
     started(cache, "a", text(100))
     page = table_of(run_step(cache, "a", 100, 1))[0, 1]
@@ -170,7 +170,7 @@ def test_all_logits_of_a_prompt_on_request() -> None:
     assert cache.plan([step]).arrays["logits_index"].tolist() == [*range(60)]
 
 
-def test_a_request_that_finds_no_log_waits_until_one_is_free() -> None:
+def test_a_request_waits_until_a_log_slot_is_free() -> None:
     cache = make(num_log_slots=1)
     for name, seed in (("a", 0), ("b", 1)):
         started(cache, name, text(20, seed))

@@ -1,4 +1,4 @@
-"""Every setting that cannot work is refused with what to change."""
+"""Check that a setting that cannot work is refused with a remedy."""
 
 from __future__ import annotations
 

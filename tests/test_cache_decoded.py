@@ -1,4 +1,4 @@
-"""Steps that only added to logs, of which the cache learns at once, leave what their rows would have left."""
+"""Check that `decoded`, which takes tokens that only went to logs, leaves the same cache as rows do."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from watched_cache import all_free, refused, under_way, view, watched
 
 
 def host(**options: Any) -> PrefixCache:
-    """Of one that keeps KV itself, if it has any."""
+    """Return a cache for a host that keeps its own KV, if it has any."""
     return watched(num_kv_blocks=0, has_attention=False, **options)
 
 
 def decode(cache: PrefixCache, name: str, answer: list[int], at_once: Callable[[int], int]) -> None:
-    """The rows that give these tokens; up to its next fold `at_once` says how many count as one."""
+    """Give these tokens; `at_once` maps the room before the next fold to a number of tokens for `decoded`."""
     while answer:
         room = FOLD - 1 - cache.progress(name).computed % FOLD
         count = min(at_once(room), room, len(answer))
@@ -38,7 +38,7 @@ def decode(cache: PrefixCache, name: str, answer: list[int], at_once: Callable[[
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_differs_from_rows_one_by_one(seed: int) -> None:
+def test_decoded_leaves_the_same_cache_as_single_rows(seed: int) -> None:
     rng, views, events = random.Random(seed), [], []
     lengths = {name: (rng.choice([1, 50, 64, 200]), rng.randrange(1, 150)) for name in "abc"}
     finished = {name: rng.random() < 0.5 for name in lengths}
@@ -98,7 +98,7 @@ def decoding() -> PrefixCache:
     return cache
 
 
-def test_what_may_not_be_told_at_once() -> None:
+def test_bad_calls_of_decoded_are_refused() -> None:
     cache = decoding()
     with refused(cache, RuntimeError, "request 'a' has a row under way, or decodes not yet: only what follows is"):
         cache.decoded("a", [2])
@@ -120,7 +120,7 @@ def test_what_may_not_be_told_at_once() -> None:
     all_free(cache)
 
 
-def test_what_a_tree_left_out_of_its_place_needs_a_row() -> None:
+def test_log_entries_of_a_tree_need_a_row_that_moves_them() -> None:
     cache = host(max_draft_tokens=4)
     started(cache, "a", text(64))
     run_step(cache, "a", 64, 1)
@@ -138,7 +138,7 @@ def test_what_a_tree_left_out_of_its_place_needs_a_row() -> None:
 
 
 def test_the_last_token_of_a_prompt_needs_a_row() -> None:
-    """It folds, wherever it is; its log may be there, of a row that was dropped."""
+    """The row of the last prompt token folds wherever it begins. A dropped row may have left its log slot."""
     cache = host()
     started(cache, "a", text(65))
     run_step(cache, "a", 64)
@@ -150,7 +150,7 @@ def test_the_last_token_of_a_prompt_needs_a_row() -> None:
     all_free(cache)
 
 
-def test_pages_of_the_cache_need_rows() -> None:
+def test_a_cache_with_kv_pages_needs_rows() -> None:
     cache = watched()
     started(cache, "a", text(64))
     run_step(cache, "a", 64, 1)

@@ -1,4 +1,4 @@
-"""Files behind the tier in host memory, one transfer at a time: what is written when, and read for whom."""
+"""Check the files behind a host tier, one transfer at a time: writes, reads, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def on(files: SymbolicFiles, **room: int) -> PrefixCache:
 
 
 def end_all(cache: PrefixCache, flush: bool = False, failed: bool = False) -> list[Transfer]:
-    """Ends transfers until none is due; what is written is in files, unless that has failed."""
+    """End transfers until none is due. Written blocks are in files, unless `failed`."""
     ended: list[Transfer] = []
     while found := cache.transfers(flush=flush):
         for transfer in found:
@@ -42,7 +42,7 @@ def keep(cache: PrefixCache, transfer: Transfer, failed: bool = False) -> None:
 
 
 def stored(count: int = 2) -> SymbolicFiles:
-    """What a process leaves in files that answered so many prompts, and was closed."""
+    """Return the files of a closed process that answered `count` prompts."""
     files = SymbolicFiles()
     cache = on(files)
     for seed in range(count):
@@ -50,13 +50,13 @@ def stored(count: int = 2) -> SymbolicFiles:
     assert not files.kept
     end_all(cache, flush=True)
     assert len(files.kept) == 4 * count  # a state and 3 pages each
-    assert end_all(cache, flush=True) == [], "they are there"
+    assert end_all(cache, flush=True) == [], "the files are there already"
     files.restarted()
     return files
 
 
 def reading(cache: PrefixCache, name: str, seed: int = 0) -> Transfer:
-    """The read that a request waits for."""
+    """Return the read that a request waits for."""
     cache.add(name, text(LENGTH, seed))
     assert cache.admit(name) == Wait("loading", name, 192) and cache.waits(name)
     return next(transfer for transfer in cache.transfers() if transfer.files)
@@ -86,7 +86,7 @@ def test_a_failing_read_is_a_miss_and_not_tried_again() -> None:
     assert finish(cache, "a") == 0 and cache.stats.failed_transfers == 1
 
 
-def test_what_arrives_on_the_host_is_written_unless_it_is_there() -> None:
+def test_blocks_on_the_host_are_written_to_files_once() -> None:
     files = SymbolicFiles()
     cache = on(files, num_state_blocks=6, num_kv_blocks=12)
     for seed in range(6):
@@ -99,7 +99,7 @@ def test_what_arrives_on_the_host_is_written_unless_it_is_there() -> None:
 
 @pytest.mark.parametrize("end", ["finished", "aborted", "kv evicted"])
 def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
-    """States that nobody asked for too: where an answer was aborted, at intervals, and without KV on a host."""
+    """Include unrequested states: after an abort, at intervals, and after the host evicted the KV."""
     files = SymbolicFiles()
     cache = on(files, checkpoint_interval=64)
     admission, before = cache._admission, dict[int, int]()
@@ -127,7 +127,7 @@ def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
         assert again.admit(str(seed)) == Wait("loading", str(seed), before[seed])
 
 
-def test_what_is_spare_is_flushed_last() -> None:
+def test_spare_states_are_flushed_last() -> None:
     cache = on(SymbolicFiles(), checkpoint_interval=64)
     for seed in range(3):
         answer(cache, str(seed), seed)
@@ -138,7 +138,7 @@ def test_what_is_spare_is_flushed_last() -> None:
     assert len(order) == 9 and set(order[:3]) == asked
 
 
-def test_a_second_flush_writes_what_came_after_the_first() -> None:
+def test_a_second_flush_writes_the_blocks_that_came_after_the_first() -> None:
     files = SymbolicFiles()
     cache = on(files)
     for seed in range(3):
@@ -181,7 +181,7 @@ def test_a_bad_request_drops_no_file_that_another_process_wrote() -> None:
     assert not files.kept and cache.stats.host_states["committed"] == cache.stats.host_pages["committed"] == 0
 
 
-def test_a_step_that_fails_after_it_was_issued_takes_its_files_along() -> None:
+def test_a_step_that_fails_after_it_was_issued_drops_its_files() -> None:
     files = SymbolicFiles()
     cache = on(files)
     cache.add("a", text(LENGTH, 0))
@@ -193,14 +193,14 @@ def test_a_step_that_fails_after_it_was_issued_takes_its_files_along() -> None:
     assert not files.kept
 
 
-def test_reset_begins_another_key() -> None:
+def test_a_reset_drops_files_and_begins_another_key() -> None:
     files = stored()
     cache = on(files)
     cache.reset()
     assert files.key == 1 and not files.kept and answer(cache, "a", 0) == 0
 
 
-def test_a_reset_overtakes_a_read() -> None:
+def test_a_read_that_a_reset_overtakes_is_dropped() -> None:
     cache = on(stored())
     read = reading(cache, "a")
     cache.reset()
@@ -209,7 +209,7 @@ def test_a_reset_overtakes_a_read() -> None:
     assert finish(cache, "a") == 0 and cache.stats.host_states["committed"] == 0
 
 
-def test_another_salt_or_no_wish_to_read() -> None:
+def test_another_salt_or_read_false_loads_nothing() -> None:
     cache = on(stored())
     assert answer(cache, "a", 0, salt="another") == answer(cache, "b", 0, read=False) == 0
     assert cache.stats.loads == 0
@@ -220,7 +220,7 @@ def test_no_room_on_the_host_is_a_miss() -> None:
     assert answer(cache, "a", 0) == 0
 
 
-def test_what_is_not_worth_it_is_left_alone() -> None:
+def test_a_read_that_is_not_worth_its_bytes_is_not_started() -> None:
     worth = {"state_bytes": 1000, "page_bytes": 100, "host_bytes_per_token": 1 << 20}
     assert answer(on(stored(), **worth, disk_bytes_per_token=6), "a", 0) == 0  # 1,300 bytes for 192 tokens
     assert reading(on(stored(), **worth, disk_bytes_per_token=7), "a")

@@ -1,4 +1,4 @@
-"""Rows with drafts: a boundary at every offset inside the tokens of a step, and where the next step reads from."""
+"""Check rows with drafts: boundaries at every offset of a step, and the src of the next step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drive(job: Job, wrong_every: int, drafts: int, state_blocks: int = 64) -> Dr
     cache = {"num_state_blocks": state_blocks, "num_kv_blocks": 64, "max_draft_tokens": drafts}
     d = Driver(Mix([job], draft_errors=wrong_every, cache=cache))
     d.submit(0)
-    d.step()  # the prompt
+    d.step()
     return d
 
 
@@ -56,7 +56,7 @@ def test_a_boundary_after_a_rejected_draft_is_not_committed(tokens: int) -> None
 
 @pytest.mark.parametrize("prompt", range(9, 17))
 @pytest.mark.parametrize("accepted", range(8))
-def test_the_next_step_reads_the_state_and_what_was_accepted_of_the_log(prompt: int, accepted: int) -> None:
+def test_the_next_step_reads_the_state_and_the_accepted_log_entries(prompt: int, accepted: int) -> None:
     cache = PrefixCache(CacheConfig(num_state_blocks=2, num_kv_blocks=4, max_draft_tokens=7))
     cache.add("a", text(prompt))
     assert isinstance(cache.admit("a"), Hit)
@@ -82,7 +82,7 @@ def test_the_next_step_reads_the_state_and_what_was_accepted_of_the_log(prompt: 
 
 
 def test_a_state_past_the_accepted_tokens_is_never_reached() -> None:
-    """As by other engines (vllm#43559, vllm#53912): it was computed, its boundary was, and its tokens are others."""
+    """The state was computed from a rejected draft, and its boundary was reached (vllm#43559, vllm#53912)."""
     cache = make(num_state_blocks=2, max_draft_tokens=7)
     started(cache, "a", text(60))
     run_step(cache, "a", 60, 30)
@@ -93,13 +93,13 @@ def test_a_state_past_the_accepted_tokens_is_never_reached() -> None:
     tokens = [*text(60), 30, 31, 32]
     assert hit(cache, [*tokens, 33, 1]) == hit(cache, [*tokens, 5, 1]) == 0
     assert cache.stats.state_blocks == {"free": 1, "writing": 1, "committed": 0, "evictable": 0}
-    run_step(cache, "a", 1, 6)  # its own fourth token ends the block now, and overwrites the entry
+    run_step(cache, "a", 1, 6)  # the right fourth token ends the block now, and overwrites the log entry
     assert (hit(cache, [*tokens, 33, 1]), hit(cache, [*tokens, 5, 1])) == (0, 64)
     cache.check()
 
 
-def test_no_hash_names_a_state_before_it_is_there() -> None:
-    """As by another engine (vllm#56525): not while the row is planned, nor while its drafts are not accepted."""
+def test_no_hash_names_a_state_before_its_drafts_are_accepted() -> None:
+    """No lookup finds it while its row is planned or its drafts are not accepted (vllm#56525)."""
     cache = make(max_draft_tokens=7)
     started(cache, "a", text(60))
     run_step(cache, "a", 60, 30)
@@ -112,7 +112,7 @@ def test_no_hash_names_a_state_before_it_is_there() -> None:
     assert hit(cache, [*tokens, 1]) == 0
     cache.accept(plan.steps, {"a": [31, 32, 33, 34]})
     assert hit(cache, [*tokens, 1]) == 64
-    cache.free("a", finished=False)  # what ends on the boundary leaves its state too
+    cache.free("a", finished=False)  # a request that ends on the boundary leaves its state
     assert hit(cache, [*tokens, 1]) == 64
 
 
@@ -123,14 +123,14 @@ def test_two_states_are_enough_for_drafts(wrong_every: int) -> None:
     assert all(len(request.output) == 90 for request in d.requests.values())
 
 
-def test_drafts_get_fewer_where_a_fold_finds_no_block() -> None:
+def test_drafts_are_cut_where_a_fold_finds_no_block() -> None:
     jobs = [Job(text(50, seed), 60) for seed in range(3)]
     d = run(jobs, num_state_blocks=3, max_draft_tokens=7, draft_errors=1000, budget=64)
     assert d.cache.stats.preemptions == 0
     assert max(len(request.output) for request in d.requests.values()) == 60
 
 
-def test_drafts_never_exceed_what_is_left_to_answer_or_to_spend() -> None:
+def test_drafts_never_exceed_max_tokens_or_the_budget() -> None:
     d = Driver(Mix([Job(text(10), 4)], budget=3, draft_errors=1000, cache={
         "num_state_blocks": 20, "num_kv_blocks": 1, "max_draft_tokens": 7,
     }))  # fmt: skip
@@ -165,8 +165,8 @@ def test_a_state_that_ends_with_the_stop_token_is_committed_and_reached() -> Non
 
 
 @pytest.mark.parametrize("given", range(1, 5))
-def test_drafts_that_the_host_does_not_know(given: int) -> None:
-    """Of three, which only a device knows, the cache learns how many were right from the tokens that come back."""
+def test_returned_tokens_tell_how_many_device_drafts_were_right(given: int) -> None:
+    """The device drafts three tokens. The returned tokens tell the cache how many drafts were right."""
     cache = PrefixCache(CacheConfig(num_state_blocks=8, has_attention=False, max_draft_tokens=3))
     cache.add("r", range(60))
     cache.admit("r")

@@ -1,4 +1,4 @@
-"""What the cache tells of what it stores and removes, and what is forgotten first."""
+"""Check the events of stored and removed blocks, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_events_are_numbered_without_a_gap() -> None:
     all_free(cache)
 
 
-def test_a_call_that_is_broken_off_shows_as_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_raises_leaves_a_gap_in_event_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = watched()
     started(cache, "a", text(200))
     run_step(cache, "a", 100)
@@ -47,12 +47,12 @@ def test_a_call_that_is_broken_off_shows_as_a_gap(monkeypatch: pytest.MonkeyPatc
     all_free(cache)
 
 
-def test_the_eviction_of_a_page_takes_its_state_along() -> None:
+def test_the_eviction_of_a_page_removes_its_state() -> None:
     cache = watched(num_kv_blocks=6)
     ran(cache, "a", text(300), checkpoint_at=(64, 128))
     stored = {event.num_tokens: event.block_hash for event in cache.take_events() if event.kind == "state"}
     assert sorted(stored) == [64, 128, 256]
-    started(cache, "b", text(200, 1))  # four pages, of which two are free
+    started(cache, "b", text(200, 1))  # takes four pages, two of them free
     allocate(cache, "b", 200)
     removed = [(event.kind, event.block_hash) for event in cache.take_events()]
     assert removed[:2] == [("kv", stored[256]), ("state", stored[256])] and len(removed) == 3
@@ -60,7 +60,7 @@ def test_the_eviction_of_a_page_takes_its_state_along() -> None:
     all_free(cache)
 
 
-def test_a_page_that_an_exact_one_replaces_keeps_its_state() -> None:
+def test_a_page_replaced_by_an_exact_page_keeps_its_state() -> None:
     cache = watched()
     started(cache, "a", text(192))
     run_step(cache, "a", 10)
@@ -81,16 +81,16 @@ def test_a_row_without_room_evicts_nothing() -> None:
         run_step(cache, name, min(length, 64))
     cache.take_events()
     before = view(cache)
-    assert cache.allocate("a", 136) is None  # there are pages, if old ones go, and no state block
+    assert cache.allocate("a", 136) is None  # evictions would free pages, but there is no state block
     assert view(cache) == before and cache.take_events() == []
     all_free(cache)
 
 
-# --- what is forgotten first ---
+# --- the order of eviction ---
 
 
 def with_three_states() -> tuple[PrefixCache, dict[str, bytes]]:
-    """Return a cache whose host keeps the KV, and the prefix hashes of the states of requests a, b and c."""
+    """Return a cache for a host that keeps the KV, and the state hashes of requests a, b and c."""
     cache = watched(num_kv_blocks=0, num_state_blocks=5)
     for name in "abc":
         cache.add(name, text(70, ord(name)))
@@ -101,7 +101,7 @@ def with_three_states() -> tuple[PrefixCache, dict[str, bytes]]:
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_states_whose_kv_the_host_lost_go_first(held: bool) -> None:
+def test_states_without_host_kv_are_evicted_first(held: bool) -> None:
     cache, hashes = with_three_states()
     if held:
         cache.add("reader", text(70, ord("c")))
@@ -157,7 +157,7 @@ def test_a_reset_forgets_all() -> None:
     assert (found.num_tokens, found.junction, found.losses, found.waits_for) == (0, 0, {}, None)
     assert {event.block_hash for event in cache.take_events()} >= set(hashes)
     cache.kv_evicted(hashes)
-    run_step(cache, "b", 1, 2)  # it goes on, and stores nothing
+    run_step(cache, "b", 1, 2)  # b goes on, and stores nothing
     assert cache.stats.state_blocks["committed"] == cache.stats.kv_blocks["committed"] == 0
     ran(cache, "c", text(200))
     assert hit(cache, text(200)) == 192
@@ -165,7 +165,7 @@ def test_a_reset_forgets_all() -> None:
     all_free(cache)
 
 
-def test_what_the_cache_knows_of_requests() -> None:
+def test_the_cache_tells_ids_progress_and_tokens_of_requests() -> None:
     cache = watched()
     cache.add("b", text(30))
     cache.add("a", text(20, 1))

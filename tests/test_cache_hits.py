@@ -1,4 +1,4 @@
-"""What a prompt hits, and whether it is told right: from the first prompt to chats, junctions and shared prefixes."""
+"""Check the hits of prompts and their reports: chats, junctions and shared prefixes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_blocks_of_128_tokens(length: int) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_strict_reuse_hits_only_what_was_computed_in_whole_chunks(budget: int) -> None:
+def test_strict_reuse_hits_only_blocks_computed_in_whole_chunks(budget: int) -> None:
     d = run([Job(text(300)), Job(text(300))], budget=budget, max_num_seqs=1, strict_reuse=True)
     assert d.hit(1) == (0 if budget < 64 else 256)
     report = d.requests[1, 0].report
@@ -51,8 +51,8 @@ def test_the_exact_flag_through_decode_prefill_and_prefill(budget: int) -> None:
     assert hits == [(0, True), (128, False), (192, False), (0, True), (192, True)]
 
 
-def test_near_kv_between_hit_and_coverage_makes_near() -> None:
-    # The decoded half of block 1 is near; the third prompt leaves after block 1, where there is KV but no state.
+def test_a_state_after_near_kv_is_near() -> None:
+    # The decoded half of block 1 is near. The second prompt stores a state after it, and the third prompt hits it.
     first = text(100)
     said = answer(first, 100, attention=True)
     followers = [Job(first + said[:60] + text(40, seed), arrives=arrives) for seed, arrives in ((8, 150), (9, 200))]
@@ -64,7 +64,7 @@ def test_near_kv_between_hit_and_coverage_makes_near() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [256, 300])
-def test_the_third_prompt_with_a_shared_beginning_hits_all_whole_blocks_of_it(length: int, kind: dict) -> None:
+def test_the_third_prompt_hits_all_whole_blocks_of_a_shared_prefix(length: int, kind: dict) -> None:
     shared = text(length)
     jobs = [Job(shared + text(90, seed), arrives=20 * seed) for seed in (1, 2, 3)]
     d = run(jobs, budget=8192, **kind)
@@ -88,7 +88,7 @@ def test_the_next_turn_of_a_chat_resumes_at_the_last_boundary(n: int, m: int, dr
     assert d.hit(1) == whole(n + m - 1)
 
 
-def test_salts_separate() -> None:
+def test_a_prompt_hits_only_its_own_salt() -> None:
     d = run([Job(text(200), salt=salt) for salt in ("a", "b", "a")], max_num_seqs=1)
     assert [d.hit(i) for i in range(3)] == [0, 0, 192]
     reports = [d.requests[i, 0].report for i in range(3)]
@@ -111,7 +111,7 @@ def test_a_mark_in_the_answer_is_stored() -> None:
     assert sorted(len(tokens) // 4 for _, tokens in d.cache.model.states) == [128, 192]
 
 
-def test_an_interval_stores_states_inside_one_step_and_keeps_those_of_the_answer() -> None:
+def test_an_interval_stores_states_inside_a_step_and_in_the_answer() -> None:
     d = run([Job(text(300), 200)], max_num_seqs=1, budget=8192, checkpoint_interval=128)
     assert sorted(len(tokens) // 4 for _, tokens in d.cache.model.states) == [128, 256, 384, 448]
 
@@ -130,18 +130,18 @@ def test_with_the_cache_off_nothing_is_hit_or_stored(budget: int, together: bool
     assert report.ceiling == 299 or together
 
 
-def test_a_request_that_only_stores_and_one_that_only_reads() -> None:
+def test_store_false_stores_nothing_and_read_false_hits_nothing() -> None:
     prompt = text(300)
     d = run([Job(prompt, store=False), Job(prompt, read=False), Job(prompt)], max_num_seqs=1)
     assert [d.hit(i) for i in range(3)] == [0, 0, 256]
 
 
-def test_no_checkpoint_under_a_budget_of_none() -> None:
+def test_a_checkpoint_budget_of_0_stores_nothing() -> None:
     d = run([Job(text(300), 100), Job(text(300))], max_num_seqs=1, max_checkpoints=0)
     assert d.hit(1) == 0 and d.cache.stats.states_stored == 0
 
 
-def test_the_checkpoint_budget_bounds_what_is_committed() -> None:
+def test_the_checkpoint_budget_bounds_the_committed_states() -> None:
     jobs = [Job(text(300, seed), 80, marks=(64, 128)) for seed in range(8)]
     d = Driver(Mix(jobs, budget=500, cache={"num_state_blocks": 64, "num_kv_blocks": 256, "max_checkpoints": 3}))
     for index in range(8):

@@ -1,4 +1,4 @@
-"""A request that fails, ends early, or has bad logits costs itself alone, and leaves no bad block behind."""
+"""Check that a request that fails, ends early or has bad logits costs no other request and leaves no bad block."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_failed_step_leaves_nothing_of_a_request_that_the_step_before_ended() 
     cache.accept(before, {"a": [5]})
     (behind,) = cache.plan([allocate(cache, "a", 1)]).steps
     cache.issued([behind])
-    cache.accept([step], {"a": [6]})  # which is a stop token
+    cache.accept([step], {"a": [6]})  # a stop token
     cache.free("a", finished=True)
     assert hit(cache, [*text(126), 5, 6, 7]) == 128
     cache.cancel([behind])
@@ -94,7 +94,7 @@ def test_rows_of_freed_requests_are_bounded_where_a_host_never_accepts_them() ->
 
 
 @pytest.mark.parametrize("ends", ["abort", "answer"])
-def test_the_scheduler_tells_the_cache_of_a_failed_step_whose_request_has_ended(ends: str) -> None:
+def test_the_scheduler_tells_the_cache_of_a_failed_step_of_an_ended_request(ends: str) -> None:
     cache = make()
     scheduler = Scheduler(cache, max_num_batched_tokens=300, max_num_seqs=4)
     scheduler.add(Request("a", text(126), SamplingParams(max_tokens=3)))
@@ -230,7 +230,7 @@ def _until_moving(cache: PrefixCache) -> tuple[Transfer, ...]:
 
 @pytest.mark.parametrize("decode", [False, True])
 def test_no_row_writes_into_a_page_of_others(decode: bool) -> None:
-    """All pages of the prompt are cached, and its last state is not: it resumes before its last page."""
+    """All pages of the prompt are cached, but not its last state. The prompt resumes before its last page."""
     cache = watched()
     started(cache, "a", text(128), checkpoint_at=(64,))  # type: ignore[arg-type]
     run_step(cache, "a", 128, 1)
@@ -252,14 +252,14 @@ def test_no_row_writes_into_a_page_of_others(decode: bool) -> None:
 
 
 def test_a_request_waits_while_the_kv_before_a_cached_state_is_computed() -> None:
-    """The state at 128 is cached and the KV before it is not; another request computes that."""
+    """The state at 128 is cached. Another request computes the KV before it."""
     cache = make(num_kv_blocks=8)
     started(cache, "a", text(129))
     run_step(cache, "a", 129, 1)
     cache.free("a", finished=True)
     page = cache._admission.pages.pool
     first = next(event.block_hash for event in cache.take_events() if event.kind == "kv" and event.num_tokens == 64)
-    page.drop(first)  # as an eviction that the state survives
+    page.drop(first)  # an eviction that the state survives
     assert cache._admission.pool.num_committed == 1
     started(cache, "writer", text(200))
     cache.add("b", text(150))
@@ -288,7 +288,7 @@ def test_a_request_waits_where_the_host_s_kv_ends_before_a_cached_state() -> Non
 
 
 class Hostile:
-    """An argument whose every use raises."""
+    """Raise on every use."""
 
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(f"{name} of a hostile argument")
@@ -363,10 +363,10 @@ def test_every_public_method_with_arguments_is_listed() -> None:
 
 @pytest.mark.parametrize(("name", "argument"), [(name, each) for name, given in CALLS for each in given])
 def test_a_bad_argument_changes_nothing(name: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that raises leaves all as it was, and no call costs the whole cache."""
+    """A call that raises changes nothing, and no call empties the cache."""
 
     def rebuilt(*_: Any) -> None:
-        raise AssertionError("the books were rebuilt")
+        raise AssertionError("the cache rebuilt its records")
 
     monkeypatch.setattr(prefix_cache, "mend", rebuilt)
     for bad in BAD:
@@ -390,7 +390,7 @@ def test_a_bad_argument_changes_nothing(name: str, argument: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("value", [-65, -1, 132, 1.5, "0", True, np.zeros(2)])
-def test_positions_that_a_request_does_not_have_are_refused(value: Any) -> None:
+def test_bad_values_of_wrong_from_are_refused(value: Any) -> None:
     cache = watched()
     started(cache, "a", text(130))
     run_step(cache, "a", 130, 5)
@@ -408,7 +408,7 @@ def test_hashes_that_are_no_bytes_are_refused(method: str, hashes: Any) -> None:
 
 
 @pytest.mark.parametrize("key", [np.arange(5000), 1.5, None, [1], {"a": 1}, True, ("a", np.arange(5000)), ("a", 0.5)])
-def test_keys_whose_repr_may_leave_values_out_are_refused(key: Any) -> None:
+def test_keys_of_types_with_a_lossy_repr_are_refused(key: Any) -> None:
     cache = watched()
     with refused(cache, ValueError, "a key in extra_keys is of type .*: give a str, bytes, an int, or a tuple"):
         cache.add("a", text(100), extra_keys=[(5, key)])

@@ -1,4 +1,4 @@
-"""Hash chains, and what is found along them."""
+"""Check hash chains and the lookups along them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ignore(block_hash: bytes, block: int, evicted: bool) -> None:
 
 
 class Cached:
-    """Pools in which chosen entries of a chain are committed."""
+    """Commit chosen entries of a chain in pools."""
 
     def __init__(
         self, chain: list[bytes], *, strict: bool = False, attention: bool = True, max_seen: int = 100
@@ -128,8 +128,8 @@ def test_seen_hashes_are_bounded_and_cleared() -> None:
     assert cached.match(5).junction == 0
 
 
-def test_chains_do_not_depend_on_the_one_made_before() -> None:
-    """Nor on whether that one has grown since, on its salt, or on the keys of its blocks."""
+def test_a_chain_does_not_depend_on_the_chain_made_before() -> None:
+    """The chain made before may have grown since, and may have another salt or other keys."""
     rng, prompts = random.Random(0), Prompts()
     common = rng.choices(range(3), k=40)
     for _ in range(500):

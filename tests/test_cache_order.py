@@ -1,4 +1,4 @@
-"""Calls in any order: residencies end while their row is in flight, and refused calls change nothing."""
+"""Make calls in any order: residencies end while their row is in flight, and refused calls change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDS = [
 ]
 
 
-# --- a residency ends while its row is under way ---
+# --- a residency ends while its row is in flight ---
 
 
 @pytest.mark.parametrize("moment", MOMENTS[:3])
@@ -40,7 +40,7 @@ def test_an_old_row_gives_nothing_to_a_new_request_of_its_name(moment: str) -> N
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_life_that_ends_before_its_row_is_planned_gives_all_back(end: Callable) -> None:
+def test_a_residency_that_ends_before_its_row_is_planned_frees_its_blocks(end: Callable) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, "allocated")
@@ -55,13 +55,13 @@ def test_a_life_that_ends_before_its_row_is_planned_gives_all_back(end: Callable
 
 @pytest.mark.parametrize("way_out", ["issued", "cancel", "drop"])
 @pytest.mark.parametrize("end", ENDS[:2])
-def test_a_life_that_ends_before_its_row_is_issued_gives_all_back_with_the_row(end: Callable, way_out: str) -> None:
+def test_a_residency_that_ends_before_its_row_is_issued_frees_blocks_with_the_row(end: Callable, way_out: str) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, "planned")
     held = num_free(cache)
     end(cache)
-    assert num_free(cache) == held < (16, 16)  # the step may yet be issued, and writes there
+    assert num_free(cache) == held < (16, 16)  # the step may still be issued, and would write there
     if way_out == "drop":
         cache.drop(steps[0])
     else:
@@ -71,7 +71,7 @@ def test_a_life_that_ends_before_its_row_is_issued_gives_all_back_with_the_row(e
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_life_that_ends_after_its_row_was_issued_gives_back_all_but_what_is_cached(end: Callable) -> None:
+def test_a_residency_that_ends_after_its_row_is_issued_keeps_only_cached_blocks(end: Callable) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, "issued")
@@ -82,7 +82,7 @@ def test_a_life_that_ends_after_its_row_was_issued_gives_back_all_but_what_is_ca
     all_free(cache)
 
 
-def test_abandoning_gives_up_what_was_planned() -> None:
+def test_abandon_drops_planned_rows() -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, "planned")
@@ -95,7 +95,7 @@ def test_abandoning_gives_up_what_was_planned() -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS[1:3])
-def test_what_a_preempted_request_was_given_is_noted_before_it_runs_again(moment: str) -> None:
+def test_a_preempted_request_waits_for_its_tokens_in_flight(moment: str) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, moment)
@@ -111,7 +111,7 @@ def test_what_a_preempted_request_was_given_is_noted_before_it_runs_again(moment
     all_free(cache)
 
 
-def test_a_row_that_was_planned_when_its_request_stopped() -> None:
+def test_a_row_planned_before_its_request_stopped_frees_its_blocks() -> None:
     cache = watched()
     started(cache, "a", text(62))
     last = under_way(cache, "issued", 62)
@@ -156,7 +156,7 @@ def test_a_dropped_row_leaves_its_request_as_it_was() -> None:
 
 @pytest.mark.parametrize("call", ["issued", "cancel", "drop", "accept"])
 @pytest.mark.parametrize("again", [False, True])
-def test_rows_of_lives_that_ended_are_ignored(call: str, again: bool) -> None:
+def test_rows_of_ended_residencies_are_ignored(call: str, again: bool) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, "accepted")
@@ -171,7 +171,7 @@ def test_rows_of_lives_that_ended_are_ignored(call: str, again: bool) -> None:
     all_free(cache)
 
 
-def test_every_admission_begins_a_life_of_its_own() -> None:
+def test_every_admission_begins_its_own_residency() -> None:
     cache = watched()
     cache.add("a", text(30))
     residencies: list[int] = []
@@ -187,7 +187,7 @@ def test_every_admission_begins_a_life_of_its_own() -> None:
     all_free(cache)
 
 
-# --- what is out of order is refused ---
+# --- calls out of order are refused ---
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_every_admission_begins_a_life_of_its_own() -> None:
         ],
     ],
 )  # fmt: skip
-def test_calls_out_of_order(moment: str, call: Callable[[PrefixCache, Steps], object], message: str) -> None:
+def test_misordered_calls_are_refused(moment: str, call: Callable[[PrefixCache, Steps], object], message: str) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, moment)
@@ -241,7 +241,7 @@ def test_calls_out_of_order(moment: str, call: Callable[[PrefixCache, Steps], ob
         ("issued", lambda c, s: c.cancel(s)),
     ],
 )
-def test_a_row_given_twice(moment: str, call: Callable[[PrefixCache, Steps], object]) -> None:
+def test_a_row_given_twice_is_refused(moment: str, call: Callable[[PrefixCache, Steps], object]) -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, moment)
@@ -263,7 +263,7 @@ def all_free_after(cache: PrefixCache, steps: Steps) -> None:
         lambda c: c.preempt("a"), lambda c: c.withdraw("a"),
     ],
 )  # fmt: skip
-def test_who_does_not_run_has_no_step(call: Callable[[PrefixCache], object]) -> None:
+def test_calls_for_a_request_that_does_not_run_are_refused(call: Callable[[PrefixCache], object]) -> None:
     cache = watched()
     cache.add("a", text(200))
     with refused(cache, RuntimeError, "request 'a' does not run: admit it first"):
@@ -272,7 +272,7 @@ def test_who_does_not_run_has_no_step(call: Callable[[PrefixCache], object]) -> 
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_fork_that_comes_too_late(moment: str) -> None:
+def test_a_late_fork_is_refused(moment: str) -> None:
     cache = watched()
     started(cache, "a", text(200))
     run_step(cache, "a", 200, 1)
@@ -284,7 +284,7 @@ def test_a_fork_that_comes_too_late(moment: str) -> None:
 
 
 @pytest.mark.parametrize("taken", ["a", "other"])
-def test_a_fork_into_an_id_in_use(taken: str) -> None:
+def test_a_fork_into_an_id_in_use_is_refused(taken: str) -> None:
     cache = watched()
     started(cache, "other", text(20, 1))
     started(cache, "a", text(200))
@@ -301,7 +301,7 @@ def test_rows_of_a_request_are_accepted_in_their_order() -> None:
     first, second = under_way(cache, "issued", 62), under_way(cache, "issued", 1)
     with refused(cache, RuntimeError, "an earlier row of request 'a' was not accepted: accept it first"):
         cache.accept(second, {"a": [2]})
-    cache.accept(first, {})  # it keeps its token back
+    cache.accept(first, {})  # the host keeps the token back
     with refused(cache, ValueError, "request 'a' lacks the tokens before these: accept them first"):
         cache.accept(second, {"a": [2]})
     all_free(cache)

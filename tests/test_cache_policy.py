@@ -1,4 +1,4 @@
-"""What is kept against plain LRU, on traffic of many kinds; and what the policy learns of it."""
+"""Compare the policy with plain LRU on traffic of many kinds, and check the statistics that it learns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policy_mixes import KINDS, Asked, Mixes, ceiling
 
 
 class LeastRecentlyUsed(EvictionOrder):
-    """Ranks nothing."""
+    """Ignore ranks."""
 
     def add(self, block: int, rank: Rank) -> None:
         super().add(block, Rank.SPARE)
@@ -31,7 +31,7 @@ class LeastRecentlyUsed(EvictionOrder):
 def hit_tokens(
     traffic: list[Asked], num_states: int, num_pages: int, marks: Callable[[int], Sequence[int]] = lambda number: ()
 ) -> list[int]:
-    """Run one request after the other, with the marks that belong to its number; return the hit tokens of each."""
+    """Run the requests one after the other, each with its marks, and return their hit tokens."""
     cache, hits = PrefixCache(CacheConfig(num_states, num_pages, accounting=False)), list[int]()
     for number, (prompt, said) in enumerate(traffic):
         name = str(number)
@@ -66,8 +66,10 @@ def test_no_traffic_hits_less_than_with_lru(kind: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("before", [0, 64])
 def test_a_mark_lasts_until_the_next_message_of_a_user(before: int) -> None:
-    """Of a round's requests only the first prompt is the beginning of a later one. Its end is the tail of the turn
-    before the second request, and a mark there hits as much as a mark one block earlier, and as LRU."""
+    """Only the first prompt of a round is the beginning of a later prompt.
+
+    Its end is also the tail of the turn before the second request. A mark there, or one block earlier, must last.
+    """
     calls = 6
     traffic = list(Mixes(seed=1).rounds(sessions=4, rounds=6, calls=calls))
 
@@ -81,11 +83,11 @@ def test_a_mark_lasts_until_the_next_message_of_a_user(before: int) -> None:
 # --- marks ---
 
 
-def test_a_mark_is_no_mark_once_its_salt_has_newer_ones() -> None:
+def test_the_oldest_mark_of_a_salt_gives_way_to_newer_marks() -> None:
     marks = Marks(of_a_salt=2, most=100)
     for salt, block_hash, rank in (("a", b"1", Rank.FIRST), ("a", b"2", Rank.SPARE), ("b", b"9", Rank.FIRST)):
         assert marks.add(salt, block_hash, rank) is None
-    assert marks.add("a", b"1", Rank.LATER) is None  # named again
+    assert marks.add("a", b"1", Rank.LATER) is None
     assert marks.add("a", b"3", Rank.FIRST) == (b"2", Rank.SPARE)
     assert [marks.has("a", each) for each in (b"1", b"2", b"3", b"9")] == [True, False, True, False]
     marks.hit("a", b"1")
@@ -102,7 +104,7 @@ def test_the_marks_of_all_salts_are_bounded() -> None:
     assert list(marks._salts) == ["996", "997", "998", "999"]
 
 
-def test_of_many_named_positions_those_near_the_end_of_the_prompt_are_marks() -> None:
+def test_named_positions_near_the_end_of_the_prompt_become_marks() -> None:
     named = [0, *range(64, 10_000, 64)]
     assert Policy(64, 0, 1000).marks(named, 1000) == {*range(768, 1217, 64)}
     assert Policy(64, 0, 8).marks(named, 1000) == {960, 1024}
@@ -111,7 +113,7 @@ def test_of_many_named_positions_those_near_the_end_of_the_prompt_are_marks() ->
     assert wishes == {64: Wish.INTERVAL, 128: Wish.MARKED, 9600: Wish.MARKED, 192: Wish.TAIL}
 
 
-# --- what is learnt ---
+# --- learnt statistics ---
 
 
 def chain_of(*names: int) -> list[bytes]:
@@ -119,7 +121,7 @@ def chain_of(*names: int) -> list[bytes]:
 
 
 def talk(chains: Chains, chat: int, shared: int, blocks: int, answer: int) -> Turn:
-    """One turn of a chat, in blocks; its answer ends `answer` blocks after its tail."""
+    """Add a turn of a chat, in blocks; its answer ends `answer` blocks after its tail."""
     turn = chains.begin(chain_of(*range(1000 * chat + 1, 1000 * chat + 100)), shared, blocks * 64 + 1)
     chains.now += blocks - shared + answer
     turn.answered = blocks + answer
@@ -135,9 +137,7 @@ def test_a_chain_rises_with_every_short_next_turn() -> None:
     edited = talk(chains, 1, shared=14, blocks=16, answer=2)
     assert edited.rank is Rank.THIRD and edited.before == 14 and edited.at_end
     inside = talk(chains, 1, shared=17, blocks=20, answer=2)
-    assert (
-        inside.rank is Rank.FOURTH and inside.before == 16 and not inside.at_end
-    )  # it leaves in the midst of the answer
+    assert inside.rank is Rank.FOURTH and inside.before == 16 and not inside.at_end  # it branches inside the answer
     long = talk(chains, 1, shared=22, blocks=60, answer=0)
     assert long.before == 20 and long.rank is Rank.FIRST
     assert talk(chains, 2, shared=0, blocks=10, answer=2).rank is Rank.FIRST
@@ -146,7 +146,7 @@ def test_a_chain_rises_with_every_short_next_turn() -> None:
     assert last.rank is Rank.LATER
 
 
-def test_which_state_of_a_turn_is_kept_follows_what_next_turns_begin_with() -> None:
+def test_a_turn_keeps_the_state_that_next_turns_begin_with() -> None:
     for edited, useless in ((False, [10]), (True, [12])):
         chains = Chains(64, 1000)
         last = Turn(tail=10, admitted=0, answered=12)
@@ -158,7 +158,7 @@ def test_which_state_of_a_turn_is_kept_follows_what_next_turns_begin_with() -> N
         assert chains.useless(last, end=10) == []  # no state of the answer
 
 
-def test_the_state_of_the_turn_before_is_of_no_use_unless_chains_branch() -> None:
+def test_the_state_of_the_turn_before_is_useless_unless_chains_branch() -> None:
     chains = Chains(64, 1000)
     second = Turn(tail=14, admitted=0, before=10)
     assert chains.useless(second, end=14) == [10] and not chains.branching
@@ -178,14 +178,14 @@ def test_the_odds_follow_traffic_and_forget() -> None:
         for other in range(30):
             talk(chains, 10_000 + 30 * chat + other, shared=0, blocks=10, answer=0)
     seldom = chains.weights[Rank.SECOND]
-    assert seldom > 3 * before  # one first turn in 31 goes on, and of the later ones most
+    assert seldom > 3 * before  # one first turn in 31 goes on, and most later turns do
     for chat in range(20_000, 24_000):
         for turn in range(2):
             talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
     assert chains.weights[Rank.SECOND] < seldom / 3
 
 
-def test_the_time_after_which_chains_go_on() -> None:
+def test_the_mean_gap_between_turns_is_learnt() -> None:
     chains = Chains(64, 1000)
     assert chains.mean_gap == 500
     for chat in range(500):
@@ -195,7 +195,7 @@ def test_the_time_after_which_chains_go_on() -> None:
     assert chains.mean_gap == pytest.approx(80, rel=0.01)
 
 
-def test_turns_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chains, "MOST_TURNS", 3)
     chains = Chains(64, 1000)
     for chat in (1, 2, 3, 1, 4):
@@ -208,7 +208,7 @@ def test_turns_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100, now: int) -> EvictionOrder:
-    """Blocks with their ranks, and when they were used."""
+    """Return the eviction order of blocks with these ranks and times of use."""
     chains = Chains(64, 2)
     chains._gap.value, chains.weights = gap, [1, 2, 2 * odds, 0, 0, 0]
     order = EvictionOrder(chains)
@@ -219,7 +219,7 @@ def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100,
     return order
 
 
-def test_ranks_decide_among_young_blocks_and_age_among_old_ones() -> None:
+def test_rank_decides_among_young_blocks_and_age_among_old_blocks() -> None:
     blocks = (1, Rank.SECOND, 0), (2, Rank.FIRST, 50), (3, Rank.SPARE, 90)
     assert order_of(*blocks, now=100).first(requested=True) == 3
     assert order_of(*blocks, now=1000).first(requested=True) == 3
@@ -229,14 +229,14 @@ def test_ranks_decide_among_young_blocks_and_age_among_old_ones() -> None:
     assert order_of(now=5).first(requested=True) is None
 
 
-def test_what_nobody_asked_for_takes_the_place_of_old_blocks_only() -> None:
+def test_an_unrequested_block_evicts_old_blocks_only() -> None:
     for rank, spared_until in ((Rank.SPARE, 0), (Rank.FIRST, 100), (Rank.SECOND, 700)):
         for now in range(0, 1000, 50):
             first = order_of((1, rank, 0), now=now).first(requested=False)
             assert (first == 1) == (now >= spared_until), (rank, now)
 
 
-def test_what_is_of_no_use_goes_first() -> None:
+def test_useless_blocks_are_evicted_first() -> None:
     order = order_of((1, Rank.SPARE, 0), (2, Rank.FIRST, 0), now=10)
     order.put_first(3)
     order.put_first(4)

@@ -1,4 +1,4 @@
-"""Ids, references and the order of eviction."""
+"""Check ids, references and the order of eviction."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def name(i: int) -> bytes:
 
 
 def commit(pool: BlockPool, i: int, *, exact: bool = True, rank: Rank = Rank.SECOND) -> int:
-    """A committed block without references."""
+    """Commit a block without references."""
     block = taken(pool)
     assert block is not None and pool.commit(block, name(i), exact=exact, rank=rank)
     pool.release(block)
@@ -63,7 +63,7 @@ def test_a_committed_block_is_found_until_it_is_evicted(removed: Removed) -> Non
     block = commit(pool, 7)
     assert pool.lookup(name(7)) == block
     assert (pool.counts()["free"], pool.counts()["evictable"], pool.num_committed) == (1, 1, 1)
-    assert taken(pool) != block  # free ones go first
+    assert taken(pool) != block  # free blocks go first
     assert removed == []
     assert taken(pool) == block
     assert removed == [(name(7), block, True)]
@@ -87,7 +87,7 @@ def test_spare_blocks_go_first_then_the_least_recently_used(removed: Removed) ->
     block = pool.lookup(name(0))
     assert block is not None
     pool.share(block)
-    pool.release(block)  # used: now the last of the second turns
+    pool.release(block)  # used again: now the last of Rank.SECOND
     assert [taken(pool, requested=False) is not None for _ in range(3)] == [True, True, False]
     while taken(pool) is not None:
         pass
@@ -123,7 +123,7 @@ def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_an_exact_block_takes_the_hash_from_a_near_one(shared: bool, removed: Removed) -> None:
+def test_an_exact_block_takes_the_hash_of_a_near_block(shared: bool, removed: Removed) -> None:
     pool = BlockPool(2, removed, Chains(64, 2))
     near = commit(pool, 5, exact=False)
     if shared:
@@ -148,7 +148,7 @@ def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
     assert pool.lookup(name(5)) == near and removed == []
 
 
-def test_withdraw_makes_private_for_the_sole_holder_only(removed: Removed) -> None:
+def test_withdraw_needs_a_sole_holder(removed: Removed) -> None:
     pool = BlockPool(1, removed, Chains(64, 1))
     block = commit(pool, 5)
     pool.share(block)
@@ -167,7 +167,7 @@ def test_removing_a_hash_leaves_other_blocks_alone(removed: Removed) -> None:
     pool.share(near)
     exact = taken(pool)
     assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SECOND)
-    pool.release(near)  # it lost its hash before: that hash is not removed again
+    pool.release(near)  # its hash went to `exact`, and is not removed again
     assert pool.lookup(name(5)) == exact
     assert len(removed) == 1
 
@@ -185,7 +185,7 @@ def test_drop_and_clear(removed: Removed) -> None:
     assert pool.counts()["free"] == 4
 
 
-def test_counts(removed: Removed) -> None:
+def test_counts_by_status(removed: Removed) -> None:
     pool = BlockPool(5, removed, Chains(64, 5))
     held = commit(pool, 1)
     commit(pool, 2)
@@ -194,7 +194,7 @@ def test_counts(removed: Removed) -> None:
     assert pool.counts() == {"free": 2, "writing": 1, "committed": 2, "evictable": 1}
 
 
-def test_random_use_keeps_every_block_in_one_place(removed: Removed) -> None:
+def test_random_use_keeps_references_hashes_and_counts_right(removed: Removed) -> None:
     rng = random.Random(0)
     pool = BlockPool(12, removed, Chains(64, 12))
     held: list[int] = []

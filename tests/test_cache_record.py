@@ -1,4 +1,4 @@
-"""The record of computed prefixes, from which ceilings are read."""
+"""Check the record of computed prefixes, the source of ceilings."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_common_tokens() -> None:
         assert common_tokens(a.tobytes(), b.tobytes()) == shared(a, b)
 
 
-def test_the_record_finds_the_longest_prefix_of_what_grew_in_pieces() -> None:
+def test_the_record_finds_the_longest_prefix_of_growing_sequences() -> None:
     rng = random.Random(0)
     record = TokenRecord(1 << 20)
     done: list[tuple[list[int], Branch | None]] = []
     for _ in range(600):
-        if done and rng.random() < 0.4:  # one goes on where it ended, if that is still an end of its own
+        if done and rng.random() < 0.4:  # a sequence goes on at its end, if its branch still ends there
             at = rng.randrange(len(done))
             before, branch = done[at]
             known = branch if branch is not None and branch.end == len(before) else None
@@ -59,7 +59,7 @@ def test_the_record_finds_the_longest_prefix_of_what_grew_in_pieces() -> None:
     assert record.num_tokens == len(distinct)
 
 
-def test_what_was_used_longest_ago_is_cut_from_its_end() -> None:
+def test_the_least_recently_used_sequence_is_cut_from_its_end() -> None:
     record = TokenRecord(20)
     first = record.add(ROOT, as_bytes([1] * 12), None)
     record.add(ROOT, as_bytes([2] * 12), None)
@@ -72,7 +72,7 @@ def test_what_was_used_longest_ago_is_cut_from_its_end() -> None:
     assert record.longest(ROOT, as_bytes([4] * 30)) == 20 == record.num_tokens
 
 
-def test_a_prefix_that_others_go_on_from_is_kept_longer_than_they() -> None:
+def test_a_shared_prefix_is_kept_longer_than_its_branches() -> None:
     record = TokenRecord(30)
     stem = [9] * 10
     for i in range(8):
@@ -82,7 +82,7 @@ def test_a_prefix_that_others_go_on_from_is_kept_longer_than_they() -> None:
 
 
 def test_the_ceiling_of_a_prompt_computed_three_prompts_ago() -> None:
-    """A hundred prompts of 1,000 tokens fit the record, ten times as many distinct ones came before."""
+    """A hundred prompts of 1,000 tokens fit the record, out of a thousand distinct prompts."""
     cache = make(record_tokens=100_000, num_kv_blocks=40, num_state_blocks=8)
     prompts = [[i, *range(999)] for i in range(1000)]
     for i, prompt in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""The report: what was lost and why, each reason at least once, and the record behind the ceiling."""
+"""Check the report: lost tokens with their causes, and the record behind the ceiling."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_granularity() -> None:
     assert losses({}, Job(text(300)), Job(text(300)))[1] == {G: 43}
 
 
-def test_no_state_there() -> None:
-    # The first prompt's tail is beyond what the second shares with it.
+def test_no_state_stored() -> None:
+    # The tail of the first prompt lies beyond the shared tokens.
     assert losses({}, Job(text(300)), Job([*text(200), text(201)[-1] ^ 1], arrives=20))[1] == {N: 192, G: 8}
 
 
 def test_evicted_state() -> None:
     others = [Job(text(100, seed), 1) for seed in range(1, 5)]
-    again = Job(text(300), arrives=40)  # had it waited from the first, its state would have been kept for it
+    again = Job(text(300), arrives=40)  # an earlier arrival would wait, and keep the state
     assert losses({"num_state_blocks": 3}, Job(text(300)), *others, again)[-1] == {E: 256, G: 43}
 
 
@@ -80,7 +80,7 @@ def test_an_eviction_is_forgotten_when_the_state_was_stored_again() -> None:
     d = run([Job(prompt, 50)], max_num_seqs=1)
     while d.cache.committed() and d.cache.states.evict():
         pass
-    later = [Job(prompt, 110), Job(prompt + answer(prompt, 40, attention=True) + [1])]  # gives the state up for 128
+    later = [Job(prompt, 110), Job(prompt + answer(prompt, 40, attention=True) + [1])]  # gives its state at 64 up
     for job in later:
         d.mix.jobs.append(job)
         d.submit(len(d.mix.jobs) - 1)
@@ -117,7 +117,7 @@ def test_a_preempted_request_keeps_its_first_report() -> None:
     assert d.cache.stats.requests == 3
 
 
-def test_a_ceiling_counts_what_runs_now_and_what_was_aborted() -> None:
+def test_a_ceiling_counts_running_and_aborted_requests() -> None:
     d = run([Job(text(300), aborts=2), Job(text(300), arrives=2), Job(text(300), arrives=3, read=False)], budget=100)
     reports = [d.requests[i, 0].report for i in range(3)]
     assert [report.ceiling for report in reports if report is not None] == [0, 128, 192]
@@ -196,7 +196,7 @@ def test_event_numbers_show_a_gap_where_events_were_lost() -> None:
     for i in range(MAX_EVENTS + 5):
         ledger.stored("kv", i.to_bytes(16, "big"), 64, "a")
     events = ledger.take_events()
-    assert len(events) == MAX_EVENTS and events[0].number == 7  # the first is 2: a reader begins with nothing
+    assert len(events) == MAX_EVENTS and events[0].number == 7  # numbers begin at 2
     ledger.removed("kv", bytes(16), evicted=False)
     assert ledger.take_events()[0].number == events[-1].number + 1
 

@@ -1,4 +1,4 @@
-"""Which states are kept when blocks are few: what was asked for, then what was used last."""
+"""Check the states that are kept when blocks are few: requested states, then the last used."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from symbolic_driver import Driver, Job, Mix, run
 
 
 def cached(d: Driver) -> list[int]:
-    """Positions of the cached states."""
+    """Return the positions of the cached states."""
     return sorted(len(tokens) // 4 for _, tokens in d.cache.model.states)
 
 
 def finds(d: Driver, prompt: list[int]) -> int:
-    """What a prompt would hit."""
+    """Return the hit of a prompt."""
     d.cache.add("look", prompt)
     hit = d.cache.match("look").num_tokens
     d.cache.free("look", finished=False)
@@ -31,7 +31,7 @@ def finds(d: Driver, prompt: list[int]) -> int:
 
 
 def resume(d: Driver, *jobs: Job) -> None:
-    """Runs more jobs, one after the other."""
+    """Run more jobs, one after the other."""
     for job in jobs:
         d.mix.jobs.append(job)
         d.submit(len(d.mix.jobs) - 1)
@@ -56,7 +56,7 @@ def test_wishes_between_two_positions() -> None:
     assert retention.rank(Wish.MARKED, Rank.LATER) is Rank.LATER
 
 
-def test_of_several_answers_boundaries_the_last_is_kept() -> None:
+def test_only_the_last_boundary_of_an_answer_is_kept() -> None:
     d = run([Job(text(100), 400)], max_num_seqs=1)
     assert cached(d) == [64, 448]
 
@@ -66,7 +66,7 @@ def test_a_prompt_that_ends_on_a_boundary_keeps_its_last_state_too() -> None:
     assert cached(d) == [64, 128, 192]
 
 
-def test_a_decode_state_that_somebody_uses_is_not_given_up() -> None:
+def test_a_decode_state_in_use_is_not_given_up() -> None:
     prompt = text(30)
     said = answer(prompt, 200, attention=True)
     d = Driver(Mix([Job(prompt, 200), Job(prompt + said[:40], 2)], cache={"num_state_blocks": 16, "num_kv_blocks": 16}))
@@ -83,7 +83,7 @@ def test_a_decode_state_that_somebody_uses_is_not_given_up() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_long_answers_do_not_evict_shared_prefixes(ahead: bool) -> None:
-    """256 answers cross boundaries beside 20 prefixes, with two blocks to spare."""
+    """Let 256 answers cross boundaries beside 20 prefixes, with two blocks to spare."""
     cache = PrefixCache(CacheConfig(num_state_blocks=256 + 20 + 2, num_kv_blocks=4000))
     scheduler = Scheduler(cache, max_num_batched_tokens=8192, max_num_seqs=256)
     prefixes = [text(100, seed) for seed in range(20)]
@@ -116,7 +116,7 @@ def test_long_answers_do_not_evict_shared_prefixes(ahead: bool) -> None:
         cache.free("look", finished=False)
 
 
-def test_an_interval_of_one_block_on_a_long_prompt_leaves_other_tails() -> None:
+def test_an_interval_of_a_block_on_a_long_prompt_leaves_other_tails() -> None:
     prompts = [text(100, seed) for seed in range(20)]
     d = run([*(Job(prompt, 1) for prompt in prompts), Job(text(3000, 30), 1)], max_num_seqs=1, num_state_blocks=24,
             checkpoint_interval=64, budget=1000)  # fmt: skip
@@ -124,25 +124,25 @@ def test_an_interval_of_one_block_on_a_long_prompt_leaves_other_tails() -> None:
     assert finds(d, text(3000, 30)) == 2944
 
 
-def named_everywhere(length: int, seed: int, salt: str = "") -> Job:
+def marked_everywhere(length: int, seed: int, salt: str = "") -> Job:
     return Job(text(length, seed), 1, marks=tuple(range(0, length, 64)), salt=salt)
 
 
 @pytest.mark.parametrize("budget", [200, 1000, 8192])
 @pytest.mark.parametrize("num_state_blocks", [16, 24, 100])
-def test_a_prompt_that_is_named_everywhere_leaves_other_prefixes(num_state_blocks: int, budget: int) -> None:
+def test_a_prompt_with_marks_everywhere_leaves_other_prefixes(num_state_blocks: int, budget: int) -> None:
     prompts = [text(450, seed) for seed in range(10)]
     d = run([Job(prompt, 1) for prompt in prompts], max_num_seqs=1, num_state_blocks=num_state_blocks,
             num_kv_blocks=400, budget=budget)  # fmt: skip
     resume(d, *(Job([*prompt, 1], 1) for prompt in prompts))
-    resume(d, named_everywhere(4500, 20))
+    resume(d, marked_everywhere(4500, 20))
     assert [finds(d, prompt) for prompt in prompts] == [448] * 10
     assert finds(d, text(4500, 20)) == 4480
 
 
 @pytest.mark.parametrize("salts", [["a"] * 12, ["a", "b", "c"] * 4])
 def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> None:
-    d = run([named_everywhere(1200, seed, salt) for seed, salt in enumerate(salts)], max_num_seqs=1,
+    d = run([marked_everywhere(1200, seed, salt) for seed, salt in enumerate(salts)], max_num_seqs=1,
             num_state_blocks=48, num_kv_blocks=1000)  # fmt: skip
     pool, ranked = d.cache.states, list[str]()
     for block, block_hash in enumerate(pool.hashes):
@@ -153,7 +153,7 @@ def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> N
 
 @pytest.mark.parametrize("position", [64, 128, 320])
 def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
-    """Before the tail, where the prompt leaves another one, and at the tail."""
+    """Mark a position before the tail, at the branch from another prompt, and at the tail."""
     prompt = [*text(150, 1), *text(200, 2)]
     d = run([Job(text(200, 1), 1)], num_state_blocks=20)
     resume(d, Job(prompt, 1, marks=(position,)))
@@ -162,7 +162,7 @@ def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
 
 
 def test_a_mark_takes_a_state_that_is_cached_already() -> None:
-    """The second prompt names the tail of the first. The third goes on from the second: that tail is evicted first."""
+    """The second prompt marks the tail of the first, and the third prompt continues the second."""
     first, said = text(150), [answer(text(150), 70, attention=True)]
     second = [*first, *said[0], 1, 2]
     jobs = [Job(first, 70), Job(second, 5, marks=(128,)), Job([*second, *text(40)], 5)]
@@ -171,7 +171,7 @@ def test_a_mark_takes_a_state_that_is_cached_already() -> None:
     assert block is not None and d.cache.states.rank[block] is Rank.SECOND
 
 
-def test_without_a_fresh_block_a_state_nobody_asked_for_is_overwritten() -> None:
+def test_without_a_fresh_block_an_unrequested_state_is_overwritten() -> None:
     d = run([Job(text(30), 130)], num_state_blocks=2, max_num_seqs=1)
     assert cached(d) == [128]
     other = Job(text(100, 1), 1)
@@ -183,7 +183,7 @@ def test_without_a_fresh_block_a_state_nobody_asked_for_is_overwritten() -> None
     while not d.scheduler.idle:
         d.step()
     d.check()
-    assert cached(d) == [64] and finds(d, other.prompt) == 64  # the tail of the other stays, at the cost of the own
+    assert cached(d) == [64] and finds(d, other.prompt) == 64  # the tail of `other` stays
     assert d.cache.stats.preemptions == 0
 
 
@@ -193,7 +193,7 @@ def test_two_answers_in_two_blocks_give_up_their_boundaries(ahead: bool) -> None
     assert cached(d) == [] and d.cache.stats.preemptions == 0
 
 
-def test_a_state_that_was_asked_for_may_evict_a_tail() -> None:
+def test_a_requested_state_may_evict_a_tail() -> None:
     cache = {"num_state_blocks": 2, "num_kv_blocks": 9}
     d = Driver(Mix([Job(text(100, 1), 1), Job(text(30), 130, marks=(64,))], max_num_seqs=1, cache=cache))
     d.submit(0)
@@ -204,7 +204,7 @@ def test_a_state_that_was_asked_for_may_evict_a_tail() -> None:
     assert cached(d) == [64] and finds(d, text(100, 1)) == 0
 
 
-def test_within_the_checkpoint_budget_only_what_is_asked_for_evicts_tails() -> None:
+def test_within_the_checkpoint_budget_only_requested_states_evict_tails() -> None:
     tails = [Job(text(100, seed), 1) for seed in (1, 2)]
     d = run([*tails, Job(text(20, 3), 200)], max_num_seqs=1, max_checkpoints=2)
     assert [finds(d, job.prompt) for job in tails] == [64, 64]
@@ -223,7 +223,7 @@ def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
     assert finds(d, text(100, 1)) == 0
 
 
-def test_the_states_of_one_prompt_are_evicted_from_its_end() -> None:
+def test_the_states_of_a_prompt_are_evicted_from_its_end() -> None:
     d = run([Job(text(300), 1, marks=(64, 128, 192))], max_num_seqs=1, num_state_blocks=12, budget=8192)
     assert cached(d) == [64, 128, 192, 256]
     d.cache.states.evict()
@@ -232,10 +232,10 @@ def test_the_states_of_one_prompt_are_evicted_from_its_end() -> None:
     assert finds(d, text(300)) == 128
 
 
-def test_kv_is_evicted_from_its_end_and_takes_the_states_with_it() -> None:
+def test_kv_is_evicted_from_its_end_with_its_states() -> None:
     d = run([Job(text(300), 1, marks=(64, 128))], max_num_seqs=1, num_kv_blocks=6, budget=8192)
     assert cached(d) == [64, 128, 256]
-    resume(d, Job(text(200, 1), 1))  # four blocks, of which two are free
+    resume(d, Job(text(200, 1), 1))  # takes four blocks, two of them free
     assert finds(d, text(300)) == 128
     assert d.cache.stats.kv_evicted == 2 and d.cache.stats.states_evicted == 1
 

@@ -1,4 +1,4 @@
-"""Steps that fail on the device after they were issued, and rows that a host lays out itself."""
+"""Check issued steps that fail on the device, and rows that a host lays out itself."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from symbolic import text
 from watched_cache import MOMENTS, all_free, refused, under_way, watched
 
 
-def test_what_an_issued_step_committed_goes_with_it() -> None:
+def test_a_failed_step_removes_the_blocks_that_it_committed() -> None:
     cache = watched()
     started(cache, "a", text(300), checkpoint_at=(192,))  # type: ignore[arg-type]
     run_step(cache, "a", 128)
     steps = under_way(cache, "issued", 172)
-    started(cache, "b", [*text(250), 40])  # resumes at 192, which the step wrote
+    started(cache, "b", [*text(250), 40])  # resumes at 192, where the failed step wrote
     started(cache, "c", text(150, 1))
     cache.take_events()
     cache.cancel(steps)
     assert [cache.runs(name) for name in "abc"] == [False, False, True]
-    assert hit(cache, text(300)) == 128  # what was cached before stays
+    assert hit(cache, text(300)) == 128  # blocks cached before the step stay
     removed = [(event.action, event.kind) for event in cache.take_events()]
     assert sorted(removed) == [("removed", "kv")] * 2 + [("removed", "state")] * 2
     assert cache.stats.preemptions == 2
@@ -32,11 +32,11 @@ def test_what_an_issued_step_committed_goes_with_it() -> None:
     all_free(cache)
 
 
-def test_who_shares_but_pages_of_a_step_that_failed_is_preempted() -> None:
+def test_a_request_that_shares_only_pages_of_a_failed_step_is_preempted() -> None:
     cache = watched()
     started(cache, "a", text(200))
     steps = under_way(cache, "issued")
-    started(cache, "b", [*text(100), 40])  # no state to resume from, and a page that it does not write
+    started(cache, "b", [*text(100), 40])  # shares a page, but has no state to resume from
     plan = cache.plan([allocate(cache, "b", 101)])
     assert (plan.arrays["kv_slot"][:64] == -1).all()
     cache.cancel(steps)
@@ -45,7 +45,7 @@ def test_who_shares_but_pages_of_a_step_that_failed_is_preempted() -> None:
     all_free(cache)
 
 
-def test_what_was_computed_from_a_state_that_failed_is_void_too() -> None:
+def test_rows_that_resumed_from_a_failed_step_are_void() -> None:
     cache = watched()
     started(cache, "a", text(200))
     failed = under_way(cache, "issued")
@@ -76,7 +76,7 @@ def test_the_next_row_of_a_step_that_failed_is_void(moment: str) -> None:
     all_free(cache)
 
 
-def test_a_row_before_the_one_that_failed_counts() -> None:
+def test_a_row_before_a_failed_row_counts() -> None:
     cache = watched()
     started(cache, "a", text(62))
     before, failed = under_way(cache, "issued", 62), under_way(cache, "issued", 1)
@@ -90,7 +90,7 @@ def test_a_row_before_the_one_that_failed_counts() -> None:
 # --- rows that a host lays out itself ---
 
 
-def test_planned_rows_laid_out_are_what_plan_lays_out() -> None:
+def test_layout_of_planned_rows_equals_plan() -> None:
     plans, rows = [], []
     for with_plan in (True, False):
         cache = watched(max_draft_tokens=2)
@@ -115,7 +115,7 @@ def test_planned_rows_laid_out_are_what_plan_lays_out() -> None:
 
 
 @pytest.mark.parametrize("decode_rows", [0, 1, 2])
-def test_rows_in_another_order_are_not_laid_out(decode_rows: int) -> None:
+def test_layout_refuses_rows_in_another_order(decode_rows: int) -> None:
     cache = watched()
     started(cache, "a", text(20))
     run_step(cache, "a", 20, 1)
@@ -128,7 +128,7 @@ def test_rows_in_another_order_are_not_laid_out(decode_rows: int) -> None:
     all_free(cache)
 
 
-def test_the_last_token_of_a_prompt_in_the_decode_kernels() -> None:
+def test_the_last_token_of_a_prompt_may_be_a_decode_row() -> None:
     cache = watched()
     started(cache, "a", text(128))
     with refused(cache, ValueError, "request 'a' runs 2 tokens: decode takes one at a time"):
@@ -142,12 +142,12 @@ def test_the_last_token_of_a_prompt_in_the_decode_kernels() -> None:
     cache.accept(plan.steps, {"a": [1]})
     cache.add("b", [*text(128), 1])
     found = cache.match("b")
-    assert (found.num_tokens, found.exact) == (128, False)  # near
+    assert (found.num_tokens, found.exact) == (128, False)
     all_free(cache)
 
 
-def test_a_token_amid_a_prompt_in_the_decode_kernels() -> None:
-    """A host that has one token of its budget left for a prompt, and orders rows of one token first."""
+def test_a_token_inside_a_prompt_may_be_a_decode_row() -> None:
+    """A host has one budget token left for a prompt, and orders rows of one token first."""
     cache = watched()
     started(cache, "a", text(200))
     for decode in (True, True, False):
@@ -158,5 +158,5 @@ def test_a_token_amid_a_prompt_in_the_decode_kernels() -> None:
         cache.accept(plan.steps, {})
     cache.add("b", text(200))
     found = cache.match("b")
-    assert (found.num_tokens, found.exact) == (128, False)  # near
+    assert (found.num_tokens, found.exact) == (128, False)
     all_free(cache)

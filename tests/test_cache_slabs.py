@@ -1,4 +1,4 @@
-"""One memory for states and KV pages: traffic divides it, and neither kind ever keeps what the other one needs."""
+"""Share a memory between states and KV pages: traffic divides it, and no pool keeps slabs that the other needs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ignore(*_: object) -> None:
 def pools(
     num_slabs: int = 10, reserve: int = 2, states: int = 1, pages: int = PAGES
 ) -> tuple[Slabs, SlabPool, SlabPool]:
-    """Half of the slabs for each."""
+    """Return slabs and two pools that own half of them each."""
     chains = Chains(64, 100)
     slabs = Slabs(num_slabs, reserve)
     made = SlabPool(slabs, states, ignore, chains), SlabPool(slabs, pages, ignore, chains)
@@ -48,19 +48,19 @@ def test_ids_of_a_slab_follow_each_other_and_slab_0_is_never_given() -> None:
     check(slabs, blocks, page_ids)
 
 
-def test_a_chain_goes_on_beside_itself() -> None:
+def test_a_chain_takes_neighbouring_pages() -> None:
     _, _, pages = pools()
     [first], [other] = pages.take(1), pages.take(1, near=7 * PAGES)
     assert pages.take(2, near=first) == [first + 1, first + 2] and pages.take(1, near=other) == [other + 1]
 
 
 @pytest.mark.parametrize("kind", ["states", "pages"])
-def test_a_pool_with_nothing_to_evict_takes_what_the_other_does_not_use(kind: str) -> None:
+def test_a_pool_with_nothing_to_evict_takes_evictable_slabs_of_the_other(kind: str) -> None:
     slabs, states, pages = pools()
     if kind == "states":
         for i in range(25):
             commit(pages, i)
-        assert states.num_available == 10  # five pages of each slab may go
+        assert states.num_available == 10  # all five pages of each slab may be evicted
         blocks = states.take(8)
         assert pages.num_owned == 10 and pages.num_committed == 10
         check(slabs, blocks, [])
@@ -73,9 +73,9 @@ def test_a_pool_with_nothing_to_evict_takes_what_the_other_does_not_use(kind: st
         check(slabs, [], blocks)
 
 
-def test_a_page_that_is_held_keeps_its_slab_and_no_other() -> None:
+def test_a_held_page_keeps_only_its_own_slab() -> None:
     slabs, states, pages = pools()
-    kept = [commit(pages, i) for i in range(25)][::PAGES][:2]  # one in each of two slabs
+    kept = [commit(pages, i) for i in range(25)][::PAGES][:2]  # a page in each of two slabs
     for page in kept:
         pages.hold(page)
     assert states.num_available == 8
@@ -85,7 +85,7 @@ def test_a_page_that_is_held_keeps_its_slab_and_no_other() -> None:
     assert states.lease() is None and states.lease(requested=False) is None
 
 
-def test_a_slab_goes_by_its_hottest_block() -> None:
+def test_the_hottest_block_of_a_slab_decides_its_eviction() -> None:
     _, states, pages = pools(num_slabs=4)
     chains = pages.idle._chains
     hot = [commit(pages, 5 + i, rank=Rank.LATER if i == 4 else Rank.FIRST) for i in range(5)]
@@ -97,7 +97,7 @@ def test_a_slab_goes_by_its_hottest_block() -> None:
     assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
 
 
-def test_being_lent_makes_no_slab_hotter() -> None:
+def test_a_lent_block_makes_its_slab_no_hotter() -> None:
     _, states, pages = pools(num_slabs=4)
     cold = [commit(pages, i) for i in range(5)]
     pages.idle._chains.now += 100
@@ -107,8 +107,8 @@ def test_being_lent_makes_no_slab_hotter() -> None:
     assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
 
 
-def test_a_block_that_is_under_way_keeps_its_kind_and_the_division() -> None:
-    """As after books were rebuilt: the slab was the other pool's by then."""
+def test_a_seized_block_keeps_its_pool_and_the_division() -> None:
+    """After the cache rebuilt its records, the slab may belong to the other pool."""
     slabs, states, pages = pools()
     lease = pages.seize(2 * PAGES + 1)
     assert (states.num_slabs, pages.num_slabs) == (5, 5)
@@ -118,7 +118,7 @@ def test_a_block_that_is_under_way_keeps_its_kind_and_the_division() -> None:
     check(slabs, [], [])
 
 
-def test_slabs_that_stay_empty_go_to_who_evicts_but_for_a_few() -> None:
+def test_empty_slabs_go_to_the_pool_that_evicts_except_a_few() -> None:
     slabs, states, pages = pools(num_slabs=40, reserve=5)
     for i in range(28):
         commit(states, i)
@@ -136,7 +136,7 @@ def test_slabs_that_stay_empty_go_to_who_evicts_but_for_a_few() -> None:
 
 @pytest.mark.parametrize(("ratio", "moves"), [(1.3, 0), (1.5, 2), (4, 6), (0.25, 0)])
 def test_a_slab_moves_once_the_balance_leans_for_long(ratio: float, moves: int) -> None:
-    """`ratio`: how much colder states are than pages; 8 slabs are remembered."""
+    """States are `ratio` times colder than pages, and 8 slabs are remembered."""
     _, states, pages = pools(num_slabs=40)
     for pool, rank in ((states, Rank.FIRST), (pages, Rank.FIRST)):
         for i in range(pool.num_owned):
@@ -153,7 +153,7 @@ def test_a_slab_moves_once_the_balance_leans_for_long(ratio: float, moves: int) 
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (1, 1), (4, 1)])
-def test_random_use_keeps_every_slab_in_one_pool(shape: tuple[int, int]) -> None:
+def test_random_use_keeps_each_slab_in_a_single_pool(shape: tuple[int, int]) -> None:
     slabs, *both = pools(12, 3, *shape)
     rng = random.Random(0)
     held: list[list[int]] = [[], []]
@@ -184,7 +184,7 @@ def test_random_use_keeps_every_slab_in_one_pool(shape: tuple[int, int]) -> None
     assert moves > 5
 
 
-# --- who needs more of it gets it ---
+# --- traffic divides the memory ---
 
 
 def cache_of(num_slabs: int, reserve: int = 3) -> PrefixCache:
@@ -193,8 +193,8 @@ def cache_of(num_slabs: int, reserve: int = 3) -> PrefixCache:
     )
 
 
-def asked_again(cache: PrefixCache, length: int, count: int, requests: int, seed: int) -> Iterator[int]:
-    """Requests for `count` prompts of this length, each as often; the hits of each."""
+def ask_repeatedly(cache: PrefixCache, length: int, count: int, requests: int, seed: int) -> Iterator[int]:
+    """Ask for `count` prompts of this length at random, and yield the hits."""
     rng = random.Random(seed)
     for i in range(requests):
         tokens = [*text(length, rng.randrange(count)), i % 40]
@@ -210,18 +210,18 @@ def asked_again(cache: PrefixCache, length: int, count: int, requests: int, seed
 def test_traffic_divides_the_memory() -> None:
     cache = cache_of(60)
     assert cache.stats.state_blocks["committed"] == 0
-    list(asked_again(cache, 130, 36, 1500, 1))
+    list(ask_repeatedly(cache, 130, 36, 1500, 1))
     short = cache.stats
-    list(asked_again(cache, 1290, 12, 1500, 2))
+    list(ask_repeatedly(cache, 1290, 12, 1500, 2))
     long = cache.stats
     assert short.state_blocks["committed"] > 2 * long.state_blocks["committed"]
     assert long.kv_blocks["committed"] > 1.3 * short.kv_blocks["committed"]
 
 
-def test_it_hits_what_two_pools_divided_otherwise_cannot() -> None:
-    """Short prompts in the share that long ones want."""
+def test_shared_memory_hits_more_than_two_badly_divided_pools() -> None:
+    """Ask short prompts of a memory that is divided for long prompts."""
     shared, divided = cache_of(40), make(num_state_blocks=6, num_kv_blocks=34 * PAGES, accounting=False)
-    hits = [sum(list(asked_again(cache, 130, 24, 2000, 3))[1000:]) for cache in (shared, divided)]
+    hits = [sum(list(ask_repeatedly(cache, 130, 24, 2000, 3))[1000:]) for cache in (shared, divided)]
     assert hits[0] > 1.5 * hits[1]
 
 
@@ -229,15 +229,15 @@ def test_traffic_that_stays_as_it_is_moves_few_slabs(monkeypatch: pytest.MonkeyP
     cache, moved = cache_of(60), []
     move = Slabs.move
     monkeypatch.setattr(Slabs, "move", lambda self, pool: (moved.append(pool), move(self, pool))[1])
-    list(asked_again(cache, 700, 30, 1500, 1))
+    list(ask_repeatedly(cache, 700, 30, 1500, 1))
     moved.clear()
-    list(asked_again(cache, 700, 30, 3000, 2))
+    list(ask_repeatedly(cache, 700, 30, 3000, 2))
     assert len(moved) <= 15
 
 
-def test_one_long_prompt_may_take_all_but_the_reserve() -> None:
+def test_a_long_prompt_may_take_all_but_the_reserve() -> None:
     cache = cache_of(20)
-    list(asked_again(cache, 130, 17, 100, 1))
+    list(ask_repeatedly(cache, 130, 17, 100, 1))
     longest = 17 * PAGES * 64
     started(cache, "a", text(longest))
     run_step(cache, "a", longest - cache.progress("a").computed, sampled=1)
@@ -248,7 +248,7 @@ def test_one_long_prompt_may_take_all_but_the_reserve() -> None:
     assert hit(cache, [*text(longest), 1][:longest]) == longest - 64
 
 
-def test_a_pool_of_its_own_is_as_it_was() -> None:
+def test_a_pool_without_slabs_gives_ids_in_order() -> None:
     pool = BlockPool(3, ignore, Chains(64, 3))
     assert (pool.num_owned, pool.take(2, near=3), taken(pool)) == (3, [1, 2], 3)
 
@@ -263,6 +263,6 @@ def test_a_pool_of_its_own_is_as_it_was() -> None:
         ({"slab": (1, 1)}, "leave 2 to running requests"),
     ],
 )
-def test_slabs_that_cannot_be(options: dict, message: str) -> None:
+def test_bad_slab_settings_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CacheConfig(**{"num_state_blocks": 16, "num_kv_blocks": 16, **options})

@@ -1,4 +1,4 @@
-"""`PrefixCache` step by step, as a host engine uses it: what is admitted, stored and readable when."""
+"""Use `PrefixCache` step by step as a host engine does: admissions, stored blocks and readable blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_add_refuses_an_empty_prompt_and_an_id_in_use() -> None:
     cache.add("a", [2])
 
 
-def test_a_host_that_keeps_the_kv_must_say_what_it_covers() -> None:
+def test_a_host_that_keeps_the_kv_must_give_kv_tokens() -> None:
     cache = make(num_kv_blocks=0)
     cache.add("a", text(200))
     for ask in (cache.match, cache.admit):
@@ -39,7 +39,7 @@ def test_a_host_that_keeps_the_kv_must_say_what_it_covers() -> None:
     assert "kv_slot" not in cache.plan([allocate(cache, "a", 1)]).arrays
 
 
-def test_match_looks_only() -> None:
+def test_match_changes_nothing() -> None:
     cache = make(num_state_blocks=2)
     started(cache, "a", text(200))
     run_step(cache, "a", 200, 1)
@@ -91,20 +91,20 @@ def test_a_chunk_ends_at_the_end_or_on_the_last_boundary_in_reach(computed: int,
     assert cache.next_tokens("a", budget) == expected
 
 
-def test_a_decoding_request_runs_one_token() -> None:
+def test_next_tokens_of_a_decoding_request_is_1() -> None:
     cache = make()
     started(cache, "a", text(30))
     run_step(cache, "a", 30, 1)
     assert cache.next_tokens("a", 100) == 1
 
 
-# --- the fence ---
+# --- blocks are readable once their step is issued ---
 
 
 @pytest.mark.parametrize("kind", [{}, {"num_kv_blocks": 0, "has_attention": False}])
 @pytest.mark.parametrize("num_tokens", [192, 200])
 def test_nothing_is_readable_before_its_step_is_issued(num_tokens: int, kind: dict[str, Any]) -> None:
-    """Neither a checkpoint inside the row nor a dst that ends on a boundary."""
+    """Check a checkpoint inside the row, and a dst that ends on a boundary."""
     cache = make(**kind)
     started(cache, "a", text(num_tokens))
     plan = cache.plan([allocate(cache, "a", num_tokens)])
@@ -113,7 +113,7 @@ def test_nothing_is_readable_before_its_step_is_issued(num_tokens: int, kind: di
     assert hit(cache, text(200)) == 192
 
 
-def test_a_state_of_tokens_that_are_not_known_waits_for_them() -> None:
+def test_a_state_is_committed_once_its_tokens_are_known() -> None:
     cache = make()
     said = [*range(2, 10)]
     started(cache, "a", text(62))
@@ -124,7 +124,7 @@ def test_a_state_of_tokens_that_are_not_known_waits_for_them() -> None:
     cache.issued(second.steps)
     cache.accept(first.steps, {"a": said[:1]})
     third = cache.plan([allocate(cache, "a", 1)])
-    cache.issued(third.steps)  # the state after 64 tokens, the last of which is unknown
+    cache.issued(third.steps)  # the state after 64 tokens; the last token is unknown
     assert hit(cache, text(62) + said) == 0
     rotated = cache.plan([allocate(cache, "a", 1)])
     assert rotated.steps[0].src == third.steps[0].dst and not rotated.steps[0].dst
@@ -143,14 +143,14 @@ def test_a_state_that_waits_for_its_tokens_gives_way_to_a_tail() -> None:
     for num_tokens in (62, *[1] * 17):
         plans.append(cache.plan([allocate(cache, "a", num_tokens)]))
         cache.issued(plans[-1].steps)
-    started(cache, "c", text(5, 2))  # takes the last block but the tail
+    started(cache, "c", text(5, 2))  # takes the last block besides the tail
     step = allocate(cache, "a", 1)
     assert step.start == 79 and step.src == step.dst == plans[2].steps[0].dst
     plans.append(cache.plan([step]))
     cache.issued(plans[-1].steps)
     for plan, token in zip(plans, said, strict=False):
         cache.accept(plan.steps, {"a": [token]})
-    assert hit(cache, text(62) + said) == 0  # the block has gone on
+    assert hit(cache, text(62) + said) == 0  # the block was written again
     assert hit(cache, text(70, 1)) == 64
     for request_id in "ac":
         cache.free(request_id, finished=True)
@@ -168,7 +168,7 @@ def test_a_cancelled_step_commits_nothing_and_takes_the_running_block() -> None:
     assert isinstance(found, Hit) and found.num_tokens == 64
 
 
-def test_a_row_with_drafts_is_accepted_before_the_one_after_the_next() -> None:
+def test_a_row_with_drafts_is_accepted_before_the_second_row_after_it() -> None:
     cache = make(max_draft_tokens=3)
     started(cache, "a", text(62))
     run_step(cache, "a", 62, 5)
@@ -190,7 +190,7 @@ def test_tokens_of_a_request_that_was_preempted_meanwhile_are_kept() -> None:
     plan = cache.plan([allocate(cache, "a", 1, (6, 7, 8))])
     cache.issued(plan.steps)
     cache.preempt("a")
-    assert isinstance(cache.admit("a"), Wait)  # until what the step gives is known
+    assert isinstance(cache.admit("a"), Wait)  # until the step's tokens are known
     cache.accept(plan.steps, {"a": [6, 7, 9]})
     assert cache.stats.state_blocks["free"] == cache.stats.kv_blocks["free"] == 16
     assert isinstance(cache.admit("a"), Hit)
@@ -210,7 +210,7 @@ def test_a_reset_between_planning_and_issuing_commits_nothing() -> None:
     assert cache.stats.state_blocks["free"] == cache.stats.kv_blocks["free"] == 16
 
 
-def test_after_a_reset_running_requests_finish_and_waiting_ones_start_anew() -> None:
+def test_after_a_reset_running_requests_finish_and_waiting_requests_start_anew() -> None:
     cache = make()
     started(cache, "a", text(200))
     run_step(cache, "a", 128)
@@ -232,7 +232,7 @@ def test_after_a_reset_running_requests_finish_and_waiting_ones_start_anew() -> 
 # --- checkpoints ---
 
 
-def test_a_position_is_stored_once_whoever_reaches_it() -> None:
+def test_two_requests_store_a_position_once() -> None:
     cache = make()
     for name in "ab":
         started(cache, name, text(200), read=False)
@@ -240,7 +240,7 @@ def test_a_position_is_stored_once_whoever_reaches_it() -> None:
     assert [sorted(step.checkpoints) for step in plan.steps] == [[192], []]
 
 
-def test_an_exact_state_is_stored_beside_a_near_one_of_the_same_step() -> None:
+def test_an_exact_state_is_stored_beside_a_near_state_of_the_same_step() -> None:
     cache = make()
     for name in "ab":
         started(cache, name, text(200), read=False)
@@ -253,7 +253,7 @@ def test_an_exact_state_is_stored_beside_a_near_one_of_the_same_step() -> None:
 
 
 @pytest.mark.parametrize(("first", "second", "again"), [(10, 64, [192]), (10, 20, []), (64, 20, []), (64, 64, [])])
-def test_a_state_that_is_there_is_stored_again_only_if_it_was_near(first: int, second: int, again: list[int]) -> None:
+def test_a_cached_state_is_stored_again_only_if_it_was_near(first: int, second: int, again: list[int]) -> None:
     cache = make()
     started(cache, "a", text(200))
     run_step(cache, "a", first)
@@ -293,20 +293,20 @@ def test_a_promised_boundary_is_stored_and_hit() -> None:
 
 
 @pytest.mark.parametrize("options", [{"read": False}, {"salt": "x"}])
-def test_who_cannot_use_a_prefix_does_not_wait_for_it(options: dict) -> None:
+def test_a_request_does_not_wait_for_a_prefix_that_it_cannot_use(options: dict) -> None:
     cache = make()
     started(cache, "a", text(200))
     started(cache, "b", text(200), **options)
 
 
 @pytest.mark.parametrize(("config", "options"), [({}, {"store": False}), ({"max_checkpoints": 0}, {})])
-def test_nobody_waits_for_who_stores_nothing(config: dict, options: dict) -> None:
+def test_no_request_waits_for_a_request_that_stores_nothing(config: dict, options: dict) -> None:
     cache = make(**config)
     started(cache, "a", text(200), **options)
     started(cache, "b", text(200))
 
 
-def test_under_strict_reuse_nobody_waits_for_near_states() -> None:
+def test_under_strict_reuse_no_request_waits_for_near_states() -> None:
     cache = make(strict_reuse=True)
     started(cache, "a", text(200))
     cache.add("b", text(200))
@@ -317,7 +317,7 @@ def test_under_strict_reuse_nobody_waits_for_near_states() -> None:
     assert cache.match("b").waits_for is None
 
 
-def test_a_promise_does_not_outlive_the_life_that_gave_it() -> None:
+def test_a_promise_ends_with_its_residency() -> None:
     cache = make()
     shared = text(150)
     started(cache, "a", shared + text(100, 1))
@@ -341,7 +341,7 @@ def test_waiting_ends_when_the_writer_got_no_block() -> None:
     assert isinstance(cache.admit("b"), Hit)
 
 
-def test_waiting_ends_when_the_state_is_there() -> None:
+def test_waiting_ends_when_the_state_is_cached() -> None:
     cache = make()
     shared = text(150)
     started(cache, "a", shared + text(100, 1))

@@ -1,4 +1,4 @@
-"""The rest of the face: keys of images, bounds of a hit, why a request waits, and reports."""
+"""Check the rest of the interface: image keys, bounds of a hit, reasons to wait, and reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKS = (64, 128, 192)
 
 
 def ran(cache: PrefixCache, name: str, tokens: list[int], **options: Any) -> None:
-    """A prompt that was computed in one step, and ended with one token."""
+    """Compute a prompt in one step, sample a token, and free the request."""
     started(cache, name, tokens, **options)
     progress = cache.progress(name)
     run_step(cache, name, progress.prefill_end - progress.computed, 1)
@@ -87,23 +87,23 @@ def test_max_tokens_bounds_the_hit(most: int | None, found: int) -> None:
         assert isinstance(answer, Hit) and answer.num_tokens == found
     assert cache.progress("b").computed == found
     plan = cache.plan([allocate(cache, "b", 256 - found)])
-    assert (plan.arrays["kv_slot"] == -1).all()  # all of its pages are there, whatever the bound
+    assert (plan.arrays["kv_slot"] == -1).all()  # all pages are cached, whatever the bound
     cache.issued(plan.steps)
     all_free(cache)
 
 
-def test_nobody_waits_for_what_the_bound_forbids() -> None:
+def test_no_request_waits_for_a_prefix_beyond_its_bound() -> None:
     cache = watched()
     started(cache, "a", text(256))
     cache.add("b", text(256))
     assert cache.admit("b", max_tokens=191) == Wait("prefix", "a", 128)
-    assert isinstance(cache.admit("b", max_tokens=63), Wait)  # it waits for what it was told
+    assert isinstance(cache.admit("b", max_tokens=63), Wait)  # the first wait still holds
     cache.add("c", text(256))
     assert isinstance(cache.admit("c", max_tokens=63), Hit)
     all_free(cache)
 
 
-def test_whether_a_hit_is_exact_is_not_known_where_the_host_keeps_the_kv() -> None:
+def test_exact_is_unknown_where_the_host_keeps_the_kv() -> None:
     cache = watched(num_kv_blocks=0)
     for name in "ab":
         cache.add(name, text(200))
@@ -117,7 +117,7 @@ def test_whether_a_hit_is_exact_is_not_known_where_the_host_keeps_the_kv() -> No
         all_free(each)
 
 
-# --- why a request waits ---
+# --- reasons to wait ---
 
 
 def test_reasons_to_wait() -> None:
@@ -129,7 +129,7 @@ def test_reasons_to_wait() -> None:
     assert cache.admit("large") == Wait("no room")  # of pages: the first still lacks four
     assert cache.admit("b") == Wait("prefix", "a", 128)
     assert [cache.waits(name) for name in ("b", "large", "small")] == [True, False, False]
-    assert [seen[:3] for seen in view(cache)[1:]] == [seen[:3] for seen in before]  # nothing was taken
+    assert [seen[:3] for seen in view(cache)[1:]] == [seen[:3] for seen in before]
     assert cache.stats.waits == 1 and num_free(cache) == (2, 6)
     steps = under_way(cache, "issued")
     assert not cache.waits("b")
@@ -147,7 +147,7 @@ def test_reasons_to_wait() -> None:
 
 
 @pytest.mark.parametrize("undo", ["withdraw", "preempt", "cancel"])
-def test_an_admission_of_which_nothing_ran_leaves_no_report(undo: str) -> None:
+def test_an_admission_that_ran_nothing_leaves_no_report(undo: str) -> None:
     cache = watched()
     started(cache, "a", text(200))
     (step,) = cache.plan([allocate(cache, "a", 136)]).steps

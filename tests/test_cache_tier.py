@@ -1,4 +1,4 @@
-"""The tier in host memory, one transfer at a time: what is copied when, and what becomes of those who wait for it."""
+"""Check the host memory tier, one transfer at a time: copies, and the requests that wait for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mambacache.report import Hit, Wait
 from symbolic import text
 from watched_cache import refused, watched
 
-LENGTH = 200  # of every prompt: a state after 192 tokens, and 3 of its 4 pages, are worth keeping
+LENGTH = 200  # of every prompt: it leaves a state after 192 tokens, and 3 full pages
 ROOM = {"num_state_blocks": 6, "num_kv_blocks": 12, "num_host_states": 8, "num_host_pages": 40}
 
 
 def answer(cache: PrefixCache, name: str, seed: int, **options: bool | str) -> int:
-    """Runs a prompt to its end; the tokens that it hit."""
+    """Run a prompt to its end, and return its hit tokens."""
     cache.add(name, text(LENGTH, seed), **options)  # type: ignore[arg-type]
     return finish(cache, name)
 
@@ -32,7 +32,7 @@ def finish(cache: PrefixCache, name: str) -> int:
 
 
 def copy_all(cache: PrefixCache, failed: bool = False) -> list[Transfer]:
-    """Ends transfers until none is due."""
+    """End transfers until none is due."""
     ended: list[Transfer] = []
     while found := cache.transfers():
         for transfer in found:
@@ -42,7 +42,7 @@ def copy_all(cache: PrefixCache, failed: bool = False) -> list[Transfer]:
 
 
 def filled(count: int = 6, **options: int) -> PrefixCache:
-    """So many prompts ran, one after the other; the first ones are on the host alone."""
+    """Return a cache that ran `count` prompts; the first prompts are on the host alone."""
     cache = watched(**{**ROOM, **options})
     for seed in range(count):
         answer(cache, str(seed), seed)
@@ -51,13 +51,13 @@ def filled(count: int = 6, **options: int) -> PrefixCache:
 
 
 def loading(cache: PrefixCache, name: str, seed: int = 0) -> Transfer:
-    """The load that a request waits for."""
+    """Return the load that a request waits for."""
     cache.add(name, text(LENGTH, seed))
     assert cache.admit(name) == Wait("loading", name, 192) and cache.waits(name)
     return next(transfer for transfer in cache.transfers() if not transfer.to_host)
 
 
-def test_what_was_evicted_is_hit() -> None:
+def test_an_evicted_prefix_is_hit_from_the_host() -> None:
     cache = filled()
     transfer = loading(cache, "again")
     assert len(transfer.states) == 1 and len(transfer.pages) == 3
@@ -67,7 +67,7 @@ def test_what_was_evicted_is_hit() -> None:
     assert (stats.loads, stats.host_hit_tokens, stats.failed_transfers) == (1, 192, 0)
 
 
-def test_a_host_that_never_asks_has_no_tier() -> None:
+def test_a_host_that_never_asks_for_transfers_copies_nothing() -> None:
     cache = watched(**ROOM)
     for seed in range(6):
         answer(cache, str(seed), seed)
@@ -80,7 +80,7 @@ def test_nothing_is_copied_while_there_is_room() -> None:
     assert cache.transfers() == ()
 
 
-def test_copies_leave_half_of_what_can_be_taken_and_go_one_at_a_time() -> None:
+def test_copies_run_singly_and_leave_half_of_the_available_blocks() -> None:
     cache = watched(**ROOM)
     for seed in range(3):
         answer(cache, str(seed), seed)
@@ -94,8 +94,8 @@ def test_copies_leave_half_of_what_can_be_taken_and_go_one_at_a_time() -> None:
     assert cache.stats.kv_blocks["evictable"] == before.kv_blocks["evictable"]
 
 
-def test_a_copy_is_no_use_of_a_block() -> None:
-    """What was copied is still the first to be evicted."""
+def test_a_copy_does_not_count_as_use_of_a_block() -> None:
+    """A copied block is still the first to be evicted."""
     with_tier, without = filled(3), watched(**ROOM | {"num_host_states": 0, "num_host_pages": 0})
     for seed in range(3):
         answer(without, str(seed), seed)
@@ -109,7 +109,7 @@ def test_a_copy_is_no_use_of_a_block() -> None:
     assert removed[0] == removed[1] and len(removed[0]) > 6
 
 
-def test_what_the_device_hits_goes_first_on_the_host() -> None:
+def test_blocks_hit_on_the_device_are_evicted_first_on_the_host() -> None:
     cache = filled(3)
     tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 2)), "", {})
     before = [pool.idle.first(True) for pool in (tier.states, tier.pages)]
@@ -120,7 +120,7 @@ def test_what_the_device_hits_goes_first_on_the_host() -> None:
     assert tier.pages.idle.first(True) in [tier.pages.lookup(each) for each in chain[1:4]]
 
 
-def test_states_never_go_without_the_kv_before_them() -> None:
+def test_a_state_on_the_host_has_all_kv_before_it() -> None:
     cache, held = watched(**ROOM), 0
     admission = cache._admission
     for seed in range(6):
@@ -136,7 +136,7 @@ def test_states_never_go_without_the_kv_before_them() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_several_wait_for_one_load(failed: bool) -> None:
+def test_two_requests_wait_for_the_same_load(failed: bool) -> None:
     cache = filled()
     transfer = loading(cache, "a")
     cache.add("b", text(LENGTH, 0))
@@ -147,11 +147,11 @@ def test_several_wait_for_one_load(failed: bool) -> None:
         assert finish(cache, "a") == finish(cache, "b") == 192
         assert cache.stats.loads == 1 and cache.stats.host_hit_tokens == 384
         return
-    assert isinstance(cache.admit("a"), Hit), "who began a load that failed goes on without it"
+    assert isinstance(cache.admit("a"), Hit), "the request that began a failed load goes on without it"
     assert cache.stats.failed_transfers == 1
 
 
-def test_what_is_loaded_is_held_until_its_request_comes() -> None:
+def test_loaded_blocks_are_held_for_their_request() -> None:
     cache = filled()
     transfer = loading(cache, "a")
     cache.transferred(transfer)
@@ -161,8 +161,8 @@ def test_what_is_loaded_is_held_until_its_request_comes() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "reset"])
-def test_the_end_of_a_request_or_of_all_that_is_cached_while_a_load_is_under_way(end: str) -> None:
-    """Its blocks are written until it is over; then they are cached, or free if that was reset."""
+def test_an_abort_or_a_reset_during_a_load(end: str) -> None:
+    """The blocks of the load count as `writing` until it ends. Then they are cached, or free after a reset."""
     cache = filled()
     transfer = loading(cache, "a")
     if end == "abort":
@@ -177,8 +177,8 @@ def test_the_end_of_a_request_or_of_all_that_is_cached_while_a_load_is_under_way
     assert (cache._admission.tier.states.num_committed == 0) == (end == "reset")
 
 
-def test_a_running_request_may_take_what_was_loaded_for_one_that_waits() -> None:
-    """Never a stall: what is held for who cannot run yet gives way."""
+def test_a_running_request_may_take_blocks_loaded_for_a_waiting_request() -> None:
+    """Blocks that are held for a waiting request give way, so that nothing stalls."""
     cache = filled(num_kv_blocks=8)
     cache.add("long", text(250, 40))
     assert isinstance(cache.admit("long"), Hit)
@@ -189,8 +189,8 @@ def test_a_running_request_may_take_what_was_loaded_for_one_that_waits() -> None
     assert cache.progress("long").computed == 250 + 256
 
 
-def test_a_load_is_worth_its_bytes_or_left_alone() -> None:
-    """192 tokens, a state of 1,000 bytes and 3 pages of 100."""
+def test_a_load_that_is_not_worth_its_bytes_is_not_started() -> None:
+    """Load 192 tokens: a state of 1,000 bytes and 3 pages of 100 bytes."""
     sizes = {"state_bytes": 1000, "page_bytes": 100}
     for allowed, loads in ((6, 0), (7, 1)):
         cache = filled(**sizes, host_bytes_per_token=allowed)
@@ -199,7 +199,7 @@ def test_a_load_is_worth_its_bytes_or_left_alone() -> None:
         assert cache.stats.bytes_to_host >= 1300
 
 
-def test_exact_and_salt_travel_along() -> None:
+def test_a_load_keeps_the_exact_flag_and_the_salt() -> None:
     cache = filled(strict_reuse=True)
     cache.transferred(loading(cache, "a"))
     found = cache.admit("a")
@@ -207,8 +207,8 @@ def test_exact_and_salt_travel_along() -> None:
     assert answer(cache, "other", 1, salt="tenant") == 0
 
 
-def test_a_failed_row_takes_its_copies_with_it() -> None:
-    """What a step gave that failed on the device is found on neither side."""
+def test_a_failed_row_removes_its_copies_on_the_host() -> None:
+    """Blocks of a step that failed on the device are found on neither side."""
     cache = watched(**ROOM | {"max_checkpoints": 2})
     cache.add("a", text(LENGTH, 0))
     cache.admit("a")
@@ -237,7 +237,7 @@ def test_transfers_are_ended_once() -> None:
         cache.transferred(transfer)
 
 
-def test_without_attention_states_go_alone() -> None:
+def test_without_attention_only_states_are_copied() -> None:
     cache = filled(num_kv_blocks=0, num_host_pages=0, has_attention=False)
     transfer = loading(cache, "a")
     assert len(transfer.states) == 1 and not transfer.pages

@@ -1,4 +1,4 @@
-"""Rows whose drafts form a tree: what is accepted of them, what is to be moved before the next row, what is refused."""
+"""Check rows with a tree of drafts: accepted drafts, entries to move before the next row, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tree(cache: PrefixCache, parents: tuple[int, ...] = PARENTS) -> StepPlan:
         ([31, 40], (6,)),
     ],
 )
-def test_the_next_row_says_what_is_to_be_moved(tokens: list[int], kept: tuple[int, ...]) -> None:
+def test_the_next_row_moves_the_accepted_entries(tokens: list[int], kept: tuple[int, ...]) -> None:
     cache = decoding(20)
     plan = tree(cache)
     assert plan.arrays["ancestors"].tolist() == [1, 0b11, 0b111, 0b1111, 0b10011, 0b110011, 0b1000001]
@@ -52,7 +52,7 @@ def test_the_next_row_says_what_is_to_be_moved(tokens: list[int], kept: tuple[in
     assert plan.log_paths is None and plan.kv_paths is None
     cache.issued(plan.steps)
     cache.accept(plan.steps, {"a": tokens})
-    for _ in range(2):  # a row that is dropped has moved nothing
+    for _ in range(2):  # a dropped row moves nothing
         step = allocate(cache, "a", 1)
         assert (step.start, step.kept) == (20 + len(tokens), tuple(20 + place for place in kept))
         plan = cache.plan([step])
@@ -74,7 +74,7 @@ def test_the_next_row_says_what_is_to_be_moved(tokens: list[int], kept: tuple[in
 
 @pytest.mark.parametrize("start", range(16, 33))
 def test_a_tree_ends_before_its_log(start: int) -> None:
-    """One token less than there is room for, so that it never folds; what is left may be a mere chain."""
+    """A tree takes one token less than its room, and so never folds. A short rest may be a chain."""
     (step,) = tree(decoding(start)).steps
     room = max(14 - start % 16, 0)
     assert step.drafts == DRAFTS[:room]
@@ -82,12 +82,12 @@ def test_a_tree_ends_before_its_log(start: int) -> None:
     assert bool(step.dst) == (start % 16 == 15)
 
 
-def test_a_chain_may_be_said_to_be_a_tree() -> None:
+def test_parents_may_describe_a_chain() -> None:
     (step,) = tree(decoding(20), (0, 1, 2, 3, 4, 5)).steps
     assert step.drafts == DRAFTS and step.parents == ()
 
 
-def test_memory_is_that_of_a_row_without_drafts() -> None:
+def test_a_tree_takes_no_more_blocks_than_a_row_without_drafts() -> None:
     cache = decoding(20)
     before = cache.stats.state_blocks
     tree(cache)
@@ -106,7 +106,7 @@ def test_memory_is_that_of_a_row_without_drafts() -> None:
         ({"drafts": (1,) * 8, "parents": (0,) * 8}, "give 7 at most"),
     ],
 )
-def test_what_is_no_tree_is_refused(options: dict[str, Any], message: str) -> None:
+def test_bad_trees_are_refused(options: dict[str, Any], message: str) -> None:
     cache = decoding(20)
     with pytest.raises(ValueError, match=message):
         cache.allocate("a", 1, **options)
@@ -127,7 +127,7 @@ def test_tokens_that_leave_the_tree_are_refused() -> None:
 
 
 @pytest.mark.parametrize("ends", ["preempt", "cancel", "free"])
-def test_a_life_that_ends_leaves_nothing_to_move(ends: str) -> None:
+def test_a_residency_that_ends_leaves_nothing_to_move(ends: str) -> None:
     cache = decoding(20)
     plan = tree(cache)
     cache.issued(plan.steps)
@@ -150,8 +150,8 @@ def test_a_life_that_ends_leaves_nothing_to_move(ends: str) -> None:
 
 @pytest.mark.parametrize("drafts", [2, 4, 7])
 @pytest.mark.parametrize("every", [1, 3, 1000])
-def test_answers_and_hits_are_those_without_drafts(drafts: int, every: int) -> None:
-    """With a boundary at every offset of a row, and a turn that resumes after each answer."""
+def test_trees_change_no_answer_and_no_hit(drafts: int, every: int) -> None:
+    """Try a boundary at every offset of a row, and a next turn after each answer."""
     prompts = [text(50 + offset, offset) for offset in range(16)]
     answers = [answer(prompt, 40, attention=True) for prompt in prompts]
     turns = [[*prompt, *given, 1, 2] for prompt, given in zip(prompts, answers, strict=True)]
@@ -181,12 +181,12 @@ CHANGES: dict[str, Callable[[StepPlan], StepPlan]] = {
     "another entry": change_paths(lambda paths: paths + (np.arange(9) == 2)),
     "another target": change_paths(lambda paths: paths + (np.arange(9) == 1)),
     "no move in pages": lambda plan: replace(plan, kv_paths=None),
-    "another token's ancestors": lambda plan: replace(plan, arrays={**plan.arrays, **swapped(plan.arrays)}),
+    "another token's ancestors": lambda plan: replace(plan, arrays={**plan.arrays, **flattened(plan.arrays)}),
 }
 
 
-def swapped(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Tokens that come after the first one, all of them."""
+def flattened(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return ancestors that make every token follow the first token alone."""
     width = int(arrays["query_start_loc"][0]) // max(len(arrays["decode_src"]), 1)
     flat = 1 | 1 << np.arange(width, dtype=np.int32)
     return {"ancestors": np.tile(flat, len(arrays["decode_src"]))} if "ancestors" in arrays else {}
@@ -207,7 +207,7 @@ def test_a_planted_mistake_is_seen(name: str) -> None:
             d.run()
 
 
-def test_rows_know_their_tokens_depths() -> None:
+def test_a_row_gives_the_depths_of_its_tree_tokens() -> None:
     step = SequenceStep("a", 1, 1, 5, 7, False, True, 1, 0, drafts=DRAFTS, parents=PARENTS)
     assert list(step.depths()) == [0, 1, 2, 3, 2, 3, 1]
     assert [step.draft_after(*place) for place in ((0, 11), (0, 31), (0, 12), (1, 21), (4, 22), (3, 13))] == [

@@ -1,4 +1,4 @@
-"""How many files a change touches: what is said of it in ARCHITECTURE.md, held by changing it from outside."""
+"""Check how few files a change touches, as ARCHITECTURE.md says, by changes from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class LastFirst(EvictionOrder):
-    """Another order of eviction: whoever was used last goes first, whatever its rank."""
+    """Evict the block that was used last, whatever its rank."""
 
     def first(self, requested: bool) -> int | None:
         for order in reversed(self._idle) if requested else self._idle[:1]:
@@ -28,7 +28,7 @@ class LastFirst(EvictionOrder):
 
 
 class EverySecond(Policy):
-    """Another wish: the state after every second block."""
+    """Ask for a state after every second block."""
 
     def between(self, wishes: Mapping[int, Wish], start: int, end: int) -> list[tuple[Wish, int]]:
         every = range(start // 128 * 128 + 128, end, 128)
@@ -38,15 +38,15 @@ class EverySecond(Policy):
         return super().wish(wishes, position) or (Wish.MARKED if position % 128 == 0 else None)
 
 
-def test_an_order_of_eviction_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_order_of_eviction_takes_a_single_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "EvictionOrder", LastFirst)
     rng = random.Random(0)
     jobs = [Job([*text(rng.choice((128, 200)), 1), *text(rng.randrange(1, 200), i)], 8) for i in range(20)]
-    d = run(jobs, num_state_blocks=6, num_kv_blocks=14, max_num_seqs=3)  # every token of every answer is checked
+    d = run(jobs, num_state_blocks=6, num_kv_blocks=14, max_num_seqs=3)  # checks every token of every answer
     assert d.cache.stats.states_evicted > 5
 
 
-def test_a_wished_for_position_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_wish_takes_a_single_class(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "Policy", EverySecond)
     cache = make()
     started(cache, "a", text(600))

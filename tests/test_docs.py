@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs, every link leads somewhere, and tables say what code and runs say."""
+"""Check that every code block runs, every link leads somewhere, and tables match code and measurements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CHECKPOINTS = json.loads((ROOT / "tests" / "checkpoint_configs.json").read_text(
 PRINTED = {"README.md": "Lima .", "docs/embedding.md": "num_tokens=128"}  # where no output follows the block
 
 
-def test_there_is_no_other_kind_of_block() -> None:
+def test_code_blocks_are_text_bash_or_python() -> None:
     assert {kind for _, kind, _ in BLOCKS} == {"text", "bash", "python"}
 
 
@@ -59,7 +59,7 @@ def test_python_block(page: str, block: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command: str, tmp_path: Path) -> None:
-    """Demo and tests run elsewhere (test_recall, and whoever runs this): here their targets must exist."""
+    """Run each command; for the demo and for `make`, check only that the target exists."""
     words = shlex.split(command)
     if words == ["mambacache", "demo"]:
         words.append("--help")
@@ -77,7 +77,7 @@ def test_command(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    """To files, and to headings in them."""
+    """Check links to files and to headings in them."""
     targets = re.findall(r"\]\(([^)\s]+)\)", PAGES[page]) + re.findall(r'(?:src|srcset)="([^"]+)"', PAGES[page])
     for target in targets:
         name, _, heading = target.partition("#")
@@ -87,7 +87,7 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not heading or heading in [re.sub(r"[^\w\s-]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
-def test_demo_output_is_of_the_demo_as_it_is() -> None:
+def test_demo_output_in_the_readme_is_current() -> None:
     rows = [list(map(int, row)) for row in re.findall(r"prompt +(\d+)  hit +(\d+)  ceiling +(\d+)", README)]
     assert rows and [hit for _, hit, _ in rows] == expected_hits()[: len(rows)]
     assert all(hit <= ceiling < prompt for prompt, hit, ceiling in rows)
@@ -111,7 +111,7 @@ def test_every_result_is_named_by_a_page() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_times_of_kernels_are_those_of_the_benchmark() -> None:
+def test_kernel_times_match_the_benchmark() -> None:
     from table import fastest_peer, kernel_table
 
     figures, attention = result("kernels-h200.json"), result("attention-h200.json")["rows"]
@@ -130,7 +130,7 @@ def test_times_of_kernels_are_those_of_the_benchmark() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_hits_are_those_of_the_replay() -> None:
+def test_replay_hits_match_the_benchmark() -> None:
     from table import REPLAYED, replay_table
 
     figures = result("replay-conversation.json")
@@ -143,7 +143,7 @@ def test_hits_are_those_of_the_replay() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_times_of_vllm_are_those_of_the_benchmarks() -> None:
+def test_vllm_times_match_the_benchmarks() -> None:
     from table import engine_table, serving_table
 
     assert engine_table(result("vllm-qwen3.5-9b-h100.json")) in PERFORMANCE
@@ -161,7 +161,7 @@ def test_times_of_vllm_are_those_of_the_benchmarks() -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
-def test_errors_in_vllm_are_those_of_the_tests() -> None:
+def test_vllm_errors_match_the_measurements() -> None:
     from table import tables
 
     errors, page = result("vllm-accuracy-h100.json"), PAGES["docs/vllm.md"]
@@ -170,7 +170,7 @@ def test_errors_in_vllm_are_those_of_the_tests() -> None:
     assert all(rms["plugin"] <= 1.005 * rms["vllm"] for rms in models)
 
 
-def test_figures_of_the_tier_are_those_of_the_benchmark() -> None:
+def test_tier_figures_match_the_benchmark() -> None:
     [row] = result("host-tier-h200.json")["rows"]
     longer = (row["host_hit_ms"] - row["device_hit_ms"]) / row["plain_ms"]
     slower = row["decode_beside_ms"] / row["decode_ms"] - 1
@@ -180,7 +180,7 @@ def test_figures_of_the_tier_are_those_of_the_benchmark() -> None:
     assert f"Decode beside transfers is {slower:.1%} slower" in PERFORMANCE
 
 
-def test_figures_of_chats_and_answers_are_those_of_the_benchmarks() -> None:
+def test_chat_and_answer_figures_match_the_benchmarks() -> None:
     chats, kl = result("multiturn-h200.json"), result("kl-hits-h200.json")["kl"]
     on, off = ([row for row in chats["rows"] if row["cache"] is cache][-1] for cache in (True, False))
     assert on["turn"] == 8 and f"({chats['chats']} chats," in PERFORMANCE
@@ -194,7 +194,7 @@ def test_figures_of_chats_and_answers_are_those_of_the_benchmarks() -> None:
         assert f"{text} {min(ratios):.2f} to {max(ratios):.2f} times" in PERFORMANCE
 
 
-def test_figures_of_readme_are_those_of_the_benchmark() -> None:
+def test_readme_figures_match_the_benchmark() -> None:
     rows = result("vllm-qwen3.5-9b-h100.json")["rows"]
     for shared, own in ((1600, 600), (1500, 700)):
         workload = f"64 x ({shared} shared by 8 + {own}), all at once"
@@ -206,15 +206,15 @@ def test_figures_of_readme_are_those_of_the_benchmark() -> None:
         assert f"| {shared:,} shared + {own}: seconds | {' | '.join(times)} |" in README
 
 
-def test_options_are_those_of_the_dataclasses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_page_matches_the_dataclasses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     from make_options import page
 
     assert PAGES["docs/options.md"] == page()
 
 
-def test_bounds_and_lengths_are_those_of_the_code() -> None:
-    """Of ties, and of the engine in an example."""
+def test_bounds_and_lengths_match_the_code() -> None:
+    """Check the bound of ties, and the length of the example engine."""
     assert re.findall(r"two best logits are closer than (\S+),", PAGES["tests/README.md"]) == [
         f"{TIE:.0e}".replace("-0", "-")
     ]
@@ -223,7 +223,7 @@ def test_bounds_and_lengths_are_those_of_the_code() -> None:
     assert re.findall(r"a host in (\d+) lines", PAGES["docs/embedding.md"]) == [lines]
 
 
-def test_log_lines_of_the_plugin_are_those_of_the_code() -> None:
+def test_plugin_log_lines_match_the_code() -> None:
     code = "".join(path.read_text() for path in (ROOT / "mambacache" / "vllm").glob("*.py"))
     formats = re.findall(r'logger\.\w+\(\s*"([^"]+)"', code)
     patterns = [re.escape(each) for each in formats]

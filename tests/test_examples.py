@@ -1,4 +1,4 @@
-"""The examples run as they are, and print what they are there to show. That of vLLM's server: vllm/test_server.py."""
+"""Check that the examples run unchanged and print their result; vllm/test_server.py runs the vLLM example."""
 
 from __future__ import annotations
 

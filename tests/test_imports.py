@@ -1,4 +1,4 @@
-"""What an import loads, and that imports go one way."""
+"""Check the modules that an import loads, and that imports go one way."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import mambacache
 ROOT = Path(__file__).resolve().parents[1]
 MAX_EQUAL_LINES = 12
 
-# For each part of the package the parts that it may import, beside itself. A module belongs to the longest name here
-# that it begins with.
+# The other parts that each part of the package may import. A module belongs to the longest matching prefix here.
 LAYERS: dict[str, set[str]] = {
     "plan": set(),
     "warm_up": {"plan"},
@@ -48,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
     "cli": {"config", "models", "runner", "engine", "demo", "units", "vllm.sizing"},
     "vllm": {"cache.prefix_cache", "config", "plan", "warm_up", "report", "units", "kernels"},
 }
-# All that these parts may import from other distributions.
+# The distributions that these parts may import.
 DISTRIBUTIONS: dict[str, set[str]] = {
     "plan": {"numpy"},
     "report": set(),
@@ -71,7 +70,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
 
 
 def package_modules() -> dict[str, Path]:
-    """Path of every module below `mambacache` by its import name; a package stands for its `__init__`."""
+    """Return the path of every module below `mambacache` by its import name; a package stands for its `__init__`."""
     modules = {}
     for folder, prefix in ((ROOT / "mambacache", ["mambacache"]), (ROOT / "kernels", ["mambacache", "kernels"])):
         for path in folder.rglob("*.py"):
@@ -85,7 +84,7 @@ MODULES = package_modules()
 
 
 def imported_modules(name: str) -> Iterator[str]:
-    """Absolute name of every module that a module of the package imports, inside functions too."""
+    """Yield the absolute name of every module that a module of the package imports, inside functions too."""
     path = MODULES[name]
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -160,7 +159,7 @@ def test_public_names_resolve() -> None:
         _ = mambacache.Nothing
 
 
-def test_every_part_has_its_place() -> None:
+def test_every_part_of_the_package_has_a_layer() -> None:
     assert {part_of(name) for name in MODULES} == set(LAYERS)
 
 
@@ -203,7 +202,7 @@ def test_no_import_cycle() -> None:
         ("mambacache.cli.chat", "torch"),
     ],
 )
-def test_layers_forbid(importer: str, imported: str) -> None:
+def test_layers_forbid_imports(importer: str, imported: str) -> None:
     assert not is_allowed(importer, imported)
 
 

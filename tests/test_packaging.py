@@ -1,4 +1,4 @@
-"""The wheel holds the whole package and works away from the checkout; the type check sees into `mambacache.kernels`."""
+"""Check that the wheel works away from the checkout, and that the type check sees into `mambacache.kernels`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ conv1d("not a tensor")
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command with its errors in its output, and out of reach of a `make` that runs the tests."""
+    """Run a command with its errors in its output, out of reach of a `make` that runs the tests."""
     environment = {name: value for name, value in os.environ.items() if name not in MAKE_VARIABLES}
     words = [str(word) for word in command]
     return subprocess.run(words, cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -51,7 +51,7 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A copy of what a wheel is built from."""
+    """Copy the files that a wheel is built from."""
     copy = tmp_path / "source"
     copy.mkdir()
     for name in PACKAGE_FILES:
@@ -64,14 +64,18 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_wheel_works_away_from_the_checkout(source: Path, tmp_path: Path) -> None:
-    """With nothing beside it, with numpy, and with all that it asks for."""
+    """Try the wheel alone, with numpy, and with all its dependencies."""
     pip = (sys.executable, "-m", "pip")
     built = run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ".", cwd=source)
     assert built.returncode == 0, built.stdout
     (wheel,) = tmp_path.glob("mambacache-*.whl")
     content = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("mambacache/")}
     package = {path.relative_to(source) for path in (source / "mambacache").rglob("*.*") if path.is_file()}
-    kernels = {"mambacache" / path.relative_to(source) for path in (source / "kernels").rglob("*.*") if path.is_file()}
+    kernels = {
+        "mambacache" / path.relative_to(source)
+        for path in (source / "kernels").rglob("*.*")
+        if path.is_file() and path.suffix != ".md"
+    }
     assert content == {path.as_posix() for path in package | kernels}
 
     environment = tmp_path / "environment"
@@ -98,8 +102,8 @@ def test_wheel_works_away_from_the_checkout(source: Path, tmp_path: Path) -> Non
         "ImportError: LLM needs torch, which is not installed: pip install mambacache"
     )
 
-    # The dependencies come from the running environment. A folder named in a .pth file is searched, but the .pth files
-    # in it are not read, so an editable install of the checkout stays out of sight.
+    # The dependencies come from the running environment. A .pth file adds a folder to the path, without the .pth files
+    # in it. So an editable install of the checkout stays out of sight.
     (site_packages / "dependencies.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     code = "import mambacache, mambacache.kernels.reference as r; print(mambacache.__file__, r.__file__, sep='\\n')"
     imported = run(python, "-c", code, cwd=tmp_path)

@@ -1,7 +1,7 @@
-"""Random mixes of requests on the symbolic model: whatever happens, each request gets the tokens it gets alone.
+"""Run random mixes of requests on the symbolic model: each request gets the same tokens as alone.
 
-MAMBACACHE_MIXES multiplies the number of mixes. They are the same in every run that imports the same modules, since
-hypothesis draws numbers out of these.
+MAMBACACHE_MIXES multiplies the number of mixes. Every run that imports the same modules draws the same mixes, since
+hypothesis takes constants from these modules.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mixes(count: int) -> Any:
 
 
 def prompt(path: list[int], length: int) -> list[int]:
-    """A walk through few stems, so that prompts share beginnings of all lengths."""
+    """Walk through few stems, so that prompts share beginnings of all lengths."""
     return [token for stem in path for token in STEMS[stem]][:length]
 
 
@@ -66,7 +66,7 @@ def job_lists(draw: st.DrawFn, longest: int, count: int, options: bool, attentio
 
 @st.composite
 def shared_memory(draw: st.DrawFn, whole: int) -> dict[str, Any]:
-    """The fields of `CacheConfig` that make one memory, in which the longest request finds room, alone or with more."""
+    """Draw `CacheConfig` fields for a shared memory that holds the longest request, alone or with others."""
     states, pages = draw(st.sampled_from([(1, 1), (1, 2), (1, 5), (1, 5), (3, 1), (1, 20)]))
     reserve = draw(st.sampled_from([2, 2, 4]))
     slabs = -(-draw(st.sampled_from([whole, whole + 1, 2 * whole, 60])) // pages)
@@ -128,7 +128,7 @@ def test_any_mix_with_failing_steps_and_resets(mix: Mix) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_requests_for_one_prompt_come_and_go_while_issued_steps_fail(part: int) -> None:
+def test_requests_for_the_same_prompt_come_and_go_while_issued_steps_fail(part: int) -> None:
     rng = random.Random(part)
     for _ in range(int(30 * MORE)):
         prompt = rng.choices(range(VOCAB), k=rng.choice((130, 200)))

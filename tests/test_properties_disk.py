@@ -1,5 +1,7 @@
-"""Random mixes with files behind the tier in host memory, and restarts: no wrong state or KV anywhere, no leak, no
-stall. Transfers to and from files end late and in any order, fail, and are overtaken by resets."""
+"""Run random mixes with files behind a host tier, and restarts: no wrong state or KV, no leak, no stall.
+
+Transfers to and from files end late and in any order, fail, and are overtaken by resets.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ FILES = (str(CACHE / "host_tier.py"),)
 
 @st.composite
 def filed_mixes(draw: st.DrawFn, faults: bool = False) -> tuple[Mix, int, dict[str, Any]]:
-    """And how many files there may be; reads that are not worth it, too."""
+    """Draw a mix with a tier, and a limit of files; some reads are not worth their bytes."""
     mix, chance = draw(tiered_mixes(faults=faults))
     if mix.cache.get("state_bytes"):
         mix.cache["disk_bytes_per_token"] = draw(st.sampled_from([30, 1 << 16]))
@@ -36,7 +38,7 @@ def filed_mixes(draw: st.DrawFn, faults: bool = False) -> tuple[Mix, int, dict[s
 
 
 def run_twice(mix: Mix, limit: int, chance: dict[str, Any]) -> list[FiledDriver]:
-    """Two processes, one after the other; the first writes what it has before it ends, or not."""
+    """Run two processes, one after the other; each flushes its blocks before it ends, or not."""
     files = SymbolicFiles(limit)
     drivers = [FiledDriver(mix, files, **chance) for _ in range(2)]
     for driver in drivers:
@@ -61,7 +63,7 @@ def test_any_mix_with_files_failing_steps_and_resets(filed: tuple[Mix, int, dict
 
 
 class FaultyFiledDriver(FaultyTieredDriver, FiledDriver):
-    """Faults on any line of the books."""
+    """Plant faults in a driver with files."""
 
     def __init__(self, mix: Mix, limit: int, faults: Faults, **chance: Any) -> None:
         FiledDriver.__init__(self, mix, SymbolicFiles(limit), **chance)
@@ -94,8 +96,8 @@ def a_mix(**cache: int) -> Mix:
     return Mix(jobs, max_num_seqs=3, cache=pools | cache)
 
 
-def test_the_mixes_read_files() -> None:
-    """What the tests above say is said of reads, within a process and after a restart."""
+def test_mixes_read_files() -> None:
+    """Check that files are read, within a process and after a restart."""
     calm, failing = (run_twice(a_mix(), 1000, {"seed": 1, "failing": failing, "slow": 0.5}) for failing in (0.0, 0.4))
     stats = [driver.cache.stats for driver in calm]
     assert all(each.disk_hit_tokens > 1000 and each.bytes_to_disk == 0 for each in stats)  # no sizes are given
@@ -119,7 +121,7 @@ def another_hash(transfer: Transfer) -> Transfer:
 def test_a_planted_mistake_is_seen(
     planted: Callable[[Transfer], Transfer] | None, to_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of other blocks, or in other slots, give wrong contents, which raise or change tokens."""
+    """Files of other blocks or slots give wrong contents, and these raise or change tokens."""
     launch, end = FiledMemory.launch, FiledMemory.end
 
     def planted_in(transfer: Transfer) -> Transfer:

@@ -1,6 +1,6 @@
-"""Faults around the books of a whole `LLM`: whoever is not at fault gets what it gets alone, and no block is lost.
+"""Plant faults in a whole `LLM`: a request without a fault gets the same answer as alone, and no block leaks.
 
-Some calls raise in a tokenizer, a draft source, or where a step is planned, run or taken. KeyboardInterrupt falls on
+Some calls raise in a tokenizer, a draft source, or where a step is planned, run or read. KeyboardInterrupt falls on
 any line of `engine/`, `runner/` and `scheduler/`, as a host's own handler raises it. MAMBACACHE_MIXES multiplies the
 number of mixes, the same in every run.
 """
@@ -39,26 +39,26 @@ PLANNING = ("schedule", "plan")
 RUNNING = ("launch", "logits", "sample", "issued", "cache issued")
 TAKING = ("update", "cache accept")
 SITES = ("encode", "decode", "draft", *PLANNING, *RUNNING, *TAKING)
-MAX_FAULTS = 8  # of one mix
+MAX_FAULTS = 8  # in a mix
 
 
 class PlantedError(Exception):
-    """A fault of the kind that a program has."""
+    """Stand for an ordinary error of a program."""
 
 
 @dataclass
 class Fault:
-    """What was raised, where, and what was under way."""
+    """Record a raised error, its place, and the step that ran."""
 
     error: BaseException
     site: str
     after: bool  # the work was done
     rows: tuple[str, ...]  # the ids of the step's rows
-    tokens: tuple[int, ...] = ()  # that were to be decoded
+    tokens: tuple[int, ...] = ()  # the tokens to decode
 
 
 class Faults:
-    """Raises in one of so many calls at `sites`, and after every so many lines, if these are not 0."""
+    """Raise in one of `calls` calls at `sites`, and after `lines` lines on average (0: on no line)."""
 
     def __init__(self, rng: random.Random, sites: tuple[str, ...], calls: float, interrupts: bool, lines: int) -> None:
         self.rng = rng
@@ -80,7 +80,7 @@ class Faults:
                 self._raise(kind, site, after, tokens)
 
     def around(self, owner: Any, name: str, site: str, torn: Callable[[], None] | None = None) -> None:
-        """Has a function of `owner` raise before or after its work."""
+        """Make a function of `owner` raise before or after its work."""
         real = getattr(owner, name)
 
         def planted(*args: Any, **options: Any) -> Any:
@@ -114,12 +114,12 @@ class Faults:
         return traced(self._trace) if self.lines else nullcontext()
 
 
-# --- requests, and what they get alone ---
+# --- requests, and their answers alone ---
 
 
 @cache
 def pool_of_jobs() -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Prompts that share beginnings, and all that may be asked of them."""
+    """Return prompts that share beginnings, with parameters of all kinds."""
     rng = random.Random(0)
     stems = [text(200, seed) for seed in range(2)]
     jobs = []
@@ -138,7 +138,7 @@ def pool_of_jobs() -> list[tuple[tuple[int, ...], SamplingParams]]:
 
 @cache
 def alone(job: int, attention: bool) -> list[Completion]:
-    """The answers of a job that is alone in an engine where nothing fails."""
+    """Return the answers of a job that is alone in an engine without faults."""
     prompt, params = pool_of_jobs()[job]
     completions = engine_alone(attention).generate(list(prompt), params, use_tqdm=False)[0].outputs
     if not params.temperature:
@@ -156,7 +156,7 @@ def engine_alone(attention: bool) -> LLM:
 
 
 class User:
-    """Asks an engine in all ways at once, and goes on whatever is raised."""
+    """Call an engine in all ways at once, and go on after every error."""
 
     def __init__(self, seed: int) -> None:
         rng = self.rng = random.Random(seed)
@@ -177,8 +177,8 @@ class User:
         self.asked: dict[str, int] = {}  # jobs by request id
         self.outputs: dict[str, RequestOutput] = {}
         self.deltas: defaultdict[str, str] = defaultdict(str)
-        self.concerned: set[str] = set()  # the requests that the call under way takes along if it raises
-        self.gone: set[str] = set()  # aborted, or of a call that raised
+        self.concerned: set[str] = set()  # requests that end if the current call raises
+        self.gone: set[str] = set()  # requests that were aborted, or ended when a call raised
         self.streams: list[tuple[set[str], Iterator[RequestOutput]]] = []
         self.steps = 0
         self.plant()
@@ -210,7 +210,7 @@ class User:
         launch, update = llm.runner.launch, scheduler.update
 
         def updating(plan: Any, sampled: Any) -> Any:
-            self.faults.rows = tuple(step.request_id for step in plan.steps)  # another one may be in flight
+            self.faults.rows = tuple(step.request_id for step in plan.steps)  # another step may be in flight
             return update(plan, sampled)
 
         def launching(plan: Any, *args: Any) -> Any:
@@ -261,7 +261,7 @@ class User:
         except (PlantedError, KeyboardInterrupt, ValueError) as error:
             of_prompt = isinstance(error, ValueError)
             new = [fault for fault in self.faults.raised[known:] if fault.error is (error.__cause__ or error)]
-            assert new, f"{error} comes late"
+            assert new, f"{error} is no fault of this call"
             if not isinstance(error, KeyboardInterrupt):
                 assert new[0].site in (("encode",) if of_prompt else PLANNING), f"{error} reaches the caller"
             self.gone |= self.concerned
@@ -331,18 +331,18 @@ class User:
             right = self.alone[self.asked[request_id]]
             for i, completion in enumerate(output.outputs):
                 if completion.finish_reason == "error":
-                    number = self.check_guilty(request_id, output, i)
+                    number = self.check_failed_answer(request_id, output, i)
                     errors.setdefault(number, set()).add(request_id)
                 elif completion.finish_reason in (None, "abort"):
                     assert request_id in self.gone, "an answer has no end"
                 else:
-                    self.check_whole(output, i, right[i])
+                    self.check_complete_answer(output, i, right[i])
                 count = len(completion.token_ids)
                 assert completion.token_ids == right[i].token_ids[:count]
         assert all(len(requests) == 1 for requests in errors.values()), "a fault costs several requests"
-        self.check_spared(errors)
+        self.check_every_fault_ended_a_request(errors)
 
-    def check_whole(self, output: RequestOutput, i: int, right: Completion) -> None:
+    def check_complete_answer(self, output: RequestOutput, i: int, right: Completion) -> None:
         completion, request_id = output.outputs[i], output.request_id
         for name in ("token_ids", "text", "finish_reason", "error"):
             assert getattr(completion, name) == getattr(right, name), (request_id, i, name)
@@ -352,8 +352,8 @@ class User:
         if not self.faults.lines and request_id not in self.gone:
             assert self.deltas[f"{request_id}/{i}"] == right.text
 
-    def check_guilty(self, request_id: str, output: RequestOutput, i: int) -> int:
-        """Who ends with an error had the fault itself, or is a further answer that had not begun when its first had."""
+    def check_failed_answer(self, request_id: str, output: RequestOutput, i: int) -> int:
+        """Check that an answer with an error had the fault itself, or had not begun when its first answer had it."""
         completion, right = output.outputs[i], self.alone[self.asked[request_id]]
         number = int((completion.error or "").removeprefix("PlantedError: fault "))
         fault = self.faults.raised[number]
@@ -361,30 +361,30 @@ class User:
         of_first = i > 0 and not completion.token_ids and output.outputs[0].error == completion.error
         if fault.site == "decode":
             texts = [bytes(right[k].token_ids) for k in {i, 0 if of_first else i}]
-            assert any(bytes(fault.tokens) in text for text in texts), "these are another's tokens"
+            assert any(bytes(fault.tokens) in text for text in texts), "the fault has tokens of another request"
         else:
             own = f"{request_id}/{i}" if i and not of_first else request_id
-            assert fault.site in RUNNING + TAKING and fault.rows == (own,), "it was not alone in its step"
+            assert fault.site in RUNNING + TAKING and fault.rows == (own,), "the request was not alone in its step"
         return number
 
-    def check_spared(self, errors: dict[int, set[str]]) -> None:
-        """Who had the fault itself ends with it, unless Ctrl-C came before that was noted: then the row runs again."""
+    def check_every_fault_ended_a_request(self, errors: dict[int, set[str]]) -> None:
+        """Check that a fault of a single request ends that request, unless Ctrl-C came before it was noted."""
         if self.gone:
-            return  # they may have had it
+            return  # these requests may have had the fault
         decoded = [number for number in errors if self.faults.raised[number].site == "decode"]
         for number, (fault, following) in enumerate(zip_longest(self.faults.raised, self.faults.raised[1:])):
             cut_short = following is not None and isinstance(following.error, KeyboardInterrupt)
             if isinstance(fault.error, KeyboardInterrupt) or cut_short:
                 continue
             alone_in_step = fault.site in RUNNING and len(fault.rows) == 1
-            in_text = fault.site == "decode" and len(decoded) == len(errors)  # another error would come before this one
-            if in_text and number not in errors:  # so would an earlier one of the same answer
+            in_text = fault.site == "decode" and len(decoded) == len(errors)  # another error may come first
+            if in_text and number not in errors:  # as may an earlier fault of the same answer
                 ended = [right for names in errors.values() for name in names for right in self.alone[self.asked[name]]]
                 in_text = not any(bytes(fault.tokens) in bytes(right.token_ids) for right in ended)
-            assert number in errors or not (alone_in_step or in_text), "a fault is hushed up"
+            assert number in errors or not (alone_in_step or in_text), "a fault ended no request"
 
 
-def test_faults_cost_nobody_else_anything() -> None:
+def test_a_fault_costs_no_other_request() -> None:
     steps, sites, ends = 0, set(), set()
     for seed in range(int(150 * MORE)):
         try:
@@ -395,5 +395,5 @@ def test_faults_cost_nobody_else_anything() -> None:
         steps += user.steps
         sites |= {fault.site for fault in user.faults.raised}
         ends |= {completion.finish_reason for output in user.outputs.values() for completion in output.outputs}
-    assert steps > 2000 * MORE and sites >= set(SITES) and len(sites) > 100, "lines of these folders among them"
+    assert steps > 2000 * MORE and sites >= set(SITES) and len(sites) > 100, "few lines of these folders raised"
     assert ends >= {"stop", "length", "error", "abort"}

@@ -1,6 +1,6 @@
-"""Exceptions on any line of `cache/` and `scheduler/`: they may cost what is cached, never an answer, never a block.
+"""Raise on any line of `cache/` and `scheduler/`: a fault may empty the cache, but costs no answer and no block.
 
-A fault is planted by a trace function, after a random number of lines of these folders, wherever that is.
+A trace function raises after a random number of lines of these folders.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ FOLDERS = tuple(str(PACKAGE / folder) for folder in ("cache", "scheduler"))
 
 
 class PlantedError(Exception):
-    """A fault of the kind that a program has."""
+    """Stand for an ordinary error of a program."""
 
 
-MAX_FAULTS = 15  # of one mix: with small steps, faults without end would leave no time to finish anything
+MAX_FAULTS = 15  # in a mix: with small steps, endless faults would let no request finish
 
 
 class Faults:
-    """Raises on a line of the admission, each time after so many lines on the average."""
+    """Raise on a line of `paths`, after `every` lines on average."""
 
     def __init__(
         self, seed: int, every: float, kinds: tuple[type[BaseException], ...], paths: tuple[str, ...] = FOLDERS
@@ -67,12 +67,12 @@ class Faults:
 
 
 class FaultyDriver(Driver):
-    """Handles faults as an engine does: what is under way ends in `failed`, and the loop goes on."""
+    """Handle faults as an engine does: report the step to `failed`, and go on."""
 
     def __init__(self, mix: Mix, faults: Faults) -> None:
         super().__init__(mix)
         self.faults = faults
-        self.under_way: list[tuple[StepPlan, BaseException]] = []  # plans that are to be failed
+        self.under_way: list[tuple[StepPlan, BaseException]] = []  # plans to report to `failed`
 
     def submit(self, index: int) -> None:
         first = f"{index}.0"
@@ -146,11 +146,11 @@ def faulty_mixes(draw: st.DrawFn) -> tuple[Mix, Faults]:
 
 @mixes(110)
 @given(faulty_mixes())
-def test_a_fault_on_any_line_of_the_books_costs_no_answer_and_no_block(faulty: tuple[Mix, Faults]) -> None:
+def test_a_fault_on_any_line_costs_no_answer_and_no_block(faulty: tuple[Mix, Faults]) -> None:
     FaultyDriver(*faulty).run()
 
 
-def test_faults_are_planted_all_over_the_books() -> None:
+def test_faults_are_planted_all_over_cache_and_scheduler() -> None:
     places: set[tuple[str, int]] = set()
     for seed in range(40):
         jobs = [Job(text(150) + text(40, i), 30, n=1 + i % 2) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Random host engines on `PrefixCache` alone: any split of a prompt, any order of rows, KV of their own."""
+"""Run random host engines on `PrefixCache` alone: any split of a prompt, any order of rows, KV of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER = 30
 
 
 class Host:
-    """Runs requests to their end, choosing at random whatever a host may choose."""
+    """Run requests to their end, and choose at random where a host may choose."""
 
     def __init__(self, seed: int, config: CacheConfig, ahead: bool) -> None:
         self.rng = random.Random(seed)

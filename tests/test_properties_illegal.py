@@ -1,6 +1,6 @@
-"""A host that makes illegal moves: any call at any time with any id, old rows included.
+"""Make illegal moves on a cache: any call at any time with any id, old rows included.
 
-Either one sentence is raised and nothing has changed, or the books balance; and all tokens stay the right ones.
+A call either raises one sentence and changes nothing, or leaves the cache's records sound. All tokens stay right.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = "abcd"
 
 
 class IllegalHost:
-    """Keeps no order. What it plans it may run, once, if the cache takes all of it; names come back, prompts do not."""
+    """Keep no order. A plan may run once, if the cache takes all its rows. Names come back, prompts do not."""
 
     def __init__(self, seed: int, config: CacheConfig) -> None:
         self.rng = random.Random(seed)
@@ -36,7 +36,7 @@ class IllegalHost:
         self.allocated: list[SequenceStep] = []
         self.plans: list[StepPlan] = []
         self.sampled: dict[int, list[int]] = {}  # by row
-        self.steps: list[SequenceStep] = []  # every row that there ever was
+        self.steps: list[SequenceStep] = []  # every row so far
         self.prompts: dict[str, list[int]] = {}
         self.refused = self.taken = 0
         self.done: set[str] = set()
@@ -58,7 +58,7 @@ class IllegalHost:
             self.done.add(move.__name__)
         except (ValueError, RuntimeError) as refusal:
             assert "\n" not in str(refusal) and len(str(refusal)) > 20
-            assert self.snapshot() == before, f"{refusal}: and yet something changed"
+            assert self.snapshot() == before, f"{refusal}: but something changed"
             self.refused += 1
         self.cache.check()
 
@@ -72,7 +72,7 @@ class IllegalHost:
     # --- moves ---
 
     def name(self, fits: Callable[[str], bool] = lambda name: True) -> str:
-        """Mostly one that fits, if there is any."""
+        """Return a name, mostly a name that fits if there is any."""
         fitting = [name for name in NAMES if fits(name)]
         return self.rng.choice(fitting if fitting and self.rng.random() < 0.9 else NAMES)
 
@@ -109,7 +109,7 @@ class IllegalHost:
                 if rng.random() < 0.5:
                     drafts = [PLACEHOLDER] * len(drafts)
                 if rng.random() < 0.3:
-                    parents = [rng.randint(max(i - 2, 0), i) for i in range(len(drafts))]  # a tree, or none
+                    parents = [rng.randint(max(i - 2, 0), i) for i in range(len(drafts))]  # a tree, or not
                     drafts = [token if token < 0 or rng.random() < 0.5 else rng.randrange(VOCAB) for token in drafts]
         step = self.cache.allocate(name, count, drafts=drafts, parents=parents, decode=decode)
         if step is not None:
@@ -132,7 +132,7 @@ class IllegalHost:
         again = any(row.issue for row in rows)
         whole = len(rows) == len(plan.steps) and not again
         if rows and not whole and not again:
-            return  # a row was dropped or cancelled, so that the plan does not run
+            return  # a row was dropped or cancelled: the plan does not run
         outputs = self.cache.runner.execute(plan, [int(step.samples) for step in plan.steps]) if whole else None
         self.cache.issued(plan.steps)
         if outputs is not None:
@@ -149,14 +149,14 @@ class IllegalHost:
             accepted[self.name()] = [self.rng.randrange(VOCAB)] * self.rng.randrange(4)
             if all(accepted.get(step.request_id) == self.sampled.get(step.row) for step in plan.steps):
                 return
-            accepted = {name: tokens * 9 for name, tokens in accepted.items()}  # what no row gives
+            accepted = {name: tokens * 9 for name, tokens in accepted.items()}  # tokens that no row gives
         self.cache.accept(plan.steps, accepted)
 
     def cancel(self) -> None:
         self.cache.cancel(self.some_plan().steps)
 
     def drop(self) -> None:
-        self.cache.drop(self.rng.choice(self.steps or [self.nothing()]))
+        self.cache.drop(self.rng.choice(self.steps or [self.unknown_step()]))
 
     def preempt(self) -> None:
         self.cache.preempt(self.name())
@@ -181,19 +181,19 @@ class IllegalHost:
         self.cache.reset()
 
     def decoded(self) -> None:
-        """More tokens than a log has room for."""
+        """Call `decoded` with more tokens than a log has room for."""
         self.cache.decoded(self.name(), [0] * self.rng.randint(16, 20))
 
     def old(self) -> None:
-        """A row that ended, or is in any other state, given to any call."""
-        step = self.rng.choice(self.steps or [self.nothing()])
+        """Pass a row to any call, at any moment and after its end."""
+        step = self.rng.choice(self.steps or [self.unknown_step()])
         call = self.rng.choice([self.cache.issued, self.cache.plan_rows, lambda steps: self.cache.accept(steps, {})])
         if (
             call == self.cache.issued
             and (row := self.cache._admission.rows.get(step.row)) is not None
             and not row.issue
         ):
-            return  # it would not have run
+            return  # the row has not run
         if call == self.cache.plan_rows and step in self.allocated:
             return
         call([step] * self.rng.choice([1, 1, 2]))
@@ -204,14 +204,14 @@ class IllegalHost:
         fitting = [plan for plan in self.plans[-6:] if fits(plan)]
         return self.rng.choice(fitting if fitting and self.rng.random() < 0.9 else self.plans[-6:])
 
-    def nothing(self) -> SequenceStep:
+    def unknown_step(self) -> SequenceStep:
         return SequenceStep("a", 99, 10**9, 0, 1, True, False, 0, 0, 0, (1,))
 
     def guesses(self, right: list[int], count: int) -> list[int]:
         return [token if self.rng.random() < 0.8 else self.rng.randrange(VOCAB) for token in right[:count]]
 
     def propose(self, name: str, position: int, count: int) -> list[int]:
-        """What a device drafts, which knows where the sequence is."""
+        """Draft as a device does, from the position of the sequence."""
         guesses = self.guesses(self.right(name)[position - len(self.prompts[name]) :], count)
         return guesses + [0] * (count - len(guesses))
 
@@ -221,7 +221,7 @@ class IllegalHost:
     # --- the end ---
 
     def finish(self) -> None:
-        """Whatever happened: each request that is left gets the rest of the right answer, and no block is lost."""
+        """Check that each remaining request gets the rest of the right answer, and that no block leaks."""
         cache = self.cache
         cache.cancel([row.step for row in list(cache._admission.rows.values())])
         cache.check()
@@ -267,7 +267,7 @@ def test_any_illegal_host(host: tuple[int, CacheConfig]) -> None:
     IllegalHost(*host).run(200)
 
 
-def test_an_illegal_host_makes_moves_of_both_kinds() -> None:
+def test_an_illegal_host_makes_accepted_and_refused_moves() -> None:
     hosts = [
         IllegalHost(seed, CacheConfig(num_state_blocks=8, num_kv_blocks=20, max_draft_tokens=3)) for seed in range(30)
     ]

@@ -1,5 +1,7 @@
-"""The symbolic runner sees mistakes: each planted change of a plan's arrays raises, or gives other tokens. The driver
-sees faults of the cache that change no token: lost hits, states that are not stored, prompts without room."""
+"""Plant mistakes in a plan's arrays: each makes the symbolic runner raise, or gives other tokens.
+
+The driver sees faults of the cache that change no token: lost hits, states that are not stored, prompts without room.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def states_go_with_their_request(states: States, residency: Residency, finished:
 
 
 def wishes_without(**lost: Any) -> Callable[..., Any]:
-    """`Policy.wishes` with other arguments than it is given."""
+    """Return `Policy.wishes` with some of its arguments replaced."""
 
     def planted(policy: Policy, named: Any, marks: Any, junction: int, lengths: Any) -> Any:
         given = {"named": named, "marks": marks, "junction": junction, "lengths": lengths}
@@ -162,7 +164,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 
 
 def crowd(seed: int) -> Mix:
-    """Prompts that leave each other at many places, in pools that are roomy or tight."""
+    """Return prompts that branch at many places, in roomy or tight pools."""
     rng, attention = random.Random(seed), seed % 4 > 0
     stems, jobs = [text(400, stem) for stem in range(2)], list[Job]()
     for number in range(12):

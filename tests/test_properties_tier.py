@@ -1,4 +1,4 @@
-"""Random mixes with a tier in host memory: no wrong state or KV on either side, no leak, no stall.
+"""Run random mixes with a tier in host memory: no wrong state or KV on either side, no leak, no stall.
 
 Transfers end late and in any order, fail, and are overtaken by resets, aborts, preemptions and failing steps.
 """
@@ -30,7 +30,7 @@ TIER = (str(PACKAGE / "cache" / "host_tier.py"),)
 
 @st.composite
 def tiers(draw: st.DrawFn, attention: bool) -> dict[str, int]:
-    """The fields of `CacheConfig` that make a tier, tiny and roomy ones."""
+    """Draw the `CacheConfig` fields of a tiny or roomy tier."""
     worth = draw(st.sampled_from([{}, {}, {"state_bytes": 6400, "page_bytes": 640, "host_bytes_per_token": 60}]))
     pages = draw(st.sampled_from([1, 3, 12, 200])) if attention else 0
     return {"num_host_states": draw(st.sampled_from([1, 2, 5, 50])), "num_host_pages": pages, **worth}
@@ -38,7 +38,7 @@ def tiers(draw: st.DrawFn, attention: bool) -> dict[str, int]:
 
 @st.composite
 def tiered_mixes(draw: st.DrawFn, faults: bool = False) -> tuple[Mix, dict[str, Any]]:
-    """Mixes in which prompts come back late, so that the device has lost them."""
+    """Draw a mix with prompts that come back late, after the device has evicted them."""
     mix = draw(any_mix(drafts=draw(st.integers(0, 3)) == 0, faults=faults))
     again = [Job(list(job.prompt), job.max_tokens, job.arrives + 15, salt=job.salt) for job in mix.jobs]
     mix.jobs += again[: draw(st.integers(0, 6))]
@@ -68,14 +68,16 @@ def test_any_mix_with_a_tier_failing_steps_and_resets(tiered: tuple[Mix, dict[st
 
 
 class FaultyTieredDriver(FaultyDriver, TieredDriver):
-    """Plants faults on any line of the cache and of its tier. A caller does not know what a broken call did: it
-    asks `transfers` what is under way."""
+    """Plant faults on any line of the cache and of its tier.
+
+    After a call that raised, the caller asks `transfers` for the transfers in flight.
+    """
 
     def __init__(self, mix: Mix, faults: Faults, **chance: Any) -> None:
         TieredDriver.__init__(self, mix, **chance)
         self.faults = faults
         self.under_way = []
-        self.ended: dict[Transfer, bool] = {}  # on the device, and not told
+        self.ended: dict[Transfer, bool] = {}  # ended on the device, not reported yet
 
     def step(self) -> None:
         memory, rng = self.cache.memory, self.cache.rng
@@ -107,7 +109,7 @@ class FaultyTieredDriver(FaultyDriver, TieredDriver):
 
 @st.composite
 def faulty(draw: st.DrawFn) -> tuple[Mix, Faults, dict[str, Any]]:
-    """Half of them with faults in the tier alone, which runs few of the books' lines."""
+    """Draw a mix and faults. Half of the faults fall in the tier alone, since few lines are in the tier."""
     mix, chance = draw(tiered_mixes())
     _, faults = draw(faulty_mixes())
     if draw(st.booleans()):
@@ -133,13 +135,13 @@ def test_faults_are_planted_all_over_the_tier() -> None:
 
 
 class IllegalTieredHost(IllegalHost):
-    """Tells of transfers at any time, of old ones, of ones that never were, and twice."""
+    """End transfers at any time, also ended transfers and unknown transfers."""
 
     def __init__(self, seed: int, config: CacheConfig) -> None:
         super().__init__(seed, config)
         self.cache: TieredCache = TieredCache(config, seed)
         self.cache.runner.propose = self.propose
-        self.old_ones: list[Transfer] = []
+        self.ended_transfers: list[Transfer] = []
         self.ended = self.loads = 0
 
     def attempt(self, move: Any) -> None:
@@ -157,19 +159,19 @@ class IllegalTieredHost(IllegalHost):
             number, transfer = self.rng.choice(list(launched.items()))
             failed = self.cache.memory.end(number, self.rng.random() < 0.2)
             self.cache.transferred(transfer, failed=failed)
-            self.old_ones.append(transfer)
+            self.ended_transfers.append(transfer)
             self.ended += 1
 
     def end_wrongly(self) -> None:
         made_up = Transfer(self.rng.randint(-1, 99), True, ((99, 99),), ())
-        self.cache.transferred(self.rng.choice([*self.old_ones[-3:], made_up]))
+        self.cache.transferred(self.rng.choice([*self.ended_transfers[-3:], made_up]))
         raise AssertionError("a transfer that is not under way ends")
 
     def finish(self) -> None:
         self.cache.launch()
-        self.cache.finish(all_of_them=True)
+        self.cache.finish(all_transfers=True)
         for name in [each for each in self.cache.request_ids if self.cache.knows(each)]:
-            self.cache._admission.requests[name].may_load = False  # `finish` of the base knows no waits
+            self.cache._admission.requests[name].may_load = False  # the base class does not wait for loads
         super().finish()
 
 
@@ -203,8 +205,8 @@ def test_an_illegal_host_copies_both_ways() -> None:
     assert sum(host.ended for host in hosts) > 150 and sum(host.cache.stats.loads for host in hosts) > 4
 
 
-def test_the_mixes_load() -> None:
-    """What the tests above say is said of loads, of failed ones and of void ones too."""
+def test_mixes_load_from_the_host() -> None:
+    """Check that mixes load, also with failed and void transfers."""
     rng = random.Random(0)
     stems = [text(300, i) for i in range(8)]
     jobs = [Job(stems[rng.randrange(8)] + text(20, 9 + i), 8, arrives=4 * i) for i in range(80)]
@@ -234,7 +236,7 @@ def one_page_fewer(transfer: Transfer) -> Transfer:
 def test_a_planted_mistake_is_seen(
     planted: Callable[[Transfer], Transfer] | None, to_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A transfer that copies other blocks than it should gives wrong contents, which raise or change tokens."""
+    """A transfer of wrong blocks gives wrong contents, and these raise or change tokens."""
     end = HostMemory.end
 
     def wrongly(memory: HostMemory, number: int, failed: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Traces are read as they are; each simulator hits what its policy does, on a real trace and where it is obvious."""
+"""Check that traces are read unchanged, and that simulators hit as their policies do on real and obvious traces."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from simulators.parts import GIB, Budget, Shape  # noqa: E402
 from trace_tokens import Request, requests  # noqa: E402
 
 CONVERSATION = BENCHMARKS / "traces" / "mooncake_conversation.jsonl.gz"
-# % of the ceiling that each policy hits at Qwen3-Next's shape with GiB of states + GiB of KV, found independently of
-# the simulators here.
+# Percent of the ceiling that each policy hits at Qwen3-Next's shape, for GiB of states + GiB of KV. The simulators here
+# did not produce these numbers.
 BUDGETS = ("5+20", "20+40", "40+80", "80+80")
 FOUND = {
     "vllm": (2.0, 10.9, 34.1, 43.9),
@@ -43,7 +43,7 @@ CASES = [
 TINY = Shape(state_bytes=64, kv_bytes=1, recurrent_layers=1, attention_layers=1, heads_width=1, active_params=100)
 ROOMY = Budget(1 << 20, 1 << 20)
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [3, 4]}
-PROMPT, ANSWER = 247, 10  # a turn feeds 256 tokens: every policy that keeps an answer's end can keep this one
+PROMPT, ANSWER = 247, 10  # a turn feeds 256 tokens: a policy that keeps an answer's end can keep this end
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def test_share_of_a_real_trace(policy: str, budget: str, share: float, conversat
     assert 100 * hit / sum(request.ceiling for request in conversation) == pytest.approx(share, abs=2)
 
 
-# --- traces whose right answer is obvious ---
+# --- traces with obvious hits ---
 
 
 def text(name: int, length: int) -> np.ndarray:
-    """Tokens that no other name has."""
+    """Return tokens that no other name has."""
     return np.arange(length, dtype=np.int32) + name * 10_000
 
 
@@ -88,7 +88,7 @@ def common(first: list[int], second: list[int]) -> int:
 
 
 def chat(name: int, turns: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Each turn asks 64 tokens more, less those of the answer before."""
+    """Return turns of a chat; each prompt is 64 tokens longer, the answer before included."""
     tokens, pairs = text(name, 4096), []
     for turn in range(turns):
         end = PROMPT + 64 * turn
@@ -117,19 +117,19 @@ RIGHT = {
     "nothing shared": [(tuple(POLICIES), [0, 0, 0])],
     "next turn": [
         (("vllm", "lru", "lru-joint"), [0, 192]),  # the state at the prompt's last boundary
-        (("sglang", "marconi", "clairvoyant"), [0, 256]),  # the one that the answer ended with
+        (("sglang", "marconi", "clairvoyant"), [0, 256]),  # the state at the end of the answer
     ],
     "the same prompt": [
         (("vllm", "sglang", "lru", "lru-joint", "clairvoyant"), [0, 256, 256]),
-        (("marconi",), [0, 0, 256]),  # which keeps prompts where they are seen to branch
+        (("marconi",), [0, 0, 256]),  # keeps prompts where they branch
     ],
     "the same prompt, a whole number of blocks": [
         (("vllm", "lru", "lru-joint", "clairvoyant"), [0, 192, 192]),
-        (("sglang",), [0, 0, 192]),  # whose state stands a token too far
+        (("sglang",), [0, 0, 192]),  # the state lies a token too far
         (("marconi",), [0, 0, 255]),
     ],
     "one document": [
-        (("vllm", "sglang", "marconi", "lru", "lru-joint"), [0, 0, 192]),  # the second shows that they branch there
+        (("vllm", "sglang", "marconi", "lru", "lru-joint"), [0, 0, 192]),  # the second prompt shows the branch
         (("clairvoyant",), [0, 192, 192]),
     ],
 }
@@ -137,7 +137,7 @@ ANSWERS = [(name, policy, right) for name, found in RIGHT.items() for policies, 
 
 
 @pytest.mark.parametrize(("name", "policy", "right"), ANSWERS)
-def test_with_room_for_all(name: str, policy: str, right: list[int]) -> None:
+def test_hits_with_room_for_all_requests(name: str, policy: str, right: list[int]) -> None:
     assert hits(policy, TRACES[name]) == right
 
 
@@ -149,7 +149,7 @@ def test_a_chat_is_lost_behind_another_without_room_for_both(policy: str) -> Non
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_who_was_used_last_goes_last(policy: str) -> None:
+def test_the_chat_used_last_is_evicted_last(policy: str) -> None:
     room_for_two = Budget((6 if policy == "sglang" else 3) * 64, 740)
     found = hits(policy, TRACES["a chat between others"], room_for_two)
     assert found[:2] == [0, 0] and 192 <= found[2] <= found[4]
@@ -158,7 +158,7 @@ def test_who_was_used_last_goes_last(policy: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in TRACES if name != "the same prompt, a whole number of blocks"])
 @pytest.mark.parametrize("total", [256, 512, 768, 1024, 1536, 1 << 16])
-def test_nobody_hits_more_than_who_knows_the_future(name: str, total: int) -> None:
+def test_no_policy_hits_more_than_clairvoyant(name: str, total: int) -> None:
     budget = Budget(total // 3, total - total // 3)
     bound = sum(hits("clairvoyant", TRACES[name], budget))
     assert all(sum(hits(policy, TRACES[name], budget)) <= bound for policy in POLICIES)
@@ -179,14 +179,14 @@ def test_the_real_cache_hits_next_turns_however_many_run(running: int) -> None:
     assert cache.stats.requests == len(CHATS) and not cache.request_ids
 
 
-def test_what_a_preempted_request_finds_of_its_own_is_no_hit() -> None:
+def test_own_blocks_of_a_preempted_request_are_no_hit() -> None:
     cache = PrefixCache(CacheConfig(num_state_blocks=64, num_kv_blocks=16))
     replay = Replay(cache, 3)
     replay.replay(iter(trace(*((text(name, 330), text(name + 50, 200)) for name in range(6)))))
     assert cache.stats.preemptions > 0 and replay.hit_tokens == 0
 
 
-def test_what_the_host_holds_is_hit() -> None:
+def test_blocks_on_the_host_are_hit() -> None:
     """Eight chats by turns are too much for the device alone."""
     hits = []
     for slots in ({}, {"num_host_states": 100, "num_host_pages": 400}):
@@ -212,25 +212,25 @@ def test_budgets() -> None:
 
 
 @pytest.mark.parametrize("policy", [OURS, *POLICIES])
-def test_a_row_says_what_was_measured(policy: str, tmp_path: Path) -> None:
+def test_a_result_row_holds_the_measurement(policy: str, tmp_path: Path) -> None:
     path = tmp_path / "twice.jsonl"
     path.write_text(f"{json.dumps(LINE)}\n" * 3)
     row = measure(Run(path, "qwen3-next", policy, "60", 1, True, None))
     assert (row.trace, row.policy, row.state_gib, row.kv_gib) == ("twice", policy, 60, 0)
-    assert 0 <= row.share <= 1 and (row.share > 0) == (policy != "vllm")  # its blocks are longer than the prompt
+    assert 0 <= row.share <= 1 and (row.share > 0) == (policy != "vllm")  # vLLM's blocks are longer than the prompt
     assert (row.host_ms is not None) == (row.states_stored is not None) == (policy == OURS)
     if row.losses is not None:
         assert row.share + sum(row.losses.values()) == pytest.approx(1)
 
 
-def test_a_row_tells_host_memory_from_the_device_s(tmp_path: Path) -> None:
+def test_a_result_row_tells_host_memory_from_device_memory(tmp_path: Path) -> None:
     path = tmp_path / "twice.jsonl"
     path.write_text(f"{json.dumps(LINE)}\n" * 3)
     row = measure(Run(path, "qwen3-next", OURS, "2+4+20", 1, False, None))
     assert (row.state_gib, row.kv_gib, row.host_gib) == (2, 4, 20)
 
 
-def test_a_row_takes_the_place_of_its_like(tmp_path: Path) -> None:
+def test_a_result_row_replaces_the_row_of_the_same_run(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     first, other = Row("t", "m", OURS, 1, 20, 40, 0, 0.25), Row("t", "m", OURS, 32, 20, 40, 0, 0.5)
     write(path, [first, other])
@@ -254,7 +254,7 @@ def test_a_row_takes_the_place_of_its_like(tmp_path: Path) -> None:
         (json.dumps({**LINE, "hash_ids": [3]}), "600 tokens have 1 hash_ids: give one for each 512 tokens"),
     ],
 )
-def test_a_line_that_is_no_request_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_a_bad_line_of_a_trace_is_named(line: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{json.dumps(LINE)}\n{line}\n")
     with pytest.raises(ValueError) as caught:
@@ -273,7 +273,7 @@ def test_a_line_that_is_no_request_is_named(line: str, said: str, tmp_path: Path
         ([], "shares a prefix with an earlier request: give another trace"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused_in_a_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+def test_a_run_without_a_replay_is_refused_in_a_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
     path = tmp_path / "once.jsonl"
     path.write_text(json.dumps(LINE))
     command = [sys.executable, str(BENCHMARKS / "replay_trace.py"), str(path), *arguments]

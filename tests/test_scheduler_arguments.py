@@ -1,4 +1,4 @@
-"""What `Scheduler` refuses: nothing that could never run gets in line, and what runs goes on."""
+"""Check that `Scheduler` refuses requests that could never run, and that running requests go on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from watched_cache import all_free, view, watched
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold is -1: set it to 0 or more"),
     ],
 )
-def test_limits_under_which_nothing_could_run(options: dict[str, int], message: str) -> None:
+def test_limits_that_let_nothing_run_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Scheduler(watched(), **{"max_num_batched_tokens": 1, "max_num_seqs": 1, **options})
 
@@ -51,9 +51,7 @@ def test_the_number_of_answers_is_bounded(n: int) -> None:
         ([1, -1], [], {}, "the prompt of request 'a' holds what is no token id"),
     ],
 )
-def test_requests_that_a_scheduler_refuses(
-    prompt: Any, siblings: list[str], params: dict[str, Any], message: str
-) -> None:
+def test_bad_requests_are_refused(prompt: Any, siblings: list[str], params: dict[str, Any], message: str) -> None:
     cache = watched()
     scheduler = Scheduler(cache, max_num_batched_tokens=100, max_num_seqs=4)
     running = Request("running", text(10, 1), SamplingParams(n=2))

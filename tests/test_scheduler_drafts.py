@@ -1,4 +1,4 @@
-"""What is taken of what a draft source gives, and what it is asked."""
+"""Check the drafts that are taken from a draft source, and the calls that it gets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def breaking_off(limits: Mapping[Request, int]) -> Iterable[Sequence[int]]:
     raise RuntimeError("planted")
 
 
-class Slices:
-    """Its slices are as long as it likes."""
+class Endless:
+    """Give a token at every index, without an end."""
 
     def __getitem__(self, index: int) -> int:
         return 5
@@ -38,7 +38,7 @@ class Slices:
 GIVEN: dict[str, tuple[Callable[..., Any], list[Any]]] = {
     "all": (lambda limits: [[1], [2, 3], [4, 5]], [(1,), (2, 3), (4, 5)]),
     "more than was asked for": (lambda limits: [[1] * 9] * 9, [(1,) * 2, (1,) * 3, (1,) * 2]),
-    "guesses without an end": (lambda limits: [iter(int, 1), Slices(), [1]], [(0,) * 2, (5,) * 3, (1,)]),
+    "guesses without an end": (lambda limits: [iter(int, 1), Endless(), [1]], [(0,) * 2, (5,) * 3, (1,)]),
     "fewer guesses than requests": (lambda limits: iter([[1], []]), [(1,), (), None]),
     "no tokens": (lambda limits: [[1, 10], [1.0], [9]], [None, None, (9,)]),
     "no sequence": (lambda limits: [[1], 5, [2]], [(1,), None, (2,)]),
@@ -53,7 +53,7 @@ GIVEN: dict[str, tuple[Callable[..., Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_what_is_no_guess_costs_no_other(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_guess_costs_no_other_guess(case: str, caplog: pytest.LogCaptureFixture) -> None:
     source, expected = GIVEN[case]
     drafts = Drafts(source, vocab_size=10)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_trees_are_taken_in_preorder(case: str) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_exception_goes_on(error: type[BaseException]) -> None:
+def test_an_interrupt_of_a_draft_source_propagates(error: type[BaseException]) -> None:
     def interrupted(limits: Mapping[Request, int]) -> Iterable[Sequence[int]]:
         raise error
 
@@ -94,7 +94,7 @@ def test_what_is_no_exception_goes_on(error: type[BaseException]) -> None:
         Drafts(interrupted, vocab_size=10).propose(LIMITS)
 
 
-def test_functions_may_change_what_they_are_given() -> None:
+def test_a_draft_function_may_change_its_request() -> None:
     request = Request("a", [1, 2], SamplingParams(), output=[3])
 
     def spending(request: Request, limit: int) -> Sequence[int]:
@@ -106,7 +106,7 @@ def test_functions_may_change_what_they_are_given() -> None:
     assert (request.prompt, request.output) == ([1, 2], [3])
 
 
-def test_each_row_gets_a_token_before_one_gets_drafts() -> None:
+def test_every_row_gets_its_token_before_any_row_gets_drafts() -> None:
     d = Driver(Mix([Job(text(3, seed), 60) for seed in range(4)], draft_errors=3, budget=12, cache={
         "num_state_blocks": 40, "num_kv_blocks": 20, "max_draft_tokens": 3,
     }))  # fmt: skip
@@ -154,7 +154,7 @@ def test_no_step_is_planned_while_drafts_of_two_steps_are_unread(ahead: int, err
     assert all(request.num_accepted_tokens > 0 for request in d.requests.values())
 
 
-def test_nothing_is_asked_for_nothing() -> None:
+def test_a_source_is_not_asked_for_0_drafts() -> None:
     drafts = Drafts(raising, vocab_size=10)
     assert drafts.propose({}) == {} == drafts.propose(dict.fromkeys(REQUESTS, 0))
     assert not drafts._failed
@@ -163,7 +163,7 @@ def test_nothing_is_asked_for_nothing() -> None:
     assert asked == [{REQUESTS[1]: 1}]
 
 
-def test_a_step_asks_once_for_all_of_its_decode_rows() -> None:
+def test_a_step_asks_its_source_once_for_all_decode_rows() -> None:
     d = Driver(Mix([Job(text(20, seed), 12) for seed in range(4)], draft_errors=3, budget=40, cache={
         "num_state_blocks": 40, "num_kv_blocks": 20, "max_draft_tokens": 3,
     }))  # fmt: skip

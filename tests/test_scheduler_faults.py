@@ -1,6 +1,6 @@
-"""MemoryError on any line of the scheduler: each request ends, or runs on with the right tokens, and no block is lost.
+"""Raise MemoryError on any line of the scheduler: each request ends or gets the right tokens, and no block leaks.
 
-The host here does as an engine does. It tells of a failed step once, whatever that call raises.
+The host works as an engine does. It reports a failed step once, even if that call raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOLDERS = [str(Path(mambacache.__file__).parent / name) for name in ("scheduler"
 
 
 class Fault:
-    """Raises on the line `number`, from 1 on, of those that one call runs in `paths`."""
+    """Raise on line `number`, from 1 on, of the lines that a call runs in `paths`."""
 
     def __init__(self, number: int, paths: list[str]) -> None:
         self._left, self._paths = number, tuple(paths)
@@ -51,7 +51,7 @@ class Fault:
 
 
 class Host(Steps):
-    """Keeps a step in flight. The right token is the number of the tokens before it, plus 5 for each sibling before."""
+    """Keep a step in flight. A right token counts the tokens before it; sibling k adds 5 * k to its first token."""
 
     def __init__(self) -> None:
         super().__init__({"num_state_blocks": 7, "num_kv_blocks": 9}, max_num_batched_tokens=100)
@@ -80,7 +80,7 @@ class Host(Steps):
         return rows
 
     def issue(self) -> bool:
-        """Issues the next step; whether there is one."""
+        """Issue the next step; return False if there is none."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.scheduler.issued(plan)
@@ -97,7 +97,7 @@ class Host(Steps):
             self.read()
 
     def fail(self, *plans: StepPlan, fault: Fault | None = None) -> None:
-        """Fails steps. A call that raises is not repeated."""
+        """Fail steps. A call that raises is not repeated."""
         for plan in plans:
             with suppress(MemoryError), (fault or Fault(0, [])).planted():
                 self.scheduler.failed(plan, RuntimeError("the device failed"))
@@ -124,7 +124,7 @@ class Host(Steps):
         assert (len(request.output) == 9) == (request.finish_reason is FinishReason.LENGTH)
 
 
-# --- the calls, of which one is broken off ---
+# --- the calls that a fault breaks off ---
 
 
 def add(host: Host, fault: Fault) -> None:
@@ -175,7 +175,7 @@ def failed_before_it_was_issued(host: Host, fault: Fault) -> None:
 
 
 def failed_alone(host: Host, fault: Fault) -> None:
-    """The last request that failed with others fails again."""
+    """Fail a step again after a failure of several requests."""
     host.fail(*host.flights)
     host.flights.clear()
     failed_before_it_was_issued(host, fault)
@@ -213,7 +213,7 @@ CALLS: dict[str, Callable[[Host, Fault], None]] = {
 
 
 def broken_off(call: str, steps: int, number: int, paths: list[str]) -> bool:
-    """Runs some steps, then a call that raises on a line, and then all that is left; whether it did raise."""
+    """Run some steps, then a call that raises on a line, then all the rest; return whether it raised."""
     host, fault = Host(), Fault(number, paths)
     for _ in range(steps):
         host.step()
@@ -223,7 +223,7 @@ def broken_off(call: str, steps: int, number: int, paths: list[str]) -> bool:
 
 
 def lines_broken_off(call: str, steps: int, stride: int, paths: list[str]) -> int:
-    """Breaks a call off on one line after the other, and counts these."""
+    """Break a call off on one line after the other, and count the lines."""
     first = 2 if call.startswith("failed") else 1  # a host may repeat a call that raised before its first line
     for i in count():
         try:
@@ -236,10 +236,10 @@ def lines_broken_off(call: str, steps: int, stride: int, paths: list[str]) -> in
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_may_be_broken_off_on_any_line_of_the_scheduler(call: str) -> None:
+def test_a_call_may_raise_on_any_line_of_the_scheduler(call: str) -> None:
     assert sum(lines_broken_off(call, steps, 1, FOLDERS[:1]) for steps in (1, 3, 8)) >= 20
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_may_be_broken_off_on_any_line_of_the_books(call: str) -> None:
+def test_a_call_may_raise_on_any_line_of_scheduler_and_cache(call: str) -> None:
     assert lines_broken_off(call, 5, STRIDE, FOLDERS) >= 5

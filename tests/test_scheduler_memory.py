@@ -1,4 +1,4 @@
-"""Few blocks: less is cached, then fewer run, then some start again; nothing fails, and all get their tokens."""
+"""Give few blocks: less is cached, fewer requests run, some restart, and all get their tokens."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from test_scheduler_steps import Steps, rows
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("budget", [1, 7, 64, 1000])
-def test_two_states_and_the_pages_of_one_request_finish_everything(budget: int, ahead: bool) -> None:
+def test_two_states_and_the_pages_of_a_request_finish_all_requests(budget: int, ahead: bool) -> None:
     jobs = [Job(text(150, seed % 2) + text(20, seed), 50) for seed in range(4)]
     run(jobs, num_state_blocks=2, num_kv_blocks=4, budget=budget, ahead=ahead)
 
 
 @pytest.mark.parametrize("drafts", range(1, 8))
-def test_the_least_blocks_for_drafts_finish_everything(drafts: int) -> None:
+def test_the_least_blocks_for_drafts_finish_all_requests(drafts: int) -> None:
     jobs = [Job(text(100, seed), 50) for seed in range(3)]
     options = {"num_state_blocks": 2, "num_kv_blocks": 3, "max_draft_tokens": drafts}
     d = run(jobs, draft_errors=5, max_num_seqs=1, **options)
@@ -34,7 +34,7 @@ def test_admission_keeps_pages_for_the_prompts_that_run() -> None:
     assert d.tokens_computed == 5 * 50 * 64
 
 
-def test_a_prompt_that_does_not_fit_holds_back_those_behind_it() -> None:
+def test_a_prompt_that_does_not_fit_holds_back_later_prompts() -> None:
     s = Steps({"num_kv_blocks": 6})
     s.add("a", text(200), max_tokens=2)
     s.add("b", text(200, 1), max_tokens=2)
@@ -44,7 +44,7 @@ def test_a_prompt_that_does_not_fit_holds_back_those_behind_it() -> None:
     assert [row[0] for row in s.run()] == ["b"]
 
 
-def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
+def test_the_youngest_request_is_preempted_and_keeps_its_place() -> None:
     s = Steps({"num_kv_blocks": 3}, max_num_seqs=3)
     for name in "abcd":
         s.add(name, text(60, ord(name)), max_tokens=30)
@@ -52,7 +52,7 @@ def test_the_youngest_is_preempted_and_keeps_its_place() -> None:
     for _ in range(4):
         s.run()
     assert s.cache.stats.preemptions == 0
-    assert [row[0] for row in s.run()] == ["a"]  # a page for a: c goes; b, older than c, has no victim and waits
+    assert [row[0] for row in s.run()] == ["a"]  # c is preempted for a page of a; b, older than c, waits
     assert s.cache.stats.preemptions == 1
     assert [row[0] for row in s.run()] == ["a"]
     order: list[str] = []
@@ -75,7 +75,7 @@ def test_a_preempted_request_resumes_from_its_deepest_state() -> None:
     assert [hit.num_tokens for _, hit in d.cache.hits] == [0, 256]
 
 
-def test_the_oldest_is_never_preempted_for_blocks() -> None:
+def test_the_oldest_request_is_never_preempted() -> None:
     jobs = [Job(text(60, seed), 100) for seed in range(4)]
     d = run(jobs, num_kv_blocks=5, num_state_blocks=5)
     assert d.cache.stats.preemptions > 0
@@ -83,7 +83,7 @@ def test_the_oldest_is_never_preempted_for_blocks() -> None:
 
 
 def test_a_row_without_a_victim_waits_a_step() -> None:
-    # The younger one decodes in this step already, and the older one needs a second state block to go on.
+    # b decodes in this step already, and a needs a second state block to go on.
     s = Steps({"num_state_blocks": 2}, max_num_batched_tokens=65)
     s.add("a", text(200), max_tokens=5)
     s.add("b", text(1, 1), max_tokens=3)
@@ -94,7 +94,7 @@ def test_a_row_without_a_victim_waits_a_step() -> None:
     assert s.cache.stats.preemptions == 0
 
 
-def test_an_older_one_is_not_preempted_though_it_has_no_row_yet() -> None:
+def test_an_older_request_without_a_row_is_not_preempted() -> None:
     s = Steps({"num_kv_blocks": 5}, long_prefill_token_threshold=60)
     s.add("a", text(256), max_tokens=5)
     s.run()
@@ -102,7 +102,7 @@ def test_an_older_one_is_not_preempted_though_it_has_no_row_yet() -> None:
     s.add("b", text(60, 1), max_tokens=20)
     for _ in range(5):
         s.run()
-    assert s.run() == [("a", 252, 4)]  # b lacks a page, and all others are those of a
+    assert s.run() == [("a", 252, 4)]  # b lacks a page, and a holds all others
     assert s.cache.stats.preemptions == 0
 
 

@@ -1,4 +1,4 @@
-"""Calls for many requests take time in proportion to their number."""
+"""Check that calls take time in proportion to the number of requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prompt_with_answers(n: int, length: int, **cache: int) -> tuple[Steps, Reque
 
 
 def begin(s: Steps) -> None:
-    """The prompt is computed, and its answers begin."""
+    """Compute the prompt, and begin its answers."""
     plan = s.plan()
     s.scheduler.issued(plan)
     n = len(s.scheduler.requests)

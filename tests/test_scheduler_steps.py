@@ -1,4 +1,4 @@
-"""Which rows a step holds: order, budgets, alignment, and what happens when one fails."""
+"""Check the rows of a step: order, budgets, alignment and failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Rows = list[tuple[str, int, int]]  # request, start, tokens
 
 
 class Steps:
-    """A scheduler whose every sampled token is 0; a step gives its rows."""
+    """Drive a scheduler that samples only 0; `run` returns the rows of a step."""
 
     def __init__(self, cache: dict[str, Any] | None = None, **options: Any) -> None:
         self.cache = PrefixCache(CacheConfig(**{"num_state_blocks": 64, "num_kv_blocks": 64, **(cache or {})}))
@@ -78,7 +78,7 @@ def test_a_prefill_that_reaches_no_boundary_waits_unless_it_is_the_first() -> No
     assert s.run() == [("a", 100, 1), ("b", 0, 100), ("c", 0, 30)]
 
 
-def test_one_token_of_a_prompt_is_prefilled_too() -> None:
+def test_the_last_token_of_a_prompt_is_prefilled_too() -> None:
     s = Steps()
     s.add("a", text(65), max_tokens=1)
     s.run()
@@ -104,7 +104,7 @@ def test_a_budget_spent_on_decoding_leaves_none_for_prompts() -> None:
     assert s.run() == [("a", 1, 1), ("b", 1, 1)]
 
 
-def test_as_many_requests_as_allowed() -> None:
+def test_max_num_seqs_bounds_the_running_requests() -> None:
     s = Steps(max_num_seqs=2)
     for name in "abc":
         s.add(name, text(5, ord(name)), max_tokens=2)
@@ -169,7 +169,7 @@ def test_an_abort_while_a_step_is_in_flight() -> None:
     assert s.cache.stats.kv_blocks["writing"] == s.cache.stats.state_blocks["writing"] == 0
 
 
-def test_an_answer_that_ended_does_not_take_another_request_of_its_id_with_it() -> None:
+def test_an_abort_spares_a_new_request_with_the_id_of_an_ended_answer() -> None:
     s = Steps()
     first = Request("a", text(100), SamplingParams(max_tokens=3, n=2))
     first.siblings = [Request("b", first.prompt, first.params)]
@@ -182,7 +182,7 @@ def test_an_answer_that_ended_does_not_take_another_request_of_its_id_with_it() 
     assert again.output == [0, 0] and s.scheduler.idle
 
 
-def test_a_plan_that_was_not_issued_is_put_in_order_when_all_requests_have_ended() -> None:
+def test_a_plan_that_was_not_issued_is_dropped_when_all_requests_have_ended() -> None:
     s = Steps({"num_state_blocks": 4})
     s.add("a", text(100))
     s.plan()
@@ -201,7 +201,7 @@ def test_all_logits_of_the_prompt_skip_the_hit() -> None:
     assert len(plan.arrays["logits_index"]) == 100
 
 
-def test_stops() -> None:
+def test_until_stop_ends_at_a_stop_token_or_max_tokens() -> None:
     prompt = text(10)
     request = Request("a", prompt, SamplingParams(max_tokens=4), frozenset([7]), lambda _, token: token == 9)
     assert request.until_stop([1, 2]) == ([1, 2], None)
@@ -224,7 +224,7 @@ def test_a_step_is_planned_before_the_tokens_of_the_last_are_known() -> None:
         plans.append(s.plan())
         s.scheduler.issued(plans[-1])
     assert [rows(plan) for plan in plans] == [[("a", 0, 10)], [("a", 10, 1)], [("a", 11, 1)]]
-    assert s.scheduler.schedule() is None  # the third answer token is on its way
+    assert s.scheduler.schedule() is None  # the third answer token is in flight
     for plan in plans:
         s.scheduler.update(plan, [[0]])
     assert s.scheduler.idle
@@ -239,7 +239,7 @@ def fail(s: Steps) -> tuple[Rows, list[str]]:
     return rows(plan), [request.request_id for request in ended]
 
 
-def test_after_a_failed_step_its_requests_run_one_to_a_step() -> None:
+def test_after_a_failed_step_each_of_its_requests_runs_alone() -> None:
     s = Steps()
     s.add("a", text(10, 1))
     s.run()
@@ -253,7 +253,7 @@ def test_after_a_failed_step_its_requests_run_one_to_a_step() -> None:
     assert s.run() == [("a", 11, 1), ("c", 20, 1), ("d", 0, 20)]
 
 
-def test_the_one_that_fails_alone_ends_with_the_error() -> None:
+def test_a_request_that_fails_alone_ends_with_the_error() -> None:
     d = run([Job(text(100, seed)) for seed in range(4)], bad=2)
     assert [r.finish_reason for r in d.requests.values()] == [FinishReason.LENGTH] * 2 + [
         FinishReason.ERROR, FinishReason.LENGTH,
@@ -261,7 +261,7 @@ def test_the_one_that_fails_alone_ends_with_the_error() -> None:
     assert d.requests[2, 0].error == "StepFailed: the step fails"
 
 
-def test_what_was_cached_survives_a_failed_step() -> None:
+def test_cached_blocks_survive_a_failed_step() -> None:
     d = Driver(Mix([Job(text(300)), Job(text(300), 3), Job(text(300), 3)], fails=frozenset([6, 7]), cache={
         "num_state_blocks": 16, "num_kv_blocks": 16,
     }))  # fmt: skip
@@ -281,7 +281,7 @@ def test_what_was_cached_survives_a_failed_step() -> None:
     assert d.hit(2) == 256
 
 
-def test_a_failure_while_a_step_is_in_flight() -> None:
+def test_a_step_that_fails_leaves_the_step_in_flight() -> None:
     s = Steps()
     request = s.add("a", text(10), max_tokens=3)
     first = s.plan()

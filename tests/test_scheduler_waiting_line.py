@@ -1,4 +1,4 @@
-"""The line of waiting requests: its order, and the groups that wait for the same prefix."""
+"""Check the line of waiting requests: its order, and the groups that wait for the same prefix."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def arrived(*arrivals: int) -> list[Request]:
 
 
 def lined_up(*arrivals: int) -> tuple[WaitingLine, list[Request]]:
-    """A line, and its requests in the order in which they were pushed."""
+    """Return a line, and its requests in the order of their pushes."""
     line, requests = WaitingLine(), arrived(*arrivals)
     for request in requests:
         line.push(request)
     return line, requests
 
 
-def leave(line: WaitingLine) -> list[int]:
-    """Who comes first, one after the other, until nobody is left."""
+def drain(line: WaitingLine) -> list[int]:
+    """Pop requests until the line is empty, and return their arrivals."""
     left = []
     while (request := line.first()) is not None:
         line.pop()
@@ -33,29 +33,29 @@ def leave(line: WaitingLine) -> list[int]:
     return left
 
 
-def test_who_came_first_is_first_whenever_he_was_pushed() -> None:
+def test_line_is_ordered_by_arrival() -> None:
     line, _ = lined_up(3, 1, 2)
-    assert leave(line) == [1, 2, 3]
+    assert drain(line) == [1, 2, 3]
     line, (third, first, _) = lined_up(3, 1, 2)
     assert line.first() is first
     line.pop()
-    assert leave(line) == [2, 3]
+    assert drain(line) == [2, 3]
     for request in (third, first):
         line.push(request)
-    assert leave(line) == [1, 3] and line.first() is None
+    assert drain(line) == [1, 3] and line.first() is None
 
 
-def test_who_does_not_wait_any_more_is_passed_over() -> None:
+def test_requests_that_no_longer_wait_are_skipped() -> None:
     line, requests = lined_up(1, 2, 3, 4)
     for request in requests[::2]:
         request.waiting = False
-    assert leave(line) == [2, 4]
+    assert drain(line) == [2, 4]
 
 
 def test_a_request_that_is_pushed_twice_leaves_once() -> None:
     line, (first, _) = lined_up(1, 2)
     line.push(first)
-    assert leave(line) == [1, 2]
+    assert drain(line) == [1, 2]
 
 
 def test_groups_return_to_their_places_when_their_wait_is_over() -> None:
@@ -70,15 +70,15 @@ def test_groups_return_to_their_places_when_their_wait_is_over() -> None:
         return request.arrival == 1
 
     line.wake(waits)
-    assert sorted(asked) == [1, 2, 3]  # one of each group
-    assert leave(line) == [0, 2, 3, 4, 5]
+    assert sorted(asked) == [1, 2, 3]  # a request of each group
+    assert drain(line) == [0, 2, 3, 4, 5]
     line.wake(lambda request: False)
-    assert leave(line) == [1]
+    assert drain(line) == [1]
     line.wake(waits)
     assert line.first() is None and len(asked) == 3
 
 
-def test_one_of_a_group_who_left_is_not_asked_and_does_not_return() -> None:
+def test_a_member_that_left_its_group_is_not_asked_and_does_not_return() -> None:
     line, requests = lined_up(*range(4))
     for until in (64, 64, 64, 128):
         line.set_aside("a", until, 0)
@@ -86,10 +86,10 @@ def test_one_of_a_group_who_left_is_not_asked_and_does_not_return() -> None:
         requests[i].waiting = False
     asked: list[int] = []
     line.wake(lambda request: bool(asked.append(request.arrival)))
-    assert asked == [1] and leave(line) == [1]
+    assert asked == [1] and drain(line) == [1]
 
 
-def test_whom_others_were_let_ahead_of_first() -> None:
+def test_longest_passed_is_the_request_that_was_overtaken_first() -> None:
     line, requests = lined_up(*range(4))
     assert line.longest_passed() is None
     for i in range(3):
@@ -121,7 +121,7 @@ def test_thousands_of_pushes_keep_the_order() -> None:
             requests[gone].waiting = False
         first = line.first()
         assert (first.arrival if first is not None else None) == min(waiting, default=None)
-    assert leave(line) == sorted(waiting)
+    assert drain(line) == sorted(waiting)
 
 
 def test_requests_that_left_are_not_kept() -> None:
@@ -129,5 +129,5 @@ def test_requests_that_left_are_not_kept() -> None:
     for i in range(1, 20_000):
         (request,) = arrived(i)
         line.push(request)
-        request.waiting = False  # nobody asks for the first one meanwhile
-    assert len(line._heap) < 2100 and leave(line) == [0]
+        request.waiting = False  # without a call of `first`
+    assert len(line._heap) < 2100 and drain(line) == [0]

@@ -1,4 +1,4 @@
-"""A `PrefixCache` that balances its books after every call, and all that a host can see of it."""
+"""Check a `PrefixCache` after every call, and read all that a host can see of it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def watched(**options: Any) -> PrefixCache:
 
 
 def state_blocks(cache: PrefixCache, name: str) -> list[int]:
-    """Return the blocks of a running request's cached states (0: none) by boundary, and of its running state."""
+    """Return the blocks of a running request's cached states by boundary (0: none), then its running block."""
     residency = cache._admission.requests[name].residency
     assert residency is not None
     cached = [cache._admission.pool.lookup(block_hash) or 0 for block_hash in residency.request.chain[1:]]
@@ -47,7 +47,7 @@ def state_blocks(cache: PrefixCache, name: str) -> list[int]:
 
 
 def view(cache: PrefixCache) -> list[Any]:
-    """What a host sees: totals, blocks, requests with their tokens, and how far the running ones came."""
+    """Return all that a host sees: totals, and requests with their tokens, reports, progress and blocks."""
     seen: list[Any] = [cache.stats]
     for name in cache.request_ids:
         row = (cache.progress(name), state_blocks(cache, name)) if cache.runs(name) else None
@@ -57,7 +57,7 @@ def view(cache: PrefixCache) -> list[Any]:
 
 @contextmanager
 def refused(cache: PrefixCache, error: type[Exception], message: str) -> Iterator[None]:
-    """What is called raises one sentence, and nothing has changed."""
+    """Check that the call raises one sentence and changes nothing."""
     cache.take_events()
     before = view(cache)
     with pytest.raises(error, match=message) as raised:
@@ -67,7 +67,7 @@ def refused(cache: PrefixCache, error: type[Exception], message: str) -> Iterato
 
 
 def all_free(cache: PrefixCache) -> None:
-    """Once all requests are gone and nothing is cached, every block is free."""
+    """Free all requests, reset the cache, and check that every block is free."""
     for name in cache.request_ids:
         cache.free(name, finished=False)
     cache.reset()
@@ -77,7 +77,7 @@ def all_free(cache: PrefixCache) -> None:
 
 
 def under_way(cache: PrefixCache, moment: str, num_tokens: int = 200, token: int = 1) -> Steps:
-    """The next row of `a`, at a moment of its way."""
+    """Take the next row of `a` to `moment`, and return it."""
     steps: Steps = [allocate(cache, "a", num_tokens)]
     if moment != "allocated":
         steps = cache.plan(steps).steps
