@@ -1,4 +1,4 @@
-"""Scheduler and runner in one, of the barest kind: what an engine asks of them, without a cache or a model."""
+"""Answer an engine's calls as scheduler and runner in one, without a cache or a model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Line:
     each is the negative number of its step.
 
     Attributes:
-        told: what became of steps, in order, each with its plan; "because of" an error comes after "failed".
+        told: the outcomes of steps in order, each with its plan; "because of" with the error comes after "failed".
         stuck: whether nothing can run.
         ahead: how many steps may be under way beside the one that is planned.
     """
 
     def __init__(self) -> None:
         self.ahead = 0
-        self.cache = SimpleNamespace(tokens=None)  # which are asked for by a runner alone
+        self.cache = SimpleNamespace(tokens=None)  # only a runner asks for them
         self.requests: dict[str, Request] = {}
         self.told: list[tuple[str, Any]] = []
         self.stuck = False
@@ -61,14 +61,14 @@ class Line:
         return [RowOutput([10 + length], [{10 + length: -plan.number}]) for length in lengths]
 
     def ran(self, plan: Any) -> list[Request | None]:
-        """Whose the rows of a step are; None for those that have ended."""
+        """Return the request of each row of a step, or None for a request that has ended."""
         return [self.requests.get(step.request_id) for step in plan.steps]
 
     def issued(self, plan: Any) -> None:
         self.told.append(("issued", plan))
 
     def update(self, plan: Any, sampled: Iterable[list[int]]) -> list[Request]:
-        """All of the step's tokens are taken, or, if a callback is interrupted, none."""
+        """Take all of the step's tokens, or none if a callback is interrupted."""
         rows = [pair for pair in zip(self.ran(plan), sampled, strict=True) if pair[0] is not None]
         ran = [request for request, _ in rows]
         known = [len(request.output) for request in ran]
@@ -89,7 +89,7 @@ class Line:
         return ran
 
     def failed(self, plan: Any, error: BaseException) -> list[Request]:
-        """Of a step whose tokens were taken nothing is taken back."""
+        """Forget a step that is under way, and take back no tokens."""
         self.under_way = [each for each in self.under_way if each is not plan]
         self.told += [("failed", plan), ("because of", error)]
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-# Whoever runs tests in the background may have Ctrl-C ignored, which processes inherit.
+# A shell that runs tests in the background may ignore Ctrl-C, and processes inherit that.
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)

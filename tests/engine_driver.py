@@ -101,7 +101,7 @@ CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfo
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One whose tokens are bytes, so that every text is what it encodes to; token 256 is <eos>."""
+    """Return a tokenizer that makes a token of each byte, so that its tokens give any text back. Token 256 is <eos>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: token for token, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,8 +150,8 @@ def change_rows(llm: LLM, change: Callable[[SequenceStep, RowOutput], None]) -> 
 
 
 class Engines:
-    """Makes engines whose pools begin full of NaN. When the test ends, nothing but ops of `mambacache.kernels` has
-    touched them, every report adds up, and what no request holds is free.
+    """Make engines with pools that begin full of NaN. When the test ends, only ops of `mambacache.kernels` have touched
+    the pools. Every report adds up, and blocks that no request holds are free.
 
     Args:
         directory: of a tiny model, by its name.
@@ -175,7 +175,7 @@ class Engines:
         num_kv_blocks: int = 128,
         **options: Any,
     ) -> LLM:
-        """An engine with so many cached states and KV blocks."""
+        """Make an engine with `num_checkpoints` cached states and `num_kv_blocks` KV blocks."""
         directory = model if isinstance(model, Path) else self._directory(model)
         options = {"device": self.device, "max_num_seqs": 16, "seed": 0, **options}
         config = EngineConfig(directory, **options)
@@ -203,7 +203,7 @@ class Engines:
         self._add.stop()
 
     def check(self) -> None:
-        """What must hold after every test."""
+        """Check the conditions that hold after every test."""
         assert not self.watch.offences
         if self.device == "cpu":  # ops in Triton pass the dispatcher by
             assert bool(self.reports) == bool(self.watch.kernel_accesses)
@@ -228,7 +228,7 @@ class Engines:
 
 
 class Original:
-    """The Hugging Face model: what an uncached forward pass over all tokens gives.
+    """Run the Hugging Face model, in an uncached forward pass over all tokens.
 
     Its greedy tokens are checked by one pass over prompt and answer: each answer token must be the most likely one
     after those before it. Nothing is compared after a tie, and ties are rare.
@@ -248,7 +248,7 @@ class Original:
         return self._logits[key]
 
     def after(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
-        """[m, vocabulary], the logits from which the m tokens of an answer are taken."""
+        """Return the logits [m, vocabulary] that choose the m tokens of an answer."""
         return self.logits([*prompt, *answer[:-1]])[len(prompt) - 1 :]
 
     def check(self, prompt: Sequence[int], answer: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ Step = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # of one row: st
 
 @dataclass
 class Case:
-    """One op: what its tokens have, and what a token does to one row's state in float64."""
+    """Describe an op by the shapes of its tokens and by the effect of a token on a row's state in float64."""
 
     shapes: list[tuple[int, ...]]
     state_shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Case:
         self.state = state.to(DEVICE, state_dtype)
 
     def in_sequence(self) -> list[tuple[Tensor, list[Tensor]]]:
-        """Of each row its outputs [TOKENS, ...] and its states after so many tokens, in float64."""
+        """Return each row's outputs [TOKENS, ...] and its states after 0 to TOKENS tokens, in float64."""
         found = []
         for row, block in enumerate(SOURCES):
             states = [self.state[block].double() if block else torch.zeros(self.state_shape, device=DEVICE).double()]

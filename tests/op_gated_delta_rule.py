@@ -93,7 +93,7 @@ class DeltaRuleOp(Recurrence):
 
 
 class TokenRows:
-    """Prefill rows of equal length, each with a state of its own, whose outputs are compared token by token."""
+    """Compare the outputs of prefill rows token by token. The rows have equal lengths and separate states."""
 
     def __init__(
         self, op: DeltaRuleOp, rows: int, inputs: Inputs, scales: tuple[float, ...], device: str, strided: bool = False
@@ -128,7 +128,7 @@ class TokenRows:
         return outputs.unflatten(1, (self.rows, heads)).transpose(0, 1).flatten(0, 1)
 
     def errors(self, library: ModuleType = kernels, **options: torch.dtype) -> Tensor:
-        """Return the RMS error of each token and head [tokens, heads], relative to the RMS of what is exact."""
+        """Return the RMS error of each token and head [tokens, heads], relative to the RMS of the exact outputs."""
         dst = range(1 + self.rows, 1 + 2 * self.rows)
         plan = [Row(self.length, src=1 + i, dst=block) for i, block in enumerate(dst)]
         indices = StateIndices.from_arrays(plan_arrays([], plan), self.device)
@@ -157,7 +157,7 @@ def harden(make: Callable[[], DeltaRuleOp], spoil: Callable[[Inputs, str], None]
 
 
 def reflecting(gate: float, spread: float, width: int = 128) -> DeltaRuleOp:
-    """A head whose tokens all but reflect the state, by beta = 2 sigmoid(8), in almost the same direction.
+    """Return an op with tokens that almost reflect the state, by beta = 2 sigmoid(8), in almost the same direction.
 
     Any two keys have a cosine of about 1 / (1 + spread^2); `gate` gives the log decay -softplus(gate).
     """

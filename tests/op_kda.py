@@ -38,7 +38,7 @@ def every_decay(inputs: Inputs, gate: str) -> None:
 
 
 def limit_of_factors(inputs: Inputs, gate: str) -> None:
-    """Blocks whose decays in fifteen tokens lie just below and just above 160, and keys of very different size."""
+    """Set decays just below and just above 160 in fifteen tokens of a block, and keys of very different size."""
     steps = torch.linspace(10.4, 10.9, len(inputs[gate]), dtype=torch.float64)
     inputs[gate] = steps[:, None, None].expand(inputs[gate].shape).to(inputs[gate])
     sizes = 10 ** (2 * random(*inputs["k"].shape, seed=1))

@@ -17,7 +17,7 @@ TARGET = re.compile(r"\.L\w+")
 UNIFORM = re.compile(r"\bUR(\d+)\b(\.64)?")
 GMMA_OPERAND = re.compile(r"gdesc\[UR(\d+)\]")
 DESCRIPTOR = re.compile(r"\bdesc\[UR(\d+)\]")
-WRITERS = ("U", "R2UR", "S2UR", "VOTEU", "REDUX")  # what the names of instructions with a uniform result begin with
+WRITERS = ("U", "R2UR", "S2UR", "VOTEU", "REDUX")  # prefixes of instructions with a uniform result
 PREDICATE_WRITERS = ("UISETP", "UPLOP", "UP2R")
 
 

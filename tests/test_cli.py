@@ -1,4 +1,4 @@
-"""`mambacache generate`: what it prints; the exit codes and sentences of all commands."""
+"""Check the output of `mambacache generate`, and the exit codes and sentences of all commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = ["--device=cpu", "--kv-cache-bytes=4MB", "--checkpoint-budget-bytes=1MB"
 
 @pytest.fixture
 def text(text_model: Path) -> Callable[[str], str]:
-    """What the model answers with 5 tokens."""
+    """Return a function that gives the model's answer of 5 tokens."""
     llm = LLM(text_model, device="cpu", kv_cache_bytes=4_000_000, checkpoint_budget_bytes=0, max_num_seqs=4)
     return lambda prompt: llm.generate(prompt, SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].text
 
@@ -214,7 +214,7 @@ def test_a_line_that_is_refused_costs_itself(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
 ) -> None:
-    """The others are answered; its own object says which line of which file it is."""
+    """Check that the other lines are answered. The object of a bad line names its file and its line."""
     good = json.dumps({"prompt": PROMPT}).encode()
     content = b"\n".join([good, b"", *(line for line, _ in LINES), good, b""])
     (tmp_path / "asked.jsonl").write_bytes(content)
@@ -334,7 +334,7 @@ def test_reader_that_leaves(text_model: Path) -> None:
 
 
 class Left(io.TextIOBase):
-    """A stream that is no file, and whose reader has gone."""
+    """Stand in for a stream that is no file and that has lost its reader."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError

@@ -75,7 +75,7 @@ def test_a_line_that_is_too_long_leaves_the_conversation(
 def test_a_line_that_is_no_text_leaves_the_conversation(
     text_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], errors: str
 ) -> None:
-    """Whatever the locale makes of such bytes."""
+    """Check a line that is no UTF-8, as each error handler of a locale decodes it."""
     given = io.BytesIO(f"{LINES[0]}\n".encode() + b"\xff\xfe\nwhy\n")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(given, encoding="utf-8", errors=errors))
     assert main(["chat", str(text_model), *FLAGS, "--max-tokens=6"]) == 1

@@ -122,7 +122,8 @@ def test_prompts_that_begin_as_flags_do(words: list[str], prompts: list[str]) ->
 
 @pytest.mark.parametrize("place", ["prompts.jsonl", "-"])
 def test_byte_order_mark(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What some editors write before a UTF-8 text; JSON lines stay such."""
+    """Check that the mark, which some editors write before a UTF-8 text, is left out. JSON lines are still read as
+    JSON."""
     for text, prompt in (('{"prompt": "x"}', "x"), ("x", "x")):
         (tmp_path / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
         monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + text))

@@ -1,4 +1,4 @@
-"""`mambacache plan`: what it prints, and what it refuses."""
+"""Check the output of `mambacache plan` and the arguments that it refuses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_plan_agrees_with_the_engine(text_model: Path, capsys: pytest.CaptureFix
 
 
 def test_weights_are_subtracted(config_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What they leave has to hold a request; what remains is shared out, a quarter of it on a CPU."""
+    """Check that the memory beside the weights has to hold a request. States and KV get at most a quarter of it on a
+    CPU."""
     assert main(["plan", str(config_only), "--device", "cpu", "--memory", "1GB"]) == 0
     rows = table(capsys.readouterr().out)
     weights, left = numbers(rows["weights"].replace(",", "").replace("bytes", ""))
@@ -174,7 +175,7 @@ def test_a_length_beyond_the_model(config_only: Path, capsys: pytest.CaptureFixt
 def test_the_first_line_says_the_device_that_is_planned_for(
     config_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, line: str
 ) -> None:
-    """Memory of so many bytes is a GPU's, and weights there are in bfloat16, unless the user says otherwise."""
+    """Check that `--memory` means a GPU, with weights in bfloat16, unless the user says otherwise."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["plan", str(config_only), *arguments.split()]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
@@ -189,7 +190,8 @@ def test_the_first_line_says_the_device_that_is_planned_for(
 def test_weights_of_a_quantised_checkpoint_are_those_of_its_files(
     config_only: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where there are none, those of FP8 are counted; for others it is said that they are not."""
+    """Check that files give the size. Without files, FP8 weights are counted, and other methods get a line that says
+    so."""
     config = json.loads((config_only / "config.json").read_text())
     for method in ("awq", "fp8"):
         quantised = config | {"quantization_config": {"quant_method": method}}

@@ -1,4 +1,4 @@
-"""A step ahead: the same answers as without, whatever is asked, and rows that wait only where they must."""
+"""Check that a step ahead changes no answer, and that rows wait only where they must."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_answers_are_the_same(engine: Engines, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("name", "waits"), [("least tokens", False), ("biased", False), ("repetition", True)])
-def test_who_waits_for_tokens(engine: Engines, name: str, waits: bool) -> None:
-    """Only those whose logits depend on them."""
+def test_rows_that_wait_for_tokens(engine: Engines, name: str, waits: bool) -> None:
+    """Check that a row waits for tokens only if its logits depend on them."""
     llm = engine()
     llm._step_loop.steps_ahead = 1
     launch, unknown = llm.runner.launch, []
@@ -68,7 +68,7 @@ def test_who_waits_for_tokens(engine: Engines, name: str, waits: bool) -> None:
 
 @pytest.mark.parametrize("params", [greedy(30, presence_penalty=1.0), greedy(30)], ids=["penalties", "plain"])
 def test_requests_decode_together(engine: Engines, params: SamplingParams) -> None:
-    """Although their prompts end in different steps."""
+    """Check that requests decode together although their prompts end in different steps."""
     llm = engine(max_num_batched_tokens=128)
     llm._step_loop.steps_ahead = 1
     launch, rows = llm.runner.launch, []

@@ -1,4 +1,4 @@
-"""What an answer holds: several for a prompt, when it stops, its log probabilities."""
+"""Check several answers for a prompt, the ends of answers, and their log probabilities."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Originals = Callable[[str], Original]
 
 
 def assert_logprobs(entries: list[Logprobs] | None, logits: torch.Tensor, tokens: list[int], top: int) -> None:
-    """Each entry holds the log probability of its token and of the `top` most likely ones."""
+    """Check that each entry holds the log probability of its token and of the `top` most likely tokens."""
     assert entries is not None and len(entries) == len(tokens) == len(logits)
     for entry, exact, token in zip(entries, logits.log_softmax(-1), tokens, strict=True):
         best = exact.topk(top).indices.tolist()
@@ -42,7 +42,7 @@ ALONE: dict[tuple[str, int], list[list[int]]] = {}
 
 
 def alone(engine: Engines, length: int) -> list[list[int]]:
-    """What a prompt of so many tokens gets from four requests of their own."""
+    """Return the answers of four separate requests for a prompt of `length` tokens."""
     key = engine.device, length
     if key not in ALONE:
         params = [SamplingParams(seed=7 + i, **DRAWN) for i in range(4)]
@@ -64,7 +64,7 @@ def alone(engine: Engines, length: int) -> list[list[int]]:
     ],
 )
 def test_several_answers(engine: Engines, original: Originals, options: dict[str, int], length: int) -> None:
-    """Each is what a request of its own with its seed would be; the prompt is computed once."""
+    """Check that each answer is the same as for a separate request with its seed. The prompt is computed once."""
     prompt = tokens_of(length, length)
     llm = engine(**options)
     output = ask(llm, [prompt, tokens_of(1, 20)], [SamplingParams(seed=7, n=4, **DRAWN), greedy(15)])[0]
@@ -194,7 +194,7 @@ def test_logprobs_after_preemption_and_with_drafts(engine: Engines, original: Or
     truth = {tuple(p): answer(o) for p, o in zip(prompts, ask(engine(), prompts, greedy(30)), strict=True)}
 
     def branch(request: Request, limit: int) -> DraftTree:
-        """The right ones as a branch, behind others."""
+        """Return the right tokens as a branch, behind other tokens."""
         right = truth[tuple(request.prompt)][len(request.output) :]
         return DraftTree([3, 4, *right, 5], [0, 1, 0, *range(3, 3 + len(right))])
 

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many streams at once, each with the answer that it gets alone, whatever becomes of the others."""
+"""Check `AsyncLLM` with many streams at once. Each gets the answer that it gets alone, even if others fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected(model: Path) -> list[list[int]]:
 
 
 def run(model: Path, act: Callable[[AsyncLLM], Awaitable[None]]) -> None:
-    """What a test does with an engine, which then balances its books and is gone."""
+    """Run a test with an engine, and check that nothing is left in its records and that its thread has ended."""
 
     async def main() -> None:
         async with AsyncLLM(model, **SMALL) as llm:
@@ -111,7 +111,7 @@ def test_cancelled_at_random(model: Path, expected: list[list[int]], seed: int) 
 
 
 def test_closed_in_mid_stream(model: Path) -> None:
-    """Those who read are told, and those who come later."""
+    """Check that all readers are told that the engine is closed."""
 
     async def main() -> None:
         llm = AsyncLLM(model, **SMALL)
@@ -127,7 +127,7 @@ def test_closed_in_mid_stream(model: Path) -> None:
 
 
 def test_errors_of_one_request(model: Path, expected: list[list[int]]) -> None:
-    """What is wrong with a prompt, an id or its tokens concerns nobody else."""
+    """Check that a wrong prompt, id or token concerns no other request."""
 
     async def act(llm: AsyncLLM) -> None:
         encodes, tokenizer = llm._encoder.tokenizer, llm._llm.get_tokenizer()
@@ -166,7 +166,7 @@ def test_errors_of_one_request(model: Path, expected: list[list[int]]) -> None:
 
 
 def test_step_that_raises(model: Path, expected: list[list[int]]) -> None:
-    """All who read get the error; who comes later is answered."""
+    """Check that all readers get the error, and that a later request is answered."""
 
     async def act(llm: AsyncLLM) -> None:
         scheduler = llm._llm._step_loop._scheduler
@@ -212,8 +212,8 @@ async def end_of(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return [output async for output in stream][-1]
 
 
-def test_an_aborted_request_ends_with_what_it_has(model: Path, expected: list[list[int]]) -> None:
-    """Its reader is told, and the others are answered as ever."""
+def test_an_aborted_request_ends_with_its_tokens_so_far(model: Path, expected: list[list[int]]) -> None:
+    """Check that its reader is told, and that the others are answered as ever."""
 
     async def act(llm: AsyncLLM) -> None:
         others = [asyncio.create_task(last(llm, PROMPTS[i], PARAMS[i])) for i in range(6)]

@@ -87,7 +87,7 @@ def test_loop_that_is_closed(model: Path) -> None:
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_reader_that_is_slow(model: Path, blocks: bool) -> None:
-    """What it has not read is one output, whether it waits for something else or holds up its loop."""
+    """Check that all unread tokens are one output, whether the reader waits for something else or holds up its loop."""
     params = greedy(60, n=2, logprobs=1, prompt_logprobs=1)
     with LLM(model, **OPTIONS) as alone:
         [expected] = alone.generate(PROMPT, params, use_tqdm=False)
@@ -130,7 +130,7 @@ def test_readers_that_pause_at_random(model: Path) -> None:
     run(model, act)
 
 
-def test_error_after_what_is_unread(model: Path) -> None:
+def test_error_after_an_unread_output(model: Path) -> None:
     async def act(llm: AsyncLLM) -> None:
         stream = llm.generate(PROMPT, greedy(1000))
         first = await anext(stream)
@@ -153,7 +153,7 @@ def planted(*_: Any) -> Any:
 
 
 def test_step_and_abort_that_raise(model: Path) -> None:
-    """Readers get the step's error, and those who come later an answer."""
+    """Check that readers get the step's error, and that later requests get an answer."""
 
     async def act(llm: AsyncLLM) -> None:
         abort, scheduler = llm._llm.abort, llm._llm._step_loop._scheduler
@@ -211,7 +211,7 @@ def test_last_output_that_cannot_be_given(model: Path, monkeypatch: pytest.Monke
 @broken_off
 @pytest.mark.parametrize("close", [None, planted])
 def test_commands_of_a_thread_that_is_broken_off(model: Path, close: Callable[[], None] | None) -> None:
-    """Those that wait in line meanwhile are answered, even if closing fails."""
+    """Check that requests in line get the error, even if closing fails."""
 
     async def act(llm: AsyncLLM) -> None:
         released = threading.Event()
@@ -344,7 +344,7 @@ def test_memory_that_a_failed_device_does_not_give_back(model: Path, monkeypatch
 
 
 def test_tokenizer_is_a_copy(model: Path) -> None:
-    """What is done to it does not reach the engine."""
+    """Check that changes to the copy do not reach the engine."""
 
     async def act(llm: AsyncLLM) -> None:
         tokenizer = llm.get_tokenizer()
@@ -381,7 +381,7 @@ def test_calls_out_of_a_draft_source_are_refused(model: Path, call: str) -> None
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes of this kind")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_calls_in_a_forked_process_are_refused(model: Path) -> None:
-    """Its thread is in the other one."""
+    """Check the refusal: the engine's thread is in the parent process."""
 
     async def act(llm: AsyncLLM) -> None:
         if not (child := os.fork()):

@@ -1,4 +1,4 @@
-"""What users of other engines write as parameters and options is taken; what is wrong is refused at once."""
+"""Check that parameters and options of other engines are taken, and that wrong values are refused at once."""
 
 from __future__ import annotations
 

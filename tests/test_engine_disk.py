@@ -33,10 +33,10 @@ def start(engine: Engines, tmp_path: Path) -> Iterator[Restarts]:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("options", [{}, SMALL, {**SMALL, "strict_reuse": True}])
-def test_a_restart_hits_what_was_hit_before(
+def test_a_restart_hits_the_same_prefixes(
     start: Restarts, original: Callable[[str], Original], model: str, options: dict[str, Any]
 ) -> None:
-    """Be it on the device, on the host or in files alone; and the same tokens."""
+    """Check that hits and tokens are the same, with states on the device, on the host or in files alone."""
     llm = start(model, **options)
     for _ in range(2):
         before = ask(llm, PROMPTS, greedy(4), together=False)
@@ -65,7 +65,7 @@ def test_the_next_turns_of_chats(start: Restarts, original: Callable[[str], Orig
 
 
 def test_blocks_are_bitwise_the_same_after_a_restart(start: Restarts) -> None:
-    """The states and pages on the device by which prompts are hit."""
+    """Check the states and pages on the device that prompts hit."""
     blocks: list[dict[tuple[int, bytes], torch.Tensor]] = []
     for _ in range(2):
         llm = start()
@@ -95,7 +95,7 @@ def test_more_than_the_host_holds_is_written_at_the_end(start: Restarts) -> None
     assert ask_all(start(host_cache_bytes=host)) == HIT
 
 
-def test_without_a_proper_end_what_the_host_had_is_there(start: Restarts) -> None:
+def test_files_of_an_engine_that_was_killed_are_hit(start: Restarts) -> None:
     llm = start(**SMALL)
     for _ in range(2):
         ask_all(llm)
@@ -114,7 +114,7 @@ def test_salts_share_nothing(start: Restarts) -> None:
 
 
 def changed(tiny_model: Callable[[str], Path], tmp_path: Path, by: float) -> Path:
-    """A checkpoint one of whose values is another."""
+    """Copy a checkpoint, and add `by` to one of its values."""
     path = Path(shutil.copytree(tiny_model("qwen3_next"), tmp_path / f"model {by}"))
     weights = load_file(path / "model.safetensors")
     name = min(name for name, each in weights.items() if each.dim() == 2)
@@ -126,7 +126,7 @@ def changed(tiny_model: Callable[[str], Path], tmp_path: Path, by: float) -> Pat
 def test_changed_weights_miss(start: Restarts, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     ask_all(start())
     assert ask_all(start(changed(tiny_model, tmp_path, 2**-12))) == MISS
-    assert ask_all(start(changed(tiny_model, tmp_path, 0.0))) == HIT  # the same ones, elsewhere
+    assert ask_all(start(changed(tiny_model, tmp_path, 0.0))) == HIT  # the same weights, elsewhere
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"state_dtype": "bfloat16"}, {"block_size": 128}])
@@ -154,7 +154,7 @@ def test_reset_deletes(start: Restarts, tmp_path: Path) -> None:
     assert start.files() == [] and ask_all(llm) == MISS
     llm.reset_prefix_cache()
     assert ask_all(start()) == MISS
-    assert ask_all(start()) == HIT  # what came after the reset
+    assert ask_all(start()) == HIT  # on files from after the reset
 
 
 @pytest.mark.parametrize("deletes", [True, False])

@@ -1,4 +1,4 @@
-"""Whole engines whose files are damaged, whose disk is full, or whose thread fails: hits are lost, and nothing else."""
+"""Check whole engines with damaged files, a full disk or a failing thread: they lose hits, and nothing else."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_a_full_disk_costs_hits(
 def test_a_directory_that_cannot_be_written(
     start: Restarts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, call: str
 ) -> None:
-    """The engine goes on without it."""
+    """Check that the engine goes on without the directory."""
     ask_all(start(**SMALL))
-    start.close()  # what it lacks is written now
+    start.close()  # missing files are written now
     real = getattr(Path, call)
 
     def refuse(path: Path, *given: Any, **options: Any) -> Any:
@@ -148,7 +148,7 @@ def test_faults_in_the_thread_cost_hits(
 def test_ctrl_c_in_between(
     start: Restarts, original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a step waits for files, and while the engine is closed: what comes after is right."""
+    """Check interrupts while a step waits for files and while the engine closes: later answers are right."""
     ask_all(start(**SMALL))
     llm = start(**SMALL)
     tier = llm._step_loop._tier

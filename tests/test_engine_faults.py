@@ -1,4 +1,4 @@
-"""What goes wrong stays with the request that it concerns: the others finish, and what was cached still hits."""
+"""Check that a fault ends only the request that it concerns. The others finish, and cached prefixes still hit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def failing(
 
 
 def still_serves(llm: LLM, original: Original) -> None:
-    """What was cached before is hit, and answered as ever."""
+    """Check that the prompt cached before is hit, and answered as ever."""
     output = ask(llm, [CACHED], greedy(3))
     original.check_all([CACHED], output)
     assert hits(output) == [128]
@@ -96,7 +96,7 @@ def test_steps_that_fail_now_and_then(engine: Engines, original: Originals, opti
 @pytest.mark.parametrize("when", ["prefilling", "decoding"])
 @pytest.mark.parametrize("answers", [1, 3])
 def test_request_whose_steps_always_fail(engine: Engines, original: Originals, when: str, answers: int) -> None:
-    """One whose steps fail from some token on ends with the error; those that ran beside it finish."""
+    """Check that a request ends with the error if its steps fail from some token on. The requests beside it finish."""
     llm = engine(max_num_batched_tokens=100)
     ask(llm, [CACHED], greedy(1))
     prompts = [tokens_of(6, 100), tokens_of(7, 170), tokens_of(8, 130)]

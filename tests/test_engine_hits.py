@@ -1,4 +1,4 @@
-"""What is hit, by whom, and why not more."""
+"""Check the hits of requests, and the reasons why they are no longer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_third_prompt_hits_all_that_is_shared(engine: Engines, original: Origina
 @pytest.mark.parametrize("count", [3, 64])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_submitted_together(engine: Engines, budget: int, count: int) -> None:
-    """What prompts share is computed once, by the first; the others wait for it and hit."""
+    """Check that a shared prefix is computed once, by the first request. The others wait for it and hit."""
     shared = tokens_of(5, 200)
     llm = engine(max_num_batched_tokens=budget, num_kv_blocks=400, max_num_seqs=count)
     outputs = ask(llm, [[*shared, 2 + i, *tokens_of(6, 4)] for i in range(count)], ONE)
@@ -72,8 +72,9 @@ def test_submitted_together(engine: Engines, budget: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefilling", "decoding"])
-def test_abort_of_the_one_that_computes_a_shared_prefix(engine: Engines, original: Originals, when: str) -> None:
-    """Another one takes over where the aborted one had committed; pools and cache are as ever after."""
+def test_abort_of_the_request_that_computes_a_shared_prefix(engine: Engines, original: Originals, when: str) -> None:
+    """Check that another request takes over where the aborted request had committed. Pools and cache are then as
+    ever."""
     shared = tokens_of(7, 300)
     prompts = [[*shared, *tokens_of(seed, 20)] for seed in (8, 9, 10)]
     llm = engine(max_num_batched_tokens=100, num_kv_blocks=14)
@@ -120,7 +121,7 @@ def test_salts_separate(engine: Engines) -> None:
     assert hits(together) == [0, 0] and llm.stats.waits == 0
 
 
-def test_what_one_request_neither_reads_nor_stores(engine: Engines) -> None:
+def test_read_cache_and_store_cache(engine: Engines) -> None:
     prompt = tokens_of(14, 200)
     llm = engine()
     params = [greedy(1, store_cache=False), greedy(1), greedy(1, read_cache=False), greedy(1)]
@@ -150,7 +151,8 @@ def test_checkpoint_interval(engine: Engines) -> None:
 
 
 def test_reset_prefix_cache(engine: Engines, original: Originals) -> None:
-    """A running request goes on with what it has read; nothing of before, nor of it, is hit after."""
+    """Check that a running request goes on with its cached prefix. Later requests hit no block from before the reset,
+    and none of this request."""
     prompts = [tokens_of(18, 200), tokens_of(19, 150)]
     llm = engine(max_num_batched_tokens=64)
     ask(llm, prompts[:1], greedy(3))

@@ -73,12 +73,12 @@ def answers(llm: LLM) -> dict[str, RequestOutput]:
 def test_a_step_ahead_changes_nothing(
     engine: Engines, drafts: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is drawn and accepted is the same; only where an answer ends a row of it may have run in vain."""
+    """Check that answers are the same a step ahead. The engine accepts at most the drafts that it makes."""
     plain = answers(engine(model, max_num_batched_tokens=150))
     texts = [[*ASKED[name][0], *each.token_ids] for name, output in plain.items() for each in output.outputs]
 
     def right_mostly(indices: StateIndices, histories: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Drafts by who knows the answers; wrong ones at every tenth position."""
+        """Return drafts from the known answers, with a wrong token at every tenth position."""
         tokens = indices.tokens[: indices.num_decodes * indices.tokens_per_decode].view(indices.num_decodes, -1)
         is_open = tokens == PLACEHOLDER
         begun = draft_from_history(indices, histories, lengths)
@@ -111,7 +111,7 @@ def test_a_step_ahead_changes_nothing(
         assert sum(each.num_accepted_tokens for each in found["greedy"].outputs) > 25
 
 
-def test_of_two_sources_one_is_refused(engine: Engines) -> None:
+def test_two_draft_sources_are_refused(engine: Engines) -> None:
     with pytest.raises(ValueError, match="speculative is 'ngram' and draft= is given too"):
         engine(speculative="ngram", draft=lambda request, limit: [])
 

@@ -34,7 +34,8 @@ def embedding(llm: LLM, token: int) -> torch.Tensor:
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("budget", [80, 8192])
 def test_prompt(engine: Engines, original: Originals, value: float, n: int, budget: int) -> None:
-    """Cut into several steps too, of which the first ones have no logits and are stored."""
+    """Check a prompt that may be cut into several steps. The first steps have no logits, and their states are
+    stored."""
     llm = engine(max_num_batched_tokens=budget)
     sound, weights = [prompt_of(1, 150), prompt_of(2, 100)], embedding(llm, BAD).clone()
     bad = [*prompt_of(3, 20), BAD, *prompt_of(4, 180)]
@@ -55,14 +56,14 @@ def test_prompt(engine: Engines, original: Originals, value: float, n: int, budg
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_answer(engine: Engines, original: Originals, drafts: bool) -> None:
-    """What came before, and was told by finite logits, is kept."""
+    """Check that the tokens before the fault, with finite logits, are kept."""
     prompts = [[4 + token % 50 for token in prompt_of(seed, 200 - 50 * seed)] for seed in (1, 2)]
     truth = [answer(output) for output in ask(engine(), prompts, greedy(40))]
     token = next(token for token in truth[0][5:] if token > 53 and token not in [*truth[0][:5], *truth[1]])
     place = truth[0].index(token) + 1
 
     def draft(request: Request, limit: int) -> list[int]:
-        """Right ones, up to the token: beside what is NaN, masked attention is NaN too."""
+        """Return right drafts up to the token. Beside a NaN, masked attention is NaN too."""
         return truth[0][: place - 1][len(request.output) :][:limit] if list(request.prompt) == prompts[0] else []
 
     llm = engine(draft=draft, max_draft_tokens=3) if drafts else engine()
@@ -77,8 +78,9 @@ def test_answer(engine: Engines, original: Originals, drafts: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_who_hit_it_ends_too_and_it_is_found_no_more(engine: Engines, ahead: int) -> None:
-    """Stored by a request that was aborted before it had logits. A step in flight stores its state as well."""
+def test_request_that_hits_a_bad_state_ends_and_the_state_is_dropped(engine: Engines, ahead: int) -> None:
+    """Check a state that was stored by a request without logits, which was aborted. A step in flight stores its state
+    as well."""
     llm = engine(max_num_batched_tokens=80, checkpoint_interval=64)
     llm._step_loop.steps_ahead = ahead
     bad = [*prompt_of(3, 20), BAD, *prompt_of(4, 180)]
@@ -131,7 +133,7 @@ def test_a_bad_block_is_found_once_and_then_dropped(engine: Engines, original: O
 
 
 @pytest.mark.parametrize(("start", "found"), [(0, 0), (63, 0), (64, 64), (130, 128), (200, 192)])
-def test_what_is_wrong_is_not_found(start: int, found: int) -> None:
+def test_wrong_blocks_are_not_found(start: int, found: int) -> None:
     cache = watched()
     cache.add("a", text(200), checkpoint_at=(64, 128, 192))
     cache.admit("a")

@@ -1,4 +1,4 @@
-"""Options: those of vLLM, what is refused before any weights are read, and what a checkpoint's files set."""
+"""Check vLLM's options, options that are refused before any weights are read, and settings of a checkpoint's files."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_revision(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyP
 def test_sampling_of_the_checkpoint(
     engine: Engines, tmp_path: Path, given: dict[str, Any], params: SamplingParams
 ) -> None:
-    """It is what prompts without parameters get; those that bring some are sampled as these say."""
+    """Check that prompts without parameters are sampled by the checkpoint's. Other prompts use their own parameters."""
     directory = save_tiny_model("qwen3_next", tmp_path)
     set_in(directory / "generation_config.json", **given)
     llm, plain = engine(directory), engine()
@@ -216,7 +216,7 @@ def test_ids_of_callers_are_not_given_again(engine: Engines) -> None:
     run_until_idle(llm)
 
 
-def test_what_outputs_tell(engine: Engines, text_model: Path) -> None:
+def test_fields_of_outputs(engine: Engines, text_model: Path) -> None:
     llm = engine(text_model)
     first, second = (llm.generate("hello " * 20, greedy(3), use_tqdm=False)[0] for _ in range(2))
     assert (first.prompt, first.num_cached_tokens, second.num_cached_tokens) == ("hello " * 20, 0, 64)
@@ -294,7 +294,7 @@ def test_closed(engine: Engines) -> None:
         (stepped,) = llm.step()[:1]
     assert (output.outputs[0].finish_reason, stepped.outputs[0].finish_reason) == ("abort", "abort")
     assert by_hand and llm.idle and llm.stats.requests == 2
-    engine.watch._storages.clear()  # what is at these places by now is others'
+    engine.watch._storages.clear()  # other tensors may be at these places by now
     gc.collect()
     assert module() is None and pool() is None
     llm.close()
@@ -329,7 +329,7 @@ def test_scaled_rotations_reach_further(settings: dict[str, Any], limit: int) ->
     assert _position_limit(SimpleNamespace(max_position_embeddings=500, **settings)) == limit
 
 
-def test_who_names_no_length_gets_what_there_is_room_for(engine: Engines, tmp_path: Path) -> None:
+def test_default_length_is_cut_to_the_room_that_is_left(engine: Engines, tmp_path: Path) -> None:
     directory = save_tiny_model("qwen3_next", tmp_path)
     set_in(directory / "generation_config.json", max_new_tokens=80)
     llm = engine(directory, max_model_len=100)

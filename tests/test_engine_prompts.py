@@ -1,4 +1,4 @@
-"""The forms of prompts that users of other engines write; what is wrong with one is said, and none is left in line."""
+"""Check the forms of prompts that other engines take. A wrong prompt gets a message, and no prompt is left in line."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 def test_wrong_prompts(llm: LLM) -> None:
-    """Each is named, alone and among others, of which none runs."""
+    """Check that each wrong prompt is named, alone and among others, and that no prompt of the call runs."""
     for prompt, message in WRONG.values():
         calls: list[tuple[Callable[[], Any], str]] = [
             (partial(llm.generate, [TOKENS, prompt, TOKENS], greedy(1), use_tqdm=False), "prompt 1"),
@@ -156,7 +156,7 @@ def test_wrong_request_id(llm: LLM) -> None:
 
 
 def test_refused_by_the_scheduler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only the scheduler finds wrong leaves no prompt of the call in line either."""
+    """Check that an error of the scheduler alone leaves no prompt of the call in line either."""
     scheduler = llm._step_loop._scheduler
     add, calls = scheduler.add, iter(range(9))
 
@@ -177,8 +177,8 @@ def test_refused_by_the_scheduler(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(ask(llm, [TOKENS] * 2, greedy(1))) == 2
 
 
-def test_ids_of_its_own_are_free_ones(llm: LLM) -> None:
-    """However many of the ids that the engine would give next were given by the caller."""
+def test_ids_that_the_engine_makes_are_free(llm: LLM) -> None:
+    """Check that the engine skips ids that the caller has taken."""
     mine = [llm.submit(TOKENS, greedy(3), request_id=f"request-{i}") for i in range(3)]
     assert len(answer(ask(llm, [TOKENS], greedy(2))[0])) == 2
     assert set(run_until_idle(llm)) == set(mine)

@@ -47,7 +47,7 @@ def check(original: Original, prompt: list[int], params: SamplingParams, tokens:
     "options", [{}, {"max_num_batched_tokens": 70}, {"num_kv_blocks": 5}, {"drafts": "chains"}, {"drafts": "trees"}]
 )
 def test_penalties(engine: Engines, original: Originals, options: dict[str, Any]) -> None:
-    """In a batch with others, after preemptions and with drafts, which count before what they are followed by."""
+    """Check penalties in a batch, after preemptions and with drafts. A draft counts for the tokens that follow it."""
     options = dict(options)
     params = [greedy(LENGTH, **each) for each in PARAMS]
     known: dict[tuple[int, ...], list[int]] = {}
@@ -55,7 +55,8 @@ def test_penalties(engine: Engines, original: Originals, options: dict[str, Any]
     drafts = options.pop("drafts", None)
 
     def draft(request: Request, limit: int) -> list[int] | DraftTree:
-        """Right ones, with a wrong one now and then, or one beside the first one and one behind that."""
+        """Return right drafts with a wrong token now and then. A tree has two wrong tokens as a branch beside the right
+        drafts."""
         upcoming = known.get(tuple(request.prompt), [])[len(request.output) :][:limit]
         if drafts == "trees" and upcoming:
             return DraftTree([7, 8, *upcoming][:limit], [0, 1, 0, *range(3, 9)][: min(limit, 2 + len(upcoming))])
@@ -74,7 +75,7 @@ def test_penalties(engine: Engines, original: Originals, options: dict[str, Any]
 
 
 def test_several_drawn_answers(engine: Engines) -> None:
-    """Each counts its own tokens: it is what a request of its own with its seed gets."""
+    """Check that each answer counts its own tokens. It is the same as for a separate request with its seed."""
     params = {"temperature": 1.0, "max_tokens": LENGTH, "ignore_eos": True, **PARAMS[2]}
     together = ask(engine(), [PROMPTS[1]], SamplingParams(n=3, seed=5, **params))[0]
     alone = ask(engine(), [PROMPTS[1]] * 3, [SamplingParams(seed=5 + i, **params) for i in range(3)])
@@ -138,7 +139,7 @@ def test_stops(engine: Engines, text_model: Path, options: dict[str, Any], text:
 
 @pytest.mark.parametrize("options", [{}, {"speculative": "ngram"}], ids=["known", "drafted"])
 def test_draws_of_all_kinds_together_are_those_of_each_alone(engine: Engines, options: dict[str, Any]) -> None:
-    """They are made in another order than rows stand in, by what is cut off."""
+    """Check that draws are right although their order follows the kind of cut, not the order of rows."""
     prompts = [[*tokens_of(1, 40)] * 3, [7] * 70, tokens_of(3, 5), tokens_of(5, 80), [*tokens_of(2, 30)] * 3]
     params = [
         greedy(30, temperature=1.0, seed=1, top_p=0.9, logit_bias={5: 4.0}),

@@ -210,7 +210,7 @@ def test_budgets_are_taken_as_given(skeleton: Model) -> None:
 
 
 def test_that_nothing_is_cached_is_warned_of(skeleton: Model, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever leaves cached states no memory, unless it was asked for."""
+    """Check the warning wherever cached states get no memory, unless the user asked for that."""
     free = 1 << 30
     ample = plan_memory(EngineConfig("m", device="cpu"), skeleton, free)
     state, share = ample.state_bytes, int(free * SHARES["cpu"][0])
@@ -233,7 +233,7 @@ def test_free_memory() -> None:
     assert sizing.free_memory("cpu") > 1 << 20
 
 
-def test_collections_leave_out_what_was_imported_and_no_engine(tiny_model: Callable[[str], Path]) -> None:
+def test_collections_skip_imported_objects_and_free_engines(tiny_model: Callable[[str], Path]) -> None:
     gc.unfreeze()
     gc.collect()
     before = len(gc.get_objects())

@@ -17,7 +17,7 @@ from mambacache.models.adapt import model_skeleton
 from mambacache.runner.ngram import history_bytes
 from mambacache.runner.sizing import SHARES, plan_memory
 
-ROOM = 14  # slabs beside those of running requests
+ROOM = 14  # slabs beside the slabs of running requests
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MODELS = ["qwen3_next", "kimi_linear", "jamba", "falcon_h1", "lfm2", "zamba2"]
 
@@ -48,7 +48,7 @@ def start(tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_answers(model: str, device: str, start: Callable[..., LLM], original: Callable[[str], Original]) -> None:
-    """Many short prompts, then few long ones, and the other way round."""
+    """Check many short prompts, then few long prompts, and the other way round."""
     rng = random.Random(0)
     llm = start(model, device)
     short = [[*tokens_of(seed, 70), seed] for seed in range(12)]

@@ -1,4 +1,5 @@
-"""A step is taken or failed, whatever is raised where; and nobody waits for ever. On a scheduler of the barest kind."""
+"""Check with a bare scheduler that a step is taken or failed, wherever an error is raised, and that nobody waits for
+ever."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class Bench:
         return answers
 
     def plant(self, method: str, *errors: BaseException | None, after: bool = False) -> None:
-        """Has the next calls of a method of `Line` raise these, when it did its work or before."""
+        """Make the next calls of a method of `Line` raise `errors`, after its work or before."""
         real, coming = getattr(self.line, method), iter(errors)
 
         def planted(*args: Any) -> Any:
@@ -75,7 +76,7 @@ class Bench:
         raise AssertionError(f"requests are left after 50 steps; {raised[-3:]}")
 
     def check_answers(self) -> None:
-        """All are whole, and their log probabilities are those of the steps whose tokens were taken."""
+        """Check that all answers are whole, and that each log probability comes from the same step as its token."""
         assert set(self.outputs) == set(self.ids)
         taken = [-plan.number for what, plan in self.line.told if what == "updated"][-LENGTH:]
         for output in self.outputs.values():
@@ -111,7 +112,8 @@ def test_step_that_breaks(method: str, after: bool, kind: type[BaseException]) -
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("method", "after"), PLACES)
 def test_step_that_breaks_with_another_in_flight(method: str, after: bool, kind: type[BaseException]) -> None:
-    """What is behind it fails too, for no fault of its own; what is ahead of it is read, unless the call breaks off."""
+    """Check that the step behind it fails too, without a fault of its own. The step ahead of it is read, unless the
+    call breaks off."""
     bench = Bench(ahead=1)
     error = kind("planted")
     bench.plant(method, None, error, after=after)
@@ -127,7 +129,7 @@ def test_step_that_breaks_with_another_in_flight(method: str, after: bool, kind:
 
 
 def test_a_step_ahead() -> None:
-    """The next step is launched before this one is read. A step whose requests have all ended is read, too."""
+    """Check that the next step is launched before this step is read. A step without live requests is read, too."""
     bench = Bench(ahead=1)
     real, launched = bench.line.launch, []
     bench.line.launch = lambda plan, *args: launched.append(plan.number) or real(plan, *args)  # type: ignore
@@ -258,7 +260,7 @@ def test_abort_whose_last_words_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_row_of_a_request_that_was_forgotten() -> None:
-    """The step fails: whoever planned it is told, and cannot make the engine stand still."""
+    """Check that the step fails and the scheduler is told, so that a bad plan cannot make the engine stand still."""
     bench = Bench()
     bench.step_loop._forget(bench.step_loop.answers[bench.ids[0]])
     bench.step()

@@ -31,7 +31,7 @@ def test_stream(engine: Engines, text_model: Path) -> None:
     assert len([delta for delta in deltas if delta]) == len(SPOKEN), "each character comes as soon as it is whole"
 
 
-def test_stream_holds_back_what_may_be_a_stop_string(engine: Engines, text_model: Path) -> None:
+def test_stream_holds_back_a_possible_stop_string(engine: Engines, text_model: Path) -> None:
     llm = engine(text_model)
     speak(llm, "a stone, a stock, a stop sign")
     pieces = [output.outputs[0].delta for output in llm.stream("x", SamplingParams(max_tokens=99, stop=["stop"]))]

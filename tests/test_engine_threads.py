@@ -1,4 +1,4 @@
-"""One caller at a time: a second one is turned away at once, and the first one's answers are what they are alone."""
+"""Check that a second caller is turned away at once, and that the first caller's answers stay the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [tokens_of(i, 60 + i) for i in range(6)]
 
 
 def test_threads(engine: Engines, original: Originals) -> None:
-    """Six of them, each with prompts of its own: whatever is answered is right, the rest is turned away."""
+    """Check threads with different prompts: each answer is right, and the other calls are turned away."""
     llm = engine()
     outputs: list[tuple[int, RequestOutput]] = []
     errors: list[BaseException] = []
@@ -64,7 +64,7 @@ CALLS: list[Callable[[LLM], object]] = [
 
 
 def test_second_caller_is_turned_away_at_once(engine: Engines, original: Originals) -> None:
-    """Whatever it calls, while the first one is in the midst of a step."""
+    """Check every call of a second caller while the first caller is in the midst of a step."""
     llm = engine()
     launch = llm.runner.launch
     errors: list[str] = []
@@ -151,7 +151,7 @@ def test_stream_that_is_closed_in_mid_step(
 
 
 def test_stream_whose_id_is_given_again(engine: Engines, original: Originals) -> None:
-    """It ended when its request was aborted: what runs under its id now is another's."""
+    """Check that a stream has ended with its aborted request, even if a new request runs under the same id."""
     llm = engine()
     stream = llm.stream(PROMPTS[0], greedy(50))
     request_id = next(stream).request_id

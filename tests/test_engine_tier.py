@@ -60,7 +60,7 @@ def test_every_model(engine: Engines, original: Callable[[str], Original], model
 
 
 def test_without_a_tier_the_same_prompts_are_lost(engine: Engines) -> None:
-    """What the test above says comes from the tier."""
+    """Check that the hits of the test above come from the tier."""
     llm = engine(**SMALL | {"host_cache_bytes": 0})
     for _ in range(2):
         outputs = ask(llm, PROMPTS, greedy(4), together=False)
@@ -70,7 +70,7 @@ def test_without_a_tier_the_same_prompts_are_lost(engine: Engines) -> None:
 
 @pytest.mark.parametrize("budget", [64, 8192])
 def test_together_and_in_turns_of_chats(engine: Engines, original: Callable[[str], Original], budget: int) -> None:
-    """Those that do not wait for a load go ahead, and a prefix that several wait for is loaded once."""
+    """Check that requests without a load go ahead, and that a prefix for several waiting requests is loaded once."""
     llm = engine(**SMALL | {"max_num_seqs": 4, "num_kv_blocks": 20}, max_num_batched_tokens=budget)
     turns: list[list[int]] = PROMPTS
     for number in range(3):
@@ -80,7 +80,7 @@ def test_together_and_in_turns_of_chats(engine: Engines, original: Callable[[str
             [*turn, *answer(output), *tokens_of(90 + number, 5)] for turn, output in zip(turns, outputs, strict=True)
         ]
     shared = [[*tokens_of(60, 200), *tokens_of(seed, 30)] for seed in range(61, 64)]
-    ask(llm, [shared[0][:200]], greedy(2))  # once: what goes on is evicted late
+    ask(llm, [shared[0][:200]], greedy(2))  # once: a prefix that goes on is evicted late
     ask(llm, [tokens_of(seed, 200) for seed in range(70, 90)], greedy(2), together=False)
     before = llm.stats
     outputs = ask(llm, shared, greedy(3))
@@ -130,7 +130,7 @@ def test_a_failing_transfer_costs_a_miss(
 def test_faults_in_the_tier_itself_cost_misses(
     engine: Engines, original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it raises, launching or telling: no request ends for it."""
+    """Check that no request ends for an error that the tier raises, in a launch or in a report."""
     llm = engine(**SMALL)
     tier = llm._step_loop._tier
     assert tier is not None
@@ -215,7 +215,8 @@ def test_recall_with_two_states_on_the_device(device: str) -> None:
 
 
 def test_sizes_and_plan(text_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One state for 10,000 tokens of KV; what is printed before anything is loaded is what the engine has then."""
+    """Check that a state comes with 10,000 tokens of KV. The plan prints the engine's sizes before anything is
+    loaded."""
     llm = LLM(text_model, device="cpu", max_num_seqs=2, host_cache_bytes=100_000_000)
     sizes = llm.sizes
     assert sizes.num_host_pages / sizes.num_host_states == pytest.approx(10_000 / 64, rel=0.1)

@@ -1,4 +1,4 @@
-"""What a tokenizer raises, or gives that is no text, costs the request that it was asked for, and nothing else."""
+"""Check that a tokenizer's error, or a result that is no text, costs its own request and nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SHORT = SamplingParams(max_tokens=len(CUT.encode()) - 1)
 
 @pytest.fixture
 def llm(engine: Engines, text_model: Path) -> LLM:
-    """Its model answers prompts that begin with G, B and C with these texts, whatever became of the steps before."""
+    """Make an engine that answers prompts with `GOOD`, `BAD` or `CUT` by their first letter, even after failed
+    steps."""
     llm = engine(text_model)
     encode = llm.tokenizer.encode
     texts = {"G": GOOD, "B": BAD, "C": CUT}
@@ -115,7 +116,8 @@ def test_fault_of_one_answer_of_several(llm: LLM) -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 def test_interrupt_when_no_more_tokens_come(llm: LLM, kind: type[BaseException]) -> None:
-    """It ends the call in which it falls. Requests stepped by hand go on, the one that ended just then included."""
+    """Check that an interrupt ends the call that it hits. Requests stepped by hand go on, even if they ended just
+    then."""
     spoil(llm, raising(kind()), end_inside_a_character(llm), [1])
     ids = [llm.submit("G", ENOUGH), llm.submit("C", SHORT)]
     with pytest.raises(kind):

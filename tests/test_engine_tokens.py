@@ -1,4 +1,4 @@
-"""Whatever is cached, however the work is cut and mixed: the tokens are those of the original alone."""
+"""Check that tokens are the same as the original's, for all cached prefixes, cuts and mixes of the work."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_long_prompt(engine: Engines, original: Originals) -> None:
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"state_dtype": "bfloat16"}, {"state_dtype": "float16"}])
 def test_16_bit(engine: Engines, original: Originals, options: dict[str, str]) -> None:
-    """Tokens may differ; what the model says of its tokens stays near to what the original says of them."""
+    """Check that log probabilities stay near to the original's. Tokens may differ."""
     llm = engine(**options)
     for hit in (0, 192):
         output = ask(llm, [FAMILY[1]], greedy(12, logprobs=0))[0]
@@ -125,8 +125,8 @@ def test_16_bit(engine: Engines, original: Originals, options: dict[str, str]) -
 
 
 class Script:
-    """Drafts whose first `right` tokens are those of the true answer, and whose others are not; none where the true
-    answer is not known."""
+    """Draft `right` tokens of the true answer and then wrong tokens. Draft nothing where the true answer is not
+    known."""
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], lengths: Sequence[tuple[int, int]]) -> None:
         self._truth, self._lengths = truth, lengths
@@ -145,7 +145,8 @@ def truth(llm: LLM, prompts: Sequence[Sequence[int]], count: int) -> dict[tuple[
 
 @pytest.mark.parametrize("model", ["qwen3_next", "olmo_hybrid", "kimi_linear", "lfm2", "mamba"])
 def test_drafts(engine: Engines, original: Originals, model: str) -> None:
-    """Rows of 1 to 8 tokens of which a mixed number is accepted, in batches with prefill; turns resume after them."""
+    """Check rows of 1 to 8 tokens with mixed numbers of accepted drafts, beside prefill. Later turns resume after
+    them."""
     alone = truth(engine(model), FAMILY, 24)
     lengths = [(7, 7), (3, 1), (0, 0), (7, 4), (5, 0), (1, 1), (6, 6), (2, 2), (4, 3)]
     llm = engine(model, draft=Script(alone, lengths), max_draft_tokens=7, max_num_batched_tokens=100)
@@ -160,7 +161,7 @@ def test_drafts(engine: Engines, original: Originals, model: str) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3_next", "kimi_linear", "bamba", "falcon_mamba", "lfm2", "zamba2"])
 def test_trees_of_drafts(engine: Engines, original: Originals, model: str) -> None:
-    """Rows whose drafts have branches, the right ones among them now and then; turns resume after them."""
+    """Check rows of drafts with branches, some of them right. Later turns resume after them."""
     alone, rng = truth(engine(model), FAMILY, 24), random.Random(model)
 
     def draft(request: Request, limit: int) -> DraftTree:
@@ -219,7 +220,7 @@ def test_boundary_inside_drafts(engine: Engines, original: Originals, offset: in
     ],
 )
 def test_preemption(engine: Engines, original: Originals, options: dict[str, Any]) -> None:
-    """Answers that outgrow the pool: the youngest make room and start again from what is cached."""
+    """Check answers that outgrow the pool. The youngest requests make room and start again from cached prefixes."""
     prompts = [tokens_of(40 + i, 115 + i) for i in range(5)]
     llm = engine(**options)
     for count in (25, 35):

@@ -131,10 +131,10 @@ def test_long_runs_that_are_no_text(runs: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     "endless", [[0x80], [0xE2, 0x82], [0xF0, 0x9F, 0x9A], [256], [0xFF, 256], [0x80] * 40 + [256] * 40]
 )
-def test_what_never_becomes_text_is_not_decoded_again_and_again(
+def test_tokens_that_never_become_text_are_not_decoded_again_and_again(
     endless: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work for a token does not grow with their number."""
+    """Check that the work for a token does not grow with the number of tokens."""
     decode, longest = BYTES.decode, []
 
     def decoding(tokens: list[int], **options: Any) -> str:
@@ -170,7 +170,7 @@ def test_options(options: dict[str, Any], text: str, stop: str | None) -> None:
 
 
 def stopped_text(text: str, stop: Sequence[str]) -> tuple[str, bool]:
-    """What a reader sees who reads letter by letter, up to the first that completes a stop string."""
+    """Return the text before the stop string that is complete first, letter by letter, and whether there is any."""
     for end in range(len(text) + 1):
         found = [at for each in stop if (at := text[:end].find(each)) >= 0]
         if found:
@@ -217,7 +217,7 @@ def test_steps_that_fail_after_their_tokens_were_taken(
 @settings(max_examples=300, deadline=None)
 @given(TEXTS, st.sets(st.integers(0, 60), max_size=8), STOPS)
 def test_tokenizer_that_fails_now_and_then(tokens: list[int], bad_calls: set[int], stop: list[str]) -> None:
-    """What it raises changes nothing: the same token is taken again."""
+    """Check that an error of the tokenizer changes nothing, since the same token is taken again."""
     calls = iter(range(10_000))
 
     class Failing:

@@ -1,4 +1,4 @@
-"""Which Triton the kernels run with: what is refused, and the private calls that `Launcher` makes of it."""
+"""Check the releases of Triton that are refused, and the private calls of Triton that `Launcher` makes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_newer_releases_are_warned_of_once(unchecked: None, monkeypatch: pytest.
     assert len(said) == 1
 
 
-def test_one_that_cannot_be_imported_is_refused(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_that_cannot_be_imported_is_refused(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))  # it has no __version__
     with pytest.raises(ValueError, match=f"^The kernels need Triton, and .* cannot be imported .*: {CHANGE}"):
         device.check_triton()
@@ -95,7 +95,7 @@ print(len(llm.generate("one", SamplingParams(temperature=0, max_tokens=5))[0].ou
 
 
 class Variant:
-    """What a compiled kernel is to its own launch: everything but the launch."""
+    """Stand in for a compiled kernel, in everything but the launch."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -116,7 +116,7 @@ class Variant:
 
 
 class Kernel:
-    """What a kernel is to `Launcher`: it compiles with its first launch, and gives the variant."""
+    """Stand in for a kernel as `Launcher` uses it: the first launch compiles the kernel and gives the variant."""
 
     arg_names: ClassVar = ["x", "none", "number", "width"]
 
@@ -140,7 +140,7 @@ def test_a_variant_that_is_known_is_launched_with_addresses(monkeypatch: pytest.
     assert launched[9:] == (x.data_ptr(), None, 3, 64)  # after metadata and hooks
 
 
-def test_what_triton_takes_and_gives() -> None:
+def test_private_signatures_of_triton() -> None:
     def kernel(x, none, number, width) -> None:
         pass
 
@@ -164,8 +164,8 @@ print(*sorted(keys.items()))
 """
 
 
-@pytest.mark.gpu  # of the releases that serve, the oldest alone makes keys that depend on the order
-def test_what_a_process_compiles_another_finds_whatever_it_calls_first() -> None:
+@pytest.mark.gpu  # only the oldest release that serves makes keys that depend on the order
+def test_cache_keys_do_not_depend_on_the_order_of_calls() -> None:
     forwards, backwards = (
         subprocess.run([sys.executable, "-P", "-c", KEYS, order], capture_output=True, text=True, check=True).stdout
         for order in ("forwards", "backwards")

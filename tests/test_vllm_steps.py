@@ -1,4 +1,4 @@
-"""What a worker of the vLLM plugin makes of the scheduler's rows: needs no vLLM."""
+"""Check the rows that a worker of the vLLM plugin makes from the scheduler's rows. The tests need no vLLM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prefill(name: str, start: int, num_tokens: int, src: int, dst: int, **checkp
 
 
 def sent(sender: Sender, receiver: Receiver, steps: Sequence[SequenceStep], finished: Sequence[str] = ()) -> list[str]:
-    """What travels; afterwards the worker's rows lay out as the scheduler's do."""
+    """Send steps, check that the worker's rows lay out as the scheduler's do, and return the names that were sent."""
     columns = sender.columns(steps, finished)
     receiver.take(columns, finished)
     decodes = sum(not step.prefill for step in steps)
@@ -133,8 +133,8 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
 
 
 def test_decode_buffers_are_filled_where_rows_may_have_changed(context: StepContext, monkeypatch: Any) -> None:
-    """Steps between which every row moved on by a token copy nothing; what follows a fold, a step of other widths or
-    one with late rows does."""
+    """Check that a step copies nothing if every row moved on by a token. A step after a fold, after other widths or
+    after late rows does copy."""
     sender, fills = Sender(), list[int]()
     fill = DecodeBuffers.fill
     monkeypatch.setattr(DecodeBuffers, "fill", lambda *args: fills.append(1) or fill(*args))

@@ -1,4 +1,4 @@
-"""Plants a trace function, by which tests raise in the middle of other code."""
+"""Plant a trace function, so that tests can raise in the middle of other code."""
 
 from __future__ import annotations
 
