@@ -79,7 +79,7 @@ class SequenceStep(NamedTuple):
     drafts: tuple[int, ...] = ()
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside dst
     prompt_logits: bool = False  # wants all logits of a prefill row
-    late: int = 0  # tokens by which it may start later, if drafts are accepted
+    unplaced_by: int = 0  # tokens by which it may start later, if drafts are accepted
     parents: tuple[int, ...] = ()  # empty without branches
     kept: tuple[int, ...] = ()
 
@@ -151,7 +151,7 @@ class StepPlan:
 
     - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (entry of the first token) [N]
     - `decode_len` [N]: tokens without padding
-    - `late_len` [N]: tokens of a `late` row if its log has room; else 0
+    - `late_len` [N]: tokens of an unplaced row if its log has room; else 0
     - `ancestors` [N * T], with trees: a bit for each token on a token's path, itself included
     - `query_start_loc` [P + 1] (offsets), `context_len`, `src` [P]
     - `chunk_seq`, `chunk_start` (offset), `chunk_dst` [C], `seq_chunk_start` [P + 1]
@@ -236,7 +236,7 @@ def _decode_arrays(rows: Sequence[SequenceStep], width: int) -> dict[str, np.nda
     return arrays
 
 
-_decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "log_start", "late")
+_decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "log_start", "unplaced_by")
 
 
 def after_fold(folded: Any, src: Any, dst: Any, log_start: Any, log_end: Any) -> tuple[Any, Any, Any]:
@@ -250,10 +250,10 @@ def after_fold(folded: Any, src: Any, dst: Any, log_start: Any, log_end: Any) ->
 
 
 def decode_arrays(numbers: np.ndarray) -> dict[str, np.ndarray]:
-    """Return `DECODE_ARRAYS` from int32 [N, 7]: start, num_tokens, src, dst, log_slot, log_start, late."""
-    start, num_tokens, src, dst, log_slot, log_start, late = numbers.T.copy()
-    log_end = start % FOLD
-    columns = src, dst, log_slot, log_start, log_end, np.minimum(num_tokens, FOLD - log_end), num_tokens * (late > 0)
+    """Return `DECODE_ARRAYS` from int32 [N, 7]: start, num_tokens, src, dst, log_slot, log_start, unplaced_by."""
+    start, num_tokens, src, dst, log_slot, log_start, unplaced_by = numbers.T.copy()
+    log_end, late_len = start % FOLD, num_tokens * (unplaced_by > 0)
+    columns = src, dst, log_slot, log_start, log_end, np.minimum(num_tokens, FOLD - log_end), late_len
     return dict(zip(DECODE_ARRAYS, columns, strict=True))
 
 

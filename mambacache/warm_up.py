@@ -56,13 +56,13 @@ def _fitting(lengths: Sequence[int], room: int, longest: int) -> Iterator[int]:
 
 
 def _rows(decodes: Sequence[int], prompts: Sequence[int]) -> list[SequenceStep]:
-    rows = [decode_row(f"decode {i}", tokens, late=tokens - 1) for i, tokens in enumerate(decodes)]
+    rows = [decode_row(f"decode {i}", tokens, unplaced_by=tokens - 1) for i, tokens in enumerate(decodes)]
     return rows + [prompt_row(f"prompt {i}", tokens) for i, tokens in enumerate(prompts)]
 
 
-def decode_row(name: str, tokens: int, late: int) -> SequenceStep:
+def decode_row(name: str, tokens: int, unplaced_by: int) -> SequenceStep:
     return SequenceStep(
-        name, 0, 0, 0, tokens, False, True, NULL_BLOCK, NULL_BLOCK, drafts=(0,) * (tokens - 1), late=late
+        name, 0, 0, 0, tokens, False, True, NULL_BLOCK, NULL_BLOCK, drafts=(0,) * (tokens - 1), unplaced_by=unplaced_by
     )
 
 

@@ -186,7 +186,7 @@ class SymbolicRunner:
                 tokens. At the end of a prompt, a range selects branches of the answer.
             fail: poison all blocks that the step writes, and raise StepFailed.
         """
-        arrays = self._placed(plan) if any(step.late for step in plan.steps) else plan.arrays
+        arrays = self._placed(plan) if any(step.unplaced_by for step in plan.steps) else plan.arrays
         attention = "kv_slot" in arrays
         tokens = arrays["tokens"].astype(np.int64)
         rows = self._decode_rows(arrays) + self._prefill_rows(arrays)
@@ -263,8 +263,8 @@ class SymbolicRunner:
         """Return the arrays of the plan with each late row placed where it really begins."""
         rows = plan.steps[: plan.num_decodes]
         indices = StateIndices.from_arrays(plan.arrays, "cpu")
-        starts = [self._begins[row.request_id] if row.late else row.start for row in rows]
-        assert all(row.start <= start <= row.start + row.late for row, start in zip(rows, starts, strict=True))
+        starts = [self._begins[row.request_id] if row.unplaced_by else row.start for row in rows]
+        assert all(row.start <= start <= row.start + row.unplaced_by for row, start in zip(rows, starts, strict=True))
         place_decodes(indices, torch.tensor(starts), self._size if "kv_slot" in plan.arrays else None)
         arrays = {name: getattr(indices, name).numpy() for name in plan.arrays}
         if "kv_slot" not in plan.arrays:
@@ -444,5 +444,5 @@ class SymbolicRunner:
         expected: list[int] = []
         for step, row, wanted in zip(plan.steps, rows, answers, strict=True):
             first = row.flat.start if row.decode or step.prompt_logits else row.flat.stop - bool(wanted)
-            expected += range(first, first + step.num_tokens if step.late else row.flat.stop)
+            expected += range(first, first + step.num_tokens if step.unplaced_by else row.flat.stop)
         assert offsets.tolist() == expected

@@ -137,7 +137,7 @@ class CheckedCache(PrefixCache):
     def issued(self, steps: Sequence[SequenceStep]) -> None:
         rows = [row for step in steps if (row := self._admission.rows.get(step.row)) is not None]
         super().issued(steps)
-        for row in [row for row in rows if not row.residency.ended and not row.step.late]:
+        for row in [row for row in rows if not row.residency.ended and not row.step.unplaced_by]:
             self._computes(row.residency, row.step, 1 if row.step.drafts else row.step.num_tokens)
         self.sync()
         for row in [row for row in rows if row.step.prefill and not row.residency.ended]:

@@ -60,7 +60,7 @@ class Pipeline:
             row = cache.allocate(name, cache.next_tokens(name, 100) if left > 1 else 1, drafts=drafts, decode=left == 1)
             if row is not None:
                 rows.append(row)
-                self.late += row.late > 0
+                self.late += row.unplaced_by > 0
         plan = cache.plan(rows) if rows else None
         if self.rng.random() < 0.2:
             self.read()
@@ -132,7 +132,7 @@ def test_a_late_row_writes_the_dst_of_the_row_before_it() -> None:
                 cache.issued(before)
                 late = cache.plan([allocate(cache, "a", 1, UNKNOWN)]).steps
                 row = before[0]
-                assert (late[0].start, late[0].late) == (first + 1, row.num_tokens - 1)
+                assert (late[0].start, late[0].unplaced_by) == (first + 1, row.num_tokens - 1)
                 assert bool(late[0].dst) == (first + row.num_tokens + 8 >= 16)
                 assert not row.dst or late[0].dst == row.dst
                 cache.issued(late)
@@ -143,7 +143,7 @@ def test_a_late_row_writes_the_dst_of_the_row_before_it() -> None:
                 cache.accept(late, {"a": [3]})
                 cache.check()
                 after = allocate(cache, "a", 1)
-                assert after.start == start + 1 and not after.late
+                assert after.start == start + 1 and not after.unplaced_by
                 folded = start == 16 or start + 1 == 16
                 assert (after.src == row.src) == (not folded) and after.log_start == (0 if folded else first)
 

@@ -175,7 +175,7 @@ def test_a_row_with_drafts_is_accepted_before_the_second_row_after_it() -> None:
     plan = cache.plan([allocate(cache, "a", 1, (6,))])
     cache.issued(plan.steps)
     late = cache.plan([allocate(cache, "a", 1)])
-    assert (late.steps[0].start, late.steps[0].late) == (63, 1)
+    assert (late.steps[0].start, late.steps[0].unplaced_by) == (63, 1)
     cache.issued(late.steps)
     with pytest.raises(RuntimeError, match="request 'a' has drafts in flight in two steps: accept the first before"):
         cache.allocate("a", 1)

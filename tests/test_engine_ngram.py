@@ -96,7 +96,7 @@ def test_a_step_ahead_changes_nothing(
         llm._step_loop.steps_ahead, launch, late = ahead, llm.runner.launch, Counter[bool]()
 
         def launching(plan: StepPlan, *args: Any, launch: Any = launch, late: Counter[bool] = late) -> Any:
-            late.update(step.late > 0 for step in plan.steps)
+            late.update(step.unplaced_by > 0 for step in plan.steps)
             return launch(plan, *args)
 
         llm.runner.launch = launching

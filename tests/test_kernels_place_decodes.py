@@ -48,7 +48,7 @@ class Case:
 
 
 def step(row: int, start: int, tokens: int, src: int, dst: int, log_start: int, late: int = 0) -> SequenceStep:
-    return SequenceStep("", 0, row, start, tokens, False, True, src, dst, row + 1, log_start, (), late=late)
+    return SequenceStep("", 0, row, start, tokens, False, True, src, dst, row + 1, log_start, (), unplaced_by=late)
 
 
 def random_case(rows: int, width: int, seed: int) -> Case:

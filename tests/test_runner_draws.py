@@ -31,7 +31,19 @@ def adjustment(token: int) -> Adjustment:
 def test_draws_of_rows_that_may_be_late() -> None:
     steps = [
         SequenceStep(
-            str(i), i, i + 1, START, WIDTH, False, True, 1 + i, 20 + i, 1 + i, 4, (PLACEHOLDER,) * (WIDTH - 1), late=3
+            str(i),
+            i,
+            i + 1,
+            START,
+            WIDTH,
+            False,
+            True,
+            1 + i,
+            20 + i,
+            1 + i,
+            4,
+            (PLACEHOLDER,) * (WIDTH - 1),
+            unplaced_by=3,
         )
         for i in range(len(PARAMS))
     ]

@@ -70,7 +70,7 @@ def test_only_rows_that_changed_travel() -> None:
     assert sent(sender, receiver, both, finished=["a"]) == ["a"]  # a new one
     assert sent(sender, receiver, [prefill("b", 0, 9, 0, 7)]) == ["b"]  # preempted, and admitted again
     assert sent(sender, receiver, [decode("b", 7, 0, 9, 9)]) == ["b"]
-    late = decode("b", 7, 8, 10, 9)._replace(late=1)
+    late = decode("b", 7, 8, 10, 9)._replace(unplaced_by=1)
     assert sent(sender, receiver, [late]) == ["b"]
     assert sent(sender, receiver, [late._replace(start=11)]) == []  # folds into the same block, if it does
     sender.columns([], ["a", "b"])
@@ -126,7 +126,7 @@ def test_decode_buffers_follow_the_rows_and_their_order(context: StepContext) ->
     assert captured.folds.tolist()[:6] == [1, 4, 5, 2, 6, 16]
     run([decode("a", 3, 0, 77), decode("b", 5, 0, 80, 0)], ["b", "a"], 4)
     assert decode_rows(captured)[:2] == [(5, 0, 2, 0, 0, 1), (3, 0, 1, 6, 13, 1)] and captured.folds[0] == 0
-    late = decode("b", 5, 6, 81, 0)._replace(late=1)
+    late = decode("b", 5, 6, 81, 0)._replace(unplaced_by=1)
     for step in range(2):
         run([decode("a", 3, 0, 78 + step), late._replace(start=81 + step)], ["b", "a"], 4)
         assert decode_rows(captured)[:2] == [(5, 6, 2, 0, 1 + step, 1), (3, 0, 1, 6, 14 + step, 1)]
@@ -146,7 +146,7 @@ def test_decode_buffers_are_filled_where_rows_may_have_changed(context: StepCont
         context.begin(["a"], np.array([width]), (4, 4 * width), positions.repeat_interleave(width))
         indices = context.indices(4 * width)
         wanted = StateIndices.from_arrays(layout([step], 1, width), "cpu")
-        if step.late:
+        if step.unplaced_by:
             place_decodes(wanted, positions[:1])
         for name in DECODE_ARRAYS:
             assert getattr(indices, name).tolist()[:1] == getattr(wanted, name).tolist(), name
@@ -156,7 +156,7 @@ def test_decode_buffers_are_filled_where_rows_may_have_changed(context: StepCont
 
     assert [run(decode("a", 3, 0, position)) for position in (70, 71, 72)] == [1, 0, 0]
     assert run(decode("a", 3, 0, 73)._replace(num_tokens=3, drafts=(1, 2)), width=3) == 1
-    assert run(decode("a", 3, 0, 70)._replace(late=2)) == 1
+    assert run(decode("a", 3, 0, 70)._replace(unplaced_by=2)) == 1
     assert [run(decode("a", 3, 0, position)) for position in (73, 74)] == [1, 0]
     sender.columns([], [])  # a step of others
     assert [run(decode("a", 3, 0, 75)), run(decode("a", 3, 0, 76))] == [1, 0]

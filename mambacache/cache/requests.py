@@ -229,7 +229,7 @@ class Rows(dict[int, Row]):
                 raise RuntimeError(f"an earlier row of {_name(request)} was not accepted: accept it first")
             tokens = accepted_tokens(step, token_ids.get(step.request_id, ()))
             behind = len(request.tokens) - step.start - (1 if step.drafts else step.num_tokens)
-            if tokens and not 0 <= behind <= step.late:
+            if tokens and not 0 <= behind <= step.unplaced_by:
                 raise ValueError(f"{_name(request)} lacks the tokens before these: accept them first")
             taken.append((row, tokens))
         return taken
@@ -250,7 +250,7 @@ def check_next_row(
     request, left = residency.request, residency.prefill_end - residency.computed
     if residency.row is not None:
         raise RuntimeError(f"{_name(request)} has a row that is not issued: issue, drop or cancel it first")
-    if residency.drafted and residency.drafted[-1].step.late:
+    if residency.drafted and residency.drafted[-1].step.unplaced_by:
         raise RuntimeError(f"{_name(request)} has drafts in flight in two steps: accept the first before the next one")
     if residency.drafted and residency.drafted[-1].step.parents:
         raise RuntimeError(f"{_name(request)} has a tree of drafts in flight: accept it before the next row")

@@ -247,9 +247,9 @@ class States:
         self._pages.copied(residency)
         if row.dst is not None:
             self._end_unused(row)
-        if step.drafts or step.late:
+        if step.drafts or step.unplaced_by:
             residency.drafted.append(row)
-            if not step.late:
+            if not step.unplaced_by:
                 residency.computed = step.start + 1  # right whichever drafts are accepted
                 self._ledger.computed(residency.trace, residency.computed)
             return

@@ -74,7 +74,7 @@ class DeviceBatch:
         scored: list[int] = []
         prompts: list[tuple[int, int]] = []
         num_top = 0
-        late, num_rows = any([step.late for step in plan.steps]), len(plan.arrays["decode_src"])
+        late, num_rows = any([step.unplaced_by for step in plan.steps]), len(plan.arrays["decode_src"])
         for i, (step, row, (first, end)) in enumerate(zip(plan.steps, sampling, _logits_bounds(plan), strict=True)):
             place = len(offsets)
             if step.samples:
@@ -95,7 +95,9 @@ class DeviceBatch:
                 num_top = max(num_top, params.prompt_logprobs)
         draws.sort(key=lambda draw: ordered(draw.params))  # `draw_groups` needs like draws side by side
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
-        unknown = [row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].late]
+        unknown = [
+            row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].unplaced_by
+        ]
         lists = {
             "unknown": [row * plan.tokens_per_decode for row in unknown],
             "source": [places[plan.steps[row].residency] for row in unknown],

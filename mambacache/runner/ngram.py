@@ -53,7 +53,7 @@ class Histories:
         steps = plan.steps[: plan.num_decodes]
         self._add([*enumerate(steps)], known, indices)
         starts, late, first_sample = draft_from_history(indices, self._tokens, self._lengths)
-        if any(step.late for step in steps):
+        if any(step.unplaced_by for step in steps):
             place_decodes(indices, starts, block_size)
         return Begun(late, first_sample)
 

@@ -229,7 +229,7 @@ class Scheduler:
         if step.prefill and request.params.prompt_logprobs is not None:
             step = step._replace(prompt_logits=True)
         self._budget -= step.num_tokens
-        self._steps[request], request.drafted, request.late = step, len(step.drafts), step.late > 0
+        self._steps[request], request.drafted, request.late = step, len(step.drafts), step.unplaced_by > 0
         return True
 
     def _prefill_tokens(self, request: Request, computed: int, prefill_end: int) -> int:

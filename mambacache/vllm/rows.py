@@ -6,6 +6,7 @@ Workers order the batch. They derive decode rows that advance by one token, also
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from mambacache.plan import NO_CHECKPOINTS, SequenceStep, after_fold
 class Columns(NamedTuple):
     """Holds the changed rows of step `number`.
 
-    `numbers` int32 [n, 8] are prefill, start, num_tokens, src, dst, log_slot, log_start and late of `names`.
+    `numbers` int32 [n, 8] are prefill, start, num_tokens, src, dst, log_slot, log_start and unplaced_by of `names`.
     `checkpoints` int32 [m, 3] are row index, position and block.
     """
 
@@ -24,6 +25,9 @@ class Columns(NamedTuple):
     names: list[str]
     numbers: np.ndarray
     checkpoints: np.ndarray
+
+
+_numbers = attrgetter("prefill", "start", "num_tokens", "src", "dst", "log_slot", "log_start", "unplaced_by")
 
 
 class Sender:
@@ -43,21 +47,19 @@ class Sender:
         for step in steps:
             name = step.request_id
             known = (
-                step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late, step.start - number
+                step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.unplaced_by,
+                step.start - number,
             )  # fmt: skip
             if step.prefill:
                 sent.pop(name, None)
             elif sent.get(name) == known:
                 continue
             else:
-                folded = step.dst > 0 and step.num_tokens == 1 and not step.late
+                folded = step.dst > 0 and step.num_tokens == 1 and not step.unplaced_by
                 src, dst, log_start = after_fold(folded, step.src, step.dst, step.log_start, step.start + 1)
-                sent[name] = step.num_tokens, src, dst, step.log_slot, log_start, step.late, step.start - number
+                sent[name] = step.num_tokens, src, dst, step.log_slot, log_start, step.unplaced_by, step.start - number
             changed.append(step)
-        numbers = [
-            (step.prefill, step.start, step.num_tokens, step.src, step.dst, step.log_slot, step.log_start, step.late)
-            for step in changed
-        ]
+        numbers = [_numbers(step) for step in changed]
         checkpoints = [(i, *item) for i, step in enumerate(changed) for item in step.checkpoints.items()]
         return Columns(
             number,
@@ -86,11 +88,11 @@ class Receiver:
             self.rows[name] = numbers, columns.number
 
     def row(self, name: str) -> SequenceStep:
-        (prefill, start, num_tokens, src, dst, log_slot, log_start, late), number = self.rows[name]
+        (prefill, start, num_tokens, src, dst, log_slot, log_start, unplaced_by), number = self.rows[name]
         if number < self.number:
-            folded = dst > 0 and num_tokens == 1 and not late
+            folded = dst > 0 and num_tokens == 1 and not unplaced_by
             src, dst, log_start = after_fold(folded, src, dst, log_start, start + 1)
         return SequenceStep(
             name, 0, 0, start + self.number - number, num_tokens, bool(prefill), True, src, dst, log_slot, log_start,
-            checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), late=late,
+            checkpoints=self._checkpoints.get(name, NO_CHECKPOINTS), unplaced_by=unplaced_by,
         )  # fmt: skip

@@ -92,7 +92,7 @@ class StepContext:
         self._indices = StateIndices.from_arrays(layout(ordered, decodes, width), self._device)
         if ordered != steps or (lengths[decode] != width).any():
             self.order = self._order_of(lengths, decode, width)
-        if positions is not None and any(step.late for step in steps):
+        if positions is not None and any(step.unplaced_by for step in steps):
             taken = slice(decodes * width) if self.order is None else self.order.taken[: decodes * width]
             place_decodes(self._indices, positions[taken][::width])
 
@@ -146,7 +146,7 @@ class StepContext:
         """Have runs without a plan take these rows; if `gathered`, activations have other strides."""
         decodes = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
-        if any(row.late for row in decodes):
+        if any(row.unplaced_by for row in decodes):
             place_decodes(indices, torch.zeros(len(decodes), dtype=torch.int64, device=self._device))
         self._null = {indices.num_tokens: indices}
         if gathered:

@@ -38,8 +38,8 @@ def watch(core: Any, counts: Counter[str]) -> None:
     def plan_rows(steps: Any) -> Any:
         rows = plan(steps)
         counts["steps"] += 1
-        counts["late"] += sum(row.late > 0 for row in rows)
-        counts["folded late"] += sum(row.late > 0 and row.dst > 0 for row in rows)
+        counts["late"] += sum(row.unplaced_by > 0 for row in rows)
+        counts["folded late"] += sum(row.unplaced_by > 0 and row.dst > 0 for row in rows)
         return rows
 
     def run_fullgraph(*args: Any) -> Any:

@@ -178,18 +178,18 @@ class Worker:
         """Return the rows where the device has them: late rows begin with a sequence's last token."""
         decode = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(decode, len(decode)), "cpu")
-        starts = [len(self.sequences[row.request_id].tokens) - 1 if row.late else row.start for row in decode]
+        starts = [len(self.sequences[row.request_id].tokens) - 1 if row.unplaced_by else row.start for row in decode]
         place_decodes(indices, torch.tensor(starts, dtype=torch.int32))
         arrays = "decode_src", "decode_dst", "log_start", "decode_len"
         columns = zip(*(getattr(indices, name).tolist() for name in arrays), strict=True)
         names = [row.request_id for row in decode]
         placed = dict(zip(names, zip(starts, columns, strict=True), strict=True))
-        self.late += sum(row.late > 0 for row in decode)
+        self.late += sum(row.unplaced_by > 0 for row in decode)
         found = []
         for row in rows:
             if not row.prefill:
                 start, (src, dst, log_start, length) = placed[row.request_id]
-                assert row.start <= start <= row.start + row.late
+                assert row.start <= start <= row.start + row.unplaced_by
                 row = row._replace(start=start, src=src, dst=dst, log_start=log_start, num_tokens=length)
             found.append(row)
         return found
