@@ -28,6 +28,14 @@ STRIDE = 3
 Outputs = dict[str, RequestOutput]
 
 
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c() -> Iterator[None]:
+    """Set Python's handler: a shell that runs tests in the background ignores SIGINT, and processes inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class CtrlC:
     """Sends SIGINT to this process at the n-th line of a guarded call, and again some lines later if `again` is not 0.
 
