@@ -1,4 +1,4 @@
-"""Check that `decoded`, which takes tokens that only went to logs, leaves the same cache as rows do."""
+"""Check that `decoded` leaves the same cache as rows do. It takes tokens that only went to token logs."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def _is_empty(tokenizer: Any) -> bool:
 
 
 def end_tokens(module: Any) -> frozenset[int]:
+    """Return the end tokens of the generation settings, else of the configuration."""
     generation = getattr(module, "generation_config", None)
     for config in (generation, module.config):
         end = getattr(config, "eos_token_id", None)

@@ -29,6 +29,7 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
     elif budget is None:
         budget = CPU_BYTES
     rest, most = budget - block_bytes - log_bytes, vllm_config.scheduler_config.max_num_seqs
+    # `log_slots` gives a token log for every second state, up to `most`.
     blocks = max((rest - most * log_bytes) // block_bytes, min(2 * rest // (2 * block_bytes + log_bytes), 2 * most))
     if blocks < 2:
         raise ValueError(

@@ -27,6 +27,7 @@ def _load_token(
     B_STRIDES: tl.constexpr,
     C_STRIDES: tl.constexpr,
 ):
+    """Load a token's step sizes of the group's heads, B and C; zeros for a token that is not computed."""
     known, mine = tl.where(computed, in_N, False), tl.where(computed, in_group, False)
     size = tl.load(dt + token * DT_STRIDES[0] + head * DT_STRIDES[1], mask=mine, other=0)
     inputs = tl.load(B + token * B_STRIDES[0] + group * B_STRIDES[1] + channel, mask=known, other=0)
