@@ -20,7 +20,7 @@ Make = Callable[..., Tensor]  # from a shape
 VIEWS: dict[str, Callable[[Make, int, int], Tensor]] = {
     "dense": lambda make, tokens, width: make(1, tokens, width),
     "split": lambda make, tokens, width: make(tokens, width + 7)[:, 3 : 3 + width],
-    "next_tokens": lambda make, tokens, width: make(1, tokens, 3, 2 * width).chunk(2, dim=-1)[1],
+    "chunk": lambda make, tokens, width: make(1, tokens, 3, 2 * width).chunk(2, dim=-1)[1],
     "heads": lambda make, tokens, width: make(1, tokens, 5, width)[:, :, :3],
     "more dims": lambda make, tokens, width: make(tokens, 2, 3, width),
     "vector": lambda make, tokens, width: make(width),
