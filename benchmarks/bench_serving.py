@@ -4,7 +4,7 @@
 
 Unknown options go to `vllm serve`. With `--stalls` a row lists engine steps of more than 100 ms, with their
 compilations and garbage collections; on several GPUs it misses the workers' compilations. `--caches FOLDER` keeps
-compiled kernels of each engine; an empty folder times a first start.
+compiled kernels of each engine. An empty folder times a first start; a second start is then timed too.
 
 The trace is in Mooncake's format. Whole sessions are drawn from it, to keep its reuse, and sent in their order as a
 Poisson process. Weights are dummies, so that texts have no meaning.
@@ -49,6 +49,7 @@ class Row:
 
     engine: str
     ready: float  # from the start of the server to its first response
+    ready_again: float | None  # with the kernels that the first start compiled
     first_token_median: float
     first_token_p99: float
     token_median: float  # between later tokens
@@ -155,8 +156,8 @@ def counters(port: int) -> tuple[int, int]:
 
 def serve(
     arguments: argparse.Namespace, engine: str, port: int, log: IO[bytes], stalls: Path | None
-) -> subprocess.Popen[bytes]:
-    """Start a server, and wait until it responds."""
+) -> tuple[subprocess.Popen[bytes], float]:
+    """Start a server, wait until it responds, and return it with the seconds that this took."""
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", arguments.model]
     command += ["--load-format", "dummy", "--served-model-name", "served", "--port", str(port), "--host", "127.0.0.1"]
     environment = os.environ | {"MAMBACACHE": "1" if engine == "plugin" else "0"}
@@ -166,15 +167,21 @@ def serve(
     if arguments.caches is not None:
         for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"):
             environment[name] = str(arguments.caches.resolve() / engine / name)
+    began = time.perf_counter()
     process = subprocess.Popen([*command, *arguments.options], env=environment, stdout=log, stderr=subprocess.STDOUT)
     while True:
         if process.poll() is not None:
             sys.exit(f"the server ended: see {log.name}")
         try:
             urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-            return process
+            return process, time.perf_counter() - began
         except URLError:
             time.sleep(0.5)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
 
 
 def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str, Any]]) -> Row:
@@ -183,14 +190,15 @@ def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str,
         port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile(prefix=f"{engine}-", suffix=".log", delete=False) as log:
         stalls = Path(log.name).with_suffix(".stalls") if arguments.stalls else None
-        began = time.perf_counter()
-        process = serve(arguments, engine, port, log, stalls)
-        ready = time.perf_counter() - began
+        process, ready = serve(arguments, engine, port, log, stalls)
         try:
             times, queries, hits = asyncio.run(drive(port, requests, arguments.rate, stalls))
         finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+            stop(process)
+        ready_again = None
+        if arguments.caches is not None:
+            process, ready_again = serve(arguments, engine, port, log, stalls=None)
+            stop(process)
     first = sorted(each.first - each.sent for each in times)
     between = [
         (each.ended - each.first) / (request["output_length"] - 1)
@@ -199,7 +207,8 @@ def measure(arguments: argparse.Namespace, engine: str, requests: list[dict[str,
     ]
     p99 = first[min(int(0.99 * len(first)), len(first) - 1)]
     found = [json.loads(line) for line in stalls.read_text().splitlines()] if stalls is not None else None
-    return Row(engine, ready, statistics.median(first), p99, statistics.median(between), hits, queries, found)
+    median, token = statistics.median(first), statistics.median(between)
+    return Row(engine, ready, ready_again, median, p99, token, hits, queries, found)
 
 
 def main() -> None:
@@ -215,14 +224,13 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=32000, help="tokens of a prompt and its answer, at most")
     arguments, arguments.options = parser.parse_known_args()
     requests = sessions(arguments.trace, arguments.requests, arguments.longest)
-    rows = []
+    figures = about("torch", "triton", "vllm", "transformers")
+    figures |= {"requests": len(requests), "rate": arguments.rate, "options": arguments.options, "rows": []}
     for engine in arguments.engines:
-        rows.append(asdict(measure(arguments, engine, requests)))
-        print(json.dumps(rows[-1]), flush=True)
-    if arguments.json:
-        figures = about("torch", "triton", "vllm", "transformers")
-        figures |= {"requests": len(requests), "rate": arguments.rate, "options": arguments.options, "rows": rows}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        figures["rows"].append(asdict(measure(arguments, engine, requests)))
+        print(json.dumps(figures["rows"][-1]), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":
