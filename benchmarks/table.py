@@ -120,15 +120,17 @@ def engine_table(run: dict) -> str:
 
 
 def serving_table(result: dict) -> str:
-    """Return a table of `vllm serve`: times to the first token and between tokens, and hits."""
+    """Return a table of `vllm serve`: times until it is ready, to the first token and between tokens, and hits."""
     plugin, vllm = result["rows"]
     lines = []
-    for name, key in (
-        ("seconds to the first token, median", "first_token_median"),
-        ("seconds to the first token, 99th percentile", "first_token_p99"),
-        ("seconds from token to token, median", "token_median"),
+    for name, key, digits in (
+        ("seconds until ready, nothing compiled", "ready", 0),
+        ("seconds until ready, all compiled", "ready_again", 0),
+        ("seconds to the first token, median", "first_token_median", 3),
+        ("seconds to the first token, 99th percentile", "first_token_p99", 3),
+        ("seconds from token to token, median", "token_median", 4),
     ):
-        lines.append([name, f"{plugin[key]:.4f}", f"{vllm[key]:.4f}"])
+        lines.append([name, f"{plugin[key]:.{digits}f}", f"{vllm[key]:.{digits}f}"])
     hits = [f"{row['hit_tokens']:,}" for row in (plugin, vllm)]
     return markdown(["", "plugin", "vLLM alone"], [*lines, [f"hit of {vllm['prompt_tokens']:,} tokens", *hits]])
 

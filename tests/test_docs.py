@@ -147,7 +147,7 @@ def test_vllm_times_match_the_benchmarks() -> None:
     from table import engine_table, serving_table
 
     assert engine_table(result("vllm-qwen3.5-9b-h100.json")) in PERFORMANCE
-    page, serving = PAGES["docs/vllm.md"], result("serving-h200.json")
+    page, serving = PAGES["docs/vllm.md"], result("serving-h100.json")
     assert serving_table(serving) in page and f"commit {serving['commit'][:7]}" in page
     plugin, vllm = serving["rows"]
     median, last, token, hits = (
