@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from . import chunks
+from . import chunks, layout, prefetch
 from .chunks import CHUNK
 from .structs import aggregate
 
@@ -66,6 +66,8 @@ else:  # Triton 3.6
 
 prefill_row = gluon.jit(chunks.prefill_row.fn)
 tokens_of_chunk = gluon.jit(chunks.tokens_of_chunk.fn)
+slot_elements = gluon.jit(layout.slot_elements.fn)
+later_tile = gluon.jit(prefetch.later_tile.fn)
 
 
 @aggregate
