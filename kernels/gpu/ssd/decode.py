@@ -37,80 +37,97 @@ from ..common.log import (
     wait_for_arrivals,
     wait_for_previous_launch,
 )
-from .prepare import SCALARS, prepare
+from ..common.structs import aggregate
+from .decode_prepare import SCALARS, Inputs, Log, Row, Scratch, Sizes, prepare
 
 MAX_HEADS = 16  # per program that prepares
 
 
+@aggregate
+class Outputs:
+    """Hold x, gates and outputs of all tokens, with strides."""
+
+    x: tl.tensor
+    z: tl.tensor | None
+    out: tl.tensor
+    X_STRIDES: tuple[int, ...]
+    Z_STRIDES: tuple[int, ...]
+    OUT_STRIDE: int
+
+
+@aggregate
+class State:
+    """Point to the state that a row reads; a null source is a zero state."""
+
+    place: tl.tensor
+    source: tl.tensor
+    folded: tl.tensor
+
+
+@aggregate
+class Tiles:
+    """Hold a program's tiles of BLOCK_P lines of one head's state."""
+
+    first: tl.tensor
+    count: tl.tensor
+    BLOCK_P: int
+    MOST: int
+
+
+@aggregate
+class Arrivals:
+    """Count a row's preparing and waiting programs."""
+
+    place: tl.tensor
+    waiting: tl.tensor
+    PREPARING: int
+
+
 @triton.jit
-def _decode(
-    x,
-    z,
-    state,
-    out,
-    log_x,
-    scores,
-    vectors,
-    scalars,
-    arrivals,
-    row,
-    first_tile,
-    tiles,
-    waiting,
-    source,
-    folded,
-    length,
-    start,
-    end,
-    depths,
-    tokens_per_decode,
-    X_STRIDES: tl.constexpr,
-    Z_STRIDES: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    PREPARING: tl.constexpr,
-):
-    """Compute the outputs of a batch row for `tiles` tiles of BLOCK_P lines of one head's state."""
+def _decode(values, state, log_x, scratch, arrivals, row, tiles, sizes):
+    """Compute the outputs of a batch row in a program's tiles."""
+    P: tl.constexpr = sizes.P
+    N: tl.constexpr = sizes.N
+    HEADS: tl.constexpr = sizes.HEADS
+    BLOCK_P: tl.constexpr = tiles.BLOCK_P
     TILES: tl.constexpr = P // BLOCK_P
-    ASKED: tl.constexpr = MOST_TILES * BLOCK_P
-    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_P
-    group = head // (HEADS // GROUPS)
+    ASKED: tl.constexpr = tiles.MOST * BLOCK_P
+    head, first_value = tiles.first // TILES, tiles.first % TILES * BLOCK_P
+    group = head // (HEADS // sizes.GROUPS)
     log_x += head * P
-    state += (head * P + first_value) * N
-    prefetch_entries(log_x + first_value // ASKED * ASKED, start, end, HEADS * P, ASKED)
-    wait_for_arrivals(arrivals, PREPARING, waiting)
-    lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
+    place = state.place + (head * P + first_value) * N
+    prefetch_entries(log_x + first_value // ASKED * ASKED, row.start, row.end, HEADS * P, ASKED)
+    wait_for_arrivals(arrivals.place, arrivals.PREPARING, arrivals.waiting)
+    lane, channel, entry = tile_rows(BLOCK_P), tile_columns(sizes.BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
     element = lane[:, :, None, None] * N + channel
-    read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
-    for tile in range(tiles):
+    read = tl.broadcast_to(tl.where(state.source != 0, in_N, False), element.shape)
+    for tile in range(tiles.count):
         value = first_value + tile * BLOCK_P + lane
-        S = load_state(state + tile * (BLOCK_P * N) + element, read, folded)
-        xs = entry_values(log_x, start, end, value, HEADS * P)
-        for t in range(tokens_per_decode):
-            token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
-            scalar = scalars + (token * HEADS + head) * SCALARS
-            raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
+        S = load_state(place + tile * (BLOCK_P * N) + element, read, state.folded)
+        xs = entry_values(log_x, row.start, row.end, value, HEADS * P)
+        for t in range(row.width):
+            token = row.index.to(tl.int64) * row.width + t
+            computed = t < row.length
+            scalar = scratch.scalars + (token * HEADS + head) * SCALARS
+            x = values.x + token * values.X_STRIDES[0] + head * values.X_STRIDES[1] + value
+            raw = tl.load(x, mask=value < P)
             own = raw.to(tl.float32)
-            met = tl.sum(S * for_rows(vectors + (token * GROUPS + group) * N, channel, in_N), axis=2) * tl.load(scalar)
-            met = row_sums(met, xs * entry_scores(scores + (token * HEADS + head) * WINDOW))
+            vector = scratch.vectors + (token * sizes.GROUPS + group) * N
+            met = tl.sum(S * for_rows(vector, channel, in_N), axis=2) * tl.load(scalar)
+            met = row_sums(met, xs * entry_scores(scratch.scores + (token * HEADS + head) * WINDOW))
             y = met + tl.load(scalar + 1) * own
-            if z is not None:
-                gate = tl.load(z + token * Z_STRIDES[0] + head * Z_STRIDES[1] + value, mask=value < P).to(tl.float32)
+            if values.z is not None:
+                gate = values.z + token * values.Z_STRIDES[0] + head * values.Z_STRIDES[1] + value
+                gate = tl.load(gate, mask=value < P).to(tl.float32)
                 y *= gate / (1 + tl.exp(-gate))
-            y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
-            tl.store(out + token * OUT_STRIDE + head * P + value, y)
-            tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
-            if t + 1 < length:
-                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
-                xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
+            y = tl.where(computed, y, 0.0).to(values.out.dtype.element_ty)
+            tl.store(values.out + token * values.OUT_STRIDE + head * P + value, y)
+            tl.store(log_x + (row.end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
+            if t + 1 < row.length:
+                place_of_x = row.end + depth_of(row.depths, t)
+                following = row.end + depth_of(row.depths, t + 1)
+                xs = tl.where((entry == place_of_x)[None, None, :], own[:, :, None], xs)
                 xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # entries of siblings may be NaN
 
 
@@ -182,25 +199,27 @@ def _decode_kernel(
     first_tile = program << tile_bits
     row = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
     slot, start, end = row_log(slots, starts, ends, row)
-    length, depths = tl.load(lengths + row), tl.load(depths + row)
+    row_ = Row(row, tokens_per_decode, tl.load(lengths + row), start, end, tl.load(depths + row))
+    sizes = Sizes(HEADS, GROUPS, P, N, BLOCK_N)
+    scratch = Scratch(scores, vectors, scalars)
     arrivals += row * ARRIVALS_STRIDE
     if program < 0:
-        prepare(
-            dt, A, B, C, D, dt_bias,
-            slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % PREPARING, length, start, end, depths,
-            tokens_per_decode, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES,
-            HEADS, GROUPS, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN,
-        )  # fmt: skip
+        inputs = Inputs(dt, A, B, C, D, dt_bias, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES)
+        log = Log(slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride))
+        prepare(inputs, log, scratch, row_, tl.program_id(0) % PREPARING, sizes, BLOCK_HEADS, ONE_TOKEN)
         arrive(arrivals, PREPARING, waiting)
     else:
         source, folded = tl.load(src + row), tl.load(dst + row) != 0
         _decode(
-            x, z, state + source * slot_elements(slot_stride, state), out, slot_of(log_x, slot, x_stride),
-            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
-            length, start, end, depths, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
-            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, MOST_TILES, PREPARING,
-        )  # fmt: skip
+            Outputs(x, z, out, X_STRIDES, Z_STRIDES, OUT_STRIDE),
+            State(state + source * slot_elements(slot_stride, state), source, folded),
+            slot_of(log_x, slot, x_stride),
+            scratch,
+            Arrivals(arrivals, waiting, PREPARING),
+            row_,
+            Tiles(first_tile % TILES, 1 << tile_bits, BLOCK_P, MOST_TILES),
+            sizes,
+        )
 
 
 _launch = Launcher(_decode_kernel)
