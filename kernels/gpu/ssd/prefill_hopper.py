@@ -15,36 +15,57 @@ from ..common.decays import LOG2_E
 from ..common.hopper import barrier, by_fours, clear_padding, prefetch_states
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
-from .steps import AT_ONCE, chunk_at, copy_rows, load_steps, store_decays, vector_of, wait_for_copies
+from ..common.structs import aggregate
+from .prefill_hopper_steps import (
+    AT_ONCE,
+    Rates,
+    Sequence,
+    Vectors,
+    chunk_at,
+    copy_rows,
+    load_steps,
+    store_decays,
+    vector_of,
+    wait_for_copies,
+)
+from .prefill_triton import PREFETCH_CHUNKS, ROWS
 
-ROWS = gl.constexpr(64)  # lines of a state per program
 WARPS = gl.constexpr(4)
-# For longer sequences, to prefetch a later program's state costs more than it hides.
-PREFETCH_CHUNKS = gl.constexpr(8)
+
+
+@aggregate
+class Tiles:
+    """Hold the stages of chunks of x, B and C in shared memory."""
+
+    x: gl.shared_memory_descriptor
+    B: gl.shared_memory_descriptor
+    C: gl.shared_memory_descriptor
+
+
+@aggregate
+class Inputs:
+    """Point to a head's x, B and C of token 0, with strides and widths."""
+
+    x: gl.tensor
+    B: gl.tensor
+    C: gl.tensor
+    X_STRIDE: int
+    B_STRIDE: int
+    C_STRIDE: int
+    rows: gl.tensor
+    N: int
 
 
 @gluon.jit
-def _copy_chunk(
-    copies,
-    stage,
-    sources,
-    chunk,
-    rows_left,
-    X_STRIDE: gl.constexpr,
-    B_STRIDE: gl.constexpr,
-    C_STRIDE: gl.constexpr,
-    N: gl.constexpr,
-):
+def _copy_chunk(tiles, stage, inputs, chunk):
     """Begin to copy a chunk's inputs to a stage. Nothing is copied past the last chunk, since copies would store
     zeros."""
-    x_tiles, B_tiles, C_tiles = copies
-    x, B, C = sources
     t, count = chunk
     t = t.to(gl.int64)
     if count > 0:
-        copy_rows(B_tiles.index(stage), B + t * B_STRIDE, B_STRIDE, count, N, WARPS)
-        copy_rows(C_tiles.index(stage), C + t * C_STRIDE, C_STRIDE, count, N, WARPS)
-        copy_rows(x_tiles.index(stage), x + t * X_STRIDE, X_STRIDE, count, rows_left, WARPS)
+        copy_rows(tiles.B.index(stage), inputs.B + t * inputs.B_STRIDE, inputs.B_STRIDE, count, inputs.N, WARPS)
+        copy_rows(tiles.C.index(stage), inputs.C + t * inputs.C_STRIDE, inputs.C_STRIDE, count, inputs.N, WARPS)
+        copy_rows(tiles.x.index(stage), inputs.x + t * inputs.X_STRIDE, inputs.X_STRIDE, count, inputs.rows, WARPS)
     async_copy.commit_group()
 
 
@@ -98,7 +119,7 @@ def _ssd_scan_kernel(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [WARPS, 1], [1, 0])
     BY_CHUNK: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])  # a warp per chunk
     program = gl.program_id(0)
-    sequence, index = program // (HEADS * TILES), program % (HEADS * TILES)
+    row, index = program // (HEADS * TILES), program % (HEADS * TILES)
     head = index // TILES
     first_row = index % TILES * ROWS
     rows_left = P - first_row
@@ -106,17 +127,17 @@ def _ssd_scan_kernel(
     out_step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
     out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))[None, :]
 
-    if sequence == num_prefills:
+    if row == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
         clear_padding(out, end, num_tokens, rows_left, OUT_STRIDE, ROWS, OUT)
         return
 
-    fields = rows + sequence * ROW_FIELDS
+    fields = rows + row * ROW_FIELDS
     start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
     first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
     # Load the later program's slot before this program's state: see `later_tile`.
     later = index + CONCURRENT
-    later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
+    later_row = gl.minimum(row + later // (HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
     rate = gl.load(A + head).to(gl.float32) * LOG2_E
     bias, skip = 0.0, 0.0
@@ -124,7 +145,7 @@ def _ssd_scan_kernel(
         bias = gl.load(dt_bias + head).to(gl.float32)
     if D is not None:
         skip = gl.load(D + head).to(gl.float32)
-    origin = start - context % CHUNK
+    sequence = Sequence(start - context % CHUNK, start, end)
 
     by_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_N], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
@@ -133,25 +154,24 @@ def _ssd_scan_kernel(
     by_chunk: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     B_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_N], by_state)
     C_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_N], by_state)
-    x_tiles = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, ROWS], by_value)
+    tiles = Tiles(gl.allocate_shared_memory(BF16, [STAGES, CHUNK, ROWS], by_value), B_tiles, C_tiles)
     scores_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     out_s = gl.allocate_shared_memory(OUTPUT, [CHUNK, ROWS], of_outputs)
     # Separate allocations, or the compiler puts a barrier between their stores.
-    decays_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
-    sums_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
-    offsets_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
-    to_end_s = gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk)
-    vectors = decays_s, sums_s, offsets_s, to_end_s
-    copies = x_tiles, B_tiles, C_tiles
+    vectors = Vectors(
+        gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
+        gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
+        gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
+        gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
+    )
     x += head * X_STRIDES[1] + first_row
     B += head // (HEADS // GROUPS) * B_STRIDES[1]
     C += head // (HEADS // GROUPS) * C_STRIDES[1]
     dt += head * dt_head_stride
-    sources = x, B, C
+    inputs = Inputs(x, B, C, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], rows_left, N)
     for n in gl.static_range(STAGES):
-        chunk_n = chunk_at(n, origin, start, end)
-        _copy_chunk(copies, n, sources, chunk_n, rows_left, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], N)
-    steps = load_steps(dt, dt_stride, 0, origin, start, end, BY_CHUNK)
+        _copy_chunk(tiles, n, inputs, chunk_at(n, sequence))
+    steps = load_steps(dt, dt_stride, 0, sequence, BY_CHUNK)
 
     slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
     FOURS: gl.constexpr = by_fours(ROWS, BLOCK_N, WARPS)
@@ -167,11 +187,12 @@ def _ssd_scan_kernel(
         prefetch_states(later_state, ROWS * N, WARPS)
 
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
-    store_decays(vectors, 0, steps, rate, bias, dt_min, dt_max)
-    steps = load_steps(dt, dt_stride, AT_ONCE, origin, start, end, BY_CHUNK)
+    rates = Rates(rate, bias, dt_min, dt_max)
+    store_decays(vectors, 0, steps, rates)
+    steps = load_steps(dt, dt_stride, AT_ONCE, sequence, BY_CHUNK)
     zeros = gl.zeros([ROWS, CHUNK], gl.float32, layout=PRODUCT)
     wait_for_copies(STAGES - 1)
-    scores = warpgroup_mma(B_tiles.index(0), C_tiles.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(tiles.B.index(0), tiles.C.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     earlier = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, PRODUCT))[:, None]
     earlier = earlier <= gl.arange(0, CHUNK, layout=OF_STEP)[None, :]
@@ -179,35 +200,35 @@ def _ssd_scan_kernel(
         stage, next_stage = n % STAGES, (n + 1) % STAGES
         half = n // AT_ONCE % 2
         own = n % AT_ONCE
-        t, count = chunk_at(n, origin, start, end)
+        t, count = chunk_at(n, sequence)
         next_dst = gl.load(chunk_dst + first_chunk + n + 1, mask=first_chunk + n + 1 < last_chunk, other=0)
 
         read = gl.convert_layout(S.to(BF16), LEFT)
-        y = warpgroup_mma(read, C_tiles.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        values = x_tiles.index(stage).permute((1, 0)).load(LEFT)
+        y = warpgroup_mma(read, tiles.C.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        values = tiles.x.index(stage).permute((1, 0)).load(LEFT)
         wide = gl.convert_layout(values, PRODUCT).to(gl.float32)
-        to_end = vector_of(to_end_s, half, own).load(OF_STEP)[None, :]
-        S *= vector_of(decays_s, half, own).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, CARRIED))[None, :]
+        to_end = vector_of(vectors.to_end, half, own).load(OF_STEP)[None, :]
+        S *= vector_of(vectors.decays, half, own).slice(CHUNK - 1, 1).load(gl.SliceLayout(0, CARRIED))[None, :]
         added = gl.convert_layout((to_end * wide).to(BF16), LEFT_CARRIED)
-        S = warpgroup_mma(added, B_tiles.index(stage), S, is_async=True)
+        S = warpgroup_mma(added, tiles.B.index(stage), S, is_async=True)
 
-        weight = vector_of(sums_s, half, own).load(OF_STEP)[None, :]
-        weight -= vector_of(offsets_s, half, own).load(gl.SliceLayout(1, PRODUCT))[:, None]
+        weight = vector_of(vectors.sums, half, own).load(OF_STEP)[None, :]
+        weight -= vector_of(vectors.offsets, half, own).load(gl.SliceLayout(1, PRODUCT))[:, None]
         weight = gl.exp2(gl.where(earlier, weight, float("-inf")))
         scores_s.store((scores * weight).to(BF16))
-        decay = vector_of(decays_s, half, own).load(OF_STEP)[None, :]
+        decay = vector_of(vectors.decays, half, own).load(OF_STEP)[None, :]
         y = decay * warpgroup_mma_wait(1, deps=[y])
-        values = x_tiles.index(stage).permute((1, 0)).load(LEFT)
+        values = tiles.x.index(stage).permute((1, 0)).load(LEFT)
         if D is not None:
             y = gl.fma(gl.full_like(y, 0.0) + skip, gl.convert_layout(values, PRODUCT).to(gl.float32), y)
         wait_for_copies(STAGES - 2)
         y = warpgroup_mma(values, scores_s, y, is_async=True)
-        next_C = C_tiles.index(next_stage).permute((1, 0))
-        scores = warpgroup_mma(B_tiles.index(next_stage), next_C, zeros, use_acc=False, is_async=True)
+        next_C = tiles.C.index(next_stage).permute((1, 0))
+        scores = warpgroup_mma(tiles.B.index(next_stage), next_C, zeros, use_acc=False, is_async=True)
 
         if n % AT_ONCE == AT_ONCE - 1:
-            store_decays(vectors, 1 - half, steps, rate, bias, dt_min, dt_max)
-            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, origin, start, end, BY_CHUNK)
+            store_decays(vectors, 1 - half, steps, rates)
+            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, sequence, BY_CHUNK)
         S = warpgroup_mma_wait(2, deps=[S])
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
@@ -218,8 +239,7 @@ def _ssd_scan_kernel(
         y = warpgroup_mma_wait(1, deps=[y])
         out_s.permute((1, 0)).store(y.to(OUTPUT))
         barrier()  # also before the stage is overwritten
-        ahead = chunk_at(n + STAGES, origin, start, end)
-        _copy_chunk(copies, stage, sources, ahead, rows_left, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], N)
+        _copy_chunk(tiles, stage, inputs, chunk_at(n + STAGES, sequence))
         stored = (out_step < count) & (out_row < rows_left)
         y = out_s.load(OUT)
         if z is not None:
