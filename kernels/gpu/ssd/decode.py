@@ -44,8 +44,8 @@ MAX_HEADS = 16  # per program that prepares
 
 
 @aggregate
-class Outputs:
-    """Hold x, gates and outputs of all tokens, with strides."""
+class Values:
+    """Hold x, gates and outputs [F, H, P], with strides."""
 
     x: tl.tensor
     z: tl.tensor | None
@@ -57,52 +57,33 @@ class Outputs:
 
 @aggregate
 class State:
-    """Point to the state that a row reads; a null source is a zero state."""
+    """Hold a row's state [H, P, N], its slot, and whether the fold reads it again."""
 
     place: tl.tensor
-    source: tl.tensor
+    slot: tl.tensor
     folded: tl.tensor
 
 
-@aggregate
-class Tiles:
-    """Hold a program's tiles of BLOCK_P lines of one head's state."""
-
-    first: tl.tensor
-    count: tl.tensor
-    BLOCK_P: int
-    MOST: int
-
-
-@aggregate
-class Arrivals:
-    """Count a row's preparing and waiting programs."""
-
-    place: tl.tensor
-    waiting: tl.tensor
-    PREPARING: int
-
-
 @triton.jit
-def _decode(values, state, log_x, scratch, arrivals, row, tiles, sizes):
-    """Compute the outputs of a batch row in a program's tiles."""
+def _decode(values, state, log_x, scratch, arrivals, waiting, row, first_tile, tile_bits, sizes):
+    """Compute a row's outputs in tiles of BLOCK_P lines of one head's state."""
     P: tl.constexpr = sizes.P
     N: tl.constexpr = sizes.N
     HEADS: tl.constexpr = sizes.HEADS
-    BLOCK_P: tl.constexpr = tiles.BLOCK_P
+    BLOCK_P: tl.constexpr = sizes.BLOCK_P
     TILES: tl.constexpr = P // BLOCK_P
-    ASKED: tl.constexpr = tiles.MOST * BLOCK_P
-    head, first_value = tiles.first // TILES, tiles.first % TILES * BLOCK_P
+    ASKED: tl.constexpr = sizes.MOST_TILES * BLOCK_P
+    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_P
     group = head // (HEADS // sizes.GROUPS)
     log_x += head * P
     place = state.place + (head * P + first_value) * N
     prefetch_entries(log_x + first_value // ASKED * ASKED, row.start, row.end, HEADS * P, ASKED)
-    wait_for_arrivals(arrivals.place, arrivals.PREPARING, arrivals.waiting)
+    wait_for_arrivals(arrivals, sizes.PREPARING, waiting)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(sizes.BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
     element = lane[:, :, None, None] * N + channel
-    read = tl.broadcast_to(tl.where(state.source != 0, in_N, False), element.shape)
-    for tile in range(tiles.count):
+    read = tl.broadcast_to(tl.where(state.slot != 0, in_N, False), element.shape)
+    for tile in range(1 << tile_bits):
         value = first_value + tile * BLOCK_P + lane
         S = load_state(place + tile * (BLOCK_P * N) + element, read, state.folded)
         xs = entry_values(log_x, row.start, row.end, value, HEADS * P)
@@ -197,29 +178,23 @@ def _decode_kernel(
     waiting = TILES >> tile_bits
     program = tl.program_id(0) - num_rows * PREPARING
     first_tile = program << tile_bits
-    row = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
-    slot, start, end = row_log(slots, starts, ends, row)
-    row_ = Row(row, tokens_per_decode, tl.load(lengths + row), start, end, tl.load(depths + row))
-    sizes = Sizes(HEADS, GROUPS, P, N, BLOCK_N)
+    index = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
+    slot, start, end = row_log(slots, starts, ends, index)
+    row = Row(index, tokens_per_decode, tl.load(lengths + index), start, end, tl.load(depths + index))
+    sizes = Sizes(HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, BLOCK_HEADS, MOST_TILES, PREPARING)
     scratch = Scratch(scores, vectors, scalars)
-    arrivals += row * ARRIVALS_STRIDE
+    arrivals += index * ARRIVALS_STRIDE
     if program < 0:
         inputs = Inputs(dt, A, B, C, D, dt_bias, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES)
         log = Log(slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride))
-        prepare(inputs, log, scratch, row_, tl.program_id(0) % PREPARING, sizes, BLOCK_HEADS, ONE_TOKEN)
+        prepare(inputs, log, scratch, row, tl.program_id(0) % PREPARING, sizes, ONE_TOKEN)
         arrive(arrivals, PREPARING, waiting)
     else:
-        source, folded = tl.load(src + row), tl.load(dst + row) != 0
-        _decode(
-            Outputs(x, z, out, X_STRIDES, Z_STRIDES, OUT_STRIDE),
-            State(state + source * slot_elements(slot_stride, state), source, folded),
-            slot_of(log_x, slot, x_stride),
-            scratch,
-            Arrivals(arrivals, waiting, PREPARING),
-            row_,
-            Tiles(first_tile % TILES, 1 << tile_bits, BLOCK_P, MOST_TILES),
-            sizes,
-        )
+        source, folded = tl.load(src + index), tl.load(dst + index) != 0
+        held = State(state + source * slot_elements(slot_stride, state), source, folded)
+        values = Values(x, z, out, X_STRIDES, Z_STRIDES, OUT_STRIDE)
+        xs = slot_of(log_x, slot, x_stride)
+        _decode(values, held, xs, scratch, arrivals, waiting, row, first_tile % TILES, tile_bits, sizes)
 
 
 _launch = Launcher(_decode_kernel)

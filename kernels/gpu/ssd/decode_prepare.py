@@ -21,6 +21,10 @@ class Sizes:
     P: int
     N: int
     BLOCK_N: int
+    BLOCK_P: int
+    BLOCK_HEADS: int
+    MOST_TILES: int
+    PREPARING: int
 
 
 @aggregate
@@ -155,11 +159,12 @@ def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
 
 
 @triton.jit
-def prepare(inputs, log, scratch, row, program, sizes, BLOCK_HEADS: tl.constexpr, ONE_TOKEN: tl.constexpr):
+def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
     """Log the new tokens of a row, and store their scores, for BLOCK_HEADS heads of one group.
 
     The order is as in `common.delta_prepare`.
     """
+    BLOCK_HEADS: tl.constexpr = sizes.BLOCK_HEADS
     SHARING: tl.constexpr = sizes.HEADS // sizes.GROUPS
     TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
     LANES: tl.constexpr = WINDOW if ONE_TOKEN else WINDOW // 2

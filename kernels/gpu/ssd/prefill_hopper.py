@@ -63,9 +63,9 @@ def _copy_chunk(tiles, stage, inputs, chunk):
     t, count = chunk
     t = t.to(gl.int64)
     if count > 0:
-        copy_rows(tiles.B.index(stage), inputs.B + t * inputs.B_STRIDE, inputs.B_STRIDE, count, inputs.N, WARPS)
-        copy_rows(tiles.C.index(stage), inputs.C + t * inputs.C_STRIDE, inputs.C_STRIDE, count, inputs.N, WARPS)
-        copy_rows(tiles.x.index(stage), inputs.x + t * inputs.X_STRIDE, inputs.X_STRIDE, count, inputs.rows, WARPS)
+        copy_rows(tiles.B.index(stage), inputs.B + t * inputs.B_STRIDE, inputs.B_STRIDE, count, inputs.N)
+        copy_rows(tiles.C.index(stage), inputs.C + t * inputs.C_STRIDE, inputs.C_STRIDE, count, inputs.N)
+        copy_rows(tiles.x.index(stage), inputs.x + t * inputs.X_STRIDE, inputs.X_STRIDE, count, inputs.rows)
     async_copy.commit_group()
 
 

@@ -96,10 +96,11 @@ def vector_of(vector, half, index):
 
 
 @gluon.jit
-def copy_rows(tile, place, STRIDE: gl.constexpr, count, columns, WARPS: gl.constexpr):
+def copy_rows(tile, place, STRIDE: gl.constexpr, count, columns):
     """Copy as `copy_tile` does, but with one address for all lines of a thread, a constant apart."""
     WIDTH: gl.constexpr = tile.shape[1]
     LANES: gl.constexpr = WIDTH // 8
+    WARPS: gl.constexpr = gl.num_warps()
     AT_ONCE: gl.constexpr = 32 // LANES * WARPS if 32 // LANES * WARPS < CHUNK else CHUNK
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [1, WARPS, 1], [2, 1, 0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
