@@ -1,4 +1,4 @@
-"""Run state-space duality over decode rows and their token logs, in one Triton launch."""
+"""Run decode over token logs in one Triton launch."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _decode(values, state, log_x, scratch, arrivals, waiting, row, first_tile, t
                 place_of_x = row.end + depth_of(row.depths, t)
                 following = row.end + depth_of(row.depths, t + 1)
                 xs = tl.where((entry == place_of_x)[None, None, :], own[:, :, None], xs)
-                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # entries of siblings may be NaN
+                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # siblings may be NaN
 
 
 @triton.jit(
@@ -171,7 +171,7 @@ def _decode_kernel(
     PREPARING: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Prepare tokens in the first programs, PREPARING per batch row, and read states in the others."""
+    """Prepare tokens in the first programs, PREPARING per row; read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
     TILES: tl.constexpr = HEADS * (P // BLOCK_P)

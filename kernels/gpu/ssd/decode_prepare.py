@@ -9,7 +9,7 @@ from ..common.decays import LOG2_E, softplus
 from ..common.log import LEAST_DECAY, WINDOW, depth_of, parent_place
 from ..common.structs import aggregate
 
-SCALARS = tl.constexpr(2)  # per token and head: the decay of the state, and the factor of x
+SCALARS = tl.constexpr(2)  # the state's decay, the factor of x
 
 
 @aggregate
@@ -29,7 +29,7 @@ class Sizes:
 
 @aggregate
 class Row:
-    """Hold a decode row: its token count, its entries `start` to `end` in the token log, its tokens' depths."""
+    """Hold a row's new tokens, `length` of `width`, and its log's entries, `start` to `end`."""
 
     index: tl.tensor
     width: tl.tensor
@@ -41,7 +41,7 @@ class Row:
 
 @aggregate
 class Inputs:
-    """Hold inputs of all tokens, with strides, and parameters of all heads."""
+    """Hold tokens' inputs, with strides, and heads' parameters."""
 
     dt: tl.tensor
     A: tl.tensor
@@ -58,7 +58,7 @@ class Inputs:
 
 @aggregate
 class Log:
-    """Point to a token log's Bs, step sizes and decay sums."""
+    """Hold a token log's Bs, step sizes and decay sums, or entries of it."""
 
     B: tl.tensor
     dt: tl.tensor
@@ -67,7 +67,7 @@ class Log:
 
 @aggregate
 class Scratch:
-    """Point to scores [F, H, 16], vectors [F, G, N] (C in fp32) and scalars [F, H, 2] of prepared tokens."""
+    """Hold scores [F, H, 16], vectors C [F, G, N] and scalars [F, H, 2] in fp32."""
 
     scores: tl.tensor
     vectors: tl.tensor
@@ -76,7 +76,7 @@ class Scratch:
 
 @aggregate
 class Lanes:
-    """Hold the heads of one group, and the channels, of a program."""
+    """Hold a program's heads, all of one group, and channels; `of_group` in the group's first program alone."""
 
     group: tl.tensor
     head: tl.tensor
@@ -88,7 +88,7 @@ class Lanes:
 
 @aggregate
 class Token:
-    """Hold a token's raw step sizes [BLOCK_HEADS], B and C [BLOCK_N]."""
+    """Hold raw step sizes [BLOCK_HEADS], B and C [BLOCK_N]."""
 
     dt: tl.tensor
     B: tl.tensor
@@ -97,7 +97,7 @@ class Token:
 
 @aggregate
 class Rates:
-    """Hold parameters of heads, and bounds of step sizes."""
+    """Hold heads' parameters and bounds of step sizes."""
 
     decay: tl.tensor
     bias: tl.tensor
@@ -108,7 +108,7 @@ class Rates:
 
 @triton.jit
 def _load_token(inputs, lanes, token, computed):
-    """Return a `Token`; zeros if it is not computed."""
+    """Return a token, or zeros."""
     known, mine = tl.where(computed, lanes.in_N, False), tl.where(computed, lanes.in_group, False)
     size = inputs.dt + token * inputs.DT_STRIDES[0] + lanes.head * inputs.DT_STRIDES[1]
     size = tl.load(size, mask=mine, other=0)
@@ -120,7 +120,7 @@ def _load_token(inputs, lanes, token, computed):
 
 @triton.jit
 def _load_entries(log, lanes, place, start, end, sizes):
-    """Return the Bs, step sizes and decay sums at places of a token log; zeros outside `start` to `end`."""
+    """Return entries of a log; zeros outside `start` to `end`."""
     there = (place >= start) & (place < end)
     Bs = log.B + (place * (sizes.GROUPS * sizes.N))[:, None] + lanes.channel[None, :]
     Bs = tl.load(Bs, mask=there[:, None] & lanes.in_N[None, :], other=0).to(tl.float32)
@@ -131,7 +131,7 @@ def _load_entries(log, lanes, place, start, end, sizes):
 
 @triton.jit
 def _store_scores(scores, lane, end, entries, C, G, in_group):
-    """Store scores of a token's C with log lanes; zeros from `end` on, where later tokens may be."""
+    """Store a token's scores with its path's entries; zeros from lane `end` on."""
     met = tl.sum(entries.B * C[None, :], axis=1)[:, None] * tl.exp2(G[None, :] - entries.G) * entries.dt
     met = tl.where((lane < end)[:, None], met, 0.0)
     tl.store(scores[None, :] + lane[:, None], met, mask=tl.broadcast_to(in_group[None, :], met.shape))
@@ -139,7 +139,7 @@ def _store_scores(scores, lane, end, entries, C, G, in_group):
 
 @triton.jit
 def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
-    """Log token `t` at `place` after decays G; store its vector and scalars. Return its C in fp32, and G after it."""
+    """Log token t; G is the decay sum before it."""
     there = t < row.length
     log_B = log.B + place * (sizes.GROUPS * sizes.N) + lanes.channel
     log_dt, log_G = log.dt + place * sizes.HEADS, log.G + place * sizes.HEADS
@@ -148,8 +148,7 @@ def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
     B, C, mine = token.B.to(tl.float32), token.C.to(tl.float32), tl.where(there, lanes.in_group, False)
     size = tl.minimum(tl.maximum(softplus(token.dt.to(tl.float32) + rates.bias), rates.dt_min), rates.dt_max)
     G += tl.maximum(size * rates.decay, LEAST_DECAY)
-    # in every program of the group, since it reads B again
-    tl.store(log_B, token.B, mask=tl.where(there, lanes.in_N, False))
+    tl.store(log_B, token.B, mask=tl.where(there, lanes.in_N, False))  # in every program, which reads it again
     tl.store(log_dt, size, mask=mine)
     tl.store(log_G, G, mask=mine)
     tl.store(vector, C, mask=lanes.of_group)
@@ -160,7 +159,7 @@ def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
 
 @triton.jit
 def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
-    """Log the new tokens of a row, and store their scores, for BLOCK_HEADS heads of one group.
+    """Log a row's new tokens and store their scores for BLOCK_HEADS heads of one group.
 
     The order is as in `common.delta_prepare`.
     """
@@ -173,7 +172,6 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
     place_in_group = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head, in_group = group * SHARING + place_in_group, place_in_group < SHARING
     in_N = channel < sizes.N
-    # One program stores the vectors of the whole group.
     lanes = Lanes(group, head, in_group, channel, in_N, tl.where(tile == 0, in_N, False))
     log = Log(log.B + group * sizes.N, log.dt + head, log.G + head)
     first_token = row.index.to(tl.int64) * row.width
@@ -200,8 +198,8 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
         for t in range(row.length):
             here, depth = row.end + t, depth_of(row.depths, t)
             following = _load_token(inputs, lanes, first_token + t + 1, t + 1 < row.width)
-            if depth <= above:  # a branch: decays continue from its parent
-                tl.debug_barrier()  # other threads may have stored them
+            if depth <= above:  # a branch
+                tl.debug_barrier()  # for stores of other threads
                 place = parent_place(row.depths, t, row.end)
                 G = tl.load(log.G + place * sizes.HEADS, mask=tl.where(place >= row.start, in_group, False), other=0)
             above = depth
@@ -219,7 +217,7 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
             entries = _load_entries(log, lanes, place, row.start, new_end, sizes)
             for t in range(row.length):
                 depth = depth_of(row.depths, t)
-                if depth <= above:  # a branch: lanes hold other tokens from here on
+                if depth <= above:  # a branch
                     place = tl.where(lane >= row.end + depth, lane + (t - depth), place)
                     entries = _load_entries(log, lanes, place, row.start, new_end, sizes)
                 above = depth

@@ -1,4 +1,4 @@
-"""Run state-space duality over prefill rows: in one launch on tensor cores of Hopper for bf16, else in two."""
+"""Run prefill in one launch for bf16, else in two."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, P] and store states at `chunk_dst`.
 
-    Scratch of the two launches: 16 bytes per token and head for bf16 activations, 20 for others.
+    Scratch of two launches: 16 bytes per token and head for bf16, else 20.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
@@ -54,7 +54,7 @@ def prefill(
     rows = index_pointers(indices, ROW_ARRAYS)
     concurrent = processors(x.get_device())
     if N <= 128 and served((x, B, C), (x_strides, B_strides, C_strides)):
-        # Two programs share a processor, unless all can have their own.
+        # Two programs share a processor unless all can have their own.
         stages, shared = (4, 1) if tiles * indices.num_prefills <= concurrent else (2, 2)
         prefill_hopper.scan(
             programs,

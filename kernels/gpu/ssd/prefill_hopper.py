@@ -1,6 +1,6 @@
-"""Run prefill for bf16 activations in one Gluon launch; only rounding differs from the two launches of `prefill`.
+"""Run prefill for bf16 in one Gluon launch; only rounding differs from the Triton launches.
 
-While the products of a chunk are in flight, decays and scores of the next chunk are computed.
+While a chunk's products are in flight, the next chunk's decays and scores are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARPS = gl.constexpr(4)
 
 @aggregate
 class Tiles:
-    """Hold the stages of chunks of x, B and C in shared memory."""
+    """Hold stages of x, B and C in shared memory."""
 
     x: gl.shared_memory_descriptor
     B: gl.shared_memory_descriptor
@@ -44,7 +44,7 @@ class Tiles:
 
 @aggregate
 class Inputs:
-    """Point to a head's x, B and C of token 0, with strides and widths."""
+    """Hold a head's x, B and C, and their strides and widths."""
 
     x: gl.tensor
     B: gl.tensor
@@ -58,8 +58,7 @@ class Inputs:
 
 @gluon.jit
 def _copy_chunk(tiles, stage, inputs, chunk):
-    """Begin to copy a chunk's inputs to a stage. Nothing is copied past the last chunk, since copies would store
-    zeros."""
+    """Begin to copy a chunk; past the last chunk copies would store zeros."""
     t, count = chunk
     t = t.to(gl.int64)
     if count > 0:
@@ -106,11 +105,11 @@ def _ssd_scan_kernel(
     STAGES: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
-    """Carry 64 lines of one head's state per program through all chunks of one sequence."""
+    """Carry 64 lines of a head's state through a row's chunks."""
     TILES: gl.constexpr = (P + ROWS - 1) // ROWS
     BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
-    OUTPUT: gl.constexpr = BF16 if z is None else gl.float32  # dtype of outputs in shared memory
+    OUTPUT: gl.constexpr = BF16 if z is None else gl.float32  # in shared memory
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     OF_STEP: gl.constexpr = gl.SliceLayout(0, PRODUCT)
@@ -135,7 +134,7 @@ def _ssd_scan_kernel(
     fields = rows + row * ROW_FIELDS
     start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
     first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-    # Load the later program's slot before this program's state: see `later_tile`.
+    # Before this program's state: see `later_tile`.
     later = index + CONCURRENT
     later_row = gl.minimum(row + later // (HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
@@ -157,7 +156,7 @@ def _ssd_scan_kernel(
     tiles = Tiles(gl.allocate_shared_memory(BF16, [STAGES, CHUNK, ROWS], by_value), B_tiles, C_tiles)
     scores_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     out_s = gl.allocate_shared_memory(OUTPUT, [CHUNK, ROWS], of_outputs)
-    # Separate allocations, or the compiler puts a barrier between their stores.
+    # In one allocation, the compiler would put barriers between stores.
     vectors = Vectors(
         gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
         gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),

@@ -1,4 +1,4 @@
-"""Compute decays of several chunks, a warp each, and copy chunks, for the scan in Gluon."""
+"""Compute decays and copy chunks for the scan in Gluon."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from ..common.hopper import barrier, copy_async, reinterpret
 from ..common.structs import aggregate
 
-AT_ONCE = gl.constexpr(4)  # chunks whose decays are computed at once
+AT_ONCE = gl.constexpr(4)  # chunks per computation of decays
 
 
 @aggregate
@@ -25,7 +25,7 @@ class Sequence:
 
 @aggregate
 class Rates:
-    """Hold a head's parameters, and the bounds of step sizes."""
+    """Hold a head's parameters and bounds of step sizes."""
 
     decay: gl.tensor
     bias: gl.tensor
@@ -35,7 +35,7 @@ class Rates:
 
 @aggregate
 class Vectors:
-    """Hold fp32 vectors [2, AT_ONCE, 64] in shared memory; see `store_decays`."""
+    """Hold fp32 vectors [2, AT_ONCE, 64]: see `store_decays`."""
 
     decays: gl.shared_memory_descriptor
     sums: gl.shared_memory_descriptor
@@ -50,7 +50,7 @@ def _add_both(x0, x1, y0, y1):
 
 @gluon.jit
 def chunk_at(n, sequence):
-    """Return chunk n's first token and number of tokens, at most 0 past the last chunk."""
+    """Return chunk n's first token and token count, at most 0 past the last chunk."""
     boundary = sequence.origin + n * CHUNK
     t = gl.maximum(boundary, sequence.start)
     return t, gl.minimum(boundary + CHUNK, sequence.end) - t
@@ -58,7 +58,7 @@ def chunk_at(n, sequence):
 
 @gluon.jit
 def load_steps(dt, dt_stride, first, sequence, LAYOUT: gl.constexpr):
-    """Load dt of AT_ONCE chunks from chunk `first` on, a warp each, and count their tokens."""
+    """Load dt [AT_ONCE, 64] from chunk `first` on, a warp per chunk, and count tokens."""
     row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     t, count = chunk_at(first + row, sequence)
@@ -69,7 +69,7 @@ def load_steps(dt, dt_stride, first, sequence, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def store_decays(vectors, half, steps, rates):
-    """Store decays, log2 of bounded decays, this less the step's log2, and steps decayed to the chunk's end."""
+    """Store decays, log2 of bounded decays, the same less the step's log2, and steps decayed to the chunk's end."""
     size, count = steps
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, size.type.layout))[None, :]
     size = size.to(gl.float32) + rates.bias
@@ -77,7 +77,7 @@ def store_decays(vectors, half, steps, rates):
     log_decay = size * rates.decay
     clamped = gl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
     log_decay, sums = gl.associative_scan((log_decay, clamped), 1, _add_both)
-    # The last sum: the second of lane 31.
+    # The last sum is the second of lane 31.
     last: gl.constexpr = "shfl.sync.idx.b32 $0, $3, 31, 31, -1; mov.b32 $1, $0;"
     total = gl.inline_asm_elementwise(last, "=&r,=r,r,r", [sums], dtype=gl.float32, is_pure=True, pack=2)
     log2 = gl.inline_asm_elementwise(
@@ -97,7 +97,7 @@ def vector_of(vector, half, index):
 
 @gluon.jit
 def copy_rows(tile, place, STRIDE: gl.constexpr, count, columns):
-    """Copy as `copy_tile` does, but with one address for all lines of a thread, a constant apart."""
+    """Copy as `copy_tile` does; a thread has one address, and lines a constant apart."""
     WIDTH: gl.constexpr = tile.shape[1]
     LANES: gl.constexpr = WIDTH // 8
     WARPS: gl.constexpr = gl.num_warps()
@@ -119,9 +119,9 @@ def _wait_code(left):
 
 @gluon.jit
 def wait_for_copies(LEFT: gl.constexpr):
-    """Wait for all but the last LEFT groups of copies. Products then see these and all earlier stores to shared memory.
+    """Wait for all but LEFT groups of copies; products then see earlier stores to shared memory.
 
-    The fence must precede the barrier that Triton puts after `async_copy.wait_group`.
+    `async_copy.wait_group` would put its barrier before the fence.
     """
     code: gl.constexpr = _wait_code(LEFT)
     gl.inline_asm_elementwise(code, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -1,12 +1,12 @@
-"""Run state-space duality (arXiv:2405.21060) over prefill rows in two Triton launches, or one (`scan`) for bf16.
+"""Run prefill (arXiv:2405.21060) in two Triton launches.
 
 A chunk of 64 tokens, the lines of x, B and C, takes the state S [P, N] of a head through
 
     y = decay * (C S^T) + scores x + D x;  S = decay S + (to_end * x)^T B
 
 Scores are C B^T times the decay between both tokens and the earlier token's step size. The first launch computes step
-sizes and decays of all chunks at once. The second carries the states. Its products are transposed, so that every scaled
-operand is a left operand, already in registers.
+sizes and decays. The second carries states. Its products are transposed: every scaled operand is a left operand, in
+registers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, store_tile, tile_elements
 
 HEADS_PER_PROGRAM = 8  # of the first launch
-ROWS = tl.constexpr(64)  # lines of a state per program of the second
-# For longer sequences, to prefetch a later program's state costs more than it hides.
+ROWS = tl.constexpr(64)  # state lines per program of the second launch
+# With more chunks, prefetching a later program's state costs more than it hides.
 PREFETCH_CHUNKS = tl.constexpr(8)
 
 
@@ -66,12 +66,12 @@ def _decays_kernel(
     size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
     log_decay = size * rate * LOG2_E
     clamped = tl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
-    # A running sum loses digits that differences need. In fp32 coarse parts are summed apart, which is exact.
+    # Differences of one running sum lose digits: in fp32 coarse parts are summed exactly, apart from the rest.
     coarse = clamped
     if VECTORS > 4:
         coarse = tl.floor(clamped * 2048) / 2048
     sums, fine = tl.cumsum(coarse, 1), tl.cumsum(clamped - coarse, 1)
-    last = step == CHUNK - 1  # so that the last token's difference is 0
+    last = step == CHUNK - 1  # the last token's difference must be 0
     to_end = tl.sum(tl.where(last, sums, 0.0), 1)[:, None] - sums
     to_end += tl.sum(tl.where(last, fine, 0.0), 1)[:, None] - fine
 
@@ -91,7 +91,7 @@ def _halves(x):
 
 @triton.jit
 def _products(x, y):
-    """Return x y^T [64, 64], in halves for wide fp32 operands, which do not fit into shared memory at once."""
+    """Return x y^T [64, 64]; wide fp32 operands fit into shared memory only in halves."""
     if x.dtype == tl.float32 and x.shape[1] > 128:
         x_left, x_right = _halves(x)
         y_left, y_right = _halves(y)
@@ -130,7 +130,7 @@ def _scan_kernel(
     STAGES: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
-    """Carry 64 lines of one head's state per program through all chunks of one sequence."""
+    """Carry 64 lines of a head's state through a row's chunks."""
     TILES: tl.constexpr = (P + ROWS - 1) // ROWS
     OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
     STATE: tl.constexpr = state.dtype.element_ty
@@ -170,7 +170,7 @@ def _scan_kernel(
         skip = tl.load(D + head).to(tl.float32)
     each_step = tl.arange(0, 4 * CHUNK) % CHUNK
     each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
-    # Offsets of 32 bits, added to a scalar pointer: 64 bits would take twice the registers.
+    # 32-bit offsets, added to a scalar pointer: 64 bits take twice the registers.
     x_tile = step[:, None] * X_STRIDES[0] + row[None, :]
     B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
     C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
@@ -198,8 +198,7 @@ def _scan_kernel(
         low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
         decay, sums = tl.split(low)
         size, to_end = tl.split(high)
-        # Negated, B comes from registers. From shared memory it would need another buffer, and a processor would hold
-        # one program instead of two.
+        # Negated, B comes from registers. In shared memory it needs a buffer more: one program per processor, not two.
         scores = _products(-inputs, reads)
         differences = sums[None, :] - sums[:, None]
         if VECTORS > 4:
@@ -236,8 +235,11 @@ def decays(
     dt_limit: tuple[float, float],
     num_vectors: int,
 ) -> Tensor:
-    """Return fp32 vectors [H, num_vectors, F] of prefill tokens: decays, their log2 sums, step sizes, decays to the
-    chunk's end times step sizes, and fine parts of the sums if there are five."""
+    """Return fp32 vectors [H, num_vectors, F], of chunks.
+
+    A token has its decay from the chunk's start, the log2 sum, its step size, and this times the decay to the chunk's
+    end. The fifth vector has the sum's fine part.
+    """
     num_tokens, heads = dt.shape
     vectors = dt.new_empty(num_vectors * num_tokens * heads, dtype=torch.float32)
     num_chunks = indices.chunk_seq.shape[0]
