@@ -18,6 +18,7 @@ from ..common.log import (
     ROWS,
     WINDOW,
     arrive,
+    decode_row,
     depth_of,
     entry_scores,
     entry_values,
@@ -27,7 +28,6 @@ from ..common.log import (
     next_launch_may_begin,
     prefetch_entries,
     registers,
-    row_log,
     row_sums,
     scratch,
     slot_of,
@@ -38,7 +38,7 @@ from ..common.log import (
     wait_for_previous_launch,
 )
 from ..common.structs import aggregate
-from .decode_prepare import SCALARS, Inputs, Log, Row, Scratch, Sizes, prepare
+from .decode_prepare import SCALARS, Inputs, Log, Scratch, Sizes, prepare
 
 MAX_HEADS = 16  # per program that prepares
 
@@ -86,9 +86,9 @@ def _decode(values, state, log_x, scratch, arrivals, waiting, row, first_tile, t
     for tile in range(1 << tile_bits):
         value = first_value + tile * BLOCK_P + lane
         S = load_state(place + tile * (BLOCK_P * N) + element, read, state.folded)
-        xs = entry_values(log_x, row.start, row.end, value, HEADS * P)
-        for t in range(row.width):
-            token = row.index.to(tl.int64) * row.width + t
+        xs = entry_values(log_x, row, value, HEADS * P)
+        for t in range(row.tokens):
+            token = row.row.to(tl.int64) * row.tokens + t
             computed = t < row.length
             scalar = scratch.scalars + (token * HEADS + head) * SCALARS
             x = values.x + token * values.X_STRIDES[0] + head * values.X_STRIDES[1] + value
@@ -179,21 +179,22 @@ def _decode_kernel(
     program = tl.program_id(0) - num_rows * PREPARING
     first_tile = program << tile_bits
     index = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
-    slot, start, end = row_log(slots, starts, ends, index)
-    row = Row(index, tokens_per_decode, tl.load(lengths + index), start, end, tl.load(depths + index))
+    row = decode_row(index, lengths, slots, starts, ends, depths, tokens_per_decode)
     sizes = Sizes(HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, BLOCK_HEADS, MOST_TILES, PREPARING)
     scratch = Scratch(scores, vectors, scalars)
     arrivals += index * ARRIVALS_STRIDE
     if program < 0:
         inputs = Inputs(dt, A, B, C, D, dt_bias, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES)
-        log = Log(slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride))
+        log = Log(
+            slot_of(log_B, row.slot, B_stride), slot_of(log_dt, row.slot, dt_stride), slot_of(log_G, row.slot, G_stride)
+        )
         prepare(inputs, log, scratch, row, tl.program_id(0) % PREPARING, sizes, ONE_TOKEN)
         arrive(arrivals, PREPARING, waiting)
     else:
         source, folded = tl.load(src + index), tl.load(dst + index) != 0
         held = State(state + source * slot_elements(slot_stride, state), source, folded)
         values = Values(x, z, out, X_STRIDES, Z_STRIDES, OUT_STRIDE)
-        xs = slot_of(log_x, slot, x_stride)
+        xs = slot_of(log_x, row.slot, x_stride)
         _decode(values, held, xs, scratch, arrivals, waiting, row, first_tile % TILES, tile_bits, sizes)
 
 

@@ -28,18 +28,6 @@ class Sizes:
 
 
 @aggregate
-class Row:
-    """Hold a row's new tokens, `length` of `width`, and its log's entries, `start` to `end`."""
-
-    index: tl.tensor
-    width: tl.tensor
-    length: tl.tensor
-    start: tl.tensor
-    end: tl.tensor
-    depths: tl.tensor
-
-
-@aggregate
 class Inputs:
     """Hold tokens' inputs, with strides, and heads' parameters."""
 
@@ -174,7 +162,7 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
     in_N = channel < sizes.N
     lanes = Lanes(group, head, in_group, channel, in_N, tl.where(tile == 0, in_N, False))
     log = Log(log.B + group * sizes.N, log.dt + head, log.G + head)
-    first_token = row.index.to(tl.int64) * row.width
+    first_token = row.row.to(tl.int64) * row.tokens
     scratch = Scratch(
         scratch.scores + (first_token * sizes.HEADS + head) * WINDOW,
         scratch.vectors + (first_token * sizes.GROUPS + group) * sizes.N + channel,
@@ -197,7 +185,7 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
         above = -1
         for t in range(row.length):
             here, depth = row.end + t, depth_of(row.depths, t)
-            following = _load_token(inputs, lanes, first_token + t + 1, t + 1 < row.width)
+            following = _load_token(inputs, lanes, first_token + t + 1, t + 1 < row.tokens)
             if depth <= above:  # a branch
                 tl.debug_barrier()  # for stores of other threads
                 place = parent_place(row.depths, t, row.end)

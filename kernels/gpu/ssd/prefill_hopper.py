@@ -12,14 +12,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.decays import LOG2_E
-from ..common.hopper import barrier, by_fours, clear_padding, prefetch_states
+from ..common.hopper import Outputs, barrier, by_fours, clear_padding, prefetch_states, prefill_row
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from ..common.structs import aggregate
 from .prefill_hopper_steps import (
     AT_ONCE,
     Rates,
-    Sequence,
     Vectors,
     chunk_at,
     copy_rows,
@@ -52,7 +51,7 @@ class Inputs:
     X_STRIDE: int
     B_STRIDE: int
     C_STRIDE: int
-    rows: gl.tensor
+    lines: gl.tensor
     N: int
 
 
@@ -64,7 +63,7 @@ def _copy_chunk(tiles, stage, inputs, chunk):
     if count > 0:
         copy_rows(tiles.B.index(stage), inputs.B + t * inputs.B_STRIDE, inputs.B_STRIDE, count, inputs.N)
         copy_rows(tiles.C.index(stage), inputs.C + t * inputs.C_STRIDE, inputs.C_STRIDE, count, inputs.N)
-        copy_rows(tiles.x.index(stage), inputs.x + t * inputs.X_STRIDE, inputs.X_STRIDE, count, inputs.rows)
+        copy_rows(tiles.x.index(stage), inputs.x + t * inputs.X_STRIDE, inputs.X_STRIDE, count, inputs.lines)
     async_copy.commit_group()
 
 
@@ -118,25 +117,23 @@ def _ssd_scan_kernel(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // ROWS, ROWS // 8], [WARPS, 1], [1, 0])
     BY_CHUNK: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [WARPS, 1], [1, 0])  # a warp per chunk
     program = gl.program_id(0)
-    row, index = program // (HEADS * TILES), program % (HEADS * TILES)
+    sequence, index = program // (HEADS * TILES), program % (HEADS * TILES)
     head = index // TILES
-    first_row = index % TILES * ROWS
-    rows_left = P - first_row
-    out += head * P + first_row
+    first_line = index % TILES * ROWS
+    lines_left = P - first_line
+    out += head * P + first_line
     out_step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
-    out_row = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))[None, :]
+    out_line = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))[None, :]
 
-    if row == num_prefills:
+    if sequence == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
-        clear_padding(out, end, num_tokens, rows_left, OUT_STRIDE, ROWS, OUT)
+        clear_padding(Outputs(out, lines_left, OUT_STRIDE, OUT), end, num_tokens, ROWS)
         return
 
-    fields = rows + row * ROW_FIELDS
-    start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
-    first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
+    row = prefill_row(rows, sequence)
     # Before this program's state: see `later_tile`.
     later = index + CONCURRENT
-    later_row = gl.minimum(row + later // (HEADS * TILES), num_prefills - 1)
+    later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
     later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
     rate = gl.load(A + head).to(gl.float32) * LOG2_E
     bias, skip = 0.0, 0.0
@@ -144,7 +141,6 @@ def _ssd_scan_kernel(
         bias = gl.load(dt_bias + head).to(gl.float32)
     if D is not None:
         skip = gl.load(D + head).to(gl.float32)
-    sequence = Sequence(start - context % CHUNK, start, end)
 
     by_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_N], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
@@ -163,44 +159,45 @@ def _ssd_scan_kernel(
         gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
         gl.allocate_shared_memory(gl.float32, [2, AT_ONCE, CHUNK], by_chunk),
     )
-    x += head * X_STRIDES[1] + first_row
+    x += head * X_STRIDES[1] + first_line
     B += head // (HEADS // GROUPS) * B_STRIDES[1]
     C += head // (HEADS // GROUPS) * C_STRIDES[1]
     dt += head * dt_head_stride
-    inputs = Inputs(x, B, C, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], rows_left, N)
+    inputs = Inputs(x, B, C, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], lines_left, N)
     for n in gl.static_range(STAGES):
-        _copy_chunk(tiles, n, inputs, chunk_at(n, sequence))
-    steps = load_steps(dt, dt_stride, 0, sequence, BY_CHUNK)
+        _copy_chunk(tiles, n, inputs, chunk_at(n, row))
+    steps = load_steps(dt, dt_stride, 0, row, BY_CHUNK)
 
     slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
     FOURS: gl.constexpr = by_fours(ROWS, BLOCK_N, WARPS)
-    state_row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, FOURS))[:, None]
+    line = first_line + gl.arange(0, ROWS, layout=gl.SliceLayout(1, FOURS))[:, None]
     channel = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, FOURS))[None, :]
-    inside = (state_row < P) & (channel < N)
-    row_element = state_row * N
+    inside = (line < P) & (channel < N)
+    line_element = line * N
     later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (ROWS * N)
     state += head * P * N
-    S = gl.load(state + slot * slot_stride + row_element + channel, mask=inside & (slot != 0), other=0)
+    S = gl.load(state + row.slot * slot_stride + line_element + channel, mask=inside & (row.slot != 0), other=0)
     S = gl.convert_layout(S, CARRIED).to(gl.float32)
-    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
-        prefetch_states(later_state, ROWS * N, WARPS)
+    if TILES * ROWS == P and BLOCK_N == N and row.last_chunk - row.first_chunk <= PREFETCH_CHUNKS:
+        prefetch_states(later_state, ROWS * N)
 
-    dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
+    dst = gl.load(chunk_dst + row.first_chunk, mask=row.first_chunk < row.last_chunk, other=0)
     rates = Rates(rate, bias, dt_min, dt_max)
     store_decays(vectors, 0, steps, rates)
-    steps = load_steps(dt, dt_stride, AT_ONCE, sequence, BY_CHUNK)
+    steps = load_steps(dt, dt_stride, AT_ONCE, row, BY_CHUNK)
     zeros = gl.zeros([ROWS, CHUNK], gl.float32, layout=PRODUCT)
     wait_for_copies(STAGES - 1)
     scores = warpgroup_mma(tiles.B.index(0), tiles.C.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     earlier = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, PRODUCT))[:, None]
     earlier = earlier <= gl.arange(0, CHUNK, layout=OF_STEP)[None, :]
-    for n in range(0, last_chunk - first_chunk):
+    for n in range(0, row.last_chunk - row.first_chunk):
         stage, next_stage = n % STAGES, (n + 1) % STAGES
         half = n // AT_ONCE % 2
         own = n % AT_ONCE
-        t, count = chunk_at(n, sequence)
-        next_dst = gl.load(chunk_dst + first_chunk + n + 1, mask=first_chunk + n + 1 < last_chunk, other=0)
+        t, count = chunk_at(n, row)
+        following = row.first_chunk + n + 1 < row.last_chunk
+        next_dst = gl.load(chunk_dst + row.first_chunk + n + 1, mask=following, other=0)
 
         read = gl.convert_layout(S.to(BF16), LEFT)
         y = warpgroup_mma(read, tiles.C.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -227,25 +224,25 @@ def _ssd_scan_kernel(
 
         if n % AT_ONCE == AT_ONCE - 1:
             store_decays(vectors, 1 - half, steps, rates)
-            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, sequence, BY_CHUNK)
+            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, row, BY_CHUNK)
         S = warpgroup_mma_wait(2, deps=[S])
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
             gl.store(
-                state + dst * slot_stride + row_element + channel, gl.convert_layout(S.to(STATE), FOURS), mask=inside
+                state + dst * slot_stride + line_element + channel, gl.convert_layout(S.to(STATE), FOURS), mask=inside
             )
         y = warpgroup_mma_wait(1, deps=[y])
         out_s.permute((1, 0)).store(y.to(OUTPUT))
         barrier()  # also before the stage is overwritten
-        _copy_chunk(tiles, stage, inputs, chunk_at(n + STAGES, sequence))
-        stored = (out_step < count) & (out_row < rows_left)
+        _copy_chunk(tiles, stage, inputs, chunk_at(n + STAGES, row))
+        stored = (out_step < count) & (out_line < lines_left)
         y = out_s.load(OUT)
         if z is not None:
-            gate = z + t.to(gl.int64) * Z_STRIDES[0] + head * Z_STRIDES[1] + first_row
-            gate = gl.load(gate + (out_step * Z_STRIDES[0] + out_row), mask=stored, other=0).to(gl.float32)
+            gate = z + t.to(gl.int64) * Z_STRIDES[0] + head * Z_STRIDES[1] + first_line
+            gate = gl.load(gate + (out_step * Z_STRIDES[0] + out_line), mask=stored, other=0).to(gl.float32)
             y *= gate / (1 + gl.exp(-gate))
-        place = out + t.to(gl.int64) * OUT_STRIDE + (out_step * OUT_STRIDE + out_row)
+        place = out + t.to(gl.int64) * OUT_STRIDE + (out_step * OUT_STRIDE + out_line)
         gl.store(place, y.to(out.dtype.element_ty), mask=stored)
         scores = warpgroup_mma_wait(0, deps=[scores])
         dst = next_dst

@@ -15,15 +15,6 @@ AT_ONCE = gl.constexpr(4)  # chunks per computation of decays
 
 
 @aggregate
-class Sequence:
-    """Hold a sequence's first and end token; its chunks are cut at multiples of 64 from `origin` on."""
-
-    origin: gl.tensor
-    start: gl.tensor
-    end: gl.tensor
-
-
-@aggregate
 class Rates:
     """Hold a head's parameters and bounds of step sizes."""
 
@@ -49,19 +40,19 @@ def _add_both(x0, x1, y0, y1):
 
 
 @gluon.jit
-def chunk_at(n, sequence):
+def chunk_at(n, row):
     """Return chunk n's first token and token count, at most 0 past the last chunk."""
-    boundary = sequence.origin + n * CHUNK
-    t = gl.maximum(boundary, sequence.start)
-    return t, gl.minimum(boundary + CHUNK, sequence.end) - t
+    boundary = row.origin + n * CHUNK
+    t = gl.maximum(boundary, row.start)
+    return t, gl.minimum(boundary + CHUNK, row.end) - t
 
 
 @gluon.jit
-def load_steps(dt, dt_stride, first, sequence, LAYOUT: gl.constexpr):
+def load_steps(dt, dt_stride, first, row, LAYOUT: gl.constexpr):
     """Load dt [AT_ONCE, 64] from chunk `first` on, a warp per chunk, and count tokens."""
-    row = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
+    chunk = first + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    t, count = chunk_at(first + row, sequence)
+    t, count = chunk_at(chunk, row)
     count = count[:, None]
     place = dt + (t.to(gl.int64) * dt_stride)[:, None] + step * dt_stride
     return gl.load(place, mask=step < count, other=0), count

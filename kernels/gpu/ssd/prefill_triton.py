@@ -17,13 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, CHUNK_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
+from ..common.chunks import (
+    CHUNK,
+    CHUNK_ARRAYS,
+    chunk_tokens,
+    clear_padding,
+    prefill_row,
+    row_and_tile,
+    tokens_of_chunk,
+)
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from ..common.delta_rule import dot
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, slot_elements
 from ..common.prefetch import later_tile, prefetch
-from ..common.state_tile import load_tile, store_tile, tile_elements
+from ..common.state_tile import load_tile, state_tile, store_tile
 
 HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # state lines per program of the second launch
@@ -136,32 +144,30 @@ def _scan_kernel(
     STATE: tl.constexpr = state.dtype.element_ty
     sequence, index = row_and_tile(HEADS * TILES)
     head = index // TILES
-    first_row = index % TILES * ROWS
-    row = tl.arange(0, ROWS)
+    first_line = index % TILES * ROWS
+    line = tl.arange(0, ROWS)
     step = tl.arange(0, CHUNK)
-    in_P = first_row + row < P
-    out += head * P + first_row
+    in_P = first_line + line < P
+    out += head * P + first_line
 
     if sequence == num_prefills:
-        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, OUT_STRIDE)
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, line, in_P, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK
+    row = prefill_row(rows, sequence)
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(
         state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
     )
 
-    element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
-    state += head * P * N
-    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
+    held = state_tile(state, slot_stride, head, first_line, P, N, ROWS, BLOCK_N)
+    S = load_tile(held, row.slot)
 
-    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
+    if TILES * ROWS == P and BLOCK_N == N and row.last_chunk - row.first_chunk <= PREFETCH_CHUNKS:
         prefetch(later_state, ROWS * N)
 
     channel = tl.arange(0, BLOCK_N)
-    x += head * X_STRIDES[1] + first_row
+    x += head * X_STRIDES[1] + first_line
     B += head // (HEADS // GROUPS) * B_STRIDES[1]
     C += head // (HEADS // GROUPS) * C_STRIDES[1]
     vectors += head.to(tl.int64) * (VECTORS * num_tokens)
@@ -171,15 +177,13 @@ def _scan_kernel(
     each_step = tl.arange(0, 4 * CHUNK) % CHUNK
     each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
     # 32-bit offsets, added to a scalar pointer: 64 bits take twice the registers.
-    x_tile = step[:, None] * X_STRIDES[0] + row[None, :]
+    x_tile = step[:, None] * X_STRIDES[0] + line[None, :]
     B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
     C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
-    place = step[None, :] * OUT_STRIDE + row[:, None]
+    place = step[None, :] * OUT_STRIDE + line[:, None]
     earlier = step[:, None] <= step[None, :]
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        chunk_start = tl.maximum(boundary, start)
-        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+    for chunk in tl.range(row.first_chunk, row.last_chunk, num_stages=STAGES):
+        chunk_start, count = tokens_of_chunk(row, chunk)
         filled = step < count
         t = chunk_start.to(tl.int64)
         mask_N = filled[:, None]
@@ -215,12 +219,12 @@ def _scan_kernel(
         if D is not None:
             y += skip * values.to(tl.float32)
         if z is not None:
-            gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_row
-            gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + row[:, None], mask=mask, other=0).to(tl.float32)
+            gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_line
+            gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + line[:, None], mask=mask, other=0).to(tl.float32)
             y *= gate / (1 + tl.exp(-gate))
         tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
         # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
-        store_tile(state + dst * slot_stride + element, S, tl.where(dst != 0, inside, False))
+        store_tile(held, dst, S, tl.where(dst != 0, held.inside, False))
 
 
 _launch_decays = Launcher(_decays_kernel)
