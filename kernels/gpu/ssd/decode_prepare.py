@@ -128,11 +128,11 @@ def _store_scores(scores, lane, end, entries, C, G, in_group):
 @triton.jit
 def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
     """Log token t; G is the decay sum before it."""
-    there = t < row.length
     log_B = log.B + place * (sizes.GROUPS * sizes.N) + lanes.channel
     log_dt, log_G = log.dt + place * sizes.HEADS, log.G + place * sizes.HEADS
     vector = scratch.vectors + t * (sizes.GROUPS * sizes.N)
     scalar = scratch.scalars + t * (sizes.HEADS * SCALARS)
+    there = t < row.length
     B, C, mine = token.B.to(tl.float32), token.C.to(tl.float32), tl.where(there, lanes.in_group, False)
     size = tl.minimum(tl.maximum(softplus(token.dt.to(tl.float32) + rates.bias), rates.dt_min), rates.dt_max)
     G += tl.maximum(size * rates.decay, LEAST_DECAY)

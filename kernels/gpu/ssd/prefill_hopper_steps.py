@@ -42,7 +42,7 @@ def _add_both(x0, x1, y0, y1):
 @gluon.jit
 def chunk_at(n, row):
     """Return chunk n's first token and token count, at most 0 past the last chunk."""
-    boundary = row.origin + n * CHUNK
+    boundary = row.start - row.context % CHUNK + n * CHUNK
     t = gl.maximum(boundary, row.start)
     return t, gl.minimum(boundary + CHUNK, row.end) - t
 

@@ -224,7 +224,7 @@ def _scan_kernel(
             y *= gate / (1 + tl.exp(-gate))
         tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
         # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
-        store_tile(held, dst, S, tl.where(dst != 0, held.inside, False))
+        store_tile(held, dst, S, MAY_BE_NULL=True)
 
 
 _launch_decays = Launcher(_decays_kernel)
