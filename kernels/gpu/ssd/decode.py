@@ -38,7 +38,7 @@ from ..common.log import (
     wait_for_previous_launch,
 )
 from ..common.structs import aggregate
-from .decode_prepare import SCALARS, Inputs, Log, Scratch, Sizes, prepare
+from .decode_prepare import SCALARS, Inputs, Log, Prepared, Sizes, prepare
 
 MAX_HEADS = 16  # per program that prepares
 
@@ -65,7 +65,7 @@ class State:
 
 
 @triton.jit
-def _decode(values, state, log_x, scratch, arrivals, waiting, row, first_tile, tile_bits, sizes):
+def _decode(values, state, log_x, prepared, arrivals, waiting, row, first_tile, tile_bits, sizes):
     """Compute a row's outputs in tiles of BLOCK_P lines of one head's state."""
     P: tl.constexpr = sizes.P
     N: tl.constexpr = sizes.N
@@ -90,13 +90,13 @@ def _decode(values, state, log_x, scratch, arrivals, waiting, row, first_tile, t
         for t in range(row.tokens):
             token = row.row.to(tl.int64) * row.tokens + t
             computed = t < row.length
-            scalar = scratch.scalars + (token * HEADS + head) * SCALARS
+            scalar = prepared.scalars + (token * HEADS + head) * SCALARS
             x = values.x + token * values.X_STRIDES[0] + head * values.X_STRIDES[1] + value
             raw = tl.load(x, mask=value < P)
             own = raw.to(tl.float32)
-            vector = scratch.vectors + (token * sizes.GROUPS + group) * N
+            vector = prepared.vectors + (token * sizes.GROUPS + group) * N
             met = tl.sum(S * for_rows(vector, channel, in_N), axis=2) * tl.load(scalar)
-            met = row_sums(met, xs * entry_scores(scratch.scores + (token * HEADS + head) * WINDOW))
+            met = row_sums(met, xs * entry_scores(prepared.scores + (token * HEADS + head) * WINDOW))
             y = met + tl.load(scalar + 1) * own
             if values.z is not None:
                 gate = values.z + token * values.Z_STRIDES[0] + head * values.Z_STRIDES[1] + value
@@ -181,21 +181,21 @@ def _decode_kernel(
     index = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
     row = decode_row(index, lengths, slots, starts, ends, depths, tokens_per_decode)
     sizes = Sizes(HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, BLOCK_HEADS, MOST_TILES, PREPARING)
-    scratch = Scratch(scores, vectors, scalars)
+    prepared = Prepared(scores, vectors, scalars)
     arrivals += index * ARRIVALS_STRIDE
     if program < 0:
         inputs = Inputs(dt, A, B, C, D, dt_bias, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES)
         log = Log(
             slot_of(log_B, row.slot, B_stride), slot_of(log_dt, row.slot, dt_stride), slot_of(log_G, row.slot, G_stride)
         )
-        prepare(inputs, log, scratch, row, tl.program_id(0) % PREPARING, sizes, ONE_TOKEN)
+        prepare(inputs, log, prepared, row, tl.program_id(0) % PREPARING, sizes, ONE_TOKEN)
         arrive(arrivals, PREPARING, waiting)
     else:
         source, folded = tl.load(src + index), tl.load(dst + index) != 0
         held = State(state + source * slot_elements(slot_stride, state), source, folded)
         values = Values(x, z, out, X_STRIDES, Z_STRIDES, OUT_STRIDE)
         xs = slot_of(log_x, row.slot, x_stride)
-        _decode(values, held, xs, scratch, arrivals, waiting, row, first_tile % TILES, tile_bits, sizes)
+        _decode(values, held, xs, prepared, arrivals, waiting, row, first_tile % TILES, tile_bits, sizes)
 
 
 _launch = Launcher(_decode_kernel)
@@ -216,7 +216,7 @@ def decode(
     dt_limit: tuple[float, float],
     out: Tensor,
 ) -> None:
-    """Fill the decode tokens of `out` [F, H, P] and log them. Scratch: 72 H + 4 G N bytes per token."""
+    """Fill the decode tokens of `out` [F, H, P] and log them. Prepared: 72 H + 4 G N bytes per token."""
     heads, P = x.shape[1:]
     groups, N = B.shape[1:]
     rows, width = indices.num_decodes, indices.tokens_per_decode

@@ -54,7 +54,7 @@ class Log:
 
 
 @aggregate
-class Scratch:
+class Prepared:
     """Hold scores [F, H, 16], vectors C [F, G, N] and scalars [F, H, 2] in fp32."""
 
     scores: tl.tensor
@@ -96,7 +96,7 @@ class Rates:
 
 @triton.jit
 def _load_token(inputs, lanes, token, computed):
-    """Return a token, or zeros."""
+    """Return a token; zeros unless it is computed."""
     known, mine = tl.where(computed, lanes.in_N, False), tl.where(computed, lanes.in_group, False)
     size = inputs.dt + token * inputs.DT_STRIDES[0] + lanes.head * inputs.DT_STRIDES[1]
     size = tl.load(size, mask=mine, other=0)
@@ -126,12 +126,12 @@ def _store_scores(scores, lane, end, entries, C, G, in_group):
 
 
 @triton.jit
-def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
+def _enter(token, t, place, G, rates, lanes, log, prepared, row, sizes):
     """Log token t; G is the decay sum before it."""
     log_B = log.B + place * (sizes.GROUPS * sizes.N) + lanes.channel
     log_dt, log_G = log.dt + place * sizes.HEADS, log.G + place * sizes.HEADS
-    vector = scratch.vectors + t * (sizes.GROUPS * sizes.N)
-    scalar = scratch.scalars + t * (sizes.HEADS * SCALARS)
+    vector = prepared.vectors + t * (sizes.GROUPS * sizes.N)
+    scalar = prepared.scalars + t * (sizes.HEADS * SCALARS)
     there = t < row.length
     B, C, mine = token.B.to(tl.float32), token.C.to(tl.float32), tl.where(there, lanes.in_group, False)
     size = tl.minimum(tl.maximum(softplus(token.dt.to(tl.float32) + rates.bias), rates.dt_min), rates.dt_max)
@@ -146,7 +146,7 @@ def _enter(token, t, place, G, rates, lanes, log, scratch, row, sizes):
 
 
 @triton.jit
-def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
+def prepare(inputs, log, prepared, row, program, sizes, ONE_TOKEN: tl.constexpr):
     """Log a row's new tokens and store their scores for BLOCK_HEADS heads of one group.
 
     The order is as in `common.delta_prepare`.
@@ -163,10 +163,10 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
     lanes = Lanes(group, head, in_group, channel, in_N, tl.where(tile == 0, in_N, False))
     log = Log(log.B + group * sizes.N, log.dt + head, log.G + head)
     first_token = row.row.to(tl.int64) * row.tokens
-    scratch = Scratch(
-        scratch.scores + (first_token * sizes.HEADS + head) * WINDOW,
-        scratch.vectors + (first_token * sizes.GROUPS + group) * sizes.N + channel,
-        scratch.scalars + (first_token * sizes.HEADS + head) * SCALARS,
+    prepared = Prepared(
+        prepared.scores + (first_token * sizes.HEADS + head) * WINDOW,
+        prepared.vectors + (first_token * sizes.GROUPS + group) * sizes.N + channel,
+        prepared.scalars + (first_token * sizes.HEADS + head) * SCALARS,
     )
     token = _load_token(inputs, lanes, first_token, True)
     first = row.start // LANES * LANES
@@ -179,8 +179,8 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
     if ONE_TOKEN:
         lane = first + tl.arange(0, LANES)
         entries = _load_entries(log, lanes, lane, row.start, row.end, sizes)
-        C, G = _enter(token, 0, row.end, G, rates, lanes, log, scratch, row, sizes)
-        _store_scores(scratch.scores, lane, row.end, entries, C, G, in_group)
+        C, G = _enter(token, 0, row.end, G, rates, lanes, log, prepared, row, sizes)
+        _store_scores(prepared.scores, lane, row.end, entries, C, G, in_group)
     else:
         above = -1
         for t in range(row.length):
@@ -191,10 +191,10 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
                 place = parent_place(row.depths, t, row.end)
                 G = tl.load(log.G + place * sizes.HEADS, mask=tl.where(place >= row.start, in_group, False), other=0)
             above = depth
-            _, G = _enter(token, t, here, G, rates, lanes, log, scratch, row, sizes)
+            _, G = _enter(token, t, here, G, rates, lanes, log, prepared, row, sizes)
             every = tl.arange(0, WINDOW)[:, None]
             unmet = ((every < first) | (every >= row.end + depth)) & in_group[None, :]
-            place = (scratch.scores + t * (sizes.HEADS * WINDOW))[None, :] + every
+            place = (prepared.scores + t * (sizes.HEADS * WINDOW))[None, :] + every
             tl.store(place, tl.zeros([WINDOW, BLOCK_HEADS], tl.float32), mask=unmet)
             token = following
         tl.debug_barrier()
@@ -212,5 +212,5 @@ def prepare(inputs, log, scratch, row, program, sizes, ONE_TOKEN: tl.constexpr):
                 if block < row.end + depth:
                     token = _load_token(inputs, lanes, first_token + t, True)
                     G = tl.load(log.G + (row.end + t) * sizes.HEADS, mask=in_group, other=0)
-                    scores = scratch.scores + t * (sizes.HEADS * WINDOW)
+                    scores = prepared.scores + t * (sizes.HEADS * WINDOW)
                     _store_scores(scores, lane, row.end + depth, entries, token.C.to(tl.float32), G, in_group)

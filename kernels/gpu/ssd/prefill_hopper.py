@@ -141,6 +141,7 @@ def _ssd_scan_kernel(
         bias = gl.load(dt_bias + head).to(gl.float32)
     if D is not None:
         skip = gl.load(D + head).to(gl.float32)
+    origin = row.start - row.context % CHUNK  # after these loads: `row.origin` may be scheduled otherwise
 
     by_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_N], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
@@ -165,8 +166,8 @@ def _ssd_scan_kernel(
     dt += head * dt_head_stride
     inputs = Inputs(x, B, C, X_STRIDES[0], B_STRIDES[0], C_STRIDES[0], lines_left, N)
     for n in gl.static_range(STAGES):
-        _copy_chunk(tiles, n, inputs, chunk_at(n, row))
-    steps = load_steps(dt, dt_stride, 0, row, BY_CHUNK)
+        _copy_chunk(tiles, n, inputs, chunk_at(n, origin, row))
+    steps = load_steps(dt, dt_stride, 0, origin, row, BY_CHUNK)
 
     slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
     FOURS: gl.constexpr = by_fours(ROWS, BLOCK_N, WARPS)
@@ -184,7 +185,7 @@ def _ssd_scan_kernel(
     dst = gl.load(chunk_dst + row.first_chunk, mask=row.first_chunk < row.last_chunk, other=0)
     rates = Rates(rate, bias, dt_min, dt_max)
     store_decays(vectors, 0, steps, rates)
-    steps = load_steps(dt, dt_stride, AT_ONCE, row, BY_CHUNK)
+    steps = load_steps(dt, dt_stride, AT_ONCE, origin, row, BY_CHUNK)
     zeros = gl.zeros([ROWS, CHUNK], gl.float32, layout=PRODUCT)
     wait_for_copies(STAGES - 1)
     scores = warpgroup_mma(tiles.B.index(0), tiles.C.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -195,7 +196,7 @@ def _ssd_scan_kernel(
         stage, next_stage = n % STAGES, (n + 1) % STAGES
         half = n // AT_ONCE % 2
         own = n % AT_ONCE
-        t, count = chunk_at(n, row)
+        t, count = chunk_at(n, origin, row)
         following = row.first_chunk + n + 1 < row.last_chunk
         next_dst = gl.load(chunk_dst + row.first_chunk + n + 1, mask=following, other=0)
 
@@ -224,7 +225,7 @@ def _ssd_scan_kernel(
 
         if n % AT_ONCE == AT_ONCE - 1:
             store_decays(vectors, 1 - half, steps, rates)
-            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, row, BY_CHUNK)
+            steps = load_steps(dt, dt_stride, n + 1 + AT_ONCE, origin, row, BY_CHUNK)
         S = warpgroup_mma_wait(2, deps=[S])
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
@@ -235,7 +236,7 @@ def _ssd_scan_kernel(
         y = warpgroup_mma_wait(1, deps=[y])
         out_s.permute((1, 0)).store(y.to(OUTPUT))
         barrier()  # also before the stage is overwritten
-        _copy_chunk(tiles, stage, inputs, chunk_at(n + STAGES, row))
+        _copy_chunk(tiles, stage, inputs, chunk_at(n + STAGES, origin, row))
         stored = (out_step < count) & (out_line < lines_left)
         y = out_s.load(OUT)
         if z is not None:

@@ -40,19 +40,19 @@ def _add_both(x0, x1, y0, y1):
 
 
 @gluon.jit
-def chunk_at(n, row):
+def chunk_at(n, origin, row):
     """Return chunk n's first token and token count, at most 0 past the last chunk."""
-    boundary = row.start - row.context % CHUNK + n * CHUNK
+    boundary = origin + n * CHUNK
     t = gl.maximum(boundary, row.start)
     return t, gl.minimum(boundary + CHUNK, row.end) - t
 
 
 @gluon.jit
-def load_steps(dt, dt_stride, first, row, LAYOUT: gl.constexpr):
+def load_steps(dt, dt_stride, first, origin, row, LAYOUT: gl.constexpr):
     """Load dt [AT_ONCE, 64] from chunk `first` on, a warp per chunk, and count tokens."""
     chunk = first + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, LAYOUT))
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    t, count = chunk_at(chunk, row)
+    t, count = chunk_at(chunk, origin, row)
     count = count[:, None]
     place = dt + (t.to(gl.int64) * dt_stride)[:, None] + step * dt_stride
     return gl.load(place, mask=step < count, other=0), count
