@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
+from ..common.decode import States, Tiles, decode_program, read_states
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.log import (
@@ -19,97 +20,54 @@ from ..common.log import (
     WINDOW,
     arrive,
     decode_row,
-    depth_of,
     entry_scores,
-    entry_values,
     for_rows,
-    load_state,
     most_tiles,
     next_launch_may_begin,
-    prefetch_entries,
     registers,
     row_sums,
     scratch,
     slot_of,
     tile_bits,
-    tile_columns,
-    tile_rows,
-    wait_for_arrivals,
     wait_for_previous_launch,
 )
 from ..common.structs import aggregate
-from .decode_prepare import SCALARS, Inputs, Log, Prepared, Sizes, prepare
+from .decode_prepare import SCALARS, Inputs, Log, Scratch, Shape, prepare
 
 MAX_HEADS = 16  # per program that prepares
 
 
 @aggregate
-class Values:
-    """Hold x, gates and outputs [F, H, P], with strides."""
+class Reads:
+    """Hold x and gates [F, H, P], with strides, a row's `Scratch`, and constants."""
 
     x: tl.tensor
     z: tl.tensor | None
-    out: tl.tensor
+    scratch: tl.tensor
     X_STRIDES: tuple[int, ...]
     Z_STRIDES: tuple[int, ...]
-    OUT_STRIDE: int
-
-
-@aggregate
-class State:
-    """Hold a row's state [H, P, N], its slot, and whether the fold reads it again."""
-
-    place: tl.tensor
-    slot: tl.tensor
-    folded: tl.tensor
+    shape: tl.tensor
 
 
 @triton.jit
-def _decode(values, state, log_x, prepared, arrivals, waiting, row, first_tile, tile_bits, sizes):
-    """Compute a row's outputs in tiles of BLOCK_P lines of one head's state."""
-    P: tl.constexpr = sizes.P
-    N: tl.constexpr = sizes.N
-    HEADS: tl.constexpr = sizes.HEADS
-    BLOCK_P: tl.constexpr = sizes.BLOCK_P
-    TILES: tl.constexpr = P // BLOCK_P
-    ASKED: tl.constexpr = sizes.MOST_TILES * BLOCK_P
-    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_P
-    group = head // (HEADS // sizes.GROUPS)
-    log_x += head * P
-    place = state.place + (head * P + first_value) * N
-    prefetch_entries(log_x + first_value // ASKED * ASKED, row.start, row.end, HEADS * P, ASKED)
-    wait_for_arrivals(arrivals, sizes.PREPARING, waiting)
-    lane, channel, entry = tile_rows(BLOCK_P), tile_columns(sizes.BLOCK_N), tl.arange(0, WINDOW)
-    in_N = channel < N
-    element = lane[:, :, None, None] * N + channel
-    read = tl.broadcast_to(tl.where(state.slot != 0, in_N, False), element.shape)
-    for tile in range(1 << tile_bits):
-        value = first_value + tile * BLOCK_P + lane
-        S = load_state(place + tile * (BLOCK_P * N) + element, read, state.folded)
-        xs = entry_values(log_x, row, value, HEADS * P)
-        for t in range(row.tokens):
-            token = row.row.to(tl.int64) * row.tokens + t
-            computed = t < row.length
-            scalar = prepared.scalars + (token * HEADS + head) * SCALARS
-            x = values.x + token * values.X_STRIDES[0] + head * values.X_STRIDES[1] + value
-            raw = tl.load(x, mask=value < P)
-            own = raw.to(tl.float32)
-            vector = prepared.vectors + (token * sizes.GROUPS + group) * N
-            met = tl.sum(S * for_rows(vector, channel, in_N), axis=2) * tl.load(scalar)
-            met = row_sums(met, xs * entry_scores(prepared.scores + (token * HEADS + head) * WINDOW))
-            y = met + tl.load(scalar + 1) * own
-            if values.z is not None:
-                gate = values.z + token * values.Z_STRIDES[0] + head * values.Z_STRIDES[1] + value
-                gate = tl.load(gate, mask=value < P).to(tl.float32)
-                y *= gate / (1 + tl.exp(-gate))
-            y = tl.where(computed, y, 0.0).to(values.out.dtype.element_ty)
-            tl.store(values.out + token * values.OUT_STRIDE + head * P + value, y)
-            tl.store(log_x + (row.end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
-            if t + 1 < row.length:
-                place_of_x = row.end + depth_of(row.depths, t)
-                following = row.end + depth_of(row.depths, t + 1)
-                xs = tl.where((entry == place_of_x)[None, None, :], own[:, :, None], xs)
-                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # siblings may be NaN
+def _read(reads, token, tile):
+    """Return a token's y, and x in fp32 and raw."""
+    shape = reads.shape
+    in_P = tile.value < shape.P
+    group = tile.head // (shape.HEADS // shape.GROUPS)
+    scalar = reads.scratch.scalars + (token * shape.HEADS + tile.head) * SCALARS
+    x = reads.x + token * reads.X_STRIDES[0] + tile.head * reads.X_STRIDES[1] + tile.value
+    raw = tl.load(x, mask=in_P)
+    own = raw.to(tl.float32)
+    vector = reads.scratch.vectors + (token * shape.GROUPS + group) * shape.N
+    met = tl.sum(tile.S * for_rows(vector, tile.channel, tile.in_K), axis=2) * tl.load(scalar)
+    score = reads.scratch.scores + (token * shape.HEADS + tile.head) * WINDOW
+    y = row_sums(met, tile.entries * entry_scores(score)) + tl.load(scalar + 1) * own
+    if reads.z is not None:
+        gate = reads.z + token * reads.Z_STRIDES[0] + tile.head * reads.Z_STRIDES[1] + tile.value
+        gate = tl.load(gate, mask=in_P).to(tl.float32)
+        y *= gate / (1 + tl.exp(-gate))
+    return y, own, raw
 
 
 @triton.jit(
@@ -174,28 +132,24 @@ def _decode_kernel(
     """Prepare tokens in the first programs, PREPARING per row; read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
-    TILES: tl.constexpr = HEADS * (P // BLOCK_P)
-    waiting = TILES >> tile_bits
-    program = tl.program_id(0) - num_rows * PREPARING
-    first_tile = program << tile_bits
-    index = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
-    row = decode_row(index, lengths, slots, starts, ends, depths, tokens_per_decode)
-    sizes = Sizes(HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, BLOCK_HEADS, MOST_TILES, PREPARING)
-    prepared = Prepared(scores, vectors, scalars)
-    arrivals += index * ARRIVALS_STRIDE
-    if program < 0:
+    program = decode_program(num_rows, tile_bits, HEADS * (P // BLOCK_P), PREPARING)
+    row = decode_row(program.row, lengths, slots, starts, ends, depths, tokens_per_decode)
+    arrivals += program.row * ARRIVALS_STRIDE
+    between = Scratch(scores, vectors, scalars)
+    shape = Shape(HEADS, GROUPS, P, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN)
+    if program.index < 0:
         inputs = Inputs(dt, A, B, C, D, dt_bias, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES)
-        log = Log(
-            slot_of(log_B, row.slot, B_stride), slot_of(log_dt, row.slot, dt_stride), slot_of(log_G, row.slot, G_stride)
-        )
-        prepare(inputs, log, prepared, row, tl.program_id(0) % PREPARING, sizes, ONE_TOKEN)
-        arrive(arrivals, PREPARING, waiting)
+        log_B, log_dt = slot_of(log_B, row.slot, B_stride), slot_of(log_dt, row.slot, dt_stride)
+        log = Log(log_B, log_dt, slot_of(log_G, row.slot, G_stride))
+        prepare(inputs, log, between, row, tl.program_id(0) % PREPARING, shape)
+        arrive(arrivals, PREPARING, program.waiting)
     else:
-        source, folded = tl.load(src + index), tl.load(dst + index) != 0
-        held = State(state + source * slot_elements(slot_stride, state), source, folded)
-        values = Values(x, z, out, X_STRIDES, Z_STRIDES, OUT_STRIDE)
-        xs = slot_of(log_x, row.slot, x_stride)
-        _decode(values, held, xs, prepared, arrivals, waiting, row, first_tile % TILES, tile_bits, sizes)
+        source, folded = tl.load(src + program.row), tl.load(dst + program.row) != 0
+        state += source * slot_elements(slot_stride, state)
+        states = States(state, source, folded, slot_of(log_x, row.slot, x_stride), out, OUT_STRIDE)
+        tiles = Tiles(HEADS, P, N, BLOCK_P, BLOCK_N, MOST_TILES, PREPARING)
+        reads = Reads(x, z, between, X_STRIDES, Z_STRIDES, shape)
+        read_states(program, row, states, arrivals, reads, tiles, _read, False)
 
 
 _launch = Launcher(_decode_kernel)

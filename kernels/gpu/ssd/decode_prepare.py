@@ -13,7 +13,7 @@ SCALARS = tl.constexpr(2)  # the state's decay, the factor of x
 
 
 @aggregate
-class Sizes:
+class Shape:
     """Hold a launch's constants."""
 
     HEADS: int
@@ -21,10 +21,8 @@ class Sizes:
     P: int
     N: int
     BLOCK_N: int
-    BLOCK_P: int
     BLOCK_HEADS: int
-    MOST_TILES: int
-    PREPARING: int
+    ONE_TOKEN: bool
 
 
 @aggregate
@@ -54,7 +52,7 @@ class Log:
 
 
 @aggregate
-class Prepared:
+class Scratch:
     """Hold scores [F, H, 16], vectors C [F, G, N] and scalars [F, H, 2] in fp32."""
 
     scores: tl.tensor
@@ -107,12 +105,12 @@ def _load_token(inputs, lanes, token, computed):
 
 
 @triton.jit
-def _load_entries(log, lanes, place, start, end, sizes):
+def _load_entries(log, lanes, place, start, end, shape):
     """Return entries of a log; zeros outside `start` to `end`."""
     there = (place >= start) & (place < end)
-    Bs = log.B + (place * (sizes.GROUPS * sizes.N))[:, None] + lanes.channel[None, :]
+    Bs = log.B + (place * (shape.GROUPS * shape.N))[:, None] + lanes.channel[None, :]
     Bs = tl.load(Bs, mask=there[:, None] & lanes.in_N[None, :], other=0).to(tl.float32)
-    held, of_heads = there[:, None] & lanes.in_group[None, :], (place * sizes.HEADS)[:, None]
+    held, of_heads = there[:, None] & lanes.in_group[None, :], (place * shape.HEADS)[:, None]
     steps = tl.load(log.dt[None, :] + of_heads, mask=held, other=0)
     return Log(Bs, steps, tl.load(log.G[None, :] + of_heads, mask=held, other=0))
 
@@ -126,12 +124,12 @@ def _store_scores(scores, lane, end, entries, C, G, in_group):
 
 
 @triton.jit
-def _enter(token, t, place, G, rates, lanes, log, prepared, row, sizes):
+def _enter(token, t, place, G, rates, lanes, log, scratch, row, shape):
     """Log token t; G is the decay sum before it."""
-    log_B = log.B + place * (sizes.GROUPS * sizes.N) + lanes.channel
-    log_dt, log_G = log.dt + place * sizes.HEADS, log.G + place * sizes.HEADS
-    vector = prepared.vectors + t * (sizes.GROUPS * sizes.N)
-    scalar = prepared.scalars + t * (sizes.HEADS * SCALARS)
+    log_B = log.B + place * (shape.GROUPS * shape.N) + lanes.channel
+    log_dt, log_G = log.dt + place * shape.HEADS, log.G + place * shape.HEADS
+    vector = scratch.vectors + t * (shape.GROUPS * shape.N)
+    scalar = scratch.scalars + t * (shape.HEADS * SCALARS)
     there = t < row.length
     B, C, mine = token.B.to(tl.float32), token.C.to(tl.float32), tl.where(there, lanes.in_group, False)
     size = tl.minimum(tl.maximum(softplus(token.dt.to(tl.float32) + rates.bias), rates.dt_min), rates.dt_max)
@@ -146,41 +144,42 @@ def _enter(token, t, place, G, rates, lanes, log, prepared, row, sizes):
 
 
 @triton.jit
-def prepare(inputs, log, prepared, row, program, sizes, ONE_TOKEN: tl.constexpr):
+def prepare(inputs, log, scratch, row, program, shape):
     """Log a row's new tokens and store their scores for BLOCK_HEADS heads of one group.
 
     The order is as in `common.delta_prepare`.
     """
-    BLOCK_HEADS: tl.constexpr = sizes.BLOCK_HEADS
-    SHARING: tl.constexpr = sizes.HEADS // sizes.GROUPS
+    BLOCK_HEADS: tl.constexpr = shape.BLOCK_HEADS
+    ONE_TOKEN: tl.constexpr = shape.ONE_TOKEN
+    SHARING: tl.constexpr = shape.HEADS // shape.GROUPS
     TILES: tl.constexpr = (SHARING + BLOCK_HEADS - 1) // BLOCK_HEADS
     LANES: tl.constexpr = WINDOW if ONE_TOKEN else WINDOW // 2
     group, tile = program // TILES, program % TILES
-    channel = tl.arange(0, sizes.BLOCK_N)
+    channel = tl.arange(0, shape.BLOCK_N)
     place_in_group = tile * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     head, in_group = group * SHARING + place_in_group, place_in_group < SHARING
-    in_N = channel < sizes.N
+    in_N = channel < shape.N
     lanes = Lanes(group, head, in_group, channel, in_N, tl.where(tile == 0, in_N, False))
-    log = Log(log.B + group * sizes.N, log.dt + head, log.G + head)
+    log = Log(log.B + group * shape.N, log.dt + head, log.G + head)
     first_token = row.row.to(tl.int64) * row.tokens
-    prepared = Prepared(
-        prepared.scores + (first_token * sizes.HEADS + head) * WINDOW,
-        prepared.vectors + (first_token * sizes.GROUPS + group) * sizes.N + channel,
-        prepared.scalars + (first_token * sizes.HEADS + head) * SCALARS,
+    scratch = Scratch(
+        scratch.scores + (first_token * shape.HEADS + head) * WINDOW,
+        scratch.vectors + (first_token * shape.GROUPS + group) * shape.N + channel,
+        scratch.scalars + (first_token * shape.HEADS + head) * SCALARS,
     )
     token = _load_token(inputs, lanes, first_token, True)
     first = row.start // LANES * LANES
     logged = tl.where(row.end > row.start, in_group, False)
-    G = tl.load(log.G + (row.end - 1) * sizes.HEADS, mask=logged, other=0)
+    G = tl.load(log.G + (row.end - 1) * shape.HEADS, mask=logged, other=0)
     decay = tl.load(inputs.A + head, mask=in_group, other=0).to(tl.float32) * LOG2_E
     bias = 0.0 if inputs.dt_bias is None else tl.load(inputs.dt_bias + head, mask=in_group, other=0).to(tl.float32)
     skip = 0.0 if inputs.D is None else tl.load(inputs.D + head, mask=in_group, other=0).to(tl.float32)
     rates = Rates(decay, bias, skip, inputs.dt_min, inputs.dt_max)
     if ONE_TOKEN:
         lane = first + tl.arange(0, LANES)
-        entries = _load_entries(log, lanes, lane, row.start, row.end, sizes)
-        C, G = _enter(token, 0, row.end, G, rates, lanes, log, prepared, row, sizes)
-        _store_scores(prepared.scores, lane, row.end, entries, C, G, in_group)
+        entries = _load_entries(log, lanes, lane, row.start, row.end, shape)
+        C, G = _enter(token, 0, row.end, G, rates, lanes, log, scratch, row, shape)
+        _store_scores(scratch.scores, lane, row.end, entries, C, G, in_group)
     else:
         above = -1
         for t in range(row.length):
@@ -189,12 +188,12 @@ def prepare(inputs, log, prepared, row, program, sizes, ONE_TOKEN: tl.constexpr)
             if depth <= above:  # a branch
                 tl.debug_barrier()  # for stores of other threads
                 place = parent_place(row.depths, t, row.end)
-                G = tl.load(log.G + place * sizes.HEADS, mask=tl.where(place >= row.start, in_group, False), other=0)
+                G = tl.load(log.G + place * shape.HEADS, mask=tl.where(place >= row.start, in_group, False), other=0)
             above = depth
-            _, G = _enter(token, t, here, G, rates, lanes, log, prepared, row, sizes)
+            _, G = _enter(token, t, here, G, rates, lanes, log, scratch, row, shape)
             every = tl.arange(0, WINDOW)[:, None]
             unmet = ((every < first) | (every >= row.end + depth)) & in_group[None, :]
-            place = (prepared.scores + t * (sizes.HEADS * WINDOW))[None, :] + every
+            place = (scratch.scores + t * (shape.HEADS * WINDOW))[None, :] + every
             tl.store(place, tl.zeros([WINDOW, BLOCK_HEADS], tl.float32), mask=unmet)
             token = following
         tl.debug_barrier()
@@ -202,15 +201,15 @@ def prepare(inputs, log, prepared, row, program, sizes, ONE_TOKEN: tl.constexpr)
         for block in range(first, new_end - 1, LANES):
             lane = block + tl.arange(0, LANES)
             place, above = lane, -1
-            entries = _load_entries(log, lanes, place, row.start, new_end, sizes)
+            entries = _load_entries(log, lanes, place, row.start, new_end, shape)
             for t in range(row.length):
                 depth = depth_of(row.depths, t)
                 if depth <= above:  # a branch
                     place = tl.where(lane >= row.end + depth, lane + (t - depth), place)
-                    entries = _load_entries(log, lanes, place, row.start, new_end, sizes)
+                    entries = _load_entries(log, lanes, place, row.start, new_end, shape)
                 above = depth
                 if block < row.end + depth:
                     token = _load_token(inputs, lanes, first_token + t, True)
-                    G = tl.load(log.G + (row.end + t) * sizes.HEADS, mask=in_group, other=0)
-                    scores = prepared.scores + t * (sizes.HEADS * WINDOW)
+                    G = tl.load(log.G + (row.end + t) * shape.HEADS, mask=in_group, other=0)
+                    scores = scratch.scores + t * (shape.HEADS * WINDOW)
                     _store_scores(scores, lane, row.end + depth, entries, token.C.to(tl.float32), G, in_group)
