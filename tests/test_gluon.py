@@ -21,7 +21,7 @@ from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_scan import scan
 from mambacache.kernels.gpu.kda.hopper_prepare import prepare as kda_prepare
 from mambacache.kernels.gpu.kda.persistent_scan import persistent_scan
 from mambacache.kernels.gpu.kda.scan import scan as kda_scan
-from mambacache.kernels.gpu.ssd.scan import scan as ssd_scan
+from mambacache.kernels.gpu.ssd.prefill_hopper import scan as ssd_scan
 
 width, rows = map(int, sys.argv[1:])
 strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}

@@ -1,4 +1,4 @@
-"""Run Mamba2's state-space duality over a mixed batch: two launches for decode rows, one or two for prefill rows."""
+"""Run Mamba2's state-space duality over a mixed batch: two launches for decode, one or two for prefill."""
 
 from __future__ import annotations
 
