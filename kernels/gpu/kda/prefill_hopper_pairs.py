@@ -140,7 +140,7 @@ def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl
 def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, left_s):
     """Add the pair products of a part with far decays. All inputs are overwritten.
 
-    See `prepare._add_pair_products`: `halvings` spans follow the span of 64.
+    See `prefill_triton._add_pair_products`: `halvings` spans follow the span of 64.
 
     `scores` and `products` are three blocks of columns [64, 16] and the diagonal blocks [4, 16, 16]. They include the
     norms' powers of two.

@@ -31,8 +31,8 @@ from ..common.hopper import (
 )
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
-from .hopper_decays import far_sums, halvings, log_decays, near_sums, store_far, store_operands
-from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, rest
+from .prefill_hopper_decays import far_sums, halvings, log_decays, near_sums, store_far, store_operands
+from .prefill_hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, rest
 
 
 @gluon.jit
@@ -142,11 +142,11 @@ def _kda_prepare_kernel(
     num_prefills,
     num_tokens,
     num_chunks,
-    STRIDES: gl.constexpr,
-    B_STRIDES: gl.constexpr,
     HEADS: gl.constexpr,
     K: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    STRIDES: gl.constexpr,
+    B_STRIDES: gl.constexpr,
 ):
     BF16: gl.constexpr = gl.bfloat16
     PART: gl.constexpr = min(BLOCK_K, 64)  # channels

@@ -23,90 +23,129 @@ from ..common.hopper import (
 )
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
+from ..common.structs import aggregate
 
 LAST_STAGES = gl.constexpr(2)
 
 
+@aggregate
+class Shape:
+    HEADS: gl.constexpr
+    K: gl.constexpr
+    V: gl.constexpr
+    BLOCK_V: gl.constexpr
+    V_STRIDES: gl.constexpr
+
+
+@aggregate
+class Scratch:
+    """Point to results of the first launch."""
+
+    k_in: gl.tensor
+    q_in: gl.tensor
+    k_out: gl.tensor
+    inverse: gl.tensor
+    scores: gl.tensor
+
+
+@aggregate
+class Chunk:
+    """Hold first token, first entry in scratch, and number of tokens."""
+
+    t: gl.tensor
+    place: gl.tensor
+    count: gl.tensor
+
+
+@aggregate
+class Stages:
+    """Hold operands in shared memory, with the stage as first dim."""
+
+    k_in: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    inverse: gl.shared_memory_descriptor
+    q_in: gl.shared_memory_descriptor
+    k_out: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor
+    decay: gl.shared_memory_descriptor
+
+
 @gluon.jit
-def copy_first(
-    copies,
-    stage,
-    sources,
-    place,
-    t,
-    count,
-    rows_left,
-    V_STRIDE: gl.constexpr,
-    K: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Begin to copy the operands of a chunk's first products to a stage; `place` counts tokens in scratch."""
-    k_tiles, v_tiles, inverses = copies
-    k_in, v, inverse = sources
-    copy_tile(k_tiles.index(stage), k_in + place * K, K, count, K, False, WARPS)
-    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
-    copy_tile(inverses.index(stage), inverse + place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+def copy_first(stages, stage, scratch, v, chunk, lines, shape):
+    """Begin to copy the operands of a chunk's first products to a stage."""
+    K: gl.constexpr = shape.K
+    STRIDE: gl.constexpr = shape.V_STRIDES[0]
+    WARPS: gl.constexpr = shape.BLOCK_V // 16
+    count = chunk.count
+    copy_tile(stages.k_in.index(stage), scratch.k_in + chunk.place * K, K, count, K, False, WARPS)
+    copy_tile(stages.v.index(stage), v + chunk.t * STRIDE, STRIDE, count, lines, False, WARPS)
+    copy_tile(stages.inverse.index(stage), scratch.inverse + chunk.place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
     async_copy.commit_group()
 
 
 @gluon.jit
-def copy_last(copies, stage, sources, place, count, chunk, HEADS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
-    q_tiles, k_tiles, scores_tiles, decays = copies
-    q_in, k_out, scores, totals = sources
-    copy_tile(q_tiles.index(stage), q_in + place * K, K, count, K, False, WARPS)
-    copy_tile(k_tiles.index(stage), k_out + place * K, K, count, K, False, WARPS)
-    copy_tile(scores_tiles.index(stage), scores + place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
-    decay = decays.index(stage)
+def copy_last(stages, stage, scratch, totals, number, chunk, shape):
+    """Begin to copy the operands of a chunk's other products to a stage; `number` counts chunks of the batch."""
+    K: gl.constexpr = shape.K
+    WARPS: gl.constexpr = shape.BLOCK_V // 16
+    count = chunk.count
+    copy_tile(stages.q_in.index(stage), scratch.q_in + chunk.place * K, K, count, K, False, WARPS)
+    copy_tile(stages.k_out.index(stage), scratch.k_out + chunk.place * K, K, count, K, False, WARPS)
+    copy_tile(stages.scores.index(stage), scratch.scores + chunk.place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    decay = stages.decay.index(stage)
     channel = gl.arange(0, decay.shape[0], layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    copy_async(decay, totals + chunk.to(gl.int64) * (HEADS * K) + channel, mask=(channel < K) & (count > 0))
+    copy_async(decay, totals + number.to(gl.int64) * (shape.HEADS * K) + channel, mask=(channel < K) & (count > 0))
     async_copy.commit_group()
 
 
 @gluon.jit
-def shared_tiles(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr):
+def allocate_stages(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr):
     BF16: gl.constexpr = gl.bfloat16
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    k_in = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key)
-    v = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value)
-    inverses = gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square)
-    q_in = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
-    k_out = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key)
-    scores = gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square)
-    decays = gl.allocate_shared_memory(gl.float32, [LAST_STAGES, BLOCK_K], flat)
-    return (k_in, v, inverses), (q_in, k_out, scores, decays)
+    return Stages(
+        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key),
+        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value),
+        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key),
+        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key),
+        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(gl.float32, [LAST_STAGES, BLOCK_K], flat),
+    )
 
 
 @gluon.jit
-def first_products(S, copies, stage, zeros):
+def first_products(S, stages, stage, zeros):
     """Begin S k_in^T and v^T inverse^T of a chunk. Return S as an operand, and both products."""
-    k_in, v, inverses = copies
     LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     read = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-    known = warpgroup_mma(read, k_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    inverse = inverses.index(stage).permute((1, 0))
-    u = warpgroup_mma(v.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
+    known = warpgroup_mma(read, stages.k_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    inverse = stages.inverse.index(stage).permute((1, 0))
+    u = warpgroup_mma(stages.v.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
     return read, known, u
 
 
 @gluon.jit
-def last_products(S, products, inverse, copies, stage, zeros):
+def last_products(S, products, stages, stage, last_stage, zeros):
     """Begin a chunk's other products, given the result of `first_products`. Return S and o, still in flight."""
     read, known, u = products
-    q_in, k_out, scores, decays = copies
     LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     CARRIED: gl.constexpr = S.type.layout
+    inverse = stages.inverse.index(stage)
     known = warpgroup_mma_wait(1, deps=[known])
     known = gl.convert_layout((-known).to(gl.bfloat16), LEFT)
     u = warpgroup_mma(known, inverse.permute((1, 0)), u, is_async=True)
-    o = warpgroup_mma(read, q_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    S = decays.index(stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
+    q_in = stages.q_in.index(last_stage).permute((1, 0))
+    o = warpgroup_mma(read, q_in, zeros, use_acc=False, is_async=True)
+    S = stages.decay.index(last_stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
     u = warpgroup_mma_wait(1, deps=[u])
     u = u.to(gl.bfloat16)
-    S = warpgroup_mma(gl.convert_layout(u, gl.DotOperandLayout(0, CARRIED, 2)), k_out.index(stage), S, is_async=True)
-    return S, warpgroup_mma(gl.convert_layout(u, LEFT), scores.index(stage).permute((1, 0)), o, is_async=True)
+    written = gl.convert_layout(u, gl.DotOperandLayout(0, CARRIED, 2))
+    S = warpgroup_mma(written, stages.k_out.index(last_stage), S, is_async=True)
+    u = gl.convert_layout(u, LEFT)
+    return S, warpgroup_mma(u, stages.scores.index(last_stage).permute((1, 0)), o, is_async=True)
 
 
 @gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -124,13 +163,13 @@ def _kda_scan_kernel(
     num_prefills,
     slot_stride,
     num_tokens,
-    V_STRIDES: gl.constexpr,
-    OUT_STRIDE: gl.constexpr,
     HEADS: gl.constexpr,
     K: gl.constexpr,
-    V: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    V: gl.constexpr,
     BLOCK_V: gl.constexpr,
+    V_STRIDES: gl.constexpr,
+    OUT_STRIDE: gl.constexpr,
     CONCURRENT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -172,27 +211,26 @@ def _kda_scan_kernel(
     if BLOCK_V == V and BLOCK_K == K:
         prefetch_states(later_state, V * K, WARPS)
 
-    first_copies, last_copies = shared_tiles(STAGES, BLOCK_K, BLOCK_V)
-    _, v_tiles, inverses = first_copies
+    stages = allocate_stages(STAGES, BLOCK_K, BLOCK_V)
+    shape = Shape(HEADS, K, V, BLOCK_V, V_STRIDES)
     v += head * V_STRIDES[1] + first_row
     wide_tokens = gl.cast(num_tokens, gl.int64)
     tiles += head * wide_tokens * CHUNK
     operands += head * wide_tokens * K
     size = wide_tokens * (HEADS * K)
-    first_sources = operands, v, tiles
-    last_sources = operands + size, operands + 2 * size, tiles + wide_tokens * (HEADS * CHUNK), totals + head * K
-    rows_left = V - first_row
+    scratch = Scratch(operands, operands + size, operands + 2 * size, tiles, tiles + wide_tokens * (HEADS * CHUNK))
+    totals += head * K
+    lines = V - first_row
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
-        if flags is not None:
-            ready = wait_for_flags(flags + 1 + head, HEADS, first_chunk + i, last_chunk, ready)
+        ready = wait_for_flags(flags + 1 + head, HEADS, first_chunk + i, last_chunk, ready)
         ahead = gl.maximum(origin + i * CHUNK, start)
         count = gl.minimum(origin + (i + 1) * CHUNK, end) - ahead
         ahead = ahead.to(gl.int64)
-        copy_first(first_copies, i, first_sources, ahead, ahead, count, rows_left, V_STRIDES[0], K, WARPS)
+        copy_first(stages, i, scratch, v, Chunk(ahead, ahead, count), lines, shape)
         if i == 0:
-            copy_last(last_copies, 0, last_sources, ahead, count, first_chunk, HEADS, K, WARPS)
+            copy_last(stages, 0, scratch, totals, first_chunk, Chunk(ahead, ahead, count), shape)
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
     outputs, last_t, last_count = zeros.to(BF16), start, 0
@@ -206,29 +244,29 @@ def _kda_scan_kernel(
         last_free = (chunk - first_chunk + 1) % LAST_STAGES
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        products = first_products(S, first_copies, stage, zeros)
+        products = first_products(S, stages, stage, zeros)
 
         next_dst = gl.load(chunk_dst + chunk + 1, mask=chunk + 1 < last_chunk, other=0)
         after = boundary + CHUNK
         after_count = gl.minimum(after + CHUNK, end) - after
         after = after.to(gl.int64)
+        following = Chunk(after, after, after_count)
         # With two stages, the next chunk's copies must begin early.
-        if STAGES == 2 and flags is not None:
+        if STAGES == 2:
             ready = wait_for_flags(flags + 1 + head, HEADS, chunk + 1, last_chunk, ready)
-        copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
-        store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+        copy_last(stages, last_free, scratch, totals, chunk + 1, following, shape)
+        store_outputs(out, stages.v.index(free), outputs, last_t, last_count, lines, OUT_STRIDE, OUT)
         if STAGES == 2:
             barrier()
-            copy_first(first_copies, free, first_sources, after, after, after_count, rows_left, V_STRIDES[0], K, WARPS)
+            copy_first(stages, free, scratch, v, following, lines, shape)
 
-        S, o = last_products(S, products, inverses.index(stage), last_copies, last_stage, zeros)
+        S, o = last_products(S, products, stages, stage, last_stage, zeros)
         if STAGES > 2:
-            if flags is not None:
-                ready = wait_for_flags(flags + 1 + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
+            ready = wait_for_flags(flags + 1 + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
             ahead = boundary + (STAGES - 1) * CHUNK
             left = gl.minimum(ahead + CHUNK, end) - ahead
             ahead = ahead.to(gl.int64)
-            copy_first(first_copies, free, first_sources, ahead, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
+            copy_first(stages, free, scratch, v, Chunk(ahead, ahead, left), lines, shape)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
         outputs = o.to(BF16)
         if STATE != gl.float32:
@@ -237,8 +275,8 @@ def _kda_scan_kernel(
             gl.store(state + dst * slot_stride + element, S.to(STATE), mask=inside)
         dst, last_t, last_count = next_dst, t, count
     async_copy.wait_group(0)
-    last = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    store_outputs(out, last, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+    last = stages.v.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
+    store_outputs(out, last, outputs, last_t, last_count, lines, OUT_STRIDE, OUT)
 
 
 scan = Launcher(_kda_scan_kernel)
