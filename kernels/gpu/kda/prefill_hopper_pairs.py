@@ -41,13 +41,14 @@ def _from_middle(sums, SPAN: gl.constexpr):
 
 
 @gluon.jit
-def _from_middles(sums, span, quarters_s):
+def _from_middles(sums, span, sums_s):
     LAYOUT: gl.constexpr = sums.type.layout
     exponents = sums
     if span == 32:
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-        first, last = quarters_s[0].load(gl.SliceLayout(0, LAYOUT)), quarters_s[1].load(gl.SliceLayout(0, LAYOUT))
-        exponents -= gl.where(row < CHUNK // 2, first[None, :], last[None, :])
+        first = sums_s.to_first_middle.load(gl.SliceLayout(0, LAYOUT))
+        second = sums_s.to_second_middle.load(gl.SliceLayout(0, LAYOUT))
+        exponents -= gl.where(row < CHUNK // 2, first[None, :], second[None, :])
         exponents = gl.where(row & 16 != 0, exponents, -exponents)
     elif span == 16:
         exponents = _from_middle(sums, 16)
@@ -117,10 +118,10 @@ def _scaled(x, factor):
 
 
 @gluon.jit
-def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl.constexpr):
-    q_s, k_s, right_s = inputs_s
+def _add_level(scores, products, sums, part_s, sums_s, left_s, i, SPAN: gl.constexpr):
+    q_s, k_s, right_s = part_s.q, part_s.k, part_s.g
     LAYOUT: gl.constexpr = sums.type.layout
-    factor = gl.exp2(_from_middles(sums, SPAN, quarters_s))
+    factor = gl.exp2(_from_middles(sums, SPAN, sums_s))
     barrier()
     left_s.store(_scaled(q_s.load(LAYOUT), factor))
     right_s.store(_scaled(k_s.load(LAYOUT), factor))
@@ -137,17 +138,18 @@ def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl
 
 
 @gluon.jit
-def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, left_s):
-    """Add the pair products of a part with far decays. All inputs are overwritten.
+def add_far(scores, products, sums, halvings, part_s, sums_s, left_s):
+    """Add the pair products of a part with far decays. Overwrite `part_s`.
 
     See `prefill_triton._add_pair_products`: `halvings` spans follow the span of 64.
 
     `scores` and `products` are three blocks of columns [64, 16] and the diagonal blocks [4, 16, 16]. They include the
     norms' powers of two.
     """
-    q_s, k_s, right_s = inputs_s
+    q_s, k_s, right_s = part_s.q, part_s.k, part_s.g
     LAYOUT: gl.constexpr = sums.type.layout
-    q_norms, k_norms = norms_s[0].load(gl.SliceLayout(1, LAYOUT)), norms_s[1].load(gl.SliceLayout(1, LAYOUT))
+    q_norms = part_s.q_norms.load(gl.SliceLayout(1, LAYOUT))
+    k_norms = part_s.k_norms.load(gl.SliceLayout(1, LAYOUT))
     # Both factors are at most 1 for pairs from different halves: keys need only one.
     factor = gl.exp2(-gl.abs(sums))
     queries = _scaled(q_s.load(LAYOUT), gl.broadcast(power(q_norms)[:, None], sums)[0])
@@ -163,10 +165,10 @@ def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, lef
     # Unrolled: a loop would compute the levels' values ahead and spill them.
     for level in gl.static_range(5):
         if halvings > level:
-            scores, products = _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, CHUNK // 2 >> level)
+            scores, products = _add_level(scores, products, sums, part_s, sums_s, left_s, i, CHUNK // 2 >> level)
     span = gl.to_tensor(CHUNK // 2) >> halvings
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    exponents = _from_middles(sums, span, quarters_s)
+    exponents = _from_middles(sums, span, sums_s)
     exponents = gl.where(row & (span // 2) != 0, exponents, -exponents)
     factor = gl.exp2(exponents)
     barrier()
