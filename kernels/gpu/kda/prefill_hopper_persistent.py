@@ -14,9 +14,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
-from ..common.hopper import by_fours, clear_padding, prefetch_states, store_outputs, wait_for_flags
+from ..common.hopper import (
+    Outputs,
+    by_fours,
+    clear_padding,
+    prefetch_states,
+    store_outputs,
+    wait_for_flags,
+)
 from ..common.launch import Launcher
-from ..common.layout import SLOT_UNIT
 from ..common.structs import aggregate
 from .prefill_hopper_scan import (
     LAST_STAGES,
@@ -28,6 +34,7 @@ from .prefill_hopper_scan import (
     copy_last,
     first_products,
     last_products,
+    slot_elements,
 )
 
 STAGES = gl.constexpr(3)  # as many turns are claimed
@@ -47,7 +54,7 @@ class Plan:
 
 @aggregate
 class Row:
-    """Hold a row's tokens and chunks; `origin` is the first chunk's boundary."""
+    """Hold a part of `PrefillRow`: programs carry it."""
 
     start: gl.tensor
     end: gl.tensor
@@ -162,7 +169,7 @@ def _kda_persistent_scan_kernel(
     stages = allocate_stages(STAGES, BLOCK_K, BLOCK_V)
     shape = Shape(HEADS, K, V, BLOCK_V, V_STRIDES)
     num_turns = num_prefills * TILES_OF_ROW
-    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
+    slot_stride = slot_elements(slot_stride, state)
     state_row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, FOURS))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, FOURS))[None, :]
     wide_tokens = gl.cast(num_tokens, gl.int64)
@@ -182,7 +189,7 @@ def _kda_persistent_scan_kernel(
     first_state, there = _state_of(state, slot_stride, plan, turn, shape)
     loaded = gl.load(first_state + state_row * K + channel, mask=(state_row < there) & (channel < K), other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    outputs, last_out, last_t, last_count, last_rows = zeros.to(gl.bfloat16), out, row.start.to(gl.int64), 0, 0
+    last_o, last_out, last_t, last_count, last_rows = zeros.to(gl.bfloat16), out, row.start.to(gl.int64), 0, 0
     done = 0
     while turn < num_turns:
         head, first_row = _tile(turn, shape)
@@ -191,7 +198,7 @@ def _kda_persistent_scan_kernel(
         next_row = _row(plan, next_turn, shape)
         if V % BLOCK_V == 0 and BLOCK_K == K:
             source, rows_there = _state_of(state, slot_stride, plan, next_turn, shape)
-            prefetch_states(source, BLOCK_V * K, WARPS)
+            prefetch_states(source, BLOCK_V * K)
         S = gl.convert_layout(loaded, CARRIED).to(gl.float32)
         dst = 0
         for chunk in range(row.first_chunk, row.last_chunk):
@@ -208,7 +215,8 @@ def _kda_persistent_scan_kernel(
                 after, after_row = next_row.first_chunk, next_row
                 after_head = _tile(next_turn, shape)[0]
             _copy_last_of(stages, done % LAST_STAGES, plan, after_row, after, after_head, shape)
-            store_outputs(last_out, stages.v.index(free), outputs, last_t, last_count, last_rows, OUT_STRIDE, OUT)
+            outputs = Outputs(last_out, last_rows, OUT_STRIDE, OUT)
+            store_outputs(outputs, stages.v.index(free), last_o, last_t, last_count)
             last_out, last_rows = out + (head * V + first_row), V - first_row
             last_t, last_count = _tokens(row, chunk)
 
@@ -216,7 +224,7 @@ def _kda_persistent_scan_kernel(
             follows = gl.where(ahead.turn == turn, next_turn, later_turn)
             ahead = _copy_ahead(stages, free, plan, ahead, follows, shape)
             S, o = warpgroup_mma_wait(0, deps=[S, o])
-            outputs = o.to(gl.bfloat16)
+            last_o = o.to(gl.bfloat16)
             if STATE != gl.float32:
                 S = S.to(STATE).to(gl.float32)
             if (dst != 0) & (chunk + 1 < row.last_chunk):
@@ -232,12 +240,12 @@ def _kda_persistent_scan_kernel(
         next_turn, later_turn = later_turn, gl.atomic_add(claimed, 1, sem="relaxed")
     async_copy.wait_group(0)
     last = stages.v.index((done + STAGES - 1) % STAGES)
-    store_outputs(last_out, last, outputs, last_t, last_count, last_rows, OUT_STRIDE, OUT)
+    store_outputs(Outputs(last_out, last_rows, OUT_STRIDE, OUT), last, last_o, last_t, last_count)
     end = gl.load(query_start_loc + num_prefills)
     for index in range(gl.program_id(0), TILES_OF_ROW, gl.num_programs(0)):
         first_row = index % TILES * BLOCK_V
-        padded = out + (index // TILES * V + first_row)
-        clear_padding(padded, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        padded = Outputs(out + (index // TILES * V + first_row), V - first_row, OUT_STRIDE, OUT)
+        clear_padding(padded, end, num_tokens, BLOCK_V)
 
 
 persistent_scan = Launcher(_kda_persistent_scan_kernel)

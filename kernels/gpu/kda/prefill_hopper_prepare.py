@@ -17,6 +17,7 @@ from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E
 from ..common.delta_rule import BLOCK, NORM_EPS
 from ..common.hopper import (
+    Chunks,
     barrier,
     clear_flags,
     copy_tile,
@@ -76,7 +77,7 @@ def _copy_inputs(inputs_s, inputs, tokens):
         for i in gl.static_range(3):
             start = inputs.activations[i] + tokens.t * inputs.STRIDES[i][0] + tokens.head * inputs.STRIDES[i][1]
             tile, channels = inputs_s[i].index(part), inputs.K - part * PART
-            copy_tile(tile, start + part * PART, inputs.STRIDES[i][0], tokens.count, channels, False, WARPS)
+            copy_tile(tile, start + part * PART, inputs.STRIDES[i][0], tokens.count, channels)
     async_copy.commit_group()
 
 
@@ -192,24 +193,24 @@ def _kda_prepare_kernel(
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     inputs_s, inputs = (q_s, k_s, g_s), Inputs((q, k, g), b, A_log, dt_bias, STRIDES, B_STRIDES, K)
-    indices = query_start_loc, chunk_start, seq_chunk_start
+    chunks = Chunks(query_start_loc, chunk_start, seq_chunk_start, num_prefills, num_chunks)
     size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
     num_tasks = num_chunks * HEADS
     gl.store(flags, 0, mask=gl.program_id(0) == 0)  # where `persistent_scan` counts turns
     flags += 1
-    clear_flags(flags, num_tasks, WARPS)
+    clear_flags(flags, num_tasks)
     task = gl.program_id(0)
-    t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
+    t, count, head, _ = tokens_of_task(task, chunks, HEADS, False)
     tokens = Tokens(t, count, head)
     _copy_inputs(inputs_s, inputs, tokens)
     beta, first_bias, second_bias, rate = _gates(inputs, tokens, PART)
-    ends = ends_of_prefills(indices, num_prefills)
+    ends = ends_of_prefills(chunks)
     far_parts = 0
     while task < num_tasks:
         # Guess that a task is far if the previous was; a wrong guess changes no result.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
-        starts = starts_of_task(next_task, indices, num_chunks, HEADS, False)
+        starts = starts_of_task(next_task, chunks, HEADS, False)
         rate = -gl.exp(rate.to(gl.float32))
         first_bias_s.store(first_bias.to(gl.float32) * LOG2_E)
         if PARTS == 2:

@@ -11,21 +11,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
+from ..common import layout, prefetch
+from ..common.chunks import CHUNK
 from ..common.hopper import (
+    Outputs,
     barrier,
     clear_padding,
     copy_async,
     copy_tile,
     prefetch_states,
+    prefill_row,
     store_outputs,
+    tokens_of_chunk,
     wait_for_flags,
 )
 from ..common.launch import Launcher
-from ..common.layout import SLOT_UNIT
 from ..common.structs import aggregate
 
 LAST_STAGES = gl.constexpr(2)
+later_tile = gluon.jit(prefetch.later_tile.fn)
+slot_elements = gluon.jit(layout.slot_elements.fn)
 
 
 @aggregate
@@ -75,11 +80,10 @@ def copy_first(stages, stage, scratch, v, chunk, lines, shape):
     """Begin to copy the operands of a chunk's first products to a stage."""
     K: gl.constexpr = shape.K
     STRIDE: gl.constexpr = shape.V_STRIDES[0]
-    WARPS: gl.constexpr = shape.BLOCK_V // 16
     count = chunk.count
-    copy_tile(stages.k_in.index(stage), scratch.k_in + chunk.place * K, K, count, K, False, WARPS)
-    copy_tile(stages.v.index(stage), v + chunk.t * STRIDE, STRIDE, count, lines, False, WARPS)
-    copy_tile(stages.inverse.index(stage), scratch.inverse + chunk.place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    copy_tile(stages.k_in.index(stage), scratch.k_in + chunk.place * K, K, count, K)
+    copy_tile(stages.v.index(stage), v + chunk.t * STRIDE, STRIDE, count, lines)
+    copy_tile(stages.inverse.index(stage), scratch.inverse + chunk.place * CHUNK, CHUNK, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
@@ -87,13 +91,12 @@ def copy_first(stages, stage, scratch, v, chunk, lines, shape):
 def copy_last(stages, stage, scratch, totals, number, chunk, shape):
     """Begin to copy the operands of a chunk's other products to a stage; `number` counts chunks of the batch."""
     K: gl.constexpr = shape.K
-    WARPS: gl.constexpr = shape.BLOCK_V // 16
     count = chunk.count
-    copy_tile(stages.q_in.index(stage), scratch.q_in + chunk.place * K, K, count, K, False, WARPS)
-    copy_tile(stages.k_out.index(stage), scratch.k_out + chunk.place * K, K, count, K, False, WARPS)
-    copy_tile(stages.scores.index(stage), scratch.scores + chunk.place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    copy_tile(stages.q_in.index(stage), scratch.q_in + chunk.place * K, K, count, K)
+    copy_tile(stages.k_out.index(stage), scratch.k_out + chunk.place * K, K, count, K)
+    copy_tile(stages.scores.index(stage), scratch.scores + chunk.place * CHUNK, CHUNK, count, CHUNK, LOWER=True)
     decay = stages.decay.index(stage)
-    channel = gl.arange(0, decay.shape[0], layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    channel = gl.arange(0, decay.shape[0], layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     copy_async(decay, totals + number.to(gl.int64) * (shape.HEADS * K) + channel, mask=(channel < K) & (count > 0))
     async_copy.commit_group()
 
@@ -176,7 +179,6 @@ def _kda_scan_kernel(
     """Carry BLOCK_V lines of one head's state per program through all chunks of one sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     WARPS: gl.constexpr = BLOCK_V // 16
-    BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
@@ -189,27 +191,21 @@ def _kda_scan_kernel(
 
     if sequence == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
-        clear_padding(out, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        clear_padding(Outputs(out, V - first_row, OUT_STRIDE, OUT), end, num_tokens, BLOCK_V)
         return
 
-    fields = rows + sequence * ROW_FIELDS
-    start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
-    first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-    origin = start - context % CHUNK
-    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
-    # Load the later program's slot before this program's state: see `later_tile`.
-    later = index + CONCURRENT
-    later_row = gl.minimum(sequence + later // (HEADS * TILES), num_prefills - 1)
-    later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
-    later_state = state + later_slot * slot_stride + later % (HEADS * TILES) * (V * K)
+    row = prefill_row(rows, sequence)
+    first_chunk, last_chunk = row.first_chunk, row.last_chunk
+    stride = slot_elements(slot_stride, state)
+    later_state = later_tile(state, rows, num_prefills, stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
     state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
     inside = (state_row < V) & (channel < K)
     element = state_row * K + channel
     state += head * V * K
-    S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
+    S = gl.load(state + row.slot * stride + element, mask=inside & (row.slot != 0), other=0).to(gl.float32)
     if BLOCK_V == V and BLOCK_K == K:
-        prefetch_states(later_state, V * K, WARPS)
+        prefetch_states(later_state, V * K)
 
     stages = allocate_stages(STAGES, BLOCK_K, BLOCK_V)
     shape = Shape(HEADS, K, V, BLOCK_V, V_STRIDES)
@@ -221,23 +217,22 @@ def _kda_scan_kernel(
     scratch = Scratch(operands, operands + size, operands + 2 * size, tiles, tiles + wide_tokens * (HEADS * CHUNK))
     totals += head * K
     lines = V - first_row
+    outputs = Outputs(out, lines, OUT_STRIDE, OUT)
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
         ready = wait_for_flags(flags + 1 + head, HEADS, first_chunk + i, last_chunk, ready)
-        ahead = gl.maximum(origin + i * CHUNK, start)
-        count = gl.minimum(origin + (i + 1) * CHUNK, end) - ahead
+        ahead, count = tokens_of_chunk(row, first_chunk + i)
         ahead = ahead.to(gl.int64)
         copy_first(stages, i, scratch, v, Chunk(ahead, ahead, count), lines, shape)
         if i == 0:
             copy_last(stages, 0, scratch, totals, first_chunk, Chunk(ahead, ahead, count), shape)
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    outputs, last_t, last_count = zeros.to(BF16), start, 0
+    last_o, last_t, last_count = zeros.to(gl.bfloat16), row.start, 0
     for chunk in range(first_chunk, last_chunk):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        t = gl.maximum(boundary, start)
-        count = gl.minimum(boundary + CHUNK, end) - t
+        boundary = row.origin + (chunk - first_chunk) * CHUNK
+        t, count = tokens_of_chunk(row, chunk)
         stage = (chunk - first_chunk) % STAGES
         last_stage = (chunk - first_chunk) % LAST_STAGES
         free = (chunk - first_chunk + STAGES - 1) % STAGES
@@ -248,14 +243,14 @@ def _kda_scan_kernel(
 
         next_dst = gl.load(chunk_dst + chunk + 1, mask=chunk + 1 < last_chunk, other=0)
         after = boundary + CHUNK
-        after_count = gl.minimum(after + CHUNK, end) - after
+        after_count = gl.minimum(after + CHUNK, row.end) - after
         after = after.to(gl.int64)
         following = Chunk(after, after, after_count)
         # With two stages, the next chunk's copies must begin early.
         if STAGES == 2:
             ready = wait_for_flags(flags + 1 + head, HEADS, chunk + 1, last_chunk, ready)
         copy_last(stages, last_free, scratch, totals, chunk + 1, following, shape)
-        store_outputs(out, stages.v.index(free), outputs, last_t, last_count, lines, OUT_STRIDE, OUT)
+        store_outputs(outputs, stages.v.index(free), last_o, last_t, last_count)
         if STAGES == 2:
             barrier()
             copy_first(stages, free, scratch, v, following, lines, shape)
@@ -264,19 +259,19 @@ def _kda_scan_kernel(
         if STAGES > 2:
             ready = wait_for_flags(flags + 1 + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
             ahead = boundary + (STAGES - 1) * CHUNK
-            left = gl.minimum(ahead + CHUNK, end) - ahead
+            left = gl.minimum(ahead + CHUNK, row.end) - ahead
             ahead = ahead.to(gl.int64)
             copy_first(stages, free, scratch, v, Chunk(ahead, ahead, left), lines, shape)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        outputs = o.to(BF16)
+        last_o = o.to(gl.bfloat16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
-            gl.store(state + dst * slot_stride + element, S.to(STATE), mask=inside)
+            gl.store(state + dst * stride + element, S.to(STATE), mask=inside)
         dst, last_t, last_count = next_dst, t, count
     async_copy.wait_group(0)
     last = stages.v.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    store_outputs(out, last, outputs, last_t, last_count, lines, OUT_STRIDE, OUT)
+    store_outputs(outputs, last, last_o, last_t, last_count)
 
 
 scan = Launcher(_kda_scan_kernel)

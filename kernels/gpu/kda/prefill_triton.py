@@ -9,13 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile
+from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import LOG2_E, log2_softplus
 from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
 from ..common.prefetch import later_tile, prefetch
-from ..common.state_tile import load_tile, store_tile, tile_elements
+from ..common.state_tile import load_tile, state_tile, store_tile
 from .prefill_hopper_pairs import MAX_FACTORED_DECAY
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # per token: 2^-256 is 0 in fp32, and sums stay finite
@@ -237,14 +237,12 @@ def _scan_kernel(
         clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK
+    batch_row = prefill_row(rows, sequence)
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
 
-    element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
-    state += head * V * K
-    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
+    held = state_tile(state, slot_stride, head, first_row, V, K, BLOCK_V, BLOCK_K)
+    S = load_tile(held, batch_row.slot)
 
     if BLOCK_V == V and BLOCK_K == K:
         prefetch(later_state, V * K)
@@ -262,10 +260,8 @@ def _scan_kernel(
     tile = wide_step * CHUNK + step[None, :]
     place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        chunk_start = tl.maximum(boundary, start)
-        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=1):
+        chunk_start, count = tokens_of_chunk(batch_row, chunk)
         filled = step < count
         t = chunk_start.to(tl.int64)
         mask = filled[:, None] & in_K[None, :]
@@ -292,7 +288,7 @@ def _scan_kernel(
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
-            store_tile(state + dst * slot_stride + element, S, inside)
+            store_tile(held, dst, S)
 
 
 scan = Launcher(_scan_kernel)
