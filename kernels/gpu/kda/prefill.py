@@ -1,12 +1,6 @@
-"""Run Kimi Delta Attention over the prefill rows of a batch, in two launches.
+"""Run Kimi Delta Attention over the prefill rows of a batch, in two launches: see README.md.
 
-A chunk of 64 tokens, the lines of q, k and v, takes the state S [V, K] of a head through
-
-    u = inverse (v - k_in S^T);  o = q_in S^T + scores u;  S = S diag(decay) + u^T k_out
-
-Here k_in and q_in are normalised k and q, every channel decayed from the chunk's start; k_out is normalised k, decayed
-to its end. The first launch computes all operands but v, for all chunks at once. The second carries the states. Its
-products are transposed, so that each left operand is already in registers.
+The first computes operands of all chunks at once, the second carries the states.
 """
 
 from __future__ import annotations
@@ -41,8 +35,7 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, V] and store states at `chunk_dst`.
 
-    Scratch in bytes: 256 + 6 K per token and head for bf16 activations, else 512 + 12 K; at most 4 K + 4 per chunk and
-    head.
+    Scratch per head, in bytes: 256 + 6 K a token in bf16, else 512 + 12 K, and 4 K + 4 a chunk.
     """
     num_tokens, heads, K = q.shape
     V, num_chunks, num_prefills = v.shape[2], indices.chunk_seq.shape[0], indices.num_prefills
@@ -50,7 +43,7 @@ def prefill(
     hopper = num_chunks and K <= 128 and served((q, k, v, g), (q_strides, k_strides, v_strides, g_strides))
     operand = q.dtype if q.dtype == torch.bfloat16 else torch.float32
     concurrent = max(processors(q.get_device()), 1)  # a processor runs one program of 128 lines
-    # Tiles of 64 lines if all run at once, else of 128 lines, which read operands half as often.
+    # Tiles of 64 lines if all run at once: larger tiles read operands half as often.
     few = heads * cdiv(V, 64) * num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
     tiles_of_row = heads * cdiv(V, block_V)
@@ -62,16 +55,15 @@ def prefill(
     second = v, tiles, operands, totals, state, out
     chunks, rows = index_pointers(indices, CHUNK_ARRAYS), index_pointers(indices, ROW_ARRAYS)
     numbers = num_prefills, slot_stride(state), num_tokens
-    # With fewer fp32 channels, ptxas 12.8 (in Triton 3.6) assembles the first launch wrongly: it reads a uniform
-    # register that nothing has written. `tests/sass.py` finds such reads.
+    # With fewer fp32 channels, ptxas 12.8 (Triton 3.6) reads a register that nothing wrote: see `tests/sass.py`.
     block_K = power_of_2(K if operand == torch.bfloat16 else max(K, 64))
     shape = {"HEADS": heads, "K": K, "BLOCK_K": block_K}
     layout = shape | {"STRIDES": (q_strides, k_strides, g_strides), "B_STRIDES": b_strides}
     tiling = shape | {"V": V, "BLOCK_V": block_V, "V_STRIDES": v_strides, "OUT_STRIDE": out.stride(0)}
     warps = block_V // 16
     if hopper:
-        flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # a turn counter, and a flag per chunk and head
-        # A second launch of few programs needs room beside the first.
+        flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
+        # Few programs of the second launch run beside the first.
         room = concurrent + concurrent // 2 if few else 3 * concurrent
         counts = num_prefills, num_tokens, num_chunks
         hopper_prepare(min(heads * num_chunks, room), (*first, flags), chunks, counts, layout, num_warps=4, maxnreg=168)

@@ -1,6 +1,6 @@
-"""Compute decays of a chunk's tokens and channels in Gluon, and decayed operands.
+"""Compute decays and decayed operands of a chunk in Gluon.
 
-Each thread has a run of tokens in a few channels, and adds up most of a running sum alone.
+A thread sums its own run of tokens; then runs are added.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..common.hopper import barrier, wide
 from ..common.inverse import WARPS
 from ..common.structs import aggregate
 
-# Per token: flushed to 0 as a power, and a sum of 64 still leaves 10 bits for fractions.
+# Per token: its power is 0, and a sum of 64 keeps 10 bits for fractions.
 MIN_LOG2_DECAY = gl.constexpr(-128.0)
 log2_softplus = gluon.jit(decays.log2_softplus.fn)
 
 
 @aggregate
 class Part:
-    """Hold up to 64 channels in shared memory: inputs, later operands of pairs, with the right operand in `g`."""
+    """Hold up to 64 channels: inputs, then operands of pairs, the right operand in `g`."""
 
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
@@ -33,7 +33,7 @@ class Part:
 
 @aggregate
 class Sums:
-    """Hold sums of log decays in shared memory: of runs, before runs, of both halves, and of these up to middles."""
+    """Hold log decays: of runs, up to runs, of halves, and to the halves' middles."""
 
     runs: gl.shared_memory_descriptor
     starts: gl.shared_memory_descriptor
@@ -45,7 +45,7 @@ class Sums:
 
 @aggregate
 class Operands:
-    """Point to a chunk's operands of the second launch, `size` apart, and to its decay."""
+    """Point to a chunk's k_in, q_in and k_out, `size` apart, and to its decay."""
 
     start: gl.tensor
     size: gl.tensor
@@ -100,7 +100,7 @@ def log_decays(g_s, bias, rate, count, VEC: gl.constexpr):
 
 @gluon.jit
 def _runs(decays, runs_s):
-    """Return running sums [runs, tokens of a run, C]. Store their totals in `runs_s`."""
+    """Return running sums [runs, tokens of a run, C]; store totals in `runs_s`."""
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
     RUN: gl.constexpr = VEC.size_per_thread[0]
@@ -115,7 +115,7 @@ def _runs(decays, runs_s):
 
 @gluon.jit
 def _halves(runs):
-    """Sum runs [runs, C] over each half of the chunk."""
+    """Sum runs [runs, C] over each half."""
     RUNS: gl.constexpr = runs.shape[0]
     in_first = gl.arange(0, RUNS, layout=gl.SliceLayout(1, runs.type.layout))[:, None] < RUNS // 2
     return gl.sum(gl.where(in_first, runs, -0.0), axis=0), gl.sum(gl.where(in_first, -0.0, runs), axis=0)
@@ -142,7 +142,7 @@ def near_sums(decays, sums_s):
 
 @gluon.jit
 def far_sums(decays, sums_s):
-    """Return the sums [64, C] of `near_sums`, rounded differently. Fill `sums_s`."""
+    """Return the sums of `near_sums`, rounded differently; fill `sums_s`."""
     VEC: gl.constexpr = decays.type.layout
     RUNS: gl.constexpr = sums_s.runs.shape[0]
     BY_RUN: gl.constexpr = _by_run(VEC)
@@ -164,9 +164,9 @@ def far_sums(decays, sums_s):
 
 @gluon.jit
 def halvings(decays, sums_s, LIMIT: gl.constexpr):
-    """Return how often to halve spans of 32 tokens, until no half decays by more than LIMIT.
+    """Return how often to halve spans of 32 tokens until no half decays by more than LIMIT.
 
-    Only the chunk's decays decide, not the batch.
+    Other chunks must not matter.
     """
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
@@ -202,7 +202,7 @@ def _store_total(total, halves, channels):
 
 @gluon.jit
 def store_near(operands, part_s, sums, halves, part):
-    """Store a part's operands, and operands of its pairs, which meet in the chunk's middle."""
+    """Store a part's operands, and operands of pairs that meet in the chunk's middle."""
     LAYOUT: gl.constexpr = sums.type.layout
     queries = _normalised(part_s.q, part_s.q_norms, LAYOUT)
     keys = _normalised(part_s.k, part_s.k_norms, LAYOUT)

@@ -1,9 +1,8 @@
-"""Run the second launch of prefill in Gluon, one program per processor, with the same bits as `scan`.
+"""Run the second launch in Gluon, one program per processor, with the same bits as `prefill_hopper_scan`.
 
-Programs claim turns, a tile each, since processors finish the first launch at very different times.
-
-While chunk n is computed, chunk n + 2 is copied, also across turns. Turns may have one chunk each, so they are claimed
-two ahead. Batch rows without chunks come last (`StateIndices.prefill_rows`), so no turn is skipped.
+Programs claim turns, a tile each, since processors finish the first launch at different times. While chunk n is
+computed, chunk n + 2 is copied, also across turns. Turns may have one chunk each, so they are claimed two ahead. Rows
+without chunks come last, so no turn is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .prefill_hopper_scan import (
 )
 
 STAGES = gl.constexpr(3)  # as many turns are claimed
-MIN_TURNS = 8  # per program, which claims two turns ahead: with fewer, some may get none
+MIN_TURNS = 8  # per program: with fewer, some may get none
 
 
 @aggregate
@@ -54,7 +53,7 @@ class Plan:
 
 @aggregate
 class Row:
-    """Hold a part of `PrefillRow`: programs carry it."""
+    """Hold a part of `PrefillRow`."""
 
     start: gl.tensor
     end: gl.tensor
@@ -97,7 +96,7 @@ def _row(plan, turn, shape):
 
 @gluon.jit
 def _tokens(row, chunk):
-    """Return a chunk's first token and number of tokens: 0 past the last chunk."""
+    """Return a chunk's first token and token count, 0 past the last chunk."""
     boundary = row.origin + (chunk - row.first_chunk) * CHUNK
     t = gl.maximum(boundary, row.start)
     return t.to(gl.int64), gl.where(chunk < row.last_chunk, gl.minimum(boundary + CHUNK, row.end) - t, 0)
@@ -105,7 +104,7 @@ def _tokens(row, chunk):
 
 @gluon.jit
 def _copy_ahead(stages, stage, plan, ahead, next_turn, shape):
-    """Run `copy_first` for the chunk after `ahead`, and return this chunk's `ahead`."""
+    """Copy the chunk after `ahead`; return its `Ahead`."""
     turn, row, chunk, ready = ahead.turn, ahead.row, ahead.chunk, ahead.ready
     chunk += 1
     if chunk >= row.last_chunk:
@@ -128,7 +127,7 @@ def _copy_last_of(stages, stage, plan, row, chunk, head, shape):
 
 @gluon.jit
 def _state_of(state, slot_stride, plan, turn, shape):
-    """Return a pointer to a turn's tile, and its lines to read: 0 without a state."""
+    """Point to a turn's tile, and return its lines to read: 0 without a state."""
     slot = gl.load(_fields(plan, turn, shape) + SRC_FIELD)
     head, first_row = _tile(turn, shape)
     there = gl.where((slot != 0) & (turn < plan.num_turns), shape.V - first_row, 0)
@@ -230,7 +229,7 @@ def _kda_persistent_scan_kernel(
             if (dst != 0) & (chunk + 1 < row.last_chunk):
                 stored = gl.convert_layout(S.to(STATE), FOURS)
                 gl.store(state_of_head + dst * slot_stride + state_row * K + channel, stored, mask=inside)
-        # Load before the last state is stored: the load would wait for the store.
+        # The load would wait for the store of the last state.
         source, rows_there = _state_of(state, slot_stride, plan, next_turn, shape)
         loaded = gl.load(source + state_row * K + channel, mask=(state_row < rows_there) & (channel < K), other=0)
         if dst != 0:

@@ -1,6 +1,6 @@
-"""Run the first launch of prefill for bf16 activations in Gluon: see `prepare`.
+"""Run the first launch in Gluon, for bf16 activations: see `prefill_triton`.
 
-A part has up to 64 channels. The operands of pairs replace the inputs in shared memory.
+A part has up to 64 channels. Operands of pairs replace the inputs in shared memory.
 
 Pairs meet in the chunk's middle: log decays are sums from there, negated before it. One factor per channel takes
 operands to the chunk's start or end. Parts that decay too far for this take `add_far`.
@@ -61,7 +61,7 @@ class Inputs:
 
 @aggregate
 class Tokens:
-    """Hold a chunk's first token and number of tokens, and its head."""
+    """Hold a chunk's first token, token count and head."""
 
     t: gl.tensor
     count: gl.tensor
@@ -107,7 +107,7 @@ def _diagonals(blocks):
 
 @gluon.jit
 def _norms_and_own_scores(q_s, k_s, SCALE: gl.constexpr):
-    """Return SCALE / |q|, 1 / |k| and their product with q k, which no decay rounds, for every token."""
+    """Return SCALE / |q|, 1 / |k| and their product with q k, which no decay rounds [64]."""
     BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, BATCH, 2)
@@ -177,7 +177,7 @@ def _kda_prepare_kernel(
     g_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     left_s = tile_s if PART == CHUNK else gl.allocate_shared_memory(BF16, [CHUNK, PART], by_key)
-    # Separate allocations show the compiler that stores and loads do not overlap.
+    # Separate, so the compiler sees that stores and loads do not overlap.
     C0_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     C1_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     C2_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
@@ -207,7 +207,7 @@ def _kda_prepare_kernel(
     ends = ends_of_prefills(chunks)
     far_parts = 0
     while task < num_tasks:
-        # Guess that a task is far if the previous was; a wrong guess changes no result.
+        # Guess that a far task follows another; a wrong guess changes no result.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
         starts = starts_of_task(next_task, chunks, HEADS, False)

@@ -1,7 +1,7 @@
-"""Run the second launch of prefill for bf16 activations in Gluon, with the same bits as `prefill._scan_kernel`.
+"""Run the second launch in Gluon, for bf16 activations, with the same bits as `prefill_triton`.
 
-Shared memory holds STAGES chunks of the first products' operands and two of the other operands. Two stages leave room
-for a program of the first launch on the same processor.
+Shared memory holds STAGES chunks of the first products' operands and two of the others. Two stages leave room for a
+program of the first launch on the same processor.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Scratch:
 
 @aggregate
 class Chunk:
-    """Hold first token, first entry in scratch, and number of tokens."""
+    """Hold first token, first entry in scratch, and token count."""
 
     t: gl.tensor
     place: gl.tensor
@@ -77,7 +77,7 @@ class Stages:
 
 @gluon.jit
 def copy_first(stages, stage, scratch, v, chunk, lines, shape):
-    """Begin to copy the operands of a chunk's first products to a stage."""
+    """Begin to copy operands of a chunk's first products."""
     K: gl.constexpr = shape.K
     STRIDE: gl.constexpr = shape.V_STRIDES[0]
     count = chunk.count
@@ -89,7 +89,7 @@ def copy_first(stages, stage, scratch, v, chunk, lines, shape):
 
 @gluon.jit
 def copy_last(stages, stage, scratch, totals, number, chunk, shape):
-    """Begin to copy the operands of a chunk's other products to a stage; `number` counts chunks of the batch."""
+    """Begin to copy the other operands; `number` counts chunks of the batch."""
     K: gl.constexpr = shape.K
     count = chunk.count
     copy_tile(stages.q_in.index(stage), scratch.q_in + chunk.place * K, K, count, K)
@@ -121,7 +121,7 @@ def allocate_stages(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.con
 
 @gluon.jit
 def first_products(S, stages, stage, zeros):
-    """Begin S k_in^T and v^T inverse^T of a chunk. Return S as an operand, and both products."""
+    """Begin S k_in^T and v^T inverse^T. Return S as an operand, and both products."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     read = gl.convert_layout(S.to(gl.bfloat16), LEFT)
     known = warpgroup_mma(read, stages.k_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -132,7 +132,7 @@ def first_products(S, stages, stage, zeros):
 
 @gluon.jit
 def last_products(S, products, stages, stage, last_stage, zeros):
-    """Begin a chunk's other products, given the result of `first_products`. Return S and o, still in flight."""
+    """Begin the other products. Return S and o, still in flight."""
     read, known, u = products
     LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     CARRIED: gl.constexpr = S.type.layout
@@ -176,7 +176,7 @@ def _kda_scan_kernel(
     CONCURRENT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Carry BLOCK_V lines of one head's state per program through all chunks of one sequence."""
+    """Carry BLOCK_V lines of one head's state per program through one row's chunks."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     WARPS: gl.constexpr = BLOCK_V // 16
     STATE: gl.constexpr = state.dtype.element_ty

@@ -1,7 +1,7 @@
-"""Prepare all chunks of a batch for Kimi Delta Attention: decays, pair products and inverses.
+"""Run both launches of prefill in Triton.
 
 The inverse of a decay per channel may overflow. So a pair of tokens meets at a token between them: both decays up to
-there are at most 1.
+there are at most 1. Products of the second launch are transposed, so left operands are already in registers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PRECISE_FACTORED_DECAY = tl.constexpr(4.0)
 
 @triton.jit
 def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
-    """Return bounded `log2_decay`, without its logarithm if operands are rounded to 16 bits."""
+    """Return bounded `log2_decay`, without a logarithm for 16-bit operands."""
     if PRECISE:
         return tl.maximum(log2_decay(g, A_log, dt_bias), MIN_LOG2_DECAY)
     else:
@@ -35,7 +35,7 @@ def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
 
 @triton.jit
 def _two_factors(x):
-    """Split x into a power of two, exact in every dtype, and a factor from 1 to 2."""
+    """Split x into a power of two, exact in every dtype, and the rest."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, x / power
 
@@ -60,7 +60,7 @@ def _sums(signs, parts):
 
 @triton.jit
 def _from_middle(parts, span):
-    """Return log decays between the middle of a span and each of its tokens [64, C], negated before the middle."""
+    """Return log decays between a span's middle and each token [64, C], negated before the middle."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = column & -span
     middle = start + tl.maximum(span // 2, 1)
@@ -75,8 +75,8 @@ def _from_middle(parts, span):
 def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
     """Add q k^T and k k^T [64, 64] for j <= i, every channel decayed from token j (columns) to token i.
 
-    Pairs from different halves of a span of 64, 32, ... tokens meet in its middle. Halving ends once the factors of all
-    pairs of a span are in range. Only the chunk's decays decide, not the batch.
+    Pairs from different halves of a span of 64, 32, ... tokens meet in its middle. Halving ends once all factors are in
+    range. Other chunks must not matter.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     span = CHUNK
@@ -136,7 +136,7 @@ def _prepare_kernel(
     g += t * STRIDES[2][0] + head * STRIDES[2][1]
     b += t * B_STRIDES[0] + head * B_STRIDES[1]
     beta = tl.load(b + row * B_STRIDES[0], mask=filled[:, None], other=0).to(tl.float32)
-    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # the sum prevents a computation in every layout
+    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # else computed in every layout
     rate = tl.load(A_log + head).to(tl.float32)
     place = head.to(tl.int64) * num_tokens + t
     operands += place * K
@@ -221,7 +221,7 @@ def _scan_kernel(
     OUT_STRIDE: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
-    """Carry BLOCK_V lines of one head's state per program through all chunks of one sequence."""
+    """Carry BLOCK_V lines of one head's state per program through one row's chunks."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
