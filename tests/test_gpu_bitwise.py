@@ -16,7 +16,7 @@ from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix, delt
 from kernel_cases import bits, int32, plan_arrays
 from mambacache.kernels import StateIndices
 from mambacache.kernels.gpu.common.chunks import keep_busy
-from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
+from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from op_gated_delta_rule import harden
 from op_kda import KDAOp, uneven_decay
 from op_selective_scan import SelectiveScanOp

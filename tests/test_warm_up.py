@@ -15,7 +15,7 @@ from mambacache.kernels import StateIndices, api, experts, gpu, ngrams, paths
 from mambacache.kernels.compilation import Zeros
 from mambacache.kernels.gpu.common.chunks import keep_busy
 from mambacache.kernels.gpu.common.launch import Launcher
-from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
+from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from mambacache.models.adapt import load_model
 from mambacache.plan import SequenceStep
 from mambacache.warm_up import decode_row, prompt_row, prompts_of_every_form, warm_up_batches

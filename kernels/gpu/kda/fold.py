@@ -1,6 +1,6 @@
 """Fold the token logs of Kimi Delta Attention into states, in one Triton launch.
 
-Entries are added one by one: a product would scale their keys per channel in every tile, to more than 16 bits.
+Entries are added one by one: a product would need their scaled keys in more than 16 bits, in every tile.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Fold token logs into tiles of BLOCK_V lines of one head's state, several tiles per program.
+    """Fold token logs into tiles of BLOCK_V lines of one head's state.
 
-    In a step of one token, only the last entry must wait for the step's decode.
+    In a step of one token, only the last entry must wait for decode.
     """
     next_launch_may_begin()
     TILES: tl.constexpr = V // BLOCK_V
