@@ -19,9 +19,9 @@ from mambacache.plan import FOLD
 
 from ...device import processors
 from ...indices import ARRIVALS_WIDTH
-from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED, prefetch
+from .structs import aggregate
 
 WINDOW = tl.constexpr(FOLD)
 ARRIVALS_STRIDE = tl.constexpr(ARRIVALS_WIDTH)
@@ -31,7 +31,6 @@ LEAST_WIDTH = 64
 would depend on the step's length."""
 ROWS, PROGRAM_TILES = 16, 4  # lines a tile, most tiles a program
 REGISTERS = 1 << 16  # per multiprocessor
-FOLD_PROGRAMS = 1056
 FOLD_SHARE = 4  # one row in FOLD_SHARE has its own fold programs
 FOLD_FIELDS = tl.constexpr(5)  # in `StateIndices.folds`
 
@@ -56,11 +55,6 @@ def tile_bits(rows: int, columns: int, states: int, device: int) -> int:
     return next((few for few in range(bits) if programs >> few <= room), bits)
 
 
-def fold_shape(columns: int) -> tuple[int, int]:
-    """Return a program's lines and warps."""
-    return (64, 4) if columns <= 128 else (32, 8)
-
-
 def scratch(like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """Return aligned fp32 tensors; `sizes` are multiples of 4."""
     return torch.empty(sum(sizes), dtype=torch.float32, device=like.device).split(list(sizes))
@@ -71,9 +65,23 @@ def slot_of(log, slot, stride):
     return log + slot * slot_elements(stride, log)
 
 
+@aggregate
+class DecodeRow:
+    """Hold a row's log slot and entries, `start` to `end`, and its new tokens, `length` of `tokens`."""
+
+    row: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    end: tl.tensor
+    length: tl.tensor
+    depths: tl.tensor
+    tokens: tl.tensor
+
+
 @triton.jit
-def row_log(slots, starts, ends, row):
-    return tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+def decode_row(row, lengths, slots, starts, ends, depths, tokens):
+    slot, start, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+    return DecodeRow(row, slot, start, end, tl.load(lengths + row), tl.load(depths + row), tokens)
 
 
 @triton.jit
@@ -89,11 +97,25 @@ def parent_place(depths, token, end):
     return place
 
 
+@aggregate
+class Fold:
+    """Hold a tile's fold: entries `start` to `last`, included, of a log slot, from state `source` to `target`."""
+
+    head: tl.tensor
+    tile: tl.tensor
+    source: tl.tensor
+    target: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    last: tl.tensor
+
+
 @triton.jit
 def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
     fields = folds + 1 + task // (HEADS * TILES) * FOLD_FIELDS
     source, target, slot = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2).to(tl.int64)
-    return task // TILES % HEADS, task % TILES, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1
+    head, tile = task // TILES % HEADS, task % TILES
+    return Fold(head, tile, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1)
 
 
 @triton.jit
@@ -202,11 +224,11 @@ def prefetch_entries(log, start, end, STRIDE: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def entry_values(log, start, end, value, STRIDE: tl.constexpr):
+def entry_values(log, row, value, STRIDE: tl.constexpr):
     """Load entries in fp32; zeros outside the log."""
     entry = tl.arange(0, WINDOW)
     place = log + (entry * STRIDE)[None, None, :] + value[:, :, None]
-    inside = (entry >= start) & (entry < end)
+    inside = (entry >= row.start) & (entry < row.end)
     return tl.load(place, mask=inside[None, None, :] & (value >= 0)[:, :, None], other=0).to(tl.float32)
 
 
@@ -216,16 +238,3 @@ def row_sums(met, logged):
     SHARE: tl.constexpr = met.shape[1]
     met = tl.sum(tl.reshape(met, [4, SHARE, 8, 4]), axis=3)
     return tl.sum(met + tl.sum(tl.reshape(logged, [4, SHARE, 8, WINDOW // 8]), axis=3), axis=2)
-
-
-@triton.jit
-def fold_update(values, keys, acc):
-    """Return acc + values keys, with values in three parts."""
-    if keys.dtype == tl.bfloat16:
-        high = values.to(tl.bfloat16)
-        rest = values - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return acc + tl.dot(high, keys, tl.dot(middle, keys, tl.dot(low, keys)))
-    else:
-        return dot(values, keys.to(tl.float32), acc)

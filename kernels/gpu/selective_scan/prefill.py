@@ -60,15 +60,6 @@ class Inputs:
 
 
 @aggregate
-class Row:
-    """Hold the first token of a batch row, the token behind its last, and the token at position 0."""
-
-    start: tl.tensor
-    end: tl.tensor
-    origin: tl.tensor
-
-
-@aggregate
 class Target:
     """Hold where a program's states and outputs go."""
 
@@ -172,14 +163,15 @@ def _store(S, target, lanes, dst):
 
 
 @triton.jit
-def _end_chunk(S, target, lanes, row, dst, t):
-    """Return the states before token t, rounded and stored at `dst` if a chunk ends there."""
+def _end_chunk(S, target, lanes, row, chunk_dst, t):
+    """Return the states before token t, rounded and stored if a chunk ends there."""
     STATE: tl.constexpr = target.state.dtype.element_ty
-    boundary = (t - row.origin) % CHUNK == 0
+    position = t - (row.start - row.context)
+    boundary = position % CHUNK == 0
     if STATE != tl.float32 and boundary:
         S = rounded(S, STATE)
     if boundary & (t > row.start):
-        _store(S, target, lanes, tl.load(dst))
+        _store(S, target, lanes, tl.load(chunk_dst + (row.first_chunk - row.context // CHUNK - 1 + position // CHUNK)))
     return S
 
 
@@ -213,18 +205,19 @@ def _scan_kernel(
     """Carry states through one batch row, in one warp."""
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
-    row, tile = row_and_tile((DIM + CHANNELS * PER_LANE - 1) // (CHANNELS * PER_LANE))
+    index, tile = row_and_tile((DIM + CHANNELS * PER_LANE - 1) // (CHANNELS * PER_LANE))
     channel = (tile * CHANNELS + channels_of(CHANNELS)) * PER_LANE
     channel = channel + tl.arange(0, PER_LANE)[None, None, :]
     in_dim = channel < DIM
 
-    if row == num_prefills:
+    if index == num_prefills:
         for t in range(tl.load(query_start_loc + num_prefills), num_tokens):
             zeros = tl.zeros([1, CHANNELS, PER_LANE], out.dtype.element_ty)
             tl.store(out + tl.cast(t, tl.int64) * OUT_STRIDE + channel, zeros, mask=in_dim)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, row)
+    row = prefill_row(rows, index)
+    start, end, context, slot = row.start, row.end, row.context, row.slot
     if start == end:
         return
     lanes = Lanes(first_state(LANES, FOURS), N, FOURS)
@@ -239,8 +232,6 @@ def _scan_kernel(
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel).to(tl.float32)
 
     inputs, weights = Inputs(x, dt, z, B, C, STRIDES, N, BLOCK_N), Weights(in_log2(rates), skip, bias)
-    row = Row(start, end, start - context)
-    chunk = first_chunk - context // CHUNK - 1  # the chunk before position 0
     # Groups of COUNT tokens end where chunks end. Other tokens come LANES at a time.
     body = tl.minimum(start + (COUNT - context % COUNT) % COUNT, end)
     body_end = body + (end - body) // COUNT * COUNT
@@ -252,15 +243,15 @@ def _scan_kernel(
         for t in range(body, body_end, COUNT):
             # The branch in `_end_chunk` keeps these loads before the scan that hides them.
             following = _load_tokens(inputs, row, tl.minimum(t + COUNT, end - COUNT), channel, LANES, COUNT, True)
-            S = _end_chunk(S, target, lanes, row, chunk_dst + (chunk + (t - row.origin) // CHUNK), t)
+            S = _end_chunk(S, target, lanes, row, chunk_dst, t)
             S = _scan_tokens(S, loaded, weights, target, row, t, LANES, COUNT, True)
             loaded = following
     if body_end < end:
-        S = _end_chunk(S, target, lanes, row, chunk_dst + (chunk + (body_end - row.origin) // CHUNK), body_end)
+        S = _end_chunk(S, target, lanes, row, chunk_dst, body_end)
     for t in range(body_end, end, LANES):
         loaded = _load_tokens(inputs, row, t, channel, LANES, LANES, False)
         S = _scan_tokens(S, loaded, weights, target, row, t, LANES, LANES, False)
-    _store(S, target, lanes, tl.load(chunk_dst + last_chunk - 1))
+    _store(S, target, lanes, tl.load(chunk_dst + row.last_chunk - 1))
 
 
 _launch = Launcher(_scan_kernel)
