@@ -163,15 +163,14 @@ def _store(S, target, lanes, dst):
 
 
 @triton.jit
-def _end_chunk(S, target, lanes, row, chunk_dst, t):
-    """Return the states before token t, rounded and stored if a chunk ends there."""
+def _end_chunk(S, target, lanes, dst, t, start, origin):
+    """Return the states before token t, rounded and stored if a chunk ends there; position 0 is at `origin`."""
     STATE: tl.constexpr = target.state.dtype.element_ty
-    position = t - (row.start - row.context)
-    boundary = position % CHUNK == 0
+    boundary = (t - origin) % CHUNK == 0
     if STATE != tl.float32 and boundary:
         S = rounded(S, STATE)
-    if boundary & (t > row.start):
-        _store(S, target, lanes, tl.load(chunk_dst + (row.first_chunk - row.context // CHUNK - 1 + position // CHUNK)))
+    if boundary & (t > start):
+        _store(S, target, lanes, tl.load(dst))
     return S
 
 
@@ -232,6 +231,8 @@ def _scan_kernel(
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel).to(tl.float32)
 
     inputs, weights = Inputs(x, dt, z, B, C, STRIDES, N, BLOCK_N), Weights(in_log2(rates), skip, bias)
+    origin = start - context
+    chunk = row.first_chunk - context // CHUNK - 1  # the chunk before position 0
     # Groups of COUNT tokens end where chunks end. Other tokens come LANES at a time.
     body = tl.minimum(start + (COUNT - context % COUNT) % COUNT, end)
     body_end = body + (end - body) // COUNT * COUNT
@@ -243,11 +244,13 @@ def _scan_kernel(
         for t in range(body, body_end, COUNT):
             # The branch in `_end_chunk` keeps these loads before the scan that hides them.
             following = _load_tokens(inputs, row, tl.minimum(t + COUNT, end - COUNT), channel, LANES, COUNT, True)
-            S = _end_chunk(S, target, lanes, row, chunk_dst, t)
+            dst = chunk_dst + (chunk + (t - origin) // CHUNK)
+            S = _end_chunk(S, target, lanes, dst, t, start, origin)
             S = _scan_tokens(S, loaded, weights, target, row, t, LANES, COUNT, True)
             loaded = following
     if body_end < end:
-        S = _end_chunk(S, target, lanes, row, chunk_dst, body_end)
+        dst = chunk_dst + (chunk + (body_end - origin) // CHUNK)
+        S = _end_chunk(S, target, lanes, dst, body_end, start, origin)
     for t in range(body_end, end, LANES):
         loaded = _load_tokens(inputs, row, t, channel, LANES, LANES, False)
         S = _scan_tokens(S, loaded, weights, target, row, t, LANES, LANES, False)
