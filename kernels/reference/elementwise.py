@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def sigmoid(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 

@@ -63,8 +63,6 @@ def _prefill(
     """Run chunks in the WY form, with norms, gates and decays outside the rounded products."""
     dtype, group = g.dtype, v.shape[1] // k.shape[1]
     chunks = Chunks.of(indices)
-    if not chunks.count:
-        return
 
     def operand(x: Tensor) -> Tensor:
         return x if operand_dtype is None else x.to(operand_dtype).to(dtype)

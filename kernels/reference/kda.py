@@ -63,8 +63,6 @@ def _prefill(
     """Run chunks in the WY form. Decays per channel, and so norms, are part of the operands."""
     dtype = g.dtype
     chunks = Chunks.of(indices)
-    if not chunks.count:
-        return
     q, k, v, g, beta = (chunks.pad(x, dtype) for x in (q, k, v, g, beta))
     q = q * inverse_norm(q)[..., None] * q.shape[-1] ** -0.5
     k = k * inverse_norm(k)[..., None]
