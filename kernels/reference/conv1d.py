@@ -24,7 +24,7 @@ def conv1d(
     output_gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.conv1d`. The history has each row's window, then its tokens."""
+    """See `mambacache.kernels.conv1d`."""
     out = x.new_zeros(x.shape) if out is None else out.zero_()
     if input_gate is not None:
         x = input_gate * x

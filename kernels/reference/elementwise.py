@@ -1,7 +1,4 @@
-"""Compute functions with results independent of an element's place in a tensor.
-
-torch's sigmoid, silu, softplus and exp2 round a tensor's tail differently; bitwise claims need these.
-"""
+"""Round alike at every place in a tensor, unlike torch's sigmoid, silu, softplus and exp2."""
 
 from __future__ import annotations
 

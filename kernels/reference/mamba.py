@@ -1,4 +1,4 @@
-"""Share step sizes and output gates between Mamba1 and Mamba2."""
+"""Share step sizes and gates between Mamba1 and Mamba2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def step_sizes(dt: Tensor, dt_bias: Tensor | None) -> Tensor:
 def gated(
     y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None, indices: StateIndices, out: Tensor | None
 ) -> Tensor:
-    """Return (y + D x) silu(z) in x's dtype, and zeros for padding tokens; D's shape fits x."""
+    """Return (y + D x) silu(z) in x's dtype, zero for padding."""
     if D is not None:
         y += D.to(y.dtype) * x.to(y.dtype)
     if z is not None:

@@ -57,7 +57,7 @@ def paged_attention(
 
 
 def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: int) -> Tensor:
-    """Return bool [queries, visible]; decode tokens see their ancestors."""
+    """Return bool [queries, visible]."""
     key = torch.arange(visible, device=indices.device)
     width, row = indices.tokens_per_decode, start // indices.tokens_per_decode
     if row >= indices.num_decodes:

@@ -44,7 +44,7 @@ def selective_scan(
 
 
 def _advance(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Advance states by a token, with u = dt x."""
+    """Return states after a token, with u = dt x."""
     return torch.exp(dt[..., None] * A) * states + u[..., None] * B[:, None, :]
 
 
@@ -64,7 +64,6 @@ def _decode(
     indices: StateIndices,
     y: Tensor,
 ) -> None:
-    """Start from the log's state, or from src."""
     shape = indices.num_decodes, indices.tokens_per_decode
     x, dt, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, B, C, y))
     *entries, carried, stands = log

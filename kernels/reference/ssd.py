@@ -33,10 +33,7 @@ def ssd(
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.ssd`.
-
-    `operand_dtype` rounds operands of prefill products, as tensor cores do.
-    """
+    """See `mambacache.kernels.ssd`."""
     dtype = inner_dtype(x.dtype, state.dtype)
     dt = step_sizes(dt.to(dtype), dt_bias).clamp(*dt_limit)
     g = dt * A.to(dtype)
