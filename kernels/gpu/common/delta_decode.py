@@ -19,6 +19,7 @@ from .log import (
     ROWS,
     WINDOW,
     arrive,
+    decode_row,
     depth_of,
     entry_scores,
     entry_values,
@@ -28,7 +29,6 @@ from .log import (
     next_launch_may_begin,
     prefetch_entries,
     registers,
-    row_log,
     row_sums,
     scratch,
     slot_of,
@@ -56,11 +56,6 @@ def _decode(
     waiting,
     source,
     folded,
-    length,
-    start,
-    end,
-    depths,
-    tokens_per_decode,
     V_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -79,7 +74,7 @@ def _decode(
     key_head = head // (VALUE_HEADS // HEADS)
     log_u += head * V
     state += (head * V + first_value) * K
-    prefetch_entries(log_u + first_value // ASKED * ASKED, start, end, VALUE_HEADS * V, ASKED)
+    prefetch_entries(log_u + first_value // ASKED * ASKED, row.start, row.end, VALUE_HEADS * V, ASKED)
     wait_for_arrivals(arrivals, HEADS, waiting)
     lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
     in_K = channel < K
@@ -88,10 +83,10 @@ def _decode(
     for tile in range(tiles):
         value = first_value + tile * BLOCK_V + lane
         S = load_state(state + tile * (BLOCK_V * K) + element, read, folded)
-        us = entry_values(log_u, start, end, value, VALUE_HEADS * V)
-        for t in range(1 if ONE_TOKEN else tokens_per_decode):
-            token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
+        us = entry_values(log_u, row, value, VALUE_HEADS * V)
+        for t in range(1 if ONE_TOKEN else row.tokens):
+            token = row.row.to(tl.int64) * row.tokens + t
+            computed = t < row.length
             vector = vectors + (token * HEADS + key_head) * (2 * K)
             score = scores + (token * VALUE_HEADS + head) * (2 * WINDOW)
             scalar = scalars + (token * VALUE_HEADS + head) * SCALARS
@@ -103,9 +98,9 @@ def _decode(
             o = row_sums(by_query, us * entry_scores(score + WINDOW)) + tl.load(scalar + 1) * u
             o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * V + value, o)
-            tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
-            if t + 1 < length:
-                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
+            tl.store(log_u + (row.end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
+            if t + 1 < row.length:
+                place, following = row.end + depth_of(row.depths, t), row.end + depth_of(row.depths, t + 1)
                 us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
                 us = tl.where((entry < following)[None, None, :], us, 0.0)  # siblings, perhaps NaN
 
@@ -175,15 +170,16 @@ def _decode_kernel(
     program = tl.program_id(0) - num_rows * HEADS
     first_tile = program << tile_bits
     row = tl.where(program < 0, tl.program_id(0) // HEADS, first_tile // TILES)
-    slot, start, end = row_log(slots, starts, ends, row)
-    length, depths = tl.load(lengths + row), tl.load(depths + row)
+    batch_row = decode_row(row, lengths, slots, starts, ends, depths, tokens_per_decode)
+    slot = batch_row.slot
     arrivals += row * ARRIVALS_STRIDE
     if program < 0:
         prepare(
             q, k, a, b, A_log, dt_bias,
             slot_of(log_k, slot, k_stride), slot_of(log_norm, slot, norm_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % HEADS, length, start, end, depths,
-            tokens_per_decode, beta_scale, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES,
+            scores, vectors, scalars, row, tl.program_id(0) % HEADS,
+            batch_row.length, batch_row.start, batch_row.end, batch_row.depths, tokens_per_decode, beta_scale,
+            Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES,
             HEADS, VALUE_HEADS, K, BLOCK_K, BLOCK_GROUP, CHANNELS, ONE_TOKEN,
         )  # fmt: skip
         arrive(arrivals, HEADS, waiting)
@@ -191,9 +187,8 @@ def _decode_kernel(
         source, folded = tl.load(src + row), tl.load(dst + row) != 0
         _decode(
             v, state + source * slot_elements(slot_stride, state), out, slot_of(log_u, slot, u_stride),
-            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
-            length, start, end, depths, tokens_per_decode, V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K,
-            BLOCK_V, MOST_TILES, ONE_TOKEN,
+            scores, vectors, scalars, arrivals, batch_row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
+            V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K, BLOCK_V, MOST_TILES, ONE_TOKEN,
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from ...indices import ARRIVALS_WIDTH
 from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED, prefetch
+from .structs import aggregate
 
 WINDOW = tl.constexpr(FOLD)
 ARRIVALS_STRIDE = tl.constexpr(ARRIVALS_WIDTH)
@@ -71,9 +72,23 @@ def slot_of(log, slot, stride):
     return log + slot * slot_elements(stride, log)
 
 
+@aggregate
+class DecodeRow:
+    """Hold a row's log slot and entries, `start` to `end`, and its new tokens, `length` of `tokens`."""
+
+    row: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    end: tl.tensor
+    length: tl.tensor
+    depths: tl.tensor
+    tokens: tl.tensor
+
+
 @triton.jit
-def row_log(slots, starts, ends, row):
-    return tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+def decode_row(row, lengths, slots, starts, ends, depths, tokens):
+    slot, start, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+    return DecodeRow(row, slot, start, end, tl.load(lengths + row), tl.load(depths + row), tokens)
 
 
 @triton.jit
@@ -89,11 +104,25 @@ def parent_place(depths, token, end):
     return place
 
 
+@aggregate
+class Fold:
+    """Hold a tile's fold: entries `start` to `last`, included, of a log slot, from state `source` to `target`."""
+
+    head: tl.tensor
+    tile: tl.tensor
+    source: tl.tensor
+    target: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    last: tl.tensor
+
+
 @triton.jit
 def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
     fields = folds + 1 + task // (HEADS * TILES) * FOLD_FIELDS
     source, target, slot = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2).to(tl.int64)
-    return task // TILES % HEADS, task % TILES, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1
+    head, tile = task // TILES % HEADS, task % TILES
+    return Fold(head, tile, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1)
 
 
 @triton.jit
@@ -202,11 +231,11 @@ def prefetch_entries(log, start, end, STRIDE: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def entry_values(log, start, end, value, STRIDE: tl.constexpr):
+def entry_values(log, row, value, STRIDE: tl.constexpr):
     """Load entries in fp32; zeros outside the log."""
     entry = tl.arange(0, WINDOW)
     place = log + (entry * STRIDE)[None, None, :] + value[:, :, None]
-    inside = (entry >= start) & (entry < end)
+    inside = (entry >= row.start) & (entry < row.end)
     return tl.load(place, mask=inside[None, None, :] & (value >= 0)[:, :, None], other=0).to(tl.float32)
 
 

@@ -54,11 +54,12 @@ def _fold_kernel(
     in_K = channel < K
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (VALUE_HEADS * TILES), tl.num_programs(0)):
-        head, tile, source, target, slot, start, last = task_of_fold(folds, task, VALUE_HEADS, TILES)
-        key_head, value = head // (VALUE_HEADS // HEADS), tile * BLOCK_V + lane
-        element, there = fold_elements(tile * BLOCK_V, V, K, BLOCK_V, BLOCK_K)
+        fold = task_of_fold(folds, task, VALUE_HEADS, TILES)
+        head, slot, start, last = fold.head, fold.slot, fold.start, fold.last
+        key_head, value = head // (VALUE_HEADS // HEADS), fold.tile * BLOCK_V + lane
+        element, there = fold_elements(fold.tile * BLOCK_V, V, K, BLOCK_V, BLOCK_K)
         place = state + head * V * K + element
-        S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0)
+        S = tl.load(place + fold.source * stride, mask=tl.where(fold.source != 0, there, False), other=0)
         S = fold_tile(S, BLOCK_V, BLOCK_K)
 
         wait_for_previous_launch()
@@ -72,7 +73,7 @@ def _fold_kernel(
         total = tl.load(G + last * VALUE_HEADS)
         scale = norms * tl.exp2(total - tl.load(G + entry * VALUE_HEADS, mask=inside, other=0))
         S = tile_elements(fold_update(us * scale[None, :], fold_columns(keys), S * tl.exp2(total)))
-        tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
+        tl.store(place + fold.target * stride, S.to(state.dtype.element_ty), mask=there)
     wait_for_previous_launch()
 
 

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.delta_rule import BLOCK
-from ..common.hopper import barrier, by_fours, clear_padding, copy_tile, prefetch_states, reinterpret
+from ..common.hopper import Outputs, barrier, by_fours, clear_padding, copy_tile, prefetch_states, reinterpret
 from ..common.inverse import WARPS
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
@@ -47,7 +47,7 @@ PART = gl.constexpr(8)  # lines per copy: a single copy would keep an offset for
 @gluon.jit
 def _copy_chunk(tile, place, STRIDE: gl.constexpr, count, columns):
     for first in gl.static_range(0, CHUNK, PART):
-        copy_tile(tile.slice(first, PART), place + first * STRIDE, STRIDE, count - first, columns, False, WARPS)
+        copy_tile(tile.slice(first, PART), place + first * STRIDE, STRIDE, count - first, columns)
 
 
 @gluon.jit
@@ -109,7 +109,7 @@ def _copy(
         origin = start - context % CHUNK
         head, first_row = item % ITEMS // TILES, item % TILES * BLOCK_V
         if V % BLOCK_V == 0:
-            prefetch_states(state + (slot * slot_stride + (head * V + first_row) * K), BLOCK_V * K, WARPS)
+            prefetch_states(state + (slot * slot_stride + (head * V + first_row) * K), BLOCK_V * K)
         for chunk in range(first_chunk, last_chunk):
             boundary = origin + (chunk - first_chunk) * CHUNK
             first = gl.maximum(boundary, start)
@@ -377,7 +377,8 @@ def _delta_prefill_kernel(
     end_of_tokens = gl.load(query_start_loc + num_prefills)
     for index in range(gl.program_id(0), VALUE_HEADS * TILES, gl.num_programs(0)):
         head, first_row = index // TILES, index % TILES * BLOCK_V
-        clear_padding(out + (head * V + first_row), end_of_tokens, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        outputs = Outputs(out + (head * V + first_row), V - first_row, OUT_STRIDE, OUT)
+        clear_padding(outputs, end_of_tokens, num_tokens, BLOCK_V)
 
 
 fused = Launcher(_delta_prefill_kernel)

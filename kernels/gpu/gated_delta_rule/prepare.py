@@ -14,7 +14,7 @@ from ..common import delta_rule
 from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY
 from ..common.delta_rule import BLOCK, NORM_EPS
-from ..common.hopper import barrier, clear_flags, copy_tile, set_flag, tokens_of_task
+from ..common.hopper import Chunks, barrier, clear_flags, copy_tile, set_flag, tokens_of_task
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
 
@@ -150,21 +150,19 @@ def _delta_prepare_kernel(
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
-    indices = query_start_loc, chunk_start, seq_chunk_start
+    chunks = Chunks(query_start_loc, chunk_start, seq_chunk_start, num_prefills, num_chunks)
     num_tasks = num_chunks * VALUE_HEADS
-    clear_flags(flags, num_tasks, WARPS)
+    clear_flags(flags, num_tasks)
     task = gl.program_id(0)
-    t, count, head, place = tokens_of_task(task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS)
+    t, count, head, place = tokens_of_task(task, chunks, VALUE_HEADS, BACKWARDS)
     q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
-    copy_tile(q_s, q_place, Q_STRIDES[0], count, K, False, WARPS)
-    copy_tile(k_s, k_place, K_STRIDES[0], count, K, False, WARPS)
+    copy_tile(q_s, q_place, Q_STRIDES[0], count, K)
+    copy_tile(k_s, k_place, K_STRIDES[0], count, K)
     async_copy.commit_group()
     gate, beta, rate, bias = gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
     while task < num_tasks:
         next_task = task + gl.num_programs(0)
-        next_t, next_count, next_head, next_place = tokens_of_task(
-            next_task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS
-        )
+        next_t, next_count, next_head, next_place = tokens_of_task(next_task, chunks, VALUE_HEADS, BACKWARDS)
         step = gl.arange(0, CHUNK, layout=FLAT)
         filled = step < count
         token = t + step
@@ -177,8 +175,8 @@ def _delta_prepare_kernel(
         barrier()
         # No product reads q and k any more: copy the next task's.
         q_place, k_place = places(q, k, next_t, next_head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
-        copy_tile(q_s, q_place, Q_STRIDES[0], next_count, K, False, WARPS)
-        copy_tile(k_s, k_place, K_STRIDES[0], next_count, K, False, WARPS)
+        copy_tile(q_s, q_place, Q_STRIDES[0], next_count, K)
+        copy_tile(k_s, k_place, K_STRIDES[0], next_count, K)
         async_copy.commit_group()
         gate, beta, rate, bias = gates(a, b, A_log, dt_bias, next_t, next_count, next_head, A_STRIDES, B_STRIDES)
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.hopper import (
+    Outputs,
     clear_padding,
     copy_async,
     copy_tile,
@@ -42,9 +43,9 @@ def _copy_first(
     k_tiles, v_tiles, inverses = copies
     k, v, inverse = sources
     t = t.to(gl.int64)
-    copy_tile(k_tiles.index(stage), k + t * K_STRIDE, K_STRIDE, count, K, False, WARPS)
-    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
-    copy_tile(inverses.index(stage), inverse + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    copy_tile(k_tiles.index(stage), k + t * K_STRIDE, K_STRIDE, count, K)
+    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left)
+    copy_tile(inverses.index(stage), inverse + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
@@ -67,8 +68,8 @@ def _copy_last(
     each = gl.arange(0, 4 * CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     step = each % CHUNK
     copy_async(fours.index(stage), vectors + t + (each // CHUNK * num_tokens + step), mask=step < count)
-    copy_tile(q_tiles.index(stage), q + t * Q_STRIDE, Q_STRIDE, count, K, False, WARPS)
-    copy_tile(score_tiles.index(stage), scores + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    copy_tile(q_tiles.index(stage), q + t * Q_STRIDE, Q_STRIDE, count, K)
+    copy_tile(score_tiles.index(stage), scores + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
@@ -123,7 +124,7 @@ def _delta_scan_kernel(
 
     if sequence == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
-        clear_padding(out, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        clear_padding(Outputs(out, V - first_row, OUT_STRIDE, OUT), end, num_tokens, BLOCK_V)
         return
 
     fields = rows + sequence * ROW_FIELDS
@@ -143,7 +144,7 @@ def _delta_scan_kernel(
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if CONCURRENT > 0 and V % BLOCK_V == 0:
-        prefetch_states(later_state, BLOCK_V * K, WARPS)
+        prefetch_states(later_state, BLOCK_V * K)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
@@ -165,6 +166,7 @@ def _delta_scan_kernel(
     last_copies = q_tiles, score_tiles, fours
     last_sources = q, tiles + gl.cast(num_tokens, gl.int64) * TILE_STRIDE, vectors
     rows_left = V - first_row
+    outputs = Outputs(out, rows_left, OUT_STRIDE, OUT)
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
@@ -180,7 +182,7 @@ def _delta_scan_kernel(
     dst = gl.load(chunk_dst + first_chunk, mask=there, other=0)
     decay = gl.load(vectors + gl.minimum(origin + CHUNK, end) - 1, mask=there, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    outputs, last_t, last_count = zeros.to(BF16), start, 0
+    last_o, last_t, last_count = zeros.to(BF16), start, 0
     for chunk in range(first_chunk, last_chunk):
         boundary = origin + (chunk - first_chunk) * CHUNK
         t = gl.maximum(boundary, start)
@@ -196,7 +198,7 @@ def _delta_scan_kernel(
         known = warpgroup_mma(read, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
 
-        store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+        store_outputs(outputs, v_tiles.index(free), last_o, last_t, last_count)
 
         there = chunk + 1 < last_chunk
         next_dst = gl.load(chunk_dst + chunk + 1, mask=there, other=0)
@@ -233,7 +235,7 @@ def _delta_scan_kernel(
         )
         _copy_last(last_copies, free, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        outputs = o.to(BF16)
+        last_o = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
@@ -241,7 +243,7 @@ def _delta_scan_kernel(
         dst, decay, last_t, last_count = next_dst, next_decay, t, count
     async_copy.wait_group(0)
     last_values = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    store_outputs(out, last_values, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+    store_outputs(outputs, last_values, last_o, last_t, last_count)
 
 
 scan = Launcher(_delta_scan_kernel)

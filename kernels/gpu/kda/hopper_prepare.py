@@ -17,6 +17,7 @@ from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E
 from ..common.delta_rule import BLOCK, NORM_EPS
 from ..common.hopper import (
+    Chunks,
     barrier,
     clear_flags,
     copy_tile,
@@ -42,7 +43,7 @@ def _copy_inputs(inputs_s, sources, t, count, head, STRIDES: gl.constexpr, K: gl
     for part in gl.static_range(PARTS):
         for i in gl.static_range(3):
             place = sources[i] + t * STRIDES[i][0] + head * STRIDES[i][1] + part * PART
-            copy_tile(inputs_s[i].index(part), place, STRIDES[i][0], count, K - part * PART, False, WARPS)
+            copy_tile(inputs_s[i].index(part), place, STRIDES[i][0], count, K - part * PART)
     async_copy.commit_group()
 
 
@@ -194,23 +195,23 @@ def _kda_prepare_kernel(
     inputs_s, halves_s = (q_s, k_s, g_s), (first_s, second_s)
     quarters_s, norms_s = (middle_of_first_s, middle_of_second_s), (q_norms_s, k_norms_s)
     sources = q, k, g
-    indices = query_start_loc, chunk_start, seq_chunk_start
+    chunks = Chunks(query_start_loc, chunk_start, seq_chunk_start, num_prefills, num_chunks)
     size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
     num_tasks = num_chunks * HEADS
     gl.store(flags, 0, mask=gl.program_id(0) == 0)  # where `persistent_scan` counts turns
     flags += 1
-    clear_flags(flags, num_tasks, WARPS)
+    clear_flags(flags, num_tasks)
     task = gl.program_id(0)
-    t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
+    t, count, head, _ = tokens_of_task(task, chunks, HEADS, False)
     _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
     beta, first_bias, second_bias, rate = _gates(b, A_log, dt_bias, t, count, head, B_STRIDES, K, PART)
-    ends = ends_of_prefills(indices, num_prefills)
+    ends = ends_of_prefills(chunks)
     far_parts = 0
     while task < num_tasks:
         # Guess that a task is far if the previous was; a wrong guess changes no result.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
-        starts = starts_of_task(next_task, indices, num_chunks, HEADS, False)
+        starts = starts_of_task(next_task, chunks, HEADS, False)
         rate = -gl.exp(rate.to(gl.float32))
         first_bias_s.store(first_bias.to(gl.float32) * LOG2_E)
         if PARTS == 2:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
-from ..common.hopper import by_fours, clear_padding, prefetch_states, store_outputs, wait_for_flags
+from ..common.hopper import Outputs, by_fours, clear_padding, prefetch_states, store_outputs, wait_for_flags
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from .scan import LAST_STAGES, copy_first, copy_last, first_products, last_products, shared_tiles
@@ -167,7 +167,7 @@ def _kda_persistent_scan_kernel(
     first_state, there = _state_of(state, rows, turn, num_turns, slot_stride, TILES_OF_ROW, TILES, K, V, BLOCK_V)
     loaded = gl.load(first_state + state_row * K + channel, mask=(state_row < there) & (channel < K), other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    outputs, last_out, last_t, last_count, last_rows = zeros.to(gl.bfloat16), out, row[0].to(gl.int64), 0, 0
+    last_o, last_out, last_t, last_count, last_rows = zeros.to(gl.bfloat16), out, row[0].to(gl.int64), 0, 0
     done = 0
     while turn < num_turns:
         head, first_row = _tile(turn, TILES_OF_ROW, TILES, BLOCK_V)
@@ -178,7 +178,7 @@ def _kda_persistent_scan_kernel(
             source, rows_there = _state_of(
                 state, rows, next_turn, num_turns, slot_stride, TILES_OF_ROW, TILES, K, V, BLOCK_V
             )
-            prefetch_states(source, BLOCK_V * K, WARPS)
+            prefetch_states(source, BLOCK_V * K)
         S = gl.convert_layout(loaded, CARRIED).to(gl.float32)
         dst = 0
         for chunk in range(row[3], row[4]):
@@ -198,7 +198,8 @@ def _kda_persistent_scan_kernel(
             _copy_last_of(
                 last_copies, last_free, last_sources, after_row, after, after_head, wide_tokens, HEADS, K, WARPS
             )
-            store_outputs(last_out, v_tiles.index(free), outputs, last_t, last_count, last_rows, OUT_STRIDE, OUT)
+            outputs = Outputs(last_out, last_rows, OUT_STRIDE, OUT)
+            store_outputs(outputs, v_tiles.index(free), last_o, last_t, last_count)
             last_out, last_rows = out + (head * V + first_row), V - first_row
             last_t, last_count = _tokens(row, chunk)
 
@@ -208,7 +209,7 @@ def _kda_persistent_scan_kernel(
                 first_copies, free, first_sources, plan, ahead, follows, V_STRIDES, HEADS, K, V, BLOCK_V
             )
             S, o = warpgroup_mma_wait(0, deps=[S, o])
-            outputs = o.to(gl.bfloat16)
+            last_o = o.to(gl.bfloat16)
             if STATE != gl.float32:
                 S = S.to(STATE).to(gl.float32)
             if (dst != 0) & (chunk + 1 < row[4]):
@@ -226,12 +227,12 @@ def _kda_persistent_scan_kernel(
         next_turn, later_turn = later_turn, gl.atomic_add(claimed, 1, sem="relaxed")
     async_copy.wait_group(0)
     last = v_tiles.index((done + STAGES - 1) % STAGES)
-    store_outputs(last_out, last, outputs, last_t, last_count, last_rows, OUT_STRIDE, OUT)
+    store_outputs(Outputs(last_out, last_rows, OUT_STRIDE, OUT), last, last_o, last_t, last_count)
     end = gl.load(query_start_loc + num_prefills)
     for index in range(gl.program_id(0), TILES_OF_ROW, gl.num_programs(0)):
         first_row = index % TILES * BLOCK_V
-        padded = out + (index // TILES * V + first_row)
-        clear_padding(padded, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        padded = Outputs(out + (index // TILES * V + first_row), V - first_row, OUT_STRIDE, OUT)
+        clear_padding(padded, end, num_tokens, BLOCK_V)
 
 
 persistent_scan = Launcher(_kda_persistent_scan_kernel)

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from ...device import processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, keep_busy, prefill_row, row_and_tile
+from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, keep_busy, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.delta_rule import dot
 from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
-from ..common.state_tile import load_tile, store_tile, tile_elements
+from ..common.state_tile import load_tile, state_tile, store_tile
 from .persistent_scan import persistent_scan
 from .prepare import padded_width, prepare
 from .scan import scan
@@ -73,14 +73,12 @@ def _scan_kernel(
         clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK
+    batch_row = prefill_row(rows, sequence)
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
 
-    element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
-    state += head * V * K
-    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
+    held = state_tile(state, slot_stride, head, first_row, V, K, BLOCK_V, BLOCK_K)
+    S = load_tile(held, batch_row.slot)
 
     if BLOCK_V == V and BLOCK_K == K:
         prefetch(later_state, V * K)
@@ -98,10 +96,8 @@ def _scan_kernel(
     tile = wide_step * CHUNK + step[None, :]
     place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        chunk_start = tl.maximum(boundary, start)
-        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=1):
+        chunk_start, count = tokens_of_chunk(batch_row, chunk)
         filled = step < count
         t = chunk_start.to(tl.int64)
         mask = filled[:, None] & in_K[None, :]
@@ -128,7 +124,7 @@ def _scan_kernel(
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
         if dst != 0:
-            store_tile(state + dst * slot_stride + element, S, inside)
+            store_tile(held, dst, S)
 
 
 _scan = Launcher(_scan_kernel)

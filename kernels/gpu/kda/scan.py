@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.hopper import (
+    Outputs,
     barrier,
     clear_padding,
     copy_async,
@@ -43,9 +44,9 @@ def copy_first(
     """Begin to copy the operands of a chunk's first products to a stage; `place` counts tokens in scratch."""
     k_tiles, v_tiles, inverses = copies
     k_in, v, inverse = sources
-    copy_tile(k_tiles.index(stage), k_in + place * K, K, count, K, False, WARPS)
-    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
-    copy_tile(inverses.index(stage), inverse + place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    copy_tile(k_tiles.index(stage), k_in + place * K, K, count, K)
+    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left)
+    copy_tile(inverses.index(stage), inverse + place * CHUNK, CHUNK, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
@@ -53,9 +54,9 @@ def copy_first(
 def copy_last(copies, stage, sources, place, count, chunk, HEADS: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
     q_tiles, k_tiles, scores_tiles, decays = copies
     q_in, k_out, scores, totals = sources
-    copy_tile(q_tiles.index(stage), q_in + place * K, K, count, K, False, WARPS)
-    copy_tile(k_tiles.index(stage), k_out + place * K, K, count, K, False, WARPS)
-    copy_tile(scores_tiles.index(stage), scores + place * CHUNK, CHUNK, count, CHUNK, True, WARPS)
+    copy_tile(q_tiles.index(stage), q_in + place * K, K, count, K)
+    copy_tile(k_tiles.index(stage), k_out + place * K, K, count, K)
+    copy_tile(scores_tiles.index(stage), scores + place * CHUNK, CHUNK, count, CHUNK, LOWER=True)
     decay = decays.index(stage)
     channel = gl.arange(0, decay.shape[0], layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     copy_async(decay, totals + chunk.to(gl.int64) * (HEADS * K) + channel, mask=(channel < K) & (count > 0))
@@ -150,7 +151,7 @@ def _kda_scan_kernel(
 
     if sequence == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
-        clear_padding(out, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        clear_padding(Outputs(out, V - first_row, OUT_STRIDE, OUT), end, num_tokens, BLOCK_V)
         return
 
     fields = rows + sequence * ROW_FIELDS
@@ -170,7 +171,7 @@ def _kda_scan_kernel(
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if BLOCK_V == V and BLOCK_K == K:
-        prefetch_states(later_state, V * K, WARPS)
+        prefetch_states(later_state, V * K)
 
     first_copies, last_copies = shared_tiles(STAGES, BLOCK_K, BLOCK_V)
     _, v_tiles, inverses = first_copies
@@ -182,6 +183,7 @@ def _kda_scan_kernel(
     first_sources = operands, v, tiles
     last_sources = operands + size, operands + 2 * size, tiles + wide_tokens * (HEADS * CHUNK), totals + head * K
     rows_left = V - first_row
+    outputs = Outputs(out, rows_left, OUT_STRIDE, OUT)
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
@@ -195,7 +197,7 @@ def _kda_scan_kernel(
             copy_last(last_copies, 0, last_sources, ahead, count, first_chunk, HEADS, K, WARPS)
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    outputs, last_t, last_count = zeros.to(BF16), start, 0
+    last_o, last_t, last_count = zeros.to(BF16), start, 0
     for chunk in range(first_chunk, last_chunk):
         boundary = origin + (chunk - first_chunk) * CHUNK
         t = gl.maximum(boundary, start)
@@ -216,7 +218,7 @@ def _kda_scan_kernel(
         if STAGES == 2 and flags is not None:
             ready = wait_for_flags(flags + 1 + head, HEADS, chunk + 1, last_chunk, ready)
         copy_last(last_copies, last_free, last_sources, after, after_count, chunk + 1, HEADS, K, WARPS)
-        store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+        store_outputs(outputs, v_tiles.index(free), last_o, last_t, last_count)
         if STAGES == 2:
             barrier()
             copy_first(first_copies, free, first_sources, after, after, after_count, rows_left, V_STRIDES[0], K, WARPS)
@@ -230,7 +232,7 @@ def _kda_scan_kernel(
             ahead = ahead.to(gl.int64)
             copy_first(first_copies, free, first_sources, ahead, ahead, left, rows_left, V_STRIDES[0], K, WARPS)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        outputs = o.to(BF16)
+        last_o = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
@@ -238,7 +240,7 @@ def _kda_scan_kernel(
         dst, last_t, last_count = next_dst, t, count
     async_copy.wait_group(0)
     last = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    store_outputs(out, last, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+    store_outputs(outputs, last, last_o, last_t, last_count)
 
 
 scan = Launcher(_kda_scan_kernel)

@@ -221,7 +221,8 @@ def _scan_kernel(
             tl.store(out + tl.cast(t, tl.int64) * OUT_STRIDE + channel, zeros, mask=in_dim)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, row)
+    batch_row = prefill_row(rows, row)
+    start, end, context, slot = batch_row.start, batch_row.end, batch_row.context, batch_row.slot
     if start == end:
         return
     n = first_state(LANES, FOURS)
@@ -237,7 +238,7 @@ def _scan_kernel(
 
     inputs, weights = (x, dt, z, B, C), (in_log2(rates), skip, bias)
     origin = start - context
-    chunk = first_chunk - context // CHUNK - 1  # the chunk before position 0
+    chunk = batch_row.first_chunk - context // CHUNK - 1  # the chunk before position 0
     # Groups of COUNT tokens end where chunks end. Tokens before and after them come LANES at a time.
     body = tl.minimum(start + (COUNT - context % COUNT) % COUNT, end)
     body_end = body + (end - body) // COUNT * COUNT
@@ -258,7 +259,7 @@ def _scan_kernel(
     for t in range(body_end, end, LANES):
         loaded = _load_tokens(inputs, t, start, end, channel, STRIDES, N, BLOCK_N, LANES, LANES, False)
         S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, LANES, False)
-    _store(S, target, tl.load(chunk_dst + last_chunk - 1), N)
+    _store(S, target, tl.load(chunk_dst + batch_row.last_chunk - 1), N)
 
 
 _launch = Launcher(_scan_kernel)

@@ -18,6 +18,7 @@ from ..common.log import (
     ROWS,
     WINDOW,
     arrive,
+    decode_row,
     depth_of,
     entry_scores,
     entry_values,
@@ -27,7 +28,6 @@ from ..common.log import (
     next_launch_may_begin,
     prefetch_entries,
     registers,
-    row_log,
     row_sums,
     scratch,
     slot_of,
@@ -59,11 +59,6 @@ def _decode(
     waiting,
     source,
     folded,
-    length,
-    start,
-    end,
-    depths,
-    tokens_per_decode,
     X_STRIDES: tl.constexpr,
     Z_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
@@ -83,7 +78,7 @@ def _decode(
     group = head // (HEADS // GROUPS)
     log_x += head * P
     state += (head * P + first_value) * N
-    prefetch_entries(log_x + first_value // ASKED * ASKED, start, end, HEADS * P, ASKED)
+    prefetch_entries(log_x + first_value // ASKED * ASKED, row.start, row.end, HEADS * P, ASKED)
     wait_for_arrivals(arrivals, PREPARING, waiting)
     lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
     in_N = channel < N
@@ -92,10 +87,10 @@ def _decode(
     for tile in range(tiles):
         value = first_value + tile * BLOCK_P + lane
         S = load_state(state + tile * (BLOCK_P * N) + element, read, folded)
-        xs = entry_values(log_x, start, end, value, HEADS * P)
-        for t in range(tokens_per_decode):
-            token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
+        xs = entry_values(log_x, row, value, HEADS * P)
+        for t in range(row.tokens):
+            token = row.row.to(tl.int64) * row.tokens + t
+            computed = t < row.length
             scalar = scalars + (token * HEADS + head) * SCALARS
             raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
             own = raw.to(tl.float32)
@@ -107,9 +102,9 @@ def _decode(
                 y *= gate / (1 + tl.exp(-gate))
             y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
             tl.store(out + token * OUT_STRIDE + head * P + value, y)
-            tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
-            if t + 1 < length:
-                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
+            tl.store(log_x + (row.end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
+            if t + 1 < row.length:
+                place, following = row.end + depth_of(row.depths, t), row.end + depth_of(row.depths, t + 1)
                 xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
                 xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # entries of siblings may be NaN
 
@@ -181,25 +176,24 @@ def _decode_kernel(
     program = tl.program_id(0) - num_rows * PREPARING
     first_tile = program << tile_bits
     row = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
-    slot, start, end = row_log(slots, starts, ends, row)
-    length, depths = tl.load(lengths + row), tl.load(depths + row)
+    batch_row = decode_row(row, lengths, slots, starts, ends, depths, tokens_per_decode)
+    slot = batch_row.slot
     arrivals += row * ARRIVALS_STRIDE
     if program < 0:
         prepare(
             dt, A, B, C, D, dt_bias,
             slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % PREPARING, length, start, end, depths,
-            tokens_per_decode, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES,
-            HEADS, GROUPS, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN,
+            scores, vectors, scalars, row, tl.program_id(0) % PREPARING,
+            batch_row.length, batch_row.start, batch_row.end, batch_row.depths, tokens_per_decode, dt_min, dt_max,
+            DT_STRIDES, B_STRIDES, C_STRIDES, HEADS, GROUPS, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN,
         )  # fmt: skip
         arrive(arrivals, PREPARING, waiting)
     else:
         source, folded = tl.load(src + row), tl.load(dst + row) != 0
         _decode(
             x, z, state + source * slot_elements(slot_stride, state), out, slot_of(log_x, slot, x_stride),
-            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
-            length, start, end, depths, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
-            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, MOST_TILES, PREPARING,
+            scores, vectors, scalars, arrivals, batch_row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
+            X_STRIDES, Z_STRIDES, OUT_STRIDE, HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, MOST_TILES, PREPARING,
         )  # fmt: skip
 
 

@@ -53,11 +53,12 @@ def _fold_kernel(
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_P)
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
-        head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
-        group, value = head // (HEADS // GROUPS), tile * BLOCK_P + lane
-        element, there = fold_elements(tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
+        fold = task_of_fold(folds, task, HEADS, TILES)
+        head, slot, start, last = fold.head, fold.slot, fold.start, fold.last
+        group, value = head // (HEADS // GROUPS), fold.tile * BLOCK_P + lane
+        element, there = fold_elements(fold.tile * BLOCK_P, P, N, BLOCK_P, BLOCK_N)
         place = state + head * P * N + element
-        S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0)
+        S = tl.load(place + fold.source * stride, mask=tl.where(fold.source != 0, there, False), other=0)
         S = fold_tile(S, BLOCK_P, BLOCK_N)
 
         wait_for_previous_launch()
@@ -71,7 +72,7 @@ def _fold_kernel(
         scale = tl.exp2(total - tl.load(G + entry * HEADS, mask=inside, other=0))
         scale *= tl.load(slot_of(log_dt, slot, dt_stride) + entry * HEADS + head, mask=inside, other=0)
         S = tile_elements(fold_update(xs * scale[None, :], fold_columns(Bs), S * tl.exp2(total)))
-        tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
+        tl.store(place + fold.target * stride, S.to(state.dtype.element_ty), mask=there)
     wait_for_previous_launch()
 
 

@@ -18,14 +18,23 @@ from torch import Tensor
 
 from ...device import processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
+from ..common.chunks import (
+    CHUNK,
+    CHUNK_ARRAYS,
+    ROW_ARRAYS,
+    chunk_tokens,
+    clear_padding,
+    prefill_row,
+    row_and_tile,
+    tokens_of_chunk,
+)
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
 from ..common.delta_rule import dot
 from ..common.hopper import served
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.prefetch import later_tile, prefetch
-from ..common.state_tile import load_tile, store_tile, tile_elements
+from ..common.state_tile import load_tile, state_tile, store_tile
 from .scan import scan
 
 HEADS_PER_PROGRAM = 8  # of the first launch
@@ -149,18 +158,16 @@ def _scan_kernel(
         clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, OUT_STRIDE)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK
+    batch_row = prefill_row(rows, sequence)
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(
         state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
     )
 
-    element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
-    state += head * P * N
-    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
+    held = state_tile(state, slot_stride, head, first_row, P, N, ROWS, BLOCK_N)
+    S = load_tile(held, batch_row.slot)
 
-    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
+    if TILES * ROWS == P and BLOCK_N == N and batch_row.last_chunk - batch_row.first_chunk <= PREFETCH_CHUNKS:
         prefetch(later_state, ROWS * N)
 
     channel = tl.arange(0, BLOCK_N)
@@ -179,10 +186,8 @@ def _scan_kernel(
     C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
     place = step[None, :] * OUT_STRIDE + row[:, None]
     earlier = step[:, None] <= step[None, :]
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        chunk_start = tl.maximum(boundary, start)
-        count = tl.minimum(boundary + CHUNK, end) - chunk_start
+    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=STAGES):
+        chunk_start, count = tokens_of_chunk(batch_row, chunk)
         filled = step < count
         t = chunk_start.to(tl.int64)
         mask_N = filled[:, None]
@@ -224,7 +229,7 @@ def _scan_kernel(
             y *= gate / (1 + tl.exp(-gate))
         tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
         # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
-        store_tile(state + dst * slot_stride + element, S, tl.where(dst != 0, inside, False))
+        store_tile(held, dst, S, MAY_BE_NULL=True)
 
 
 _launch_decays = Launcher(_decays_kernel)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
 from ..common.decays import LOG2_E
-from ..common.hopper import barrier, by_fours, clear_padding, prefetch_states
+from ..common.hopper import Outputs, barrier, by_fours, clear_padding, prefetch_states
 from ..common.launch import Launcher
 from ..common.layout import SLOT_UNIT
 from .steps import AT_ONCE, chunk_at, copy_rows, load_steps, store_decays, vector_of, wait_for_copies
@@ -108,7 +108,7 @@ def _ssd_scan_kernel(
 
     if sequence == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
-        clear_padding(out, end, num_tokens, rows_left, OUT_STRIDE, ROWS, OUT)
+        clear_padding(Outputs(out, rows_left, OUT_STRIDE, OUT), end, num_tokens, ROWS)
         return
 
     fields = rows + sequence * ROW_FIELDS
@@ -164,7 +164,7 @@ def _ssd_scan_kernel(
     S = gl.load(state + slot * slot_stride + row_element + channel, mask=inside & (slot != 0), other=0)
     S = gl.convert_layout(S, CARRIED).to(gl.float32)
     if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
-        prefetch_states(later_state, ROWS * N, WARPS)
+        prefetch_states(later_state, ROWS * N)
 
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     store_decays(vectors, 0, steps, rate, bias, dt_min, dt_max)
