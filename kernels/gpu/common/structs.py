@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, dataclass_transform
 
 import triton
 import triton.language as tl
@@ -11,6 +11,7 @@ from triton.language.core import _aggregate, base_value
 INTERPRETED = triton.knobs.runtime.interpret  # constants stay plain values there
 
 
+@dataclass_transform()
 def aggregate(cls: type) -> Any:
     """Return a struct with the annotated fields, which take positional arguments in order.
 
