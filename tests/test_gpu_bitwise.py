@@ -60,13 +60,13 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
             many_processors,
         ),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
-        ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
+        ("common.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
         ("ssd.prefill", "processors"): (no_processors, many_processors),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("ssd.decode", "MAX_HEADS"): (1, 8, 32),
-        ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
+        ("common.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
         ("kda.prefill", "processors"): (no_processors, four_processors, thirteen_processors, many_processors),

@@ -19,7 +19,6 @@ from mambacache.plan import FOLD
 
 from ...device import processors
 from ...indices import ARRIVALS_WIDTH
-from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED, prefetch
 from .structs import aggregate
@@ -32,7 +31,6 @@ LEAST_WIDTH = 64
 would depend on the step's length."""
 ROWS, PROGRAM_TILES = 16, 4  # lines a tile, most tiles a program
 REGISTERS = 1 << 16  # per multiprocessor
-FOLD_PROGRAMS = 1056
 FOLD_SHARE = 4  # one row in FOLD_SHARE has its own fold programs
 FOLD_FIELDS = tl.constexpr(5)  # in `StateIndices.folds`
 
@@ -55,11 +53,6 @@ def tile_bits(rows: int, columns: int, states: int, device: int) -> int:
     bits, programs = most_tiles(rows).bit_length() - 1, states * (rows // ROWS)
     room = REGISTERS // (32 * registers(columns)) * processors(device)
     return next((few for few in range(bits) if programs >> few <= room), bits)
-
-
-def fold_shape(columns: int) -> tuple[int, int]:
-    """Return a program's lines and warps."""
-    return (64, 4) if columns <= 128 else (32, 8)
 
 
 def scratch(like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -245,16 +238,3 @@ def row_sums(met, logged):
     SHARE: tl.constexpr = met.shape[1]
     met = tl.sum(tl.reshape(met, [4, SHARE, 8, 4]), axis=3)
     return tl.sum(met + tl.sum(tl.reshape(logged, [4, SHARE, 8, WINDOW // 8]), axis=3), axis=2)
-
-
-@triton.jit
-def fold_update(values, keys, acc):
-    """Return acc + values keys, with values in three parts."""
-    if keys.dtype == tl.bfloat16:
-        high = values.to(tl.bfloat16)
-        rest = values - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return acc + tl.dot(high, keys, tl.dot(middle, keys, tl.dot(low, keys)))
-    else:
-        return dot(values, keys.to(tl.float32), acc)
