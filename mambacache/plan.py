@@ -1,7 +1,4 @@
-"""Define the plan that a scheduler gives to a runner: host integers and numpy int32 arrays.
-
-A `SequenceStep` is a batch row, a `StepPlan` the batch. The cache has chosen all blocks.
-"""
+"""Define the plan of a step: host integers and int32 arrays, with blocks that the cache chose."""
 
 from __future__ import annotations
 
@@ -16,26 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 64
-"""Tokens in a chunk of the prefill kernels. Chunks begin at absolute multiples of CHUNK."""
+"""Tokens in a chunk of prefill. Chunks begin at absolute multiples of CHUNK."""
 
 FOLD = 16
-"""Entries of a token log. No decode row crosses an absolute multiple of FOLD, where its log is folded into a dst."""
+"""Entries of a token log, folded into a dst at absolute multiples of FOLD. No decode row crosses these."""
 
 MAX_TOKENS_PER_DECODE = 8
-MAX_DRAFT_TOKENS = MAX_TOKENS_PER_DECODE - 1
-"""Maximum number of drafts in a row, after a known token."""
+MAX_DRAFT_TOKENS = MAX_TOKENS_PER_DECODE - 1  # beside a known token
 
 NULL_BLOCK = 0
 """As src: a fresh state (zeros, never read). As dst: store nothing."""
 
 PLACEHOLDER = -1
-"""Token that the host does not know yet: a step issued before samples it."""
+"""Token that an earlier step samples."""
 
 NOT_FINITE = -2
-"""Token that a runner returns for logits that are NaN or infinite."""
+"""Token for NaN or infinite logits."""
 
 DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len"
-"""Names of the arrays of decode rows. A row of padding has zeros in them."""
+"""Arrays of decode rows; zeros in padding."""
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
@@ -60,9 +56,8 @@ class SequenceStep(NamedTuple):
     A decode row runs a known token, then `drafts`. `src` holds the state before the row, or before entry `log_start` of
     its log. `dst` receives the state after the row; it is null if the row only adds to its log.
 
-    Drafts may form a tree in preorder: `parents` gives the place in the row that each draft follows; place 0 is the
-    known token. If the row before was a tree, `keep_paths` must first move the entries at positions `kept` to just
-    before `start`.
+    A tree of drafts is in preorder, and `parents` are the places in the row that drafts follow; place 0 is the known
+    token. After a tree, `keep_paths` must first move the entries at positions `kept` to just before `start`.
     """
 
     request_id: str
@@ -79,12 +74,12 @@ class SequenceStep(NamedTuple):
     drafts: tuple[int, ...] = ()
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside dst
     prompt_logits: bool = False  # wants all logits of a prefill row
-    unplaced_by: int = 0  # tokens by which it may start later, if drafts are accepted
+    unplaced_by: int = 0  # may start later by these tokens
     parents: tuple[int, ...] = ()  # empty without branches
     kept: tuple[int, ...] = ()
 
     def draft_after(self, place: int, token: int) -> int:
-        """Return the place of the draft `token` after `place`, or 0. Without a tree a placeholder matches any token."""
+        """Return the place of the draft `token` after `place`, or 0. A placeholder matches any token."""
         if not self.parents:
             return place + 1 if place < len(self.drafts) and self.drafts[place] in (token, PLACEHOLDER) else 0
         for i, (draft, parent) in enumerate(zip(self.drafts, self.parents, strict=True), 1):
@@ -93,7 +88,7 @@ class SequenceStep(NamedTuple):
         return 0
 
     def followed(self, tokens: Sequence[int]) -> list[int]:
-        """Return place 0 and the places of the drafts that agree with `tokens`."""
+        """Return place 0, and the places of drafts that agree with `tokens`."""
         path = [0]
         for token in tokens:
             place = self.draft_after(path[-1], token)
@@ -103,7 +98,7 @@ class SequenceStep(NamedTuple):
         return path
 
     def depths(self) -> Sequence[int]:
-        """Return the number of tokens before each token on its path."""
+        """Count the tokens before each token on its path."""
         if not self.parents:
             return range(self.num_tokens)
         depths = [0]
@@ -117,7 +112,7 @@ class PageTables(NamedTuple):
 
     pages: Sequence[array[int]]
     num_shared: Sequence[int]  # leading pages that others wrote
-    copied: Sequence[int]  # page to copy to the first page after the shared pages; 0 for none
+    copied: Sequence[int]  # page to copy to the first other page; 0 for none
 
 
 class BlockFile(NamedTuple):
@@ -133,7 +128,7 @@ class BlockFile(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """Lists copies, as (device block, host slot), or between host slots and `files`."""
+    """Lists copies (device block, host slot), or between host slots and `files`."""
 
     number: int
     to_host: bool
@@ -144,10 +139,10 @@ class Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Describes a forward pass. Its flat batch of F tokens holds N decode rows, then P prefill rows.
+    """Describes a forward pass over a flat batch of F tokens: N decode rows, then P prefill rows.
 
-    Decode rows are padded to T = `tokens_per_decode` tokens. Prefill rows are cut into C chunks at absolute multiples
-    of 64. `arrays` are int32; offsets are in the flat batch:
+    Decode rows are padded to T = `tokens_per_decode` tokens. Prefill rows are cut into C chunks. `arrays` are int32,
+    with offsets in the flat batch:
 
     - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (entry of the first token) [N]
     - `decode_len` [N]: tokens without padding
@@ -173,14 +168,10 @@ class StepPlan:
 
 
 def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = None) -> dict[str, np.ndarray]:
-    """Lay out the arrays of states and chunks for ordered rows.
+    """Lay out the arrays of states and chunks, or raise ValueError unless `decode_rows` leading rows decode.
 
     Args:
-        decode_rows: number of leading decode rows.
-        width: their tokens; None for the longest.
-
-    Raises:
-        ValueError: `decode_rows` is wrong, or decode rows are not first.
+        width: tokens of a decode row; None for the longest.
     """
     decode, prefill = rows[:decode_rows], rows[decode_rows:]
     if any([row.prefill for row in decode]) or not all([row.prefill for row in prefill]):
@@ -196,8 +187,7 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = N
 def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
     """Pad a plan of decode rows to `rows` rows of `width` tokens; all logits are wanted.
 
-    Padding reads and writes nothing. Shapes depend on `rows` and `width` only, except for `block_table`, which comes
-    last.
+    Padding reads and writes nothing. `rows` and `width` fix all shapes but that of `block_table`, the last.
     """
     old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
     tokens = {"tokens": 0, "positions": 0, "kv_slot": -1}
@@ -240,7 +230,7 @@ _decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "l
 
 
 def after_fold(folded: Any, src: Any, dst: Any, log_start: Any, log_end: Any) -> tuple[Any, Any, Any]:
-    """Return src, dst and log_start of the next rows. A row after a fold reads the stored state.
+    """Return src, dst and log_start of the next rows: after a fold they read the stored state.
 
     Args:
         folded: 1 after a fold, else 0. All arguments: int, or int32 array or tensor [N].
@@ -265,7 +255,7 @@ def _ancestors(row: SequenceStep, width: int) -> np.ndarray:
 
 
 def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarray | None:
-    """Return the moves of `keep_paths`. Position p is at p % `size` in a slot."""
+    """Return the moves of `keep_paths`; position p is at p % `size` in a slot."""
     paths = []
     for row, slot in rows:
         places = [position % size for position in row.kept]
@@ -310,7 +300,7 @@ def build_plan(
 
     Args:
         tokens: known tokens of each row's request.
-        tables: None if the cache keeps no KV pages.
+        tables: None without KV pages.
     """
     num_decodes = sum([not step.prefill for step in steps])
     decode, prefill = steps[:num_decodes], steps[num_decodes:]
