@@ -15,7 +15,7 @@ LEAST_STATES = 2  # one request reads a state and writes another
 DEFAULT_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
-"""Default division of memory, near the best for a simulated trace of chats."""
+"""Default division of memory, near the best for simulated chats."""
 
 KV_TOKENS_PER_HOST_STATE = 10_000
 """Default division of host memory, which receives fewer states."""
@@ -64,21 +64,21 @@ class CacheConfig:
         num_log_slots: Token logs, with ids from 1 on, one for each decoding request; None for num_state_blocks.
         slab: Pair (states, pages) held by a slab, one of the two 1; None for separate memories. Slab i holds state ids
             from i * states on and page ids from i * pages on; slab 0 holds the null blocks. Pages take at most
-            num_kv_blocks / pages of the num_state_blocks / states slabs, and leave the rest to running states.
-        block_size: Tokens in a block, a multiple of 64; the unit of hashes, KV pages and checkpoint positions.
-        max_draft_tokens: Draft tokens that a batch row may verify, 0 to 7.
-        model_key: Identifies everything that states depend on, such as model, weights and state dtype.
-        has_attention: False for a model without attention, whose hits need no KV.
+            num_kv_blocks / pages of num_state_blocks / states slabs, and leave the rest to running states.
+        block_size: Tokens in a block, a multiple of 64, for hashes, KV pages and states.
+        max_draft_tokens: Draft tokens that a row may verify, 0 to 7.
+        model_key: Identifies everything that states depend on, as weights and dtypes.
+        has_attention: False if hits need no KV.
         max_checkpoints: Most cached states; None for the size of the pool, 0 for none.
         checkpoint_interval: As in `EngineConfig`.
         strict_reuse: As in `EngineConfig`.
-        max_seen_blocks: Remembered hashes of computed blocks, which find junctions after their KV is evicted.
-        record_tokens: Tokens remembered for the report's ceiling, at 4 to 5 bytes each and about 400 per branch.
+        max_seen_blocks: Remembered hashes, which find junctions after their KV is evicted.
+        record_tokens: Tokens remembered for ceilings, at 4 to 5 bytes each and about 400 per branch.
         accounting: False leaves out ceilings, losses, counters and events.
         num_host_states: Slots for states in host memory, filled by `PrefixCache.transfers`; 0 for no such tier.
-        num_host_pages: Slots for KV pages in host memory; 0 for a model without attention.
-        state_bytes: Bytes of one state, to weigh transfers; 0 to ignore.
-        page_bytes: Bytes of one KV page, to weigh transfers; 0 to ignore.
+        num_host_pages: Slots for KV pages in host memory.
+        state_bytes: Bytes of a state, to weigh transfers; 0 to ignore.
+        page_bytes: Bytes of a KV page.
         host_bytes_per_token: As in `EngineConfig`.
         disk_bytes_per_token: As in `EngineConfig`.
     """
@@ -111,12 +111,12 @@ class CacheConfig:
 
     @property
     def num_state_ids(self) -> int:
-        """Number of state ids, null blocks included."""
+        """Count state ids, null blocks included."""
         return self.num_state_blocks + (self.slab[0] if self.slab is not None else 1)
 
     @property
     def num_page_ids(self) -> int:
-        """Number of KV page ids, null blocks included."""
+        """Count page ids, null blocks included."""
         if self.slab is None:
             return self.num_kv_blocks + 1
         return self.num_state_ids // self.slab[0] * self.slab[1]
@@ -312,15 +312,15 @@ class EngineConfig:
         disk_cache_bytes: Most bytes in these files, at least a state and a KV block; the least recently used go first.
             None for half of present and free bytes.
         disk_bytes_per_token: Most bytes read from files for each token saved.
-        gpu_memory_utilization: Share of the device's memory for weights and caches, above 0 and at most 1; None for all
+        gpu_memory_utilization: Share of the device's memory for weights and caches, above 0, at most 1; None for all
             free memory.
-        checkpoint_interval: Also cache a state at each multiple of this number of tokens, a multiple of block_size; 0
-            for none.
+        checkpoint_interval: Also cache a state at multiples of this number of tokens, a multiple of block_size; 0 for
+            none.
         strict_reuse: Reuse only blocks computed exactly as in a cold prefill.
-        speculative: "ngram" drafts the tokens behind an earlier copy of a request's last tokens; None for no drafts, or
-            for LLM's `draft`.
-        max_draft_tokens: Draft tokens that a batch row may verify, 0 to 7. With `speculative` 0 means 3. LLM's `draft`
-            needs 1 or more.
+        speculative: "ngram" drafts the tokens behind an earlier copy of a request's last tokens; None for LLM's `draft`
+            or no drafts.
+        max_draft_tokens: Draft tokens that a row may verify, 0 to 7. With `speculative` 0 means 3. LLM's `draft` needs
+            1 or more.
         enforce_eager: Run decode steps without CUDA graphs; loads faster.
         seed: Seed for requests without a seed; None for a fresh seed.
     """

@@ -37,13 +37,12 @@ NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
 
 class Guess(NamedTuple):
-    """Holds the drafts of a row; `parents` as in `SequenceStep`."""
+    """Holds a row's drafts; `parents` as in `SequenceStep`."""
 
     drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
 
     def cut(self, count: int) -> Guess:
-        """Return the first `count` drafts."""
         return Guess(self.drafts[:count], self.parents[:count]) if self.drafts else self
 
 
@@ -54,7 +53,7 @@ class SequenceStep(NamedTuple):
     """Describes a batch row: the tokens at positions `start` to `start + num_tokens`.
 
     A decode row runs a known token, then `drafts`. `src` holds the state before the row, or before entry `log_start` of
-    its log. `dst` receives the state after the row; it is null if the row only adds to its log.
+    its log. `dst` receives the state after the row, or is null if the row only adds to its log.
 
     A tree of drafts is in preorder, and `parents` are the places in the row that drafts follow; place 0 is the known
     token. After a tree, `keep_paths` must first move the entries at positions `kept` to just before `start`.
@@ -79,7 +78,7 @@ class SequenceStep(NamedTuple):
     kept: tuple[int, ...] = ()
 
     def draft_after(self, place: int, token: int) -> int:
-        """Return the place of the draft `token` after `place`, or 0. A placeholder matches any token."""
+        """Return the place of the draft `token` after `place`, or 0; placeholders match any token."""
         if not self.parents:
             return place + 1 if place < len(self.drafts) and self.drafts[place] in (token, PLACEHOLDER) else 0
         for i, (draft, parent) in enumerate(zip(self.drafts, self.parents, strict=True), 1):
@@ -116,15 +115,15 @@ class PageTables(NamedTuple):
 
 
 class BlockFile(NamedTuple):
-    """Names a host slot to write to a file, or to fill from it."""
+    """Names a host slot to write to a file, or to read."""
 
     kind: str  # "state" or "kv"
     slot: int
     block_hash: bytes
     exact: bool  # same bits as a cold prefill
-    born: int  # issue that wrote the block; 0: an earlier process
+    born: int  # the writing issue; 0: an earlier process
     writer: int = 0  # request number; 0: an earlier process
-    if_room: bool = False  # only if no other file is deleted
+    if_room: bool = False  # delete no other file
 
 
 class Transfer(NamedTuple):
@@ -147,13 +146,13 @@ class StepPlan:
     - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (entry of the first token) [N]
     - `decode_len` [N]: tokens without padding
     - `late_len` [N]: tokens of an unplaced row if its log has room; else 0
-    - `ancestors` [N * T], with trees: a bit for each token on a token's path, itself included
+    - `ancestors` [N * T], with trees: bits of the tokens on a token's path, itself included
     - `query_start_loc` [P + 1] (offsets), `context_len`, `src` [P]
     - `chunk_seq`, `chunk_start` (offset), `chunk_dst` [C], `seq_chunk_start` [P + 1]
     - `tokens`, `positions` [F]
     - `logits_index` [L]: offsets of the wanted logits
-    - with a KV pool: `kv_slot` [F] (block * block_size + offset; -1: do not write), `block_table` (pages, row by row),
-      `block_table_start` [N + P + 1], `kv_len` [N + P] (readable tokens, with this step's)
+    - with a KV pool: `kv_slot` [F] (block * block_size + offset; -1: do not write), `block_table` (pages by row),
+      `block_table_start` [N + P + 1], `kv_len` [N + P] (tokens, with this step's)
 
     `log_paths`, `kv_paths`: moves of `keep_paths` before the pass, int32 [R, 9] or None.
     """
@@ -185,9 +184,9 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = N
 
 
 def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
-    """Pad a plan of decode rows to `rows` rows of `width` tokens; all logits are wanted.
+    """Pad decode rows to `rows` of `width` tokens, which read and write nothing; all logits are wanted.
 
-    Padding reads and writes nothing. `rows` and `width` fix all shapes but that of `block_table`, the last.
+    `rows` and `width` fix all shapes except `block_table`, the last.
     """
     old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
     tokens = {"tokens": 0, "positions": 0, "kv_slot": -1}
@@ -255,7 +254,7 @@ def _ancestors(row: SequenceStep, width: int) -> np.ndarray:
 
 
 def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarray | None:
-    """Return the moves of `keep_paths`; position p is at p % `size` in a slot."""
+    """Return moves of `keep_paths`; position p is at p % `size` in a slot."""
     paths = []
     for row, slot in rows:
         places = [position % size for position in row.kept]
@@ -348,7 +347,6 @@ def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _wanted(row: SequenceStep, end: int) -> range:
-    """Return the offsets of wanted logits."""
     return range(end - row.num_tokens if row.prompt_logits else end - row.samples, end)
 
 

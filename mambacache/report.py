@@ -143,8 +143,8 @@ class Hit:
     """Describes the prefix hit of a prompt."""
 
     num_tokens: int  # whole blocks
-    junction: int  # tokens before the end of the prefix that others computed; 0 if not behind the hit
-    exact: bool | None  # as a cold prefill's; None if the host engine keeps the KV
+    junction: int  # end of the prefix that others computed; 0 if not behind the hit
+    exact: bool | None  # None if the host engine keeps the KV
     waits_for: str | None  # running request that will compute a longer common prefix
     losses: dict[Loss, int]
 
@@ -169,4 +169,4 @@ class Progress(NamedTuple):
     computed: int  # by issued steps
     prefill_end: int  # fixed at admission
     in_flight: int  # tokens that issued steps will return
-    proven: int  # no other request uses blocks behind it, until finite logits follow
+    proven: int  # no other request uses blocks behind it

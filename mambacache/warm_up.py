@@ -14,9 +14,9 @@ from mambacache.plan import NULL_BLOCK, SequenceStep
 WARM_UP_TOKENS = 4096
 """Tokens of one long prompt. With two or more experts a token they use every kernel of experts."""
 LONG_PROMPT = 320
-"""Tokens of each of many long prompts, which use another form of prefill than many short prompts."""
+"""Tokens of each of many long prompts, which use another prefill than short prompts."""
 UNEVEN = 2048, 32
-"""Tokens of a prompt, and number of one-token prompts beside it, which leave most processors idle."""
+"""Tokens of a prompt, and one-token prompts beside it, which leave most processors idle."""
 MIXED = 70, 3
 """Tokens of the prompts beside decode rows."""
 

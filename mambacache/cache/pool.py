@@ -11,7 +11,7 @@ RemovedCallback = Callable[[bytes, int, bool], None]
 
 
 class Lease:
-    """Holds a reference, released once; `used` is the last use to restore, None if the lease is a use."""
+    """Holds a reference, released once; `used` is the last use to restore, None if this is a use."""
 
     __slots__ = ("block", "pool", "used")
 
@@ -29,7 +29,7 @@ class Lease:
 class BlockPool:
     """Manages blocks with ids from 1 on.
 
-    WRITING blocks are private. COMMITTED blocks have a hash and are immutable; without references they are evictable.
+    WRITING blocks are private. COMMITTED blocks have a hash and are immutable, evictable without references.
     """
 
     def __init__(self, num_blocks: int, on_removed: RemovedCallback, chains: Chains) -> None:
@@ -72,10 +72,8 @@ class BlockPool:
         writing = self.num_blocks - free - committed
         return {"free": free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
 
-    # --- references ---
-
     def take(self, count: int, near: int = 0) -> list[int]:
-        """Return WRITING blocks, near block `near` if possible; callers check `num_available`."""
+        """Return WRITING blocks, if possible near a block; callers check `num_available`."""
         while len(self._free) < count:
             self.evict()
         blocks = self._free[: -count - 1 : -1]
@@ -133,8 +131,6 @@ class BlockPool:
     def _free_again(self, block: int) -> None:
         self._free.append(block)
 
-    # --- hashes ---
-
     def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0) -> bool:
         """Name a WRITING block; return False if a block at least as exact has the hash."""
         holder = self._blocks.get(block_hash)
@@ -164,7 +160,7 @@ class BlockPool:
         self.rank[block] = rank
 
     def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
-        """Undo `evict_first`; return whether the block exists."""
+        """Undo `evict_first`; return whether it exists."""
         block = self._blocks.get(block_hash)
         if block is not None and self._useless[block]:
             self.promote(block, self._rank_before[block] if rank is None else rank)
@@ -192,7 +188,7 @@ class BlockPool:
         self._forget(block)
 
     def drop(self, block_hash: bytes, *, evicted: bool = False, writer: int | None = None) -> None:
-        """Forget a hash, unless another request than `writer` wrote the block."""
+        """Forget a hash unless another request than `writer` wrote it."""
         block = self._blocks.get(block_hash)
         if block is not None and writer in (None, self.writer[block]):
             self._forget(block, evicted)

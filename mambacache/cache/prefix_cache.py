@@ -1,4 +1,4 @@
-"""Define `PrefixCache`, the public face of the cache."""
+"""Define the public face of the cache."""
 
 from __future__ import annotations
 
@@ -29,15 +29,11 @@ class PrefixCache:
     at the end. A step takes `next_tokens` and `allocate` for each row, then for all rows `plan`, the forward pass,
     `issued` and `accept`.
 
-    `preempt` and `free` may come at any moment: a later call for a row of that residency only gives its blocks back and
-    notes its tokens.
+    `preempt` and `free` may come at any moment: later calls for rows before them only give blocks back and note tokens.
 
     A wrong argument raises ValueError, and a call out of order RuntimeError, before anything has changed. If an
     exception such as Ctrl-C breaks off a call, the next call finds an empty cache and all requests preempted, with
     their tokens.
-
-    Args:
-        files: files that outlive the process.
     """
 
     def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
@@ -54,14 +50,14 @@ class PrefixCache:
         """Hash a prompt and register its request, without any block.
 
         Args:
-            token_ids: integers from 0 on, in a sequence, a numpy array or a tensor.
+            token_ids: integers from 0 on, as a sequence, array or tensor.
             salt: requests with different salts share nothing.
             extra_keys: (position, key) pairs, as for an image. A key (str, bytes, int, or a tuple of these) enters the
                 hash of its block.
             checkpoint_at: token positions, rounded down to blocks, to store states at. The eight nearest to the
                 prompt's end may evict other states, up to a quarter of all states for a salt.
-            read: whether the request may use cached blocks.
-            store: whether its own blocks are cached.
+            read: use cached blocks.
+            store: cache its blocks.
         """
         size = self.config.block_size
         check_text("a request id", request_id)
@@ -80,7 +76,7 @@ class PrefixCache:
             admission.lookup.wait(request)
 
     def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
-        """Return the hit that a request would get now; change nothing.
+        """Return the hit of a request now.
 
         Args:
             kv_tokens: tokens in the host's KV; required if the host keeps it.
@@ -92,7 +88,7 @@ class PrefixCache:
             return admission.lookup.hit(request, admission.find(request, kv_tokens, max_tokens))
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
-        """Take references to all hit blocks, and a block for the running state. Arguments as in `match`."""
+        """Take all hit blocks and a block for the running state; arguments as in `match`."""
         request = self._known(request_id)
         check_bounds(self.config, kv_tokens, max_tokens)
         if request.residency is not None:
@@ -107,7 +103,7 @@ class PrefixCache:
         return self._admission.still_waits(self._known(request_id)) is not None
 
     def withdraw(self, request_id: str) -> None:
-        """Undo an admission before its first row is issued; count no preemption."""
+        """Undo an admission before its first row is issued."""
         residency = self._running(request_id)
         if residency.ran:
             raise RuntimeError(f"request {request_id!r} has run since its admission: preempt it instead")
@@ -115,14 +111,14 @@ class PrefixCache:
             admission.end_residency(residency, finished=False)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
-        """Start more answers to a prompt, which share its last state and full KV blocks.
+        """Start more answers to a prompt, which share its last state and full KV blocks; return the ids that run now.
 
-        Call it after the `accept` of the first answer token, before the request runs on. Return the ids that run now;
-        the others wait for `admit`.
+        Call it after the `accept` of the first answer token, before the request runs on. Other answers wait for
+        `admit`.
 
         Args:
-            children: request id and first token of each further answer.
-            max_running: most children to run now; None for all.
+            children: request id and first token of each answer.
+            max_running: most children to run now.
         """
         parent = self._known(request_id)
         check_fork(parent, children, max_running, self._admission.requests)
@@ -152,28 +148,28 @@ class PrefixCache:
             admission.forget(request, finished, wrong_from)
 
     def suspects(self, request_id: str) -> list[CachedBlock]:
-        """Return the blocks of a request's hit that no finite logits have proved, deepest first.
+        """Return the blocks of a hit that no finite logits have proved, deepest first.
 
-        If logits are NaN, test these blocks on the device and `invalidate` the bad blocks.
+        After NaN logits, test them on the device and `invalidate` the bad blocks.
         """
         request = self._known(request_id)
         return self._admission.suspects(request)
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """Forget the states and KV pages of these prefix hashes, on device, host and in files."""
+        """Forget the blocks of these prefix hashes, on device, host and in files."""
         gone = prefix_hashes(hashes)
         with self._admission as admission:
             admission.drop(gone)
 
     def abandon(self) -> None:
-        """Give up a broken step: forget rows that were not issued, and preempt every running request."""
+        """Give up a broken step: forget rows that were not issued, and preempt all requests."""
         with self._admission as admission:
             admission.abandon()
 
     # --- steps ---
 
     def progress(self, request_id: str) -> Progress:
-        """Return how far a running request has come."""
+        """Return a running request's positions."""
         residency = self._running(request_id)
         request = residency.request
         return Progress(
@@ -181,7 +177,7 @@ class PrefixCache:
         )
 
     def next_tokens(self, request_id: str, budget: int) -> int:
-        """Return how many tokens to run now; 1 in decode.
+        """Return the number of tokens to run now; 1 in decode.
 
         Run the rest of the prompt if `budget` allows, else up to the last boundary in reach, else `budget` tokens.
         """
@@ -226,7 +222,7 @@ class PrefixCache:
                 admission.drop_row(row)
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
-        """Add checkpoints to rows and return them, for hosts that lay out the batch themselves (`plan.layout`)."""
+        """Add checkpoints to rows, for hosts that lay out the batch themselves (`plan.layout`)."""
         rows = self._admission.rows.to_plan(steps)
         with self._admission as admission:
             admission.states.checkpoints.plan(rows)
@@ -236,14 +232,14 @@ class PrefixCache:
             ])  # fmt: skip
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
-        """Add checkpoints to all rows of a step and lay out its arrays."""
+        """Add checkpoints to a step's rows and lay out its arrays."""
         planned = sorted(self.plan_rows(steps), key=lambda step: step.prefill)  # stable: in the given order
         residencies = [self._admission.rows[step.row].residency for step in planned]
         tokens = [residency.request.tokens for residency in residencies]
         return build_plan(planned, tokens, self._admission.pages.tables(residencies), self.config.block_size)
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
-        """Note that the forward pass is on the stream: later steps may read its blocks of known tokens."""
+        """Note that the pass is on the stream: later steps may read its blocks of known tokens."""
         rows = self._admission.rows.to_issue(steps)
         with self._admission as admission:
             for row in rows:
@@ -256,8 +252,8 @@ class PrefixCache:
 
         Args:
             token_ids: tokens of each request that sampled, through a stop. A stopped request runs no further step.
-            not_finite: ids of the step's requests, also freed requests, with NaN or infinite logits; drops the blocks
-                that they wrote since their last finite logits, and stores no more.
+            not_finite: ids in the step, also of freed requests, with NaN or infinite logits; drops the blocks that they
+                wrote since their last finite logits, and stores no more.
         """
         bad = frozenset(not_finite)
         taken = self._admission.rows.to_accept(steps, token_ids)
@@ -265,7 +261,7 @@ class PrefixCache:
             admission.accept(steps, taken, bad)
 
     def decoded(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Note steps that only added tokens to a token log, in place of their calls from `allocate` to `accept`.
+        """Note steps that only added these tokens to a token log, in place of `allocate` to `accept`.
 
         Call it before the next `allocate`, `preempt` or `free`, in a cache without KV pages.
         """
@@ -275,16 +271,13 @@ class PrefixCache:
             admission.decoded(residency, tokens)
 
     def under_way(self, step: SequenceStep) -> bool:
-        """Return whether a row is allocated and not yet accepted, cancelled or dropped.
-
-        An issued row stays under way when its request is freed.
-        """
+        """Tell whether a row is allocated and not yet accepted, cancelled or dropped, even of a freed request."""
         rows = self._admission.rows
         row = rows.get(step.row)
         return row.residency.number == step.residency if row is not None else step.row in rows.freed
 
     def is_live(self, step: SequenceStep) -> bool:
-        """Return whether the tokens of a row will be noted: it is under way, and no step before it failed."""
+        """Tell whether a row's tokens will be noted: it is under way, and no step before it failed."""
         row = self._admission.rows.get(step.row)
         return row is not None and row.residency.number == step.residency and not row.residency.void
 
@@ -303,10 +296,8 @@ class PrefixCache:
     def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
         """Return all transfers under way between device, host and files, oldest first.
 
-        Call it between steps, after `admit`, and launch new transfers behind all earlier work of the device.
-
-        Args:
-            flush: bring every block to files, over several calls.
+        Call it between steps, after `admit`, and launch new transfers behind all earlier work of the device. Calls with
+        `flush` bring every block to files.
         """
         flush = bool(flush)
         with self._admission as admission:
@@ -328,11 +319,10 @@ class PrefixCache:
 
     @property
     def request_ids(self) -> list[str]:
-        """Return the ids of all known requests."""
         return list(self._admission.requests)
 
     def knows(self, request_id: str) -> bool:
-        """Return whether a request was added and not freed."""
+        """Tell whether a request is known."""
         return request_id in self._admission.requests
 
     def tokens(self, request_id: str) -> Sequence[int]:
@@ -340,15 +330,15 @@ class PrefixCache:
         return self._known(request_id).tokens
 
     def runs(self, request_id: str) -> bool:
-        """Return whether a request is admitted."""
+        """Tell whether a request is admitted."""
         return self._known(request_id).residency is not None
 
     def report(self, request_id: str) -> RequestReport | None:
-        """Return the report of a request's first admission that ran, if any."""
+        """Return the report of the first admission that ran."""
         return self._known(request_id).report
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
-        """Evict first the states at these prefix hashes (as in `CacheEvent`): the host's KV is gone."""
+        """Evict first the states at these prefix hashes: the host's KV is gone."""
         gone = prefix_hashes(hashes)
         with self._admission as admission:
             for block in filter(None, map(admission.pool.lookup, gone)):
@@ -367,7 +357,7 @@ class PrefixCache:
             admission.reset()
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call, oldest first; the latest 65,536 are kept."""
+        """Return the events since the last call, oldest first, at most 65,536."""
         return self._admission.ledger.take_events()
 
     def check(self) -> None:
@@ -378,7 +368,7 @@ class PrefixCache:
 
     @property
     def _admission(self) -> Admission:
-        """Return the cache's records, rebuilt if a change was broken off."""
+        """Return the records, rebuilt after a broken change."""
         if self._kept.torn:
             mend(self._kept)
         return self._kept

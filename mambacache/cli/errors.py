@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NO_MEMORY = ("allocate memory", "out of memory")
-"""Words in errors of torch, which differ by device."""
+"""Words of torch, by device."""
 
 
 def sentence(error: BaseException) -> str:

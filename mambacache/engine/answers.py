@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Hold the `params.n` requests for a prompt; answer i draws with seed + i."""
+    """Hold a prompt's `params.n` requests; answer i draws with seed + i."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Answers:
         return self.requests[0].params
 
     def sampling(self, step: SequenceStep) -> RowSampling:
-        """Return how to sample a batch row."""
+        """Describe the sampling of a batch row."""
         index, siblings = self._index[step.request_id], self.requests[0].siblings
         if not (self._adjusts or siblings or step.prompt_logits):
             return self._plain[index]
@@ -174,7 +174,7 @@ class Answers:
         return self._progress() != self._handed_out
 
     def show(self) -> RequestOutput:
-        """Return the output, with the deltas since it was handed out."""
+        """Return the output, with deltas since `hand_out`."""
         for given, completion in zip(self._given, self.output.outputs, strict=True):
             completion.delta = completion.text[given:]
         return self.output

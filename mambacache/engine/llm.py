@@ -43,7 +43,7 @@ class LLM:
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: an option's value, the model's type or its weights cannot work.
+        ValueError: a value, the model's type or its weights cannot work.
     """
 
     def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
@@ -78,11 +78,11 @@ class LLM:
         self._step_loop.close()
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer; None if the checkpoint has none."""
+        """Return the tokenizer, if any."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default parameters, from generation_config.json."""
+        """Return the parameters of generation_config.json."""
         return self.encoder.default
 
     @alone
@@ -133,10 +133,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer a prompt; yield an output after each step that adds to it, until the end or an abort.
-
-        Every step advances all requests.
-        """
+        """Answer a prompt; yield an output after each step that adds to it. Every step advances all requests."""
         asked: list[Answers] = []
         try:
             self._begin(asked, prompt, sampling_params)
@@ -167,12 +164,12 @@ class LLM:
 
     @property
     def idle(self) -> bool:
-        """Tell whether all requests ended and their outputs were given."""
+        """Tell whether all requests ended and were given."""
         return self._step_loop.idle
 
     @alone
     def abort(self, request_id: str) -> None:
-        """End a request. An unknown id is ignored."""
+        """End a request; ignore an unknown id."""
         answers = self._step_loop.answers.get(request_id)
         if answers is not None:
             self._step_loop.abandoned.append(answers)

@@ -16,10 +16,10 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from mambacache.kernels import choose_experts, combine_experts, group_by_expert, silu_and_mul
 
 EXPERTS = "mambacache"
-"""Name in transformers' experts interfaces; for FP8 weights it selects transformers' default."""
+"""Name in transformers' interfaces of experts; FP8 weights run by transformers' default."""
 
 DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
-"""Transformers' gate: the activation of the first half, times the second half."""
+"""Transformers' gate: activation of the first half, times the second half."""
 
 ROUND_LOGITS = 8
 """Multiple to pad router logits to, since other widths run a slower kernel."""

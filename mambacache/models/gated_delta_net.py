@@ -28,9 +28,6 @@ class GatedDeltaNet(nn.Module):
     Args:
         in_proj: maps to [queries, keys, values, gate, a, b].
         beta_scale: 2 with negative eigenvalues, else 1.
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int
@@ -92,7 +89,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def from_qwen3_next(source: Any) -> GatedDeltaNet:
-    """Build a layer from projections that interleave [query, key, values, gates] and [b, a] by key head."""
+    """Build a layer whose projections interleave [query, key, values, gates] and [b, a] by key head."""
     groups, per_group = source.num_k_heads, source.num_v_heads // source.num_k_heads
     values = per_group * source.head_v_dim
     sizes = [source.head_k_dim, source.head_k_dim, values, values]

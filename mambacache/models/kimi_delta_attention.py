@@ -16,9 +16,6 @@ class KimiDeltaAttention(nn.Module):
     """Runs a KDA layer over the state pool.
 
     A state is a conv window [W - 1, 3 * H * D] of raw queries, keys and values, and matrices [H, D, D].
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int

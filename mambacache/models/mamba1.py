@@ -16,9 +16,6 @@ class Mamba1(nn.Module):
     """Runs a Mamba layer over the state pool.
 
     A state is a conv window [W - 1, dim] and a matrix [dim, N]. Norms apply to outputs of `source.x_proj`.
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int

@@ -21,9 +21,6 @@ class Mamba2(nn.Module):
     Args:
         in_proj: maps to [gate, x, B, C, step sizes].
         norm_options: options of `gated_rms_norm`; None to gate without a norm.
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int

@@ -54,7 +54,7 @@ def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], posi
 
 
 def ordered(params: SamplingParams) -> int:
-    """Count the most likely tokens that a draw sorts."""
+    """Count the likeliest tokens that a draw sorts."""
     if params.top_k <= 0 and np.float32(params.top_p) == 1:
         return 0
     return params.top_k if 0 < params.top_k <= MOST_ORDERED else EVERY

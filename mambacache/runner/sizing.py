@@ -27,7 +27,7 @@ SHARES = {
     "cpu": (0.25, "a CPU's memory is shared with other programs"),
     "cuda": (0.85, "the rest is for activations and CUDA graphs"),
 }
-"""Shares of the memory left by the weights that default budgets take together, and the reason for the rest."""
+"""Default share of the memory that weights leave, and the reason for the rest."""
 
 STRETCHING = ("linear", "dynamic", "yarn")
 """Types of rotary scaling by a factor."""
@@ -35,17 +35,17 @@ STRETCHING = ("linear", "dynamic", "yarn")
 MAX_DEFAULT_BLOCKS = 1 << 16
 
 LEAST_SLABS, MOST_LOST = 8, 0.1
-"""Least number of slabs beside running states, and largest share of a slab lost by rounding, for shared memory."""
+"""Least slabs beside running states, and largest share of a slab lost by rounding, to share memory."""
 
 FP8_TILE = 128
 
 SPARE_STATES = 2
-"""Blocks beside those of running requests, so that a step's dst need not wait for its src."""
+"""Blocks beside running requests', so that a step's dst need not wait for its src."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds bytes and numbers of blocks, without null blocks; upper limits with `slab`."""
+    """Holds bytes and numbers of blocks, without null blocks; limits with `slab`."""
 
     state_bytes: int
     log_bytes: int
@@ -132,13 +132,13 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
 
 
 def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:
-    """Return a slab, and the limits of checkpoints and KV pages, if memory is shared."""
+    """Return a slab and the limits of checkpoints and KV pages, if memory is shared."""
     budgets = config.kv_cache_bytes, config.checkpoint_budget_bytes
     if not page or not config.enable_prefix_caching or budgets != (None, None):
         return None
     slab = slab_of(state, page)
     num_slabs = min(memory // slab.nbytes - 1, 2 * MAX_DEFAULT_BLOCKS // max(slab.states, slab.pages))
-    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # a request's states may lie in different slabs
+    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # a request's states may use two slabs
     if num_slabs < reserve + LEAST_SLABS or slab.lost(state, page) > MOST_LOST:
         return None
     return slab, num_slabs * slab.states - num_running, (num_slabs - reserve) * slab.pages
@@ -161,10 +161,7 @@ def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: in
 
 
 def _kv_share(rest: int, state: int, page: int, max_model_len: int, block_size: int) -> int:
-    """Return the bytes of KV.
-
-    States get at least a sixteenth, so that short prompts are cached. KV gets at least the longest request, or half.
-    """
+    """Return the bytes of KV: at least the longest request, up to a half; at most 15 / 16, to cache short prompts."""
     kv = KV_TOKENS_PER_STATE * page // block_size
     longest = -(-max_model_len // block_size) * page
     return max(min(rest * kv // (kv + state), rest // 16 * 15), min(longest, rest // 2), page)
@@ -205,7 +202,7 @@ def weight_bytes(model: Model) -> int:
 
 
 def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
-    """Return the bytes of weights: of a quantised checkpoint's files, else computed; None if unknown."""
+    """Return the bytes of weights, by the files of a quantised checkpoint; None if unknown."""
     quantised = getattr(model.config, "quantization_config", None)
     if quantised is None:
         return weight_bytes(model)
@@ -216,10 +213,7 @@ def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
 
 
 def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
-    """Return the bytes with FP8 linears and experts, and a float32 scale for each tile of 128 x 128.
-
-    Other modules, the output layer and names in `left` stay unchanged.
-    """
+    """Return the bytes with FP8 linears and experts, and float32 scales of tiles; the output and `left` stay."""
     output, seen, total = model.module.get_output_embeddings(), set(), weight_bytes(model)
     for name, module in model.module.named_modules():
         if module is output or any(part in name for part in left):
@@ -333,7 +327,7 @@ def _share(device: str) -> tuple[float, str]:
 
 
 def resolve_device(device: str) -> str:
-    """Return a setting's device, present or not, or raise ValueError."""
+    """Return a setting's device, present or not."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -342,7 +336,7 @@ def resolve_device(device: str) -> str:
 
 
 def present_device(device: str) -> str:
-    """Return a setting's device, or raise ValueError if it, the GPU or the installed Triton is unusable."""
+    """Return a setting's device, or raise ValueError if it or Triton is unusable."""
     resolved = resolve_device(device)
     if resolved == "cpu":
         return resolved
@@ -359,7 +353,7 @@ def present_device(device: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Return a device's free bytes, with the system's caches."""
+    """Return a device's free bytes, system caches included."""
     if present_device(device) == "cpu":
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024

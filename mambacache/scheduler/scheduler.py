@@ -22,13 +22,7 @@ class Scheduler:
     """Chooses the rows of a step: decode rows, then prefill in order of arrival, within a token budget.
 
     `schedule` may be called again before `update`. After an exception the next call puts every request back in line.
-
-    Args:
-        long_prefill_token_threshold: most tokens of a prompt in a step; 0 for no cap.
-        vocab_size: exclusive limit of draft tokens.
-
-    Raises:
-        ValueError: a limit is too small.
+    Arguments as in `EngineConfig`.
     """
 
     def __init__(
@@ -69,11 +63,7 @@ class Scheduler:
     # --- requests ---
 
     def add(self, request: Request) -> None:
-        """Put a request and its siblings in line.
-
-        Raises:
-            ValueError: an id is in use, or prompt and answer exceed the KV pool.
-        """
+        """Put a request and its siblings in line, or raise ValueError."""
         self._mend()
         params, config = request.params, self.cache.config
         answers = [request, *request.siblings]
@@ -106,7 +96,7 @@ class Scheduler:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request, if known; its committed blocks stay cached."""
+        """End a request, if known."""
         request = self.requests.get(request_id)
         if request is not None:
             self._mend()
@@ -117,7 +107,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Return whether no work is left."""
+        """Tell whether no work is left."""
         return not (self.requests or self._torn or self._failing or self._planned is not None)
 
     # --- steps ---
@@ -138,7 +128,7 @@ class Scheduler:
         return plan
 
     def _awaits_tokens(self) -> bool:
-        """Return whether a running request needs unread tokens. All wait, else halves of the batch alternate."""
+        """Tell whether a running request needs unread tokens. All wait, else halves of the batch alternate."""
         drafts = self._drafts is not None and not self._drafts.ahead
         for request in self._running:
             needy = bool(drafts or request.siblings or request.params.penalizes)
@@ -203,7 +193,6 @@ class Scheduler:
             line.push(request)
 
     def _enough_passed(self, passed: Request, request: Request) -> bool:
-        """Return whether enough requests overtook `passed`."""
         assert passed.passed_at is not None
         return request.arrival > passed.arrival and self._admissions - passed.passed_at >= self._max_num_seqs
 
@@ -213,7 +202,6 @@ class Scheduler:
         self._running[request] = None
 
     def _schedule_row(self, request: Request, progress: Progress, drafts: Guess = NO_GUESS) -> bool:
-        """Return whether a row was added."""
         if progress.computed < progress.prefill_end:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
@@ -255,10 +243,7 @@ class Scheduler:
     # --- transfers ---
 
     def transfers(self, ended: Mapping[Transfer, bool], flush: bool = False) -> tuple[Transfer, ...]:
-        """Return the transfers in flight, see `PrefixCache.transfers`.
-
-        First reports finished transfers (`ended`: transfer -> failed); unknown transfers are ignored.
-        """
+        """Report known `ended` transfers, by whether they failed; return `PrefixCache.transfers`."""
         self._mend()
         with self._change():
             for transfer in self.cache.transfers(flush=flush) if ended else ():
@@ -284,11 +269,7 @@ class Scheduler:
     def failed(self, plan: StepPlan, error: Exception | None) -> list[Request]:
         """Take back a step that raised. Its requests run alone, and end with the error if they fail again.
 
-        Args:
-            error: None if no request is to blame.
-
-        Returns:
-            See `take_touched`.
+        `error` is None if no request is to blame. Return `take_touched`.
         """
         self._failing += plan.steps  # first: a lost row stays in flight forever
         untold = self._planned not in (None, plan)  # never issued
@@ -319,14 +300,10 @@ class Scheduler:
         self._failing, self._planned = [], None
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[Request]:
-        """Accept the tokens of a step.
+        """Accept the tokens of a step; return `take_touched`.
 
-        Args:
-            sampled: tokens of each row: one after each token of a decode row, one for each answer where a prompt ends,
-                else none. `NOT_FINITE` ends a request with an error.
-
-        Returns:
-            See `take_touched`.
+        A row's tokens follow each token of a decode row, or begin each answer where a prompt ends. `NOT_FINITE` ends a
+        request with an error.
         """
         self._mend()
         with self._change():
@@ -394,7 +371,7 @@ class Scheduler:
                 self._waiting.push(sibling)
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """Forget ended requests, and further answers not begun."""
+        """Forget ended requests and their siblings."""
         for request in requests:
             for sibling in request.siblings:
                 if sibling.finish_reason is None:
@@ -420,7 +397,7 @@ class Scheduler:
 
     @contextmanager
     def _change(self, refusal: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """After an exception other than `refusal` the next call repairs the records."""
+        """Let the next call repair the records after an exception other than `refusal`."""
         self._torn = True
         try:
             yield
@@ -430,7 +407,7 @@ class Scheduler:
         self._torn = False
 
     def _mend(self) -> None:
-        """After an interrupted change put all requests back in line."""
+        """Put all requests back in line after an interrupted change."""
         if not (self._torn or self._failing):
             return
         cache, self._torn = self.cache, True

@@ -1,7 +1,4 @@
-"""Show counters in vLLM's /metrics: the scheduler writes a file, and the front end reads it.
-
-With several API servers prometheus_client adds up counts without it.
-"""
+"""Show counters in vLLM's /metrics: the scheduler writes a file, and the front end reads it."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class Counters:
         self._warned = False
 
     def tell(self, prefix_cache: PrefixCache, *, idle: bool) -> None:
-        """Write changed counters, at most once a second unless `idle`."""
+        """Write changed counters, unless `idle` once a second."""
         now = time.monotonic()
         if not idle and now - self._written < SECONDS:
             return
@@ -72,7 +69,7 @@ class Counters:
 
 
 class Shown:
-    """Reads all engines' counters in the front end."""
+    """Reads all engines' counters."""
 
     instance_id = ""
 
@@ -92,7 +89,7 @@ _shown = Shown()
 
 
 def show(instance_id: str) -> None:
-    """Show a vLLM's counters in /metrics, and remove its files at exit."""
+    """Show a vLLM's counters, and remove its files at exit."""
     registered, _shown.instance_id = bool(_shown.instance_id), instance_id
     if not registered:
         REGISTRY.register(_shown)

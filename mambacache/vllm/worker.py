@@ -1,4 +1,4 @@
-"""Give vLLM's worker a state pool and each step's rows."""
+"""Give vLLM's worker states and rows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Mixin:
 
 
 def _attach_v1(runner: Any, context: StepContext) -> None:
-    """Wrap two methods of runner V1, which lacks a hook before the forward pass."""
+    """Wrap two methods of runner V1, which lacks a hook."""
     prepare, threshold = runner._prepare_inputs, runner.calculate_reorder_batch_threshold
 
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

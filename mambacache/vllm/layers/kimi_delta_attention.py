@@ -14,11 +14,7 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
-    """Runs the steps between projections.
-
-    Raises:
-        ValueError: the log decay has a lower bound, as in Kimi-K3.
-    """
+    """Runs the steps between projections; raises ValueError for decay with a lower bound, as in Kimi-K3."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Run Mamba layers of Jamba, and Mamba2 layers of Falcon-H1, Granite 4, Nemotron-H and Zamba2."""
+"""Run Mamba and Mamba2 layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class Mamba1(StateLayer, MambaMixer):
-    """Runs as one opaque op, on [tokens, channels].
+    """Runs as an opaque op, on [tokens, channels].
 
-    Projections run in batch order, since LoRA finds a token's adapter by its batch place.
+    Projections run in batch order: LoRA finds a token's adapter by its batch place.
     """
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
