@@ -23,7 +23,7 @@ KV_TOKENS_PER_HOST_STATE = 10_000
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-"""Most stop strings in a request, and characters in each; every new token is compared with all of them."""
+"""Most stop strings in a request, and characters in each; each token is compared with all."""
 
 NO_LIMIT = sys.maxsize
 """`SamplingParams.max_tokens` for None."""
@@ -56,8 +56,6 @@ def _check_blocks(config: CacheConfig | EngineConfig) -> None:
 class CacheConfig:
     """Configures a `PrefixCache`; a wrong value raises ValueError. Numbers exclude the null block, id 0.
 
-    Bytes may be text, such as "20GiB" or "500MB".
-
     Args:
         num_state_blocks: Blocks of the state pool, at least 2; ids 1 to this number without `slab`.
         num_kv_blocks: Blocks of the KV pool; 0 if the host engine keeps the KV or the model has no attention.
@@ -68,7 +66,7 @@ class CacheConfig:
         block_size: Tokens in a block, a multiple of 64, for hashes, KV pages and states.
         max_draft_tokens: Draft tokens that a row may verify, 0 to 7.
         model_key: Identifies everything that states depend on, as weights and dtypes.
-        has_attention: False if hits need no KV.
+        has_attention: False for a model without attention, whose hits need no KV.
         max_checkpoints: Most cached states; None for the size of the pool, 0 for none.
         checkpoint_interval: As in `EngineConfig`.
         strict_reuse: As in `EngineConfig`.

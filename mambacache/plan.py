@@ -25,7 +25,7 @@ NULL_BLOCK = 0
 """As src: a fresh state (zeros, never read). As dst: store nothing."""
 
 PLACEHOLDER = -1
-"""Token that an earlier step samples."""
+"""Token that an earlier step samples, unknown to the host."""
 
 NOT_FINITE = -2
 """Token for NaN or infinite logits."""
@@ -73,7 +73,7 @@ class SequenceStep(NamedTuple):
     drafts: tuple[int, ...] = ()
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside dst
     prompt_logits: bool = False  # wants all logits of a prefill row
-    unplaced_by: int = 0  # may start later by these tokens
+    unplaced_by: int = 0  # tokens by which it may start later
     parents: tuple[int, ...] = ()  # empty without branches
     kept: tuple[int, ...] = ()
 
@@ -115,7 +115,7 @@ class PageTables(NamedTuple):
 
 
 class BlockFile(NamedTuple):
-    """Names a host slot to write to a file, or to read."""
+    """Names a host slot to write to a file, or to fill from it."""
 
     kind: str  # "state" or "kv"
     slot: int

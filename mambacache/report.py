@@ -140,7 +140,7 @@ def _in_words(blocks: dict[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Describes the prefix hit of a prompt."""
+    """Describes the prefix hit of a prompt, in tokens."""
 
     num_tokens: int  # whole blocks
     junction: int  # end of the prefix that others computed; 0 if not behind the hit

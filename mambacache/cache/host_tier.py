@@ -316,7 +316,7 @@ class Loads:
 
 
 AHEAD, LEAST = 4, (16, 128)
-"""Copy the next 1 / AHEAD of a pool to be evicted, and at least LEAST (states, pages): a few steps evict fewer."""
+"""Copy the next 1 / AHEAD of a pool to be evicted, at least LEAST (states, pages): a few steps evict fewer."""
 
 STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
 """Limit transfers to the host, whose blocks cannot be taken meanwhile; a chain is best copied whole."""
@@ -328,8 +328,8 @@ FILES_A_TRANSFER = 32
 class Tier:
     """Holds copies of device blocks in host slots, under the same hashes.
 
-    A page here keeps its state alive on either side: a request resumes from both together. Transfers `under_way` at a
-    rebuild commit nothing, and hold their blocks until they end.
+    A page here keeps its state alive on either side: a request resumes from both. Transfers `under_way` at a rebuild
+    commit nothing, and hold their blocks until they end.
     """
 
     def __init__(

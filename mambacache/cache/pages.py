@@ -47,7 +47,7 @@ class Pages:
         self._lacking += self._lack(residency)
 
     def fork(self, parent: Residency, child: Residency) -> bool:
-        """Share full pages and plan a copy of a partial page; False, with nothing changed, without room."""
+        """Share full pages and plan a copy of a partial page; False, and no change, without room."""
         if not self.present:
             return True
         full, partial = divmod(parent.computed, self.block_size)
@@ -118,7 +118,6 @@ class Pages:
         self._lacking -= self._lack(residency)
 
     def check(self, residencies: Sequence[Residency], running: Sequence[Residency], others: Sequence[int]) -> None:
-        """Assert that references match, with `others` outside residencies."""
         copies = [residency.copy_page.block for residency in residencies if residency.copy_page is not None]
         self.pool.check([*(page for residency in residencies for page in residency.pages), *copies, *others])
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"

@@ -76,7 +76,7 @@ class PrefixCache:
             admission.lookup.wait(request)
 
     def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
-        """Return the hit of a request now.
+        """Return the hit that a request would get now.
 
         Args:
             kv_tokens: tokens in the host's KV; required if the host keeps it.

@@ -14,7 +14,7 @@ MEMORY = 8
 """Averages take num_slabs / MEMORY evicted slabs, at least 8."""
 
 FEW = 16
-"""The other pool takes more than num_slabs / FEW empty slabs, at least 2."""
+"""A pool may keep num_slabs / FEW empty slabs, at least 2."""
 
 LEAN = 0.5
 """A slab moves above this mean log2 ratio of both pools' coldness."""

@@ -322,7 +322,7 @@ class States:
             residency.drafted.remove(row)
             self._folded(residency, row)
             if residency.computed % self._size == 0 and residency.state is not None:
-                # After a stop the device is further.
+                # Commit with the next token: after a stop the device is further.
                 lease = self._pool.share(residency.state.block)
                 residency.pending.append(Commit(residency.computed + 1, residency.computed, lease))
 

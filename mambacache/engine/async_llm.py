@@ -98,7 +98,7 @@ class AsyncLLM:
         """Answer a prompt; yield an output after each step that adds to it.
 
         A slow reader gets several steps as one output. The request is aborted if its reader stops or is cancelled.
-        After a close, `__cause__` of the RuntimeError tells the reason. A step that fails as a whole raises its error.
+        After a close, `__cause__` of the RuntimeError tells the reason. A failed step may raise its error.
         """
         in_line = self._texts if _is_text(prompt) else None
         return self._answers(lambda: self._encoder(prompt, sampling_params), in_line, request_id)

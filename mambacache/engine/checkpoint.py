@@ -18,7 +18,6 @@ GENERATION_SETTINGS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Names in `generation_config.json` and in `SamplingParams`."""
 
 
 def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | None) -> Any:

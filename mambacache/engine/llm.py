@@ -155,7 +155,7 @@ class LLM:
 
     @alone
     def step(self) -> list[RequestOutput]:
-        """Take the tokens of one step, and return the outputs that grew or ended; a request keeps its object.
+        """Take the tokens of one step; return the outputs that grew or ended, an object for each request.
 
         Raise RuntimeError if requests are left and nothing can run.
         """

@@ -20,10 +20,8 @@ from mambacache.field_types import is_integer
 
 TokenIds = Sequence[int] | np.ndarray | torch.Tensor
 Prompt = Union[str, TokenIds, Mapping[str, Any], "Encoded"]
-"""A text; token ids [n]; {"prompt": text}; {"prompt_token_ids": token ids}; or an `Encoded`."""
 
 Messages = Sequence[dict[str, Any]]
-"""A conversation of {"role": ..., "content": ...}."""
 
 FORMS = "a text, token ids, {'prompt': text} or {'prompt_token_ids': token ids}"
 

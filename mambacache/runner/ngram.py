@@ -13,7 +13,6 @@ from mambacache.kernels import StateIndices, add_to_history, draft_from_history,
 from mambacache.plan import SequenceStep, StepPlan
 
 Known = Callable[[str], Sequence[int]]
-"""Returns a request's tokens."""
 
 
 def history_bytes(slots: int, max_model_len: int, max_draft_tokens: int) -> int:

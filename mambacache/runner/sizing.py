@@ -213,7 +213,7 @@ def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
 
 
 def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
-    """Return the bytes with FP8 linears and experts, and float32 scales of tiles; the output and `left` stay."""
+    """Return the bytes with FP8 linears and experts, and float32 scales of tiles; output layer and `left` stay."""
     output, seen, total = model.module.get_output_embeddings(), set(), weight_bytes(model)
     for name, module in model.module.named_modules():
         if module is output or any(part in name for part in left):

@@ -27,8 +27,7 @@ DraftFunction = Callable[[Request, int], Sequence[int] | DraftTree]
 """Proposes at most a number of tokens to follow a request's known tokens."""
 
 DraftSource = Callable[[Mapping[Request, int]], Iterable[Sequence[int] | DraftTree]]
-"""Proposes tokens for each request of a step, in the order of the mapping. A request gets no drafts if its element
-raises, is invalid or missing."""
+"""Proposes tokens for each request of a step, in order. A bad or missing element gives no drafts."""
 
 
 def _in_preorder(tree: DraftTree, count: int) -> Guess:

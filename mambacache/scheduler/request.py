@@ -26,7 +26,7 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams
     end_tokens: frozenset[int] = frozenset()
-    completes_stop: Callable[[int, int], bool] | None = None  # of position, which may repeat, and answer token
+    completes_stop: Callable[[int, int], bool] | None = None  # takes position, which may repeat, and token
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None

@@ -1,4 +1,7 @@
-"""Show counters in vLLM's /metrics: the scheduler writes a file, and the front end reads it."""
+"""Show counters in vLLM's /metrics: the scheduler writes a file, and the front end reads it.
+
+With several API servers prometheus_client adds up counts without it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ class Counters:
         self._warned = False
 
     def tell(self, prefix_cache: PrefixCache, *, idle: bool) -> None:
-        """Write changed counters, unless `idle` once a second."""
+        """Write changed counters, at most once a second unless `idle`."""
         now = time.monotonic()
         if not idle and now - self._written < SECONDS:
             return

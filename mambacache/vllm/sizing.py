@@ -14,7 +14,7 @@ CPU_BYTES = 1 << 30
 
 
 def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:
-    """Count the states of `block_bytes` that fit on this rank, with token logs of `log_bytes`; at least two."""
+    """Count the states of `block_bytes` that fit on this rank, with token logs of `log_bytes`, or raise ValueError."""
     settings = Settings.of(vllm_config)
     if settings.num_state_blocks is not None:
         return settings.num_state_blocks

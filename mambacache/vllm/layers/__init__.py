@@ -29,7 +29,7 @@ LAYERS: dict[str, type] = {
 
 @contextmanager
 def built() -> Iterator[None]:
-    """Make vLLM build our layers, for a while: other models stay vLLM's."""
+    """Make vLLM build our layers, in this context only: other models stay vLLM's."""
     names = [name for name in LAYERS if name not in op_registry_oot]  # `check_all_ours` finds another plugin's
     for name in names:
         PluggableLayer.register_oot(name=name)(LAYERS[name])

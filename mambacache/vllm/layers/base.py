@@ -43,7 +43,7 @@ class StateLayer:
         return [conv1d_log(dim, dtype), *self.recurrent_log(*self.get_state_dtype())]
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the recurrence's log tensors, by dtypes of activations and states."""
+        """Return the recurrence's tensors, by dtypes of activations and states."""
         return ()
 
     def bind_states(self, context: StepContext, states: tuple[Tensor, ...], logs: tuple[Tensor, ...]) -> None:
