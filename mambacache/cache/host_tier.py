@@ -105,11 +105,8 @@ class Move:
 
     def name(self) -> None:
         for lent, slot in zip(self.leases[::2], self.leases[1::2], strict=True):
-            device, block = lent.pool, lent.block
-            if (block_hash := device.hashes[block]) is not None:
-                exact, rank, born = device.exact[block], device.rank[block], device.born[block]
-                writer = device.writer[block]
-                slot.pool.commit(slot.block, block_hash, exact=exact, rank=rank, born=born, writer=writer)
+            if (block_hash := lent.pool.hashes[lent.block]) is not None:
+                Arrival.copied(lent, slot, block_hash, depth=0).name()
 
 
 def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
@@ -155,11 +152,8 @@ class Loads:
 
     def held(self, block_hash: bytes, *pools: BlockPool) -> int:
         """Return the first reusable block of this hash, or 0."""
-        for pool in pools:
-            block = pool.lookup(block_hash)
-            if block is not None and (pool.exact[block] or not self._config.strict_reuse):
-                return block
-        return 0
+        strict = self._config.strict_reuse
+        return next((block for pool in pools if (block := pool.reusable(block_hash, strict))), 0)
 
     def _there(self, kind: str, block_hash: bytes, filed: bool = False) -> bool:
         if self.held(block_hash, self._on_device[kind], self._host[kind]):

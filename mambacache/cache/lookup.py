@@ -87,8 +87,7 @@ class Lookup:
         self._seen.clear()
 
     def usable(self, block_hash: bytes) -> bool:
-        block = self._states.lookup(block_hash)
-        return block is not None and (self._states.exact[block] or not self._strict)
+        return self._states.reusable(block_hash, self._strict) > 0
 
     def find(self, chain: Chain, limit: int, junction_limit: int, host_coverage: int | None, waits: bool) -> Found:
         """Look a chain up, to depth `limit`; `host_coverage` counts leading blocks in the host's KV."""

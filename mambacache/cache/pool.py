@@ -51,6 +51,11 @@ class BlockPool:
         self.born = [0] * num_ids  # the writing issue
         self.writer = [0] * num_ids  # request number; 0: an earlier process
 
+    def reusable(self, block_hash: bytes, strict: bool) -> int:
+        """Return the COMMITTED block of a hash, exact if `strict`, or 0."""
+        block = self.lookup(block_hash)
+        return block if block is not None and (self.exact[block] or not strict) else 0
+
     @property
     def num_available(self) -> int:
         return len(self._free) + len(self.idle)
@@ -68,14 +73,14 @@ class BlockPool:
         return len(self._blocks)
 
     def counts(self) -> dict[str, int]:
-        free, committed = len(self._free), len(self._blocks)
-        writing = self.num_blocks - free - committed
+        free, committed = self.num_free, len(self._blocks)
+        writing = self.num_owned - free - committed
         return {"free": free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
 
     def take(self, count: int, near: int = 0) -> list[int]:
         """Return WRITING blocks, if possible near a block; callers check `num_available`."""
         while len(self._free) < count:
-            self.evict()
+            self._make_room()
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         for block in blocks:
@@ -84,7 +89,7 @@ class BlockPool:
 
     def lease(self, requested: bool = True) -> Lease | None:
         """Lease a WRITING block, if there is room."""
-        if not self._free and not self.evict(requested):
+        if not self.num_free and not self._make_room(requested):
             return None
         return Lease(self, self.take(1)[0])
 
@@ -124,6 +129,9 @@ class BlockPool:
             self.idle.add(block, self.rank[block])
         else:
             self.idle.put_back(block, self.rank[block], used)
+
+    def _make_room(self, requested: bool = True) -> bool:
+        return self.evict(requested)
 
     def _wake(self, block: int) -> float:
         return self.idle.remove(block, self.rank[block])

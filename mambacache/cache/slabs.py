@@ -138,11 +138,6 @@ class SlabPool(BlockPool):
     def num_empty(self) -> int:
         return len(self._empty)
 
-    def counts(self) -> dict[str, int]:
-        committed = len(self._blocks)
-        writing = self.num_owned - self._num_free - committed
-        return {"free": self._num_free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
-
     def take(self, count: int, near: int = 0) -> list[int]:
         while self._num_free < count:
             self._make_room()
@@ -158,11 +153,6 @@ class SlabPool(BlockPool):
         for block in blocks:
             self.references[block] = 1
         return blocks
-
-    def lease(self, requested: bool = True) -> Lease | None:
-        if not self._num_free and not self._make_room(requested):
-            return None
-        return Lease(self, self.take(1)[0])
 
     def seize(self, block: int) -> Lease:
         if not self.references[block]:
