@@ -40,7 +40,17 @@ class Answers:
         self._plain = [RowSampling(params, (seed + i,)) for i in range(params.n)]
         self._given = [0] * params.n  # characters
         self._handed_out: list[tuple[int, str | None]] = [(0, None)] * params.n
-        self._texts = [_detokenizer(tokenizer, params) for _ in range(params.n)] if tokenizer is not None else []
+        self._texts = [
+            Detokenizer(
+                tokenizer,
+                params.stop or (),
+                keep_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            for _ in range(params.n)
+            if tokenizer is not None
+        ]
         self.requests = [
             Request(
                 f"{request_id}/{i}" if i else request_id,
@@ -187,13 +197,3 @@ class Answers:
 
     def _progress(self) -> list[tuple[int, str | None]]:
         return [(len(completion.token_ids), completion.finish_reason) for completion in self.output.outputs]
-
-
-def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer:
-    return Detokenizer(
-        tokenizer,
-        params.stop or (),
-        keep_stop=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
-        skip_special_tokens=params.skip_special_tokens,
-    )

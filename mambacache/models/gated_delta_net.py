@@ -64,7 +64,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
+        (conv_state, recurrent_state), (conv_log, *token_log) = context.states[self.number], context.logs[self.number]
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         qkv, gate, a, b = self.in_proj(hidden_states[0]).split(
             [2 * keys + values, values, self.value_heads, self.value_heads], dim=-1
@@ -80,7 +80,7 @@ class GatedDeltaNet(nn.Module):
             self.A_log,
             self.dt_bias,
             recurrent_state,
-            log,
+            token_log,
             context.indices,
             beta_scale=self.beta_scale,
         )

@@ -86,7 +86,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         ValueError: one request does not fit, the budgets exceed `free_bytes`, or max_model_len the model's limit.
     """
     state_dtype = getattr(torch, config.state_dtype)
-    state, log = state_bytes(model.state_layers(state_dtype)), state_bytes(model.log_layers(state_dtype))
+    state, token_log = state_bytes(model.state_layers(state_dtype)), state_bytes(model.log_layers(state_dtype))
     page = kv_block_bytes(model.kv_layers, config.block_size)
     memory = int(free_bytes * _share(config.device)[0])
     max_model_len = _longest(config, model)
@@ -94,23 +94,22 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         histories = history_bytes(config.max_num_seqs, max_model_len, config.max_draft_tokens)
         memory, free_bytes = memory - histories, free_bytes - histories
 
-    least = (1 + SPARE_STATES) * state + log + page
+    least = (1 + SPARE_STATES) * state + token_log + page
     if memory < least:
         raise ValueError(
             f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
             f"{_more_memory(config)}"
         )
     # Half of the memory stays for KV and cached states.
-    max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + log), 1))
+    max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + token_log), 1))
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
-    num_running, memory = max_num_seqs + SPARE_STATES, memory - max_num_seqs * log
+    num_running, memory = max_num_seqs + SPARE_STATES, memory - max_num_seqs * token_log
+    sizes, limits = (state, token_log, page, num_running), (max_num_seqs, max_model_len)
     if (shared := _shared(config, state, page, memory, num_running)) is not None:
         slab, max_checkpoints, num_kv_blocks = shared
         host = _host_slots(config, state, page, max_checkpoints)
-        return Sizes(
-            state, log, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host, slab
-        )
+        return Sizes(*sizes, max_checkpoints, num_kv_blocks, *limits, *host, slab)
     rest = memory - num_running * state
     kv_budget = config.kv_cache_bytes
     if kv_budget and not page:
@@ -121,14 +120,14 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     if page and not num_kv_blocks:
         raise ValueError(f"kv_cache_bytes is {kv_budget:,} and one KV block takes {page:,} bytes: raise kv_cache_bytes")
     max_checkpoints = _checkpoints(config, state, rest - num_kv_blocks * page)
-    needed = max_num_seqs * log + (num_running + max_checkpoints) * state + num_kv_blocks * page
+    needed = max_num_seqs * token_log + (num_running + max_checkpoints) * state + num_kv_blocks * page
     if needed > free_bytes:
         raise ValueError(
             f"states and KV take {needed:,} bytes and {free_bytes:,} are free: lower kv_cache_bytes, "
             "checkpoint_budget_bytes or max_num_seqs"
         )
     host = _host_slots(config, state, page, max_checkpoints)
-    return Sizes(state, log, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host)
+    return Sizes(*sizes, max_checkpoints, num_kv_blocks, *limits, *host)
 
 
 def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:

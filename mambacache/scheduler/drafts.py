@@ -107,10 +107,6 @@ class DeviceDrafts:
         }
 
 
-def guarded(source: DraftSource | DeviceDrafts, vocab_size: int) -> Drafts | DeviceDrafts:
-    return source if isinstance(source, DeviceDrafts) else Drafts(source, vocab_size)
-
-
 def drafts_room(request: Request, at: Progress) -> int:
     """Count the drafts that a decode row can use."""
     left = request.params.max_tokens - len(request.output) - at.in_flight - 1

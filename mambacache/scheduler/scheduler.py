@@ -11,7 +11,7 @@ from operator import attrgetter
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD, NO_GUESS, NOT_FINITE, Guess, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
-from mambacache.scheduler.drafts import DeviceDrafts, DraftSource, agreed, drafts_room, guarded
+from mambacache.scheduler.drafts import DeviceDrafts, Drafts, DraftSource, agreed, drafts_room
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.waiting_line import WaitingLine
 
@@ -44,7 +44,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._long_prefill = long_prefill_token_threshold
-        self._drafts = guarded(draft, vocab_size) if draft is not None else None
+        self._drafts = draft if draft is None or isinstance(draft, DeviceDrafts) else Drafts(draft, vocab_size)
         self._arrivals = 0
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # unfinished
@@ -122,7 +122,10 @@ class Scheduler:
             self._victims = sorted(self._running, key=attrgetter("arrival"))
             self._steps, self._budget = {}, self._max_num_batched_tokens
             if not (self._suspects and self._schedule_alone()):
-                self._schedule_all()
+                running = list(self._victims)
+                self._schedule_running(running)
+                if len(self._running) == len(running) and not self._suspects:
+                    self._admit()
             self._planned = plan = self.cache.plan(list(self._steps.values())) if self._steps else None
             self._rows.update({step.row: request for request, step in self._steps.items()})
         return plan
@@ -146,12 +149,6 @@ class Scheduler:
             self._run(suspect)
         self._schedule_running([suspect])
         return bool(self._steps)
-
-    def _schedule_all(self) -> None:
-        running = list(self._victims)
-        self._schedule_running(running)
-        if len(self._running) == len(running) and not self._suspects:
-            self._admit()
 
     def _schedule_running(self, requests: Sequence[Request]) -> None:
         rows = [(request, self.cache.progress(request.request_id)) for request in requests]

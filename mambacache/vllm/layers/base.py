@@ -49,7 +49,7 @@ class StateLayer:
     def bind_states(self, context: StepContext, states: tuple[Tensor, ...], logs: tuple[Tensor, ...]) -> None:
         self._context = context
         self._states = states
-        self._conv_log, *self._log = logs
+        self._conv_log, *self._token_log = logs
 
     def indices(self, x: Tensor) -> StateIndices:
         return self._context.indices(len(x))

@@ -39,7 +39,7 @@ class GatedDeltaNet(StateLayer):
             self.A_log,
             self.dt_bias,
             states,
-            self._log,
+            self._token_log,
             indices,
             beta_scale=self.beta_scale,
             out=core_attn_out[:tokens],

@@ -42,7 +42,7 @@ class Mamba1(StateLayer, MambaMixer):
         tokens = indices.num_tokens
         x, dt, B, C, z = (each[:tokens] for each in (x, dt, B, C, z))
         bias, states = self._time_proj_bias(), self._states[1]
-        selective_scan(x, dt, self.A, B, C, self.D, z, bias, states, self._log, indices, out=out[:tokens])
+        selective_scan(x, dt, self.A, B, C, self.D, z, bias, states, self._token_log, indices, out=out[:tokens])
         out[tokens:] = 0
 
 
@@ -72,7 +72,7 @@ class Mamba2(StateLayer, MambaMixer2):
             None,
             self.dt_bias,
             states,
-            self._log,
+            self._token_log,
             indices,
             out=output[:tokens].unflatten(-1, (-1, self.head_dim)),
         )
