@@ -299,7 +299,7 @@ class EngineConfig:
         max_model_len: Most tokens in prompt and answer together; None for the model's limit.
         max_logprobs: Most `logprobs` and `prompt_logprobs`; -1 for no limit.
         long_prefill_token_threshold: Most tokens of a prompt in a step; 0 for no limit.
-        enable_prefix_caching: False caches nothing, and computes every prompt in full.
+        enable_prefix_caching: False caches nothing.
         checkpoint_budget_bytes: Memory for cached states, beside running states, 0 for none; None for the rest of the
             share that `plan` prints. If kv_cache_bytes is None too, states and KV may share one memory.
         kv_cache_bytes: Memory for KV pages; None for about 7,000 tokens for each cached state, or for shared memory.

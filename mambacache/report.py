@@ -18,7 +18,6 @@ class Loss(StrEnum):
     NOT_ASKED = "not asked for"  # the cache is off, or read_cache is False
 
     def __repr__(self) -> str:
-        """Return the plain string's repr."""
         return repr(self.value)
 
 

@@ -22,13 +22,9 @@ MIXED = 70, 3
 
 
 def warm_up_batches(room: int, longest: int, most_rows: int, width: int) -> list[list[SequenceStep]]:
-    """Return batches of rows that use every kernel of a step, and no state.
+    """Return batches that use every kernel of a step, and no state.
 
-    Args:
-        room: most tokens of a batch.
-        longest: most tokens of a prompt.
-        most_rows: most rows of a batch.
-        width: most tokens of a decode row, 1 to 8.
+    A batch has at most `room` tokens and `most_rows` rows, a prompt `longest` and a decode row `width` tokens.
     """
     widths = sorted({1, min(width, room)})
     mixes = [([tokens], [*_fitting(MIXED, room - tokens, longest)]) for tokens in widths]

@@ -19,7 +19,7 @@ from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
 
 STEPS_IN_FLIGHT = 4
-"""Keep the rows of freed requests for this number of steps."""
+"""Steps to keep rows of freed requests."""
 
 
 class Admission:

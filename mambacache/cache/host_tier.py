@@ -316,7 +316,7 @@ STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
 """Limit transfers to the host, whose blocks cannot be taken meanwhile; a chain is best copied whole."""
 
 FILES_A_TRANSFER = 32
-"""Limit transfers to files, whose slots cannot be taken meanwhile."""
+"""Limit transfers to files likewise."""
 
 
 class Tier:

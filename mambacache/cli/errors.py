@@ -1,4 +1,4 @@
-"""Describe errors in a sentence, with the cause and the remedy."""
+"""Describe errors in a sentence."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def field_texts(config: type) -> dict[str, str]:
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE) -> None:
-    """Add a flag for each field except `model`; absent flags set no attribute."""
+    """Add a flag for each field but `model`; absent flags set no attribute."""
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):
         if option.name == "model":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 GPU_MEMORY_UTILIZATION = 0.92
 MANY_SEQS, FEW_SEQS, LARGE_GPU = 1024, 256, 70 << 30
-"""vLLM's defaults: share of a GPU's memory, and requests at a time on large and on other GPUs."""
+"""vLLM's defaults, with requests on large and other GPUs."""
 
 
 def run(args: argparse.Namespace) -> int:

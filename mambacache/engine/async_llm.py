@@ -137,10 +137,7 @@ class AsyncLLM:
         return self._tokenizer
 
     async def close(self) -> None:
-        """End all requests with a RuntimeError, and free the memory.
-
-        Raise RuntimeError for a call by this engine's tokenizer or draft source.
-        """
+        """End all requests with a RuntimeError, and free the memory."""
         self._check_thread()
         with self._lock:
             if not self._closed:

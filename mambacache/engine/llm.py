@@ -34,7 +34,7 @@ class LLM:
     handler. Construction calls `gc.freeze`.
 
     Methods raise ValueError for an argument, and RuntimeError during another call, on a closed engine or a failed
-    device, before anything has changed. Streams may take turns.
+    device, before anything has changed; or RuntimeError if nothing can run. Streams may take turns.
 
     Args:
         draft: function of a request and a limit, which returns its next token ids or a `DraftTree`; needs
@@ -93,7 +93,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts, in their order; raise RuntimeError if requests are left and nothing can run.
+        """Answer prompts, in their order.
 
         Args:
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": token ids} or `Encoded`; or a list.
@@ -155,10 +155,7 @@ class LLM:
 
     @alone
     def step(self) -> list[RequestOutput]:
-        """Take the tokens of one step; return the outputs that grew or ended, an object for each request.
-
-        Raise RuntimeError if requests are left and nothing can run.
-        """
+        """Take the tokens of one step; return the outputs that grew or ended, an object for each request."""
         self._step_loop.advance()
         return self._step_loop.give()
 

@@ -330,7 +330,7 @@ H = TypeVar("H", bound=HasStepLoop)
 
 
 def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """Let a single caller into an engine, or raise RuntimeError. A second Ctrl-C closes the engine."""
+    """Let a single caller into an engine; a second Ctrl-C closes it."""
 
     @wraps(method)
     def guarded(self: H, *args: P.args, **options: P.kwargs) -> T:

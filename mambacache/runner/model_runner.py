@@ -24,7 +24,7 @@ Logprobs = dict[int, float]
 """Log probabilities at a position: of its own token, then of the most likely tokens."""
 
 Score = tuple[int, float, list[int], list[float]]
-"""A token, its log probability, the most likely tokens, and their log probabilities."""
+"""Token, log probability, most likely tokens, and theirs."""
 
 
 @dataclass(slots=True)

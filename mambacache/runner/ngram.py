@@ -1,4 +1,4 @@
-"""Draft the tokens behind an earlier copy of a request's last tokens, on the device: the host lacks these yet."""
+"""Draft the tokens behind an earlier copy of a request's last tokens, on the device."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def sample(
     groups: Sequence[tuple[int, int]],
     adjustments: Adjustments | None = None,
 ) -> torch.Tensor:
-    """Return samples, int32 [S]; `NOT_FINITE` for a NaN or infinite maximum.
+    """Return samples, int32 [S], or `NOT_FINITE`.
 
     Args:
         logits: [L, vocabulary].

@@ -20,7 +20,7 @@ class DraftTree:
     """Holds drafts that form a tree, verified in one row."""
 
     tokens: Sequence[int]  # likeliest first, each behind its parent
-    parents: Sequence[int]  # number of each token's parent, from 1; 0 for the last known token
+    parents: Sequence[int]  # numbers from 1; 0 for the last known token
 
 
 DraftFunction = Callable[[Request, int], Sequence[int] | DraftTree]
