@@ -13,6 +13,7 @@ from engine_driver import Engines, Original, answer, ask, greedy, hits, speak, t
 from mambacache import DraftTree, SamplingParams
 from mambacache.engine.outputs import Logprobs
 from mambacache.scheduler.request import Request
+from selection import full
 from tiny_models import VOCABULARY
 
 Originals = Callable[[str], Original]
@@ -166,7 +167,7 @@ def test_token_that_ends_an_answer_has_no_text(engine: Engines, text_model: Path
 # --- log probabilities ---
 
 
-@pytest.mark.parametrize("budget", [7, 64, 8192])
+@pytest.mark.parametrize("budget", [*full(7, 8192), 64])
 def test_logprobs(engine: Engines, original: Originals, budget: int) -> None:
     """Of answers and of prompts, cached or not, beside requests that want none."""
     prompts = [tokens_of(10, 90), tokens_of(11, 30), tokens_of(10, 90)]
