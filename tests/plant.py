@@ -24,7 +24,7 @@ LIST = Path(__file__).with_name("mutants.txt")
 SLOW = ("numpy", "torch", "hypothesis")
 """Modules that are imported before processes fork, since they take long and hold no mistake."""
 
-OPTIONS = ("--exitfirst", "--quiet", "-m", "", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:faulthandler")
+OPTIONS = "--exitfirst --quiet --assert=plain -p no:cacheprovider -p no:unraisableexception -m".split()
 SECONDS = 60
 """A test that takes longer fails."""
 
@@ -73,7 +73,7 @@ def run(tests: list[str], mutant: Mutant | None) -> None:
         SourceFileLoader.get_code = planted  # type: ignore[method-assign]
         signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"longer than {SECONDS} s"))
         signal.alarm(SECONDS)
-    os._exit(pytest.main([*OPTIONS, *tests]))
+    os._exit(pytest.main([*OPTIONS, "", *tests]))
 
 
 def unseen(listed: list[Mutant], processes: int = 2) -> list[Mutant]:
@@ -94,10 +94,11 @@ def unseen(listed: list[Mutant], processes: int = 2) -> list[Mutant]:
     return left
 
 
-def main() -> None:
-    listed = mutants(LIST.read_text())
+def main(path: Path = LIST) -> None:
+    listed = mutants(path.read_text())
     for mutant in listed:
         mutant.source()
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     for name in SLOW:
         import_module(name)
     left = unseen(listed)

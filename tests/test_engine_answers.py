@@ -55,13 +55,9 @@ def alone(engine: Engines, length: int) -> list[list[int]]:
     ("options", "length"),
     [
         ({}, 64),
-        ({}, 65),
-        ({}, 120),
-        ({"max_num_batched_tokens": 2}, 65),
-        ({"max_num_seqs": 2}, 65),
+        *full(({}, 65), ({}, 120), ({"max_num_batched_tokens": 2}, 65), ({"max_num_seqs": 2}, 65)),
         ({"num_kv_blocks": 5}, 65),
-        ({"num_kv_blocks": 6}, 120),
-        ({"num_checkpoints": 0}, 64),
+        *full(({"num_kv_blocks": 6}, 120), ({"num_checkpoints": 0}, 64)),
     ],
 )
 def test_several_answers(engine: Engines, original: Originals, options: dict[str, int], length: int) -> None:

@@ -16,7 +16,7 @@ CYCLES = 34  # with each of three budgets
 
 
 @pytest.mark.parametrize("model", ["mamba", *full("zamba2", "kimi_linear")])
-@pytest.mark.parametrize("num_checkpoints", [0, 1, 2])
+@pytest.mark.parametrize("num_checkpoints", [*full(0, 2), 1])
 def test_evict_and_refill(engine: Engines, original: Originals, model: str, num_checkpoints: int) -> None:
     """Two prefixes want a checkpoint each, with room for both, for one or for none: batches of one to three requests
     of different lengths share blocks, evict one another's and compute them again."""
