@@ -21,6 +21,7 @@ from mambacache.engine import parts
 from mambacache.kernels import copy_blocks
 from mambacache.runner import identity
 from mambacache.runner.directory import HEADER, Directory
+from selection import full
 
 MODELS = ("qwen3_next", "mamba2")
 
@@ -31,7 +32,7 @@ def start(engine: Engines, tmp_path: Path) -> Iterator[Restarts]:
         yield restarts
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [MODELS[0], *full(MODELS[1])])
 @pytest.mark.parametrize("options", [{}, SMALL, {**SMALL, "strict_reuse": True}])
 def test_a_restart_hits_the_same_prefixes(
     start: Restarts, original: Callable[[str], Original], model: str, options: dict[str, Any]

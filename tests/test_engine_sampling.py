@@ -13,6 +13,7 @@ import torch
 from engine_driver import TIE, Engines, Original, answer, ask, greedy, speak, tokens_of
 from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.scheduler.request import Request
+from selection import full
 
 Originals = Callable[[str], Original]
 
@@ -44,7 +45,8 @@ def check(original: Original, prompt: list[int], params: SamplingParams, tokens:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_num_batched_tokens": 70}, {"num_kv_blocks": 5}, {"drafts": "chains"}, {"drafts": "trees"}]
+    "options",
+    [{"num_kv_blocks": 5}, {"drafts": "trees"}, *full({}, {"max_num_batched_tokens": 70}, {"drafts": "chains"})],
 )
 def test_penalties(engine: Engines, original: Originals, options: dict[str, Any]) -> None:
     """Check penalties in a batch, after preemptions and with drafts. A draft counts for the tokens that follow it."""
