@@ -356,6 +356,7 @@ class Simulation:
         states.free, admission.states._settle = noting_free, noting_settle
         init_none_hash(sha256)
         self._hasher = block_hasher(scheduler.block_size, lookahead)
+        scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens = lookahead
 
     def add(
         self,
