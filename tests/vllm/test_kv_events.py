@@ -11,7 +11,6 @@ import pytest
 from mixes import random_mix, random_tokens
 from simulation import Simulation, make_scheduler
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
@@ -222,9 +221,8 @@ def test_a_consumer_of_one_group_expects_no_less_than_is_hit(seed: int) -> None:
     consumer.simulation.check_end()
 
 
-def start(**settings: Any) -> tuple[Simulation, Consumer]:
-    simulation = Simulation(make_scheduler(budget=2048, events=True, **settings))
-    return simulation, Consumer(simulation)
+def consumer_of(**settings: Any) -> Consumer:
+    return Consumer(Simulation(make_scheduler(budget=2048, events=True, **settings)))
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -233,7 +231,7 @@ def test_few_states_by_hand(alone: bool) -> None:
 
     A router that follows pages alone expects 21,504 tokens.
     """
-    simulation, consumer = start(num_states=9, num_pages=1200, kv_event_groups=2 - alone)
+    consumer = consumer_of(num_states=9, num_pages=1200, kv_event_groups=2 - alone)
     documents = [random_tokens(960, seed) for seed in range(12)]
     found = [
         consumer.send(f"{number} {again}", [*document, *random_tokens(40, 100 * again + number)])
@@ -279,15 +277,15 @@ def test_a_hit_is_reported_once_and_as_long_as_it_is(
 
 
 def test_lost_events_withdraw_all_states_and_no_page() -> None:
-    simulation, consumer = start()
+    consumer = consumer_of()
     consumer.send("a", random_tokens(300))
-    states = simulation.scheduler.prefix_cache
+    scheduler, states = consumer.scheduler, consumer.scheduler.prefix_cache
     ledger = states._admission.ledger
     states.invalidate([*states._admission.pool._blocks])  # without events the states are gone
     ledger._events.clear()
     ledger.stored("state", b"new", 64, "nobody")
-    simulation.scheduler._follow({})
-    simulation.scheduler._publish()
+    scheduler._follow({})
+    scheduler._publish()
     [[event]] = consumer.batches[-1:]
     assert isinstance(event, BlockRemoved) and event.group_idx == STATES
     assert {group for group, _ in +consumer.held} == {PAGES}
@@ -296,10 +294,10 @@ def test_lost_events_withdraw_all_states_and_no_page() -> None:
 @pytest.mark.parametrize("attention", [True, False])
 def test_a_reset_is_published_at_once(attention: bool) -> None:
     """No step follows the reset of an idle engine."""
-    simulation, consumer = start(attention=attention)
+    consumer = consumer_of(attention=attention)
     prompt = random_tokens(300)
     assert consumer.send("a", prompt) == (0, 0) and consumer.send("b", prompt) == (256, 256)
-    assert simulation.scheduler.reset_prefix_cache()
+    assert consumer.scheduler.reset_prefix_cache()
     [[event]] = consumer.batches[-1:]
     assert isinstance(event, AllBlocksCleared) and not +consumer.held
     assert consumer.send("c", prompt) == (0, 0) and consumer.send("d", prompt) == (256, 256)
