@@ -51,7 +51,7 @@ def test_no_settings_at_all() -> None:
     ("given", "sentence"),
     [
         ({"host_cache_bytes": "200GiB"}, "host memory are of no use without their KV"),
-        ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval, kv_event_groups in --additional-config, and got"),
+        ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval, kv_event_groups in"),
         ("20GiB", "checkpoint_interval, kv_event_groups in --additional-config, and got '20GiB'"),
         ({"num_state_blocks": 0}, "num_state_blocks is 0 in --additional-config: give a positive integer"),
         ({"num_state_blocks": True}, "num_state_blocks is True in --additional-config: give a positive integer"),
