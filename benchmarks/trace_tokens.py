@@ -25,12 +25,21 @@ MOST_IDS = FIRST_ANSWER_TOKEN // ID_TOKENS
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Holds a request; `ceiling` is its longest prefix in earlier requests, at most the prompt's length - 1."""
+    """Holds a request.
 
-    prompt: np.ndarray  # int32
+    Attributes:
+        prompt: int32.
+        ceiling: Its longest prefix in earlier requests, at most the prompt's length - 1.
+        chat: Number of the first request of its chat.
+        arrival: Seconds from the trace's begin.
+    """
+
+    prompt: np.ndarray
     answer: np.ndarray
     ceiling: int
     next_turn: bool
+    chat: int = 0
+    arrival: float = 0.0
 
 
 class Reader:
@@ -40,6 +49,7 @@ class Reader:
         self._ends: dict[int, Request] = {}  # latest request by the id of its prompt's last whole block
         self._tokens: dict[int, np.ndarray] = {}  # tokens by id
         self._answered = FIRST_ANSWER_TOKEN
+        self._count = 0
 
     def read(self, line: dict) -> Request:
         ids, length = line["hash_ids"], line["input_length"]
@@ -60,7 +70,10 @@ class Reader:
         count = line["output_length"]
         answer = np.arange(self._answered, self._answered + count, dtype=np.int32)
         self._answered += count
-        request = Request(prompt, answer, min(ceiling, length - 1), parent is not None)
+        chat = parent.chat if parent is not None else self._count
+        self._count += 1
+        arrival = line.get("timestamp", 0) / 1e3
+        request = Request(prompt, answer, min(ceiling, length - 1), parent is not None, chat, arrival)
         if length // ID_TOKENS >= LEAST_IDS:
             self._ends[ids[length // ID_TOKENS - 1]] = request
         return request

@@ -1,4 +1,4 @@
-"""Check that the examples run unchanged and print their result; vllm/test_server.py runs the vLLM example."""
+"""Check that the examples run unchanged and print their result. Tests in vllm/ run the examples of vLLM."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def test_example(name: str, tmp_path: Path) -> None:
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "vllm_client"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*SHOWN, "vllm_client", "router"}

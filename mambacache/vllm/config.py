@@ -178,7 +178,8 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
 
     def settle(vllm_config: Any) -> None:
         refuse(vllm_config)
-        Settings.of(vllm_config)
+        if Settings.of(vllm_config).kv_event_groups == 1 and not has_attention:
+            raise _refusal("kv_event_groups 1 in --additional-config for a model without KV pages")
         cache = vllm_config.cache_config
         cache.mamba_cache_mode, cache.mamba_block_size = "none", None  # vLLM's own hooks may set both
         if not has_attention:

@@ -31,6 +31,15 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Scheduler.schedule": ("self throttle_prefills",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
+        "Scheduler.enable_kv_cache_events": ("",),
+        "Scheduler.kv_event_publisher": ("",),
+    },
+    "distributed/kv_events.py": {
+        "BlockStored.session_id": ("",),
+        "BlockStored.kv_cache_spec_kind": ("",),
+        "BlockRemoved.group_idx": ("",),
+        "KVEventBatch.events": ("",),
+        "EventPublisher.publish": ("self events",),
     },
     "v1/request.py": {
         "Request.all_token_ids": ("",),
@@ -40,16 +49,26 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "v1/core/block_pool.py": {
         "BlockPool.hash_block_size": ("",),
+        "BlockPool.kv_event_queue": ("",),
+        "BlockPool.medium": ("",),
         "BlockPool.get_cached_block": ("self block_hash kv_cache_group_ids",),
         "BlockPool._emit_block_removed_events": ("self block_hashes",),
         "BlockPool._insert_block_hash": ("self block_hash_with_group_id block num_tokens",),
     },
     "v1/core/kv_cache_utils.py": {
         "get_block_hash": ("key",),
+        "get_request_block_hasher": (
+            "hash_block_size caching_hash_fn",
+            "hash_block_size caching_hash_fn num_hash_lookahead_tokens",
+        ),
+        "maybe_convert_block_hash": ("hash_bytes",),
+        "to_event_extra_keys": ("extra_keys",),
         "generate_block_hash_extra_keys": ("request start_token_idx end_token_idx start_mm_idx",),
     },
     "v1/core/kv_cache_manager.py": {
         "KVCacheManager.block_pool": ("",),
+        "KVCacheManager.kv_cache_event_metadata": ("",),
+        "KVCacheManager.take_events": ("self",),
         "KVCacheManager.allocate_slots": (
             "self request num_new_tokens num_new_computed_tokens new_computed_blocks num_lookahead_tokens"
             " num_external_computed_tokens delay_cache_blocks num_encoder_tokens full_sequence_must_fit reserved_blocks"
@@ -59,6 +78,9 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "KVCacheManager.truncate_computed_blocks": ("self blocks num_computed_tokens",),
         "KVCacheManager.get_block_ids": ("self request_id",),
         "KVCacheManager.evict_blocks": ("self block_ids",),
+    },
+    "v1/core/kv_cache_coordinator.py": {
+        "KVCacheCoordinator.emit_cached_block_events": ("self request computed_blocks",)
     },
     "model_executor/custom_op.py": {
         "op_registry_oot": ("",),

@@ -6,8 +6,10 @@ import time
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from math import lcm
+from operator import attrgetter
 from typing import Any
 
+from vllm.distributed.kv_events import KVEventBatch
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,7 +20,8 @@ from mambacache.config import CacheConfig
 from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
 from mambacache.vllm.config import PAGES, is_cpu, refuse_connectors
-from mambacache.vllm.kv_watch import KVWatch
+from mambacache.vllm.kv_events import ChunkHashes, StateEvents
+from mambacache.vllm.kv_watch import HashMap, KVWatch
 from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
@@ -81,8 +84,11 @@ class Mixin:
         self._asked: dict[int, list[bytes]] = {}  # by id() of the output
         self._reported = time.monotonic()
         self._counters = Counters(self.vllm_config) if self.log_stats else None
-        watched = self._caching and self._has_attention
-        self._watch = KVWatch(self.prefix_cache, self.kv_cache_manager.block_pool, len(groups)) if watched else None
+        self._hashes: HashMap | None = None
+        self._watch: KVWatch | None = None
+        self._events: StateEvents | None = None
+        if self._caching and (self._has_attention or self.enable_kv_cache_events):
+            self._follow_states(len(groups))
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
@@ -90,6 +96,21 @@ class Mixin:
             self.prefix_cache.config.num_state_blocks, self.prefix_cache.config.block_size,
             f"KV blocks of {self.block_size} tokens" if self._has_attention else "no KV",
         )  # fmt: skip
+
+    def _follow_states(self, num_groups: int) -> None:
+        pool = self.kv_cache_manager.block_pool
+        if self._has_attention:
+            hashes_of, size = attrgetter("block_hashes"), pool.hash_block_size
+        else:
+            hashes_of, size = ChunkHashes(self.cache_config.prefix_caching_hash_algo), CHUNK
+        self._hashes = HashMap(self.prefix_cache, hashes_of, size)
+        if self._has_attention:
+            self._watch = KVWatch(self.prefix_cache, self._hashes, pool, num_groups)
+        if self.enable_kv_cache_events:
+            alone = Settings.of(self.vllm_config).kv_event_groups == 1
+            self._events = StateEvents(
+                self.kv_cache_manager, hashes_of, size, has_attention=self._has_attention, alone=alone
+            )
 
     # --- requests ---
 
@@ -172,6 +193,9 @@ class Mixin:
         done = super().reset_prefix_cache(*args, **kwargs)
         if done:
             self.prefix_cache.reset()
+            if self._hashes is not None:
+                self._hashes.follow(self.requests)  # vLLM announced that all blocks are gone
+        self._publish()
         return done
 
     # --- steps ---
@@ -241,8 +265,10 @@ class Mixin:
             self._tell(self.requests[name])
         rows = self.prefix_cache.plan_rows(steps)
         self.prefix_cache.issued(rows)  # workers run in order, and a failed step ends the engine
-        if self._watch is not None:
-            self._watch.follow(self.requests)
+        self._follow(self.requests)
+        if self._events is not None:
+            for name in self._hits.keys() & scheduled.keys():
+                self._events.report(self.requests[name], self._hits[name][1])
         self._step += 1
         if scheduled:
             self._steps_out[id(output)] = list(rows)
@@ -273,9 +299,24 @@ class Mixin:
             self.prefix_cache.accept(rows, sampled, not_finite=not_finite)
             for request in gone:
                 self._free(request)
-            if self._watch is not None:
-                self._watch.follow(ChainMap(ended, self.requests))
+            self._follow(ChainMap(ended, self.requests))
+            self._publish()
             self._report()
+
+    def _follow(self, requests: Mapping[str, Any]) -> None:
+        """Take note of states that were stored or lost; `requests` include requests that end now."""
+        if self._hashes is None:
+            return
+        gone, new = self._hashes.follow(requests)
+        if self._watch is not None:
+            self._watch.look(new)
+        if self._events is not None:
+            self._events.note(gone, new)
+
+    def _publish(self) -> None:
+        """Publish KV events in vLLM's place."""
+        if self._events is not None and (events := self._events.take()):
+            self.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     # --- NaN logits (VLLM_COMPUTE_NANS_IN_LOGITS=1) ---
 

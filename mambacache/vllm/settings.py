@@ -18,11 +18,13 @@ class Settings:
         state_bytes: memory of states and token logs on each GPU; None for half of the memory left by the weights.
         num_state_blocks: number of states, in place of `state_bytes`; token logs take memory on top.
         checkpoint_interval: tokens between extra states, a multiple of 64; 0 for none.
+        kv_event_groups: groups in KV events: 2 for pages and states, 1 for pages up to the deepest state.
     """
 
     state_bytes: int | None = None
     num_state_blocks: int | None = None
     checkpoint_interval: int = 0
+    kv_event_groups: int = 2
 
     @classmethod
     def of(cls, vllm_config: Any) -> Settings:
@@ -50,6 +52,8 @@ class Settings:
         for name, value in values.items():
             if type(value) is not int or value < (0 if name == "checkpoint_interval" else 1):
                 raise ValueError(f"mambacache: {name} is {value!r} in --additional-config: give a positive integer")
+        if values.get("kv_event_groups", 2) > 2:
+            raise ValueError("mambacache: kv_event_groups in --additional-config is 2 for pages and states, or 1")
         if len(values.keys() & {"state_bytes", "num_state_blocks"}) == 2:
             raise ValueError("mambacache: give state_bytes or num_state_blocks in --additional-config, not both")
         settings = cls(**values)

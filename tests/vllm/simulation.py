@@ -23,6 +23,7 @@ from sequences import VOCABULARY, Sequence, expected, extend, keys_of, prefixes
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -85,11 +86,13 @@ def make_scheduler(
     attention: bool = True,
     drafts: int = 0,
     v2: bool = False,
+    events: bool = False,
     **settings: int,
 ) -> Any:
     """Return our scheduler on vLLM's, with memory for `num_states` states and `num_pages` KV pages of `page` tokens.
 
     Without attention there is a page for each of 8 requests that may run. `v2` chooses model runner V2 on any device.
+    With `events` it publishes KV events, to nobody.
     """
     speculative = None
     if drafts:
@@ -107,6 +110,7 @@ def make_scheduler(
         ),
         device_config=DeviceConfig("cpu"),
         speculative_config=speculative,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         additional_config={"mambacache": {"num_state_blocks": num_states, **settings}},
     )
     config.scheduler_config.async_scheduling = ahead  # vLLM's choice depends on the device
@@ -304,13 +308,14 @@ class Simulation:
         cached: the tokens of each prompt that vLLM counts as hit.
         queries, hits: tokens in vLLM's report on its prefix cache.
         requests: the requests that were added.
+        accepted: drafts that were right.
         lost: the prefix hashes of states that outlived their KV in vLLM.
     """
 
     def __init__(
         self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False, lookahead: int = 0
     ) -> None:
-        self.scheduler, self._lookahead = scheduler, lookahead
+        self.scheduler, self.lookahead = scheduler, lookahead
         page = scheduler.block_size if scheduler.prefix_cache.config.has_attention else None
         self.worker = Worker(page, scheduler._runner_v2)
         self.answers: dict[str, list[int]] = {}
@@ -322,7 +327,7 @@ class Simulation:
         self.accepted = 0
         self.lost: set[bytes] = set()
         self._depth = 2 if ahead else 1
-        self._drafts, self._secretive, self._rng = drafts, secretive, random.Random(drafts)
+        self.ahead, self.drafts, self._secretive, self._rng = ahead, drafts, secretive, random.Random(drafts)
         self._out: deque[tuple[SchedulerOutput, Any]] = deque()
         self._planned: tuple[SequenceStep, ...] = ()
         self._meanings: dict[bytes, int] = {}
@@ -351,6 +356,7 @@ class Simulation:
         states.free, admission.states._settle = noting_free, noting_settle
         init_none_hash(sha256)
         self._hasher = block_hasher(scheduler.block_size, lookahead)
+        scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens = lookahead
 
     def add(
         self,
@@ -391,8 +397,8 @@ class Simulation:
             self._planned = ()
             output = self.scheduler.schedule()
             self._out.append((output, self.worker.run(output, self._planned, self.scheduler.requests)))
-            for sequence in self.worker.sequences.values() if self._drafts and self._depth > 1 else ():
-                sequence.draft(self._rng, self._drafts)
+            for sequence in self.worker.sequences.values() if self.drafts and self._depth > 1 else ():
+                sequence.draft(self._rng, self.drafts)
             self._check_pages()
         if len(self._out) >= self._depth or not self.scheduler.has_requests():
             self.read()
@@ -435,8 +441,8 @@ class Simulation:
         lost = {each for each in states if not any(map(kv.issuperset, self._prefixes.get(each, {}).values()))}
         self.lost |= lost
         assert lost <= cold, "a state without KV keeps its rank"
-        assert cold - lost <= self._settled or self._lookahead, "a state with KV is evicted first"
-        hashes = self.scheduler._watch.hashes
+        assert cold - lost <= self._settled or self.lookahead, "a state with KV is evicted first"
+        hashes = self.scheduler._hashes
         assert len(hashes.theirs) <= self.scheduler.prefix_cache.config.num_state_blocks
         assert hashes.ours == {theirs: ours for ours, theirs in hashes.theirs.items()}
 
@@ -452,7 +458,7 @@ class Simulation:
         told = []
         for name in names:
             sequence = self.worker.sequences[name]
-            sequence.draft(self._rng, self._rng.randint(0, self._drafts))
+            sequence.draft(self._rng, self._rng.randint(0, self.drafts))
             told.append([-1] * len(sequence.drafts) if self._secretive else list(sequence.drafts))
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, told))
 
@@ -462,7 +468,7 @@ class Simulation:
         output, given = self._out.popleft()
         told = self.scheduler.update_from_output(output, given)
         self.accepted += sum(max(len(tokens) - 1, 0) for tokens in given.sampled_token_ids)
-        if self._drafts and self._depth == 1:
+        if self.drafts and self._depth == 1:
             self._draft(given.req_ids)
         for outputs in told.values():
             if outputs.scheduler_stats is not None:
@@ -491,9 +497,9 @@ class Simulation:
         states = self.scheduler.prefix_cache
         states.check()
         assert states.request_ids == []
-        if self.scheduler._watch is not None:
-            self.scheduler._watch.follow({})
-            hashes = self.scheduler._watch.hashes
+        hashes = self.scheduler._hashes
+        if hashes is not None:
+            self.scheduler._follow({})
             assert hashes.theirs.keys() <= states._admission.pool._blocks.keys() and not hashes.unnamed
         counts = states.stats.state_blocks
         assert not counts["writing"] and counts["committed"] == counts["evictable"], counts

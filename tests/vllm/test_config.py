@@ -229,6 +229,12 @@ def test_a_model_that_is_left_to_vllm_is_named_in_the_log(calls: list[Any], monk
         assert repr(getattr(settled, part)) == repr(getattr(alone, part))
 
 
+def test_one_group_of_kv_events_is_refused_without_pages(calls: list[Any]) -> None:
+    config.hook(ARCHITECTURE, has_attention=False)
+    with pytest.raises(ValueError, match="kv_event_groups 1 in --additional-config for a model without KV pages yet"):
+        vllm_config(settings={"kv_event_groups": 1})
+
+
 def test_model_runner_v2_takes_the_pages_of_a_model_without_attention(calls: list[Any]) -> None:
     """Give a request one page of a few bytes. vLLM's own functions ask for it, and have its metadata built."""
     config.hook(ARCHITECTURE, has_attention=False)

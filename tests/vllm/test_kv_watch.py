@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,8 @@ class Host:
             kv_evicted=lambda hashes: self.told.update(dict.fromkeys(hashes, False)),
             kv_stored=lambda hashes: self.told.update(dict.fromkeys(hashes, True)),
         )
-        self.watch = KVWatch(states, self.pool, 1)
+        self.hashes = HashMap(states, attrgetter("block_hashes"), page)
+        self.watch = KVWatch(states, self.hashes, self.pool, 1)
 
     def _take(self) -> list[CacheEvent]:
         events, self._events = self._events, []
@@ -59,8 +61,11 @@ class Host:
         self._number += 1 + lost
         self._events.append(CacheEvent(self._number, action, "state", block_hash, num_tokens, name))
 
-    def follow(self) -> None:
-        self.watch.follow(self.requests)
+    def follow(self) -> list[bytes]:
+        """Return vLLM's hashes of states that are gone."""
+        gone, new = self.hashes.follow(self.requests)
+        self.watch.look(new)
+        return gone
 
 
 @pytest.mark.parametrize("page", [64, 16])
@@ -94,17 +99,17 @@ def test_a_hash_that_does_not_exist_yet_is_awaited(lookahead: int, finished: boo
     assert len(request.block_hashes) == 1
     host.event("stored", b"state", 128, "a")
     host.follow()
-    assert host.told == {b"state": False} and not host.watch.hashes.ours
+    assert host.told == {b"state": False} and not host.hashes.ours
     if finished:
         request.status = RequestStatus.FINISHED_STOPPED
         host.follow()
-        assert not host.watch.hashes.unnamed
+        assert not host.hashes.unnamed
         return
     request.append_output_token_ids(5)
     pages = host.pages(request)
     host.follow()
-    assert host.told == {b"state": True} and not host.watch.hashes.unnamed
-    assert host.watch.hashes.ours == {request.block_hashes[1]: b"state"}
+    assert host.told == {b"state": True} and not host.hashes.unnamed
+    assert host.hashes.ours == {request.block_hashes[1]: b"state"}
     host.pool.evict_blocks({pages[1].block_id})
     assert host.told == {b"state": False}
 
@@ -120,30 +125,30 @@ def test_a_state_without_kv_at_first_goes_first_until_its_page_is_named() -> Non
 
 
 def test_an_entry_leaves_with_its_state() -> None:
-    host, hashes = Host(), HashMap(64)
-    host.request("a", 640)
+    host = Host()
+    request = host.request("a", 640)
     for i in range(10_000):
         host.event("stored", b"%d" % i, 64 * (i % 10 + 1), "a")
         if i >= 5:
             host.event("removed", b"%d" % (i - 5))
-        host.follow()
-        hashes = host.watch.hashes
-        assert len(hashes.ours) == len(hashes.theirs) == min(i + 1, 5)
+        assert host.follow() == ([request.block_hashes[(i - 5) % 10]] if i >= 5 else [])
+        assert len(host.hashes.ours) == len(host.hashes.theirs) == min(i + 1, 5)
 
 
 def test_lost_events_empty_the_map() -> None:
     host = Host()
-    host.pages(host.request("a", 640))
+    request = host.request("a", 640)
+    host.pages(request)
     host.event("stored", b"one", 64, "a")
     host.event("stored", b"late", 704, "a")
     host.follow()
     host.event("stored", b"two", 128, "a", lost=1)
-    host.follow()
-    assert list(host.watch.hashes.theirs) == [b"two"] and not host.watch.hashes.unnamed
+    assert host.follow() == [request.block_hashes[0]]
+    assert list(host.hashes.theirs) == [b"two"] and not host.hashes.unnamed
 
 
 def test_a_state_of_an_unknown_request_gets_no_entry() -> None:
     host = Host()
     host.event("stored", b"state", 64, "nobody")
     host.follow()
-    assert not host.watch.hashes.theirs and not host.told
+    assert not host.hashes.theirs and not host.told

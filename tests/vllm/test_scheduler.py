@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import sequences
+from mixes import random_mix, random_tokens
 from sequences import VOCABULARY
-from simulation import HAS_LOOKAHEAD, STOP, Simulation, block_hasher, make_scheduler
+from simulation import HAS_LOOKAHEAD, Simulation, block_hasher, make_scheduler
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.engine import FinishReason
@@ -22,62 +23,10 @@ SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_random_requests(seed: int) -> None:
-    """Run 20 requests with shared prefixes and little memory.
-
-    Aborts, preemptions, priorities, stops, resets, adapters and images are among them. A fifth of the mixes has no
-    attention, half of them have drafts, and half of these run a step ahead.
-    """
-    rng = random.Random(seed)
-    ahead, drafts = bool(seed % 2), (1, 3, 7)[seed % 3] if seed % 4 in (0, 3) else 0
-    scheduler = make_scheduler(
-        rng.choice([3, 4, 5, 8, 16, 40]),
-        rng.randint(96, 400),
-        page=rng.choice([8, 16, 32, 64]),
-        budget=rng.choice([70, 200, 500]),
-        ahead=ahead,
-        policy=rng.choice(["fcfs", "priority"]),
-        checkpoint_interval=rng.choice([0, 0, 128]),
-        attention=seed % 5 != 4,
-        drafts=drafts,
-        v2=ahead or seed % 16 == 0,
-    )
-    simulation = Simulation(
-        scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0, lookahead=int(HAS_LOOKAHEAD and seed % 8 == 3)
-    )
-    shared = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([64, 128, 300, 640]))] for _ in range(3)]
-    for number in range(20):
-        prompt = rng.choice([*shared, []]) + [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 1, 20, 65, 200]))]
-        params = {"prompt_logprobs": 0} if rng.random() < 0.05 else {}
-        simulation.add(
-            str(number),
-            prompt,
-            rng.choice([1, 2, 30, 90]),
-            salt=rng.choice(["", "", "", "other"]),
-            lora=rng.choice(["", "", "", "adapter"]),
-            lora_path=rng.choice(["before", "after"]),
-            images={20: rng.choice("ab")} if len(prompt) > 60 and rng.random() < 0.3 else {},
-            priority=rng.randrange(3),
-            stop_token_ids=[STOP] if rng.random() < 0.5 else [],
-            **params,
-        )
-        for _ in range(rng.randrange(4)):
-            simulation.step()
-            disturb(simulation, rng)
-    while scheduler.has_unfinished_requests():
-        simulation.step()
-        disturb(simulation, rng)
-    simulation.drain()
+    simulation = random_mix(seed)
     simulation.check_end()
-    assert bool(simulation.accepted) == bool(drafts)
-    assert bool(simulation.worker.late) == (ahead and bool(drafts))
-
-
-def disturb(simulation: Simulation, rng: random.Random) -> None:
-    scheduler = simulation.scheduler
-    if rng.random() < 0.02:
-        simulation.abort(rng.choice(list(scheduler.requests) or ["0"]))
-    if rng.random() < 0.01:
-        scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+    assert bool(simulation.accepted) == bool(simulation.drafts)
+    assert bool(simulation.worker.late) == (simulation.ahead and bool(simulation.drafts))
 
 
 def test_a_state_goes_first_once_vllm_evicted_its_kv() -> None:
@@ -112,11 +61,6 @@ def test_a_state_with_a_page_that_vllm_never_named_is_evicted_first() -> None:
             break
     assert simulation.lost
     simulation.check_end()
-
-
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCABULARY) for _ in range(count)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

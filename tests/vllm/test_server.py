@@ -73,8 +73,8 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def until_up(port: int, process: Any, log: Path) -> None:
-    until = time.monotonic() + 240
+def until_up(port: int, process: Any, log: Path, seconds: float = 240) -> None:
+    until = time.monotonic() + seconds
     while True:
         assert process.poll() is None and time.monotonic() < until, output_of(log)
         try:

@@ -34,6 +34,7 @@ def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNa
         ({"state_bytes": "20GiB"}, Settings(state_bytes=20 << 30)),
         ({"state_bytes": None, "num_state_blocks": 7}, Settings(num_state_blocks=7)),
         ({"checkpoint_interval": 0}, Settings()),
+        ({"kv_event_groups": 1}, Settings(kv_event_groups=1)),
         ({"state_bytes": 5000, "checkpoint_interval": 128}, Settings(state_bytes=5000, checkpoint_interval=128)),
     ],
 )
@@ -50,8 +51,8 @@ def test_no_settings_at_all() -> None:
     ("given", "sentence"),
     [
         ({"host_cache_bytes": "200GiB"}, "host memory are of no use without their KV"),
-        ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval in --additional-config, and got"),
-        ("20GiB", "takes state_bytes, num_state_blocks, checkpoint_interval in --additional-config, and got '20GiB'"),
+        ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval, kv_event_groups in"),
+        ("20GiB", "checkpoint_interval, kv_event_groups in --additional-config, and got '20GiB'"),
         ({"num_state_blocks": 0}, "num_state_blocks is 0 in --additional-config: give a positive integer"),
         ({"num_state_blocks": True}, "num_state_blocks is True in --additional-config: give a positive integer"),
         ({"num_state_blocks": "5"}, "num_state_blocks is '5' in --additional-config: give a positive integer"),
@@ -59,6 +60,8 @@ def test_no_settings_at_all() -> None:
         ({"state_bytes": "0GiB"}, "state_bytes is 0 in --additional-config: give a positive integer"),
         ({"state_bytes": "20 apples"}, "state_bytes is '20 apples' in --additional-config: give bytes, or \"20GiB\""),
         ({"state_bytes": True}, "state_bytes is True in --additional-config: give bytes"),
+        ({"kv_event_groups": 3}, "kv_event_groups in --additional-config is 2 for pages and states, or 1"),
+        ({"kv_event_groups": 0}, "kv_event_groups is 0 in --additional-config: give a positive integer"),
         ({"num_state_blocks": 1}, "num_state_blocks is 1: a request needs at least 2"),
         ({"checkpoint_interval": 100}, "checkpoint_interval is 100: set it to 0 or a multiple of 64"),
         ({"state_bytes": 10, "num_state_blocks": 5}, "give state_bytes or num_state_blocks in --additional-config, no"),

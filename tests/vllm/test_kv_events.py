@@ -1,0 +1,314 @@
+"""A consumer of the scheduler's KV events knows all that is cached, and predicts hits."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from mixes import random_mix, random_tokens
+from simulation import Simulation, make_scheduler
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import (
+    get_block_hash,
+    get_request_block_hasher,
+    hash_block_tokens,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from mambacache.report import Wait
+
+SEEDS = int(os.environ.get("MAMBACACHE_SEEDS", "100"))
+PAGES, STATES = 0, 1
+KINDS = {PAGES: "full_attention", STATES: "mamba"}
+
+
+class Consumer:
+    """Follow a scheduler's events, and compare what they say with the caches after each step.
+
+    Attributes:
+        held: number of blocks for each group and hash.
+        batches: lists of events, as they came.
+        errors: for each admission the tokens that were expected and hit.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.scheduler = simulation, simulation.scheduler
+        self.held: Counter[tuple[int, Any]] = Counter()
+        self.batches: list[list[Any]] = []
+        self.errors: list[tuple[int, int]] = []
+        self.config = self.scheduler.prefix_cache.config
+        self.size = self.scheduler.block_size if self.config.has_attention else 64
+        self.alone = self.scheduler.vllm_config.additional_config["mambacache"].get("kv_event_groups") == 1
+        self._hasher = get_request_block_hasher(self.size, sha256)
+        self._unread = 0  # tokens in steps whose events are not published
+        self._lost: list[set[Any]] = []  # hashes of which the next batch must withdraw some
+        self._parents: dict[Any, Any] = {}
+        self._whole: dict[Any, bytes | None] = {None: None}
+        self.scheduler.kv_event_publisher.publish = self.publish
+        self._schedule, self.scheduler.schedule = self.scheduler.schedule, self.schedule
+        self._update, self.scheduler.update_from_output = self.scheduler.update_from_output, self.update
+
+    # --- events ---
+
+    def publish(self, batch: KVEventBatch) -> None:
+        self.batches.append(batch.events)
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self.held.clear()
+            elif isinstance(event, BlockRemoved):
+                for name in event.block_hashes:
+                    assert self.held[event.group_idx, name], "a block is withdrawn that was not announced"
+                    self.held[event.group_idx, name] -= 1
+            else:
+                self._store(event)
+        self._unread = 0
+        removed = {name for event in batch.events if isinstance(event, BlockRemoved) for name in event.block_hashes}
+        cleared = any(isinstance(event, AllBlocksCleared) for event in batch.events)
+        assert cleared or all(lost & removed for lost in self._lost), "a block was lost in silence"
+        self._lost.clear()
+
+    def _store(self, event: BlockStored) -> None:
+        assert event.kv_cache_spec_kind == KINDS[event.group_idx] and event.block_size == self.size
+        assert len(event.token_ids) == self.size * len(event.block_hashes)
+        self._learn_hashes({*event.block_hashes, event.parent_block_hash})
+        parent = event.parent_block_hash
+        keys = event.extra_keys or [None] * len(event.block_hashes)
+        ahead = getattr(event, "lookahead_token_ids", None)
+        for i, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[i * self.size : (i + 1) * self.size]
+            if keys[i] is None:
+                more = (None, *ahead[i]) if ahead else None
+                whole = hash_block_tokens(sha256, self._whole[parent], tokens, more)
+                assert name == maybe_convert_block_hash(whole), "a hash does not follow from what is told"
+            self._parents[name] = parent
+            self.held[event.group_idx, name] += 1
+            parent = name
+
+    def _learn_hashes(self, names: set[Any]) -> None:
+        """Note the hashes of which events tell 64 bits."""
+        if names <= self._whole.keys():
+            return
+        for request in self.simulation.requests.values():
+            hashes = request.block_hashes if self.config.has_attention else self._hasher(request)
+            self._whole |= {maybe_convert_block_hash(each): each for each in hashes}
+
+    # --- what the events shall say ---
+
+    def check(self) -> None:
+        """Compare the blocks that were announced with the blocks in both caches."""
+        scheduler = self.scheduler
+        blocks = [block.block_hash for block in scheduler.kv_cache_manager.block_pool.blocks]
+        pages = Counter(maybe_convert_block_hash(get_block_hash(each)) for each in blocks if each is not None)
+        states = scheduler.prefix_cache._admission.pool._blocks
+        theirs = scheduler._hashes.theirs
+        assert states.keys() - theirs.keys() <= scheduler._hashes.unnamed.keys() or self.simulation.lookahead
+        named = {maybe_convert_block_hash(theirs[ours]) for ours in states if ours in theirs}
+        if self.alone:
+            pages, named = Counter(self._usable(pages.keys(), named)), set()
+        wanted = {(PAGES, name): count for name, count in pages.items()} | {(STATES, name): 1 for name in named}
+        assert +self.held == wanted
+
+    def _usable(self, pages: Any, states: set[Any]) -> set[Any]:
+        found: set[Any] = set()
+        for name in states & pages:
+            while name is not None and name in pages:
+                found.add(name)
+                name = self._parents.get(name)
+        return found
+
+    def expected(self, request: Request) -> int:
+        """Return the tokens that a request will hit: up to the deepest state that no missing page precedes."""
+        if request.skip_reading_prefix_cache:
+            return 0
+        usable = 0
+        for i, name in enumerate(self.hashes(request)):
+            if self.config.has_attention and not self.held[PAGES, name]:
+                break
+            if self.alone or self.held[STATES, name]:
+                usable = i + 1
+        return usable * self.size
+
+    def hashes(self, request: Request) -> list[Any]:
+        """Return the hashes of the blocks that a request may hit."""
+        hashes = request.block_hashes if self.config.has_attention else self._hasher(request)
+        return [maybe_convert_block_hash(each) for each in hashes[: (request.num_tokens - 1) // self.size]]
+
+    # --- around the scheduler ---
+
+    def schedule(self) -> Any:
+        """Expect a hit for each request that may be admitted; check it within what happens in the step."""
+        before = {request.request_id: self.expected(request) for request in self.scheduler.requests.values()}
+        output = self._schedule()
+        self._unread += output.total_num_scheduled_tokens
+        for name, (_, hit) in self.scheduler._hits.items():
+            if name not in output.num_scheduled_tokens:
+                continue
+            self.errors.append((before[name], hit))
+            if self.alone or self.simulation.lookahead:
+                continue
+            assert hit - before[name] <= self._unread, "more is hit than was in flight"
+            if hit < before[name]:
+                request = self.simulation.requests[name]
+                self._lost.append({*self.hashes(request)[: before[name] // self.size]})
+        return output
+
+    def update(self, *args: Any) -> Any:
+        told = self._update(*args)
+        self.check()
+        return told
+
+    # --- requests that are sent alone ---
+
+    def send(self, name: str, prompt: list[int], **params: Any) -> tuple[int, int]:
+        """Send a request that nothing runs beside. Return the tokens expected and hit."""
+        self.simulation.add(name, prompt, 2, **params)
+        expected = self.expected(self.simulation.requests[name])
+        self.simulation.drain()
+        return expected, self.simulation.cached[name]
+
+
+def probes(consumer: Consumer, rng: random.Random) -> list[tuple[int, int]]:
+    """Send earlier prompts again, one by one: as they were, cut, with their answers, with other ends."""
+    simulation, found = consumer.simulation, []
+    room = min((consumer.scheduler.cache_config.num_gpu_blocks - 2) * consumer.scheduler.block_size, 4000)
+    for number, request in enumerate([*simulation.requests.values()]):
+        tokens = list(request.all_token_ids if rng.random() < 0.5 else request.prompt_token_ids)
+        if not request.mm_features:
+            tokens = tokens[: rng.choice([len(tokens), rng.randint(1, len(tokens))])]
+        lora = request.lora_request
+        found.append(
+            consumer.send(
+                f"probe {number}",
+                [*tokens, *random_tokens(rng.choice([0, 1, 70]), number)][:room],
+                salt=request.cache_salt or "",
+                lora=lora.lora_name if lora else "",
+                lora_path=lora.lora_path if lora else "",
+                images={each.mm_position.offset: each.identifier for each in request.mm_features},
+            )
+        )
+    return found
+
+
+def followed(seed: int, **settings: int) -> Consumer:
+    consumers: list[Consumer] = []
+    random_mix(seed, lambda simulation: consumers.append(Consumer(simulation)), events=True, **settings)
+    return consumers[0]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_consumer_predicts_every_hit(seed: int) -> None:
+    """It does after a random mix for requests sent alone. In the mix it may lag by a step.
+
+    Where vLLM's hashes cover a token behind the block, a state has a name for each next token, and events tell one.
+    """
+    consumer = followed(seed)
+    found = probes(consumer, random.Random(seed))
+    assert all(expected == hit or (consumer.simulation.lookahead and expected < hit) for expected, hit in found), found
+    consumer.simulation.check_end()
+
+
+@pytest.mark.parametrize("seed", [seed for seed in range(SEEDS // 2) if seed % 5 != 4])
+def test_a_consumer_of_one_group_expects_no_less_than_is_hit(seed: int) -> None:
+    """It is told of pages between two states, and expects them of a prompt that ends or parts there."""
+    consumer = followed(seed, kv_event_groups=1)
+    for expected, hit in probes(consumer, random.Random(seed)):
+        assert hit <= expected or consumer.simulation.lookahead
+    consumer.simulation.check_end()
+
+
+def consumer_of(**settings: Any) -> Consumer:
+    return Consumer(Simulation(make_scheduler(budget=2048, events=True, **settings)))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_few_states_by_hand(alone: bool) -> None:
+    """Twelve documents come three times. There is room for eight states, and for the KV of all.
+
+    A router that follows pages alone expects 21,504 tokens.
+    """
+    consumer = consumer_of(num_states=9, num_pages=1200, kv_event_groups=2 - alone)
+    documents = [random_tokens(960, seed) for seed in range(12)]
+    found = [
+        consumer.send(f"{number} {again}", [*document, *random_tokens(40, 100 * again + number)])
+        for again in range(3)
+        for number, document in enumerate(documents)
+    ]
+    assert all(expected == hit for expected, hit in found) and sum(hit for _, hit in found) < 5000
+    removed = [event.group_idx for batch in consumer.batches for event in batch if isinstance(event, BlockRemoved)]
+    assert {*removed} == ({PAGES} if alone else {STATES})
+
+
+@pytest.mark.parametrize(
+    ("attention", "groups", "told"),
+    [(True, 2, [(PAGES, 4), (STATES, 1)]), (True, 1, [(PAGES, 4)]), (False, 2, [(STATES, 1)])],
+)
+def test_a_hit_is_reported_once_and_as_long_as_it_is(
+    attention: bool, groups: int, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request asks for a report. Its KV hit is longer, and it waits for room before."""
+    simulation = Simulation(make_scheduler(budget=2048, events=True, attention=attention, kv_event_groups=groups))
+    scheduler, shared, stored = simulation.scheduler, random_tokens(500), []
+    monkeypatch.setattr(scheduler.kv_event_publisher, "publish", lambda batch: stored.extend(batch.events))
+    for number, length in enumerate([270, 270, 500]):  # the second finds where the first parts: a state at 256
+        simulation.add(str(number), [*shared[:length], *random_tokens(100, number)], 2)
+        simulation.drain()
+    stored.clear()
+    prompt = [*shared[:400], *random_tokens(100, 8)]
+    simulation.add("asks", prompt, 2, extra_args={"kv_cache_report_mode": "full"})
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler.prefix_cache, "admit", lambda name, kv_tokens: Wait("no room"))
+        for _ in range(5):
+            simulation.step()
+    assert not stored
+    simulation.drain()
+    assert simulation.cached["asks"] == 256
+    asked = simulation.requests["asks"]
+    hashes = asked.block_hashes if attention else get_request_block_hasher(64, sha256)(asked)
+    names = [*map(maybe_convert_block_hash, hashes[:4])]
+    reports = [event for event in stored if isinstance(event, BlockStored) and names[3] in event.block_hashes]
+    assert [(event.group_idx, len(event.block_hashes)) for event in reports] == told
+    assert all(event.block_hashes == names[-len(event.block_hashes) :] for event in reports)
+    assert all(event.token_ids[-64:] == prompt[192:256] for event in reports)
+
+
+def test_lost_events_withdraw_all_states_and_no_page() -> None:
+    consumer = consumer_of()
+    consumer.send("a", random_tokens(300))
+    scheduler, states = consumer.scheduler, consumer.scheduler.prefix_cache
+    ledger = states._admission.ledger
+    states.invalidate([*states._admission.pool._blocks])  # without events the states are gone
+    ledger._events.clear()
+    ledger.stored("state", b"new", 64, "nobody")
+    scheduler._follow({})
+    scheduler._publish()
+    [[event]] = consumer.batches[-1:]
+    assert isinstance(event, BlockRemoved) and event.group_idx == STATES
+    assert {group for group, _ in +consumer.held} == {PAGES}
+
+
+@pytest.mark.parametrize("attention", [True, False])
+def test_a_reset_is_published_at_once(attention: bool) -> None:
+    """No step follows the reset of an idle engine."""
+    consumer = consumer_of(attention=attention)
+    prompt = random_tokens(300)
+    assert consumer.send("a", prompt) == (0, 0) and consumer.send("b", prompt) == (256, 256)
+    assert consumer.scheduler.reset_prefix_cache()
+    [[event]] = consumer.batches[-1:]
+    assert isinstance(event, AllBlocksCleared) and not +consumer.held
+    assert consumer.send("c", prompt) == (0, 0) and consumer.send("d", prompt) == (256, 256)
+
+
+def test_nothing_is_done_for_events_that_are_off() -> None:
+    for attention in (True, False):
+        scheduler = make_scheduler(attention=attention)
+        assert scheduler._events is None and (scheduler._hashes is None) is not attention
+        assert "take_events" not in vars(scheduler.kv_cache_manager)
+        simulation = Simulation(scheduler)
+        simulation.add("a", random_tokens(300), 5)
+        simulation.drain()
+        simulation.check_end()
