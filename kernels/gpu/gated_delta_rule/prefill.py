@@ -1,11 +1,10 @@
-"""Run the gated delta rule (arXiv:2412.06464) over the prefill rows of a batch, in one or two launches.
+"""Choose the form of prefill.
 
 A chunk of 64 tokens, the lines of q, k and v, takes the state S [V, K] of a value head through
 
     u = inverse (v - key_decay * (k S^T));  o = query_decay * (q S^T) + scores u;  S = decay S + (to_end * u)^T k
 
-The first launch computes `inverse`, `scores` and the vectors of all chunks. The second carries states. Its products are
-transposed, so that each left operand is already in registers.
+The first launch computes `inverse`, `scores` and the vectors of all chunks. The second carries states.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ def prefill(
     numbers = num_prefills, slot_stride(state), num_tokens
     hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
     hopper_prepare = hopper and beta_scale <= 1
-    concurrent = processors(q.get_device())  # a processor runs one program of 128 lines
-    # Tiles of 64 lines if all run at once, else of 128 lines, which read q and k half as often.
+    concurrent = processors(q.get_device())  # a program of 128 lines each
+    # Tiles of 64 lines only if all run at once: they read q and k twice as often.
     few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
     tiles_of_row = value_heads * cdiv(V, block_V)
 
-    # Per chunk, one launch takes nearly twice the time of the second: it pays only if most processors are busy.
+    # One launch takes nearly twice the second's time per chunk: it needs busy processors.
     if (
         hopper_prepare
         and block_V == prefill_hopper_fused.BLOCK_V.value
@@ -85,7 +84,7 @@ def prefill(
             (q, k, a, b, A_log, dt_bias, tiles, vectors, flags),
             chunks,
             (num_prefills, num_tokens, num_chunks),
-            # A second launch that starts late finds the chunks prepared last in the L2 cache.
+            # A late second launch finds the chunks prepared last in the L2 cache.
             {**keys, **gates, **shape, "BACKWARDS": not few},
             num_warps=4,
             maxnreg=168,

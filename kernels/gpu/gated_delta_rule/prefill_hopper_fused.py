@@ -1,10 +1,9 @@
-"""Run prefill for bf16 activations in one Gluon launch, with the same bits as in two.
+"""Run prefill in one Gluon launch, with the same bits as in two.
 
-Each program carries tiles of 128 lines of states through their sequences, one tile after the other. Four of its warps
-copy chunks, compute decays and store outputs. Four prepare scores, inverses and vectors, and eight carry states. Each
-role runs ahead of the next as far as shared memory has room.
+A program carries tiles of states through their sequences, one after the other. Four warps copy chunks, compute decays
+and store outputs. Four prepare operands, and eight carry states. Roles run ahead as far as shared memory has room.
 
-The barriers of a program's chunk n:
+Barriers of a program's chunk n:
 
 | barrier | arrives | waits | meaning |
 |---|---|---|---|
@@ -49,7 +48,7 @@ from .prefill_hopper_prepare import FLAT, Inputs, Scratch, decays, gates, places
 
 BLOCK_V = gl.constexpr(128)
 CARRYING = gl.constexpr(8)  # warps
-REGISTERS = gl.constexpr((128, 48))  # per thread that prepares, and that copies; 168 are left to carry
+REGISTERS = gl.constexpr((128, 48))  # per thread that prepares, and that copies
 COPIES = gl.constexpr(3)  # stages of queries and keys
 STAGES = gl.constexpr(2)  # stages of everything else
 PART = gl.constexpr(8)  # lines per copy: a single copy would keep an offset for every line
@@ -73,7 +72,7 @@ def _store_outputs(out, tile, count, rows, OUT_STRIDE: gl.constexpr):
 
 @aggregate
 class Work:
-    """Hold tiles of states to carry: `num_items` tiles of batch rows' value heads."""
+    """Hold `num_items` tiles of states to carry."""
 
     state: gl.tensor
     slot_stride: gl.tensor
@@ -86,8 +85,6 @@ class Work:
 
 @aggregate
 class Stages:
-    """Hold chunks in shared memory: inputs, operands, states to read and outputs."""
-
     q: gl.shared_memory_descriptor
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
@@ -101,8 +98,6 @@ class Stages:
 
 @aggregate
 class Barriers:
-    """Hold the barriers of the table above."""
-
     copied: gl.shared_memory_descriptor
     values: gl.shared_memory_descriptor
     decayed: gl.shared_memory_descriptor
@@ -113,7 +108,7 @@ class Barriers:
 
 @gluon.jit
 def _item(work, item):
-    """Return an item's batch row, its value head and first line."""
+    """Return an item's batch row, value head and first line."""
     TILES: gl.constexpr = (work.V + BLOCK_V - 1) // BLOCK_V
     ITEMS: gl.constexpr = work.VALUE_HEADS * TILES
     batch_row = prefill_row(work.rows, item // ITEMS)
@@ -122,14 +117,13 @@ def _item(work, item):
 
 @gluon.jit
 def _copy(inputs, v, out, work, stages, barriers, V_STRIDES: gl.constexpr, OUT_STRIDE: gl.constexpr):
-    """Copy chunks, compute decays, and store outputs of earlier chunks."""
     K: gl.constexpr = work.K
     V: gl.constexpr = work.V
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     flat_vectors = reinterpret(stages.vectors, gl.float32, [STAGES * 4 * CHUNK, 1], flat)
     n = 0
-    # Offsets start as constants: else Triton 3.6 takes a variable for unchanged if the outer loop only passes it on.
+    # Offsets start as constants, or Triton 3.6 takes a variable that the outer loop passes on for unchanged.
     older_place, older_count, older_rows = gl.cast(0, gl.int64), 0, V
     last_place, last_count, last_rows = gl.cast(0, gl.int64), 0, V
     for item in range(gl.program_id(0), work.num_items, gl.num_programs(0)):
@@ -140,7 +134,7 @@ def _copy(inputs, v, out, work, stages, barriers, V_STRIDES: gl.constexpr, OUT_S
         for chunk in range(batch_row.first_chunk, batch_row.last_chunk):
             first, count = tokens_of_chunk(batch_row, chunk)
             t = first.to(gl.int64)
-            # No wait needed: waiting for room for the previous chunk's values also freed this stage of q and k.
+            # The wait for room for the previous chunk's values also freed this stage of q and k.
             q_place, k_place = places(inputs, t, head)
             _copy_chunk(stages.q.index(n % COPIES), q_place, inputs.Q_STRIDES[0], count, K)
             _copy_chunk(stages.k.index(n % COPIES), k_place, inputs.K_STRIDES[0], count, K)
@@ -160,7 +154,7 @@ def _copy(inputs, v, out, work, stages, barriers, V_STRIDES: gl.constexpr, OUT_S
             decay, _ = decays(raw, count, four.slice(3 * CHUNK, CHUNK), four.slice(CHUNK, CHUNK))
             four.slice(0, CHUNK).store(decay)
             barrier()
-            # Not the sum of all: zeros past the last token would change its order.
+            # Not the sum of all: zeros would change its order.
             stages.totals.index(stage).store(flat_vectors.index(stage * (4 * CHUNK) + count - 1).load(ONE))
             barrier()
             mbarrier.arrive(barriers.decayed.index(stage), count=1)
@@ -301,7 +295,6 @@ def _delta_prefill_kernel(
     BLOCK_K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Carry tiles of value heads' states through their sequences, several tiles per program."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BF16: gl.constexpr = gl.bfloat16
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)

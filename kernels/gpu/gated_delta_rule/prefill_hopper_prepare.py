@@ -1,7 +1,4 @@
-"""Compute `inverse`, `scores` and the vectors of chunks in Gluon, as a first launch or inside `fused`.
-
-Each of four warps has 16 lines of a chunk.
-"""
+"""Compute `inverse`, `scores` and the vectors of chunks in Gluon; each of four warps has 16 lines."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS.value], [0]))
 
 @aggregate
 class Inputs:
-    """Hold tensors, the strides of tokens and heads, and the value heads of a key head."""
-
     q: gl.tensor
     k: gl.tensor
     a: gl.tensor
@@ -53,8 +48,6 @@ class Gates:
 
 @aggregate
 class Scratch:
-    """Hold a chunk's sums of log decays, betas and norms, and memory to invert in."""
-
     sums: gl.shared_memory_descriptor
     betas: gl.shared_memory_descriptor
     q_norms: gl.shared_memory_descriptor
@@ -64,7 +57,7 @@ class Scratch:
 
 @aggregate
 class Products:
-    """Hold a chunk's k k^T, decays between tokens, and norms of keys."""
+    """Hold k k^T, decays between tokens, and norms of keys."""
 
     products: gl.tensor
     pairwise: gl.tensor

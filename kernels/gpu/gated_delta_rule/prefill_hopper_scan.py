@@ -1,7 +1,6 @@
-"""Run the second launch of prefill for bf16 activations in Gluon, with the same bits as `prefill_triton`.
+"""Run the second launch of prefill in Gluon, with the same bits as `prefill_triton`.
 
-Independent products are in flight together; scaling, copies and stores overlap with them. Shared memory holds three
-chunks, two of them still being copied.
+Products are transposed, with left operands in registers. Shared memory holds three chunks, two of them being copied.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Copies:
 
 @gluon.jit
 def _copy_first(copies, stage, sources, t, count):
-    """Begin to copy the operands of a chunk's first products to a stage: `count` tokens from t on."""
+    """Begin to copy the operands of a chunk's first products to a stage."""
     t = t.to(gl.int64)
     copy_tile(copies.k.index(stage), sources.k + t * sources.K_STRIDE, sources.K_STRIDE, count, sources.K)
     copy_tile(copies.v.index(stage), sources.v + t * sources.V_STRIDE, sources.V_STRIDE, count, sources.rows_left)
@@ -115,10 +114,7 @@ def _delta_scan_kernel(
     BLOCK_V: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
-    """Carry BLOCK_V lines of one value head's state per program through all chunks of one sequence.
-
-    CONCURRENT programs run at a time; 0 means all.
-    """
+    """Carry BLOCK_V lines of a value head's state through a sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     STAGES: gl.constexpr = 3
     WARPS: gl.constexpr = BLOCK_V // 16

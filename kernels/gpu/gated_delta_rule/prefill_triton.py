@@ -1,8 +1,7 @@
-"""Run both launches of prefill in Triton, for the inputs that Gluon does not serve.
+"""Run both launches of prefill in Triton.
 
-Each line of `inverse` includes its token's beta and key norm, unless betas may exceed 1. Betas near 2 nearly reflect
-the state: if keys have one direction, a rounded `inverse` makes the state grow in each chunk. Then `scores` and
-`to_end` include beta and norm instead, and `inverse` has exact ones on its diagonal and more digits.
+Lines of `inverse` include beta and key norm, unless betas may exceed 1. Betas near 2 nearly reflect the state: with
+keys of one direction, a rounded `inverse` would make it grow. Then `scores` and `to_end` include both instead.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def _prepare_kernel(
     system = products * pairwise * key_norm[:, None] * scale[None, :]
     if REFLECTING:
         tl.store(score_tile, (scores * scale[None, :]).to(OPERAND), mask=stored)
-    # For betas above 1 bf16 has too few digits, and TF32 is slow. fp16 loses entries below 2^-24: beside states of
-    # 1e20, a chunk's late tokens are inexact.
+    # For betas above 1 bf16 has too few digits.
     inverse = unit_lower_inverse(system, tl.float16 if REFLECTING and not PRECISE else OPERAND)
     to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0)
     if REFLECTING:
@@ -130,7 +128,7 @@ def _scan_kernel(
     CONCURRENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Carry BLOCK_V lines of one value head's state per program through all chunks of one sequence."""
+    """Carry BLOCK_V lines of a value head's state through a sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
