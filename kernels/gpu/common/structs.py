@@ -1,4 +1,4 @@
-"""Give kernels structs in place of long parameter lists."""
+"""Give kernels structs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import triton
 import triton.language as tl
 from triton.language.core import _aggregate, base_value
 
-INTERPRETED = triton.knobs.runtime.interpret  # constants stay plain values there
+INTERPRETED = triton.knobs.runtime.interpret  # constants stay plain
 
 
 @dataclass_transform()
 def aggregate(cls: type) -> Any:
-    """Return a struct with the annotated fields, which take positional arguments in order.
+    """Return a struct with the annotated fields: tensors, constants, None or structs.
 
-    Annotations are for readers: a field may hold a tensor, a constant, None or another struct. Structs have no methods,
-    which the interpreter does not run.
+    Annotations are for readers. The interpreter runs no methods.
     """
     fields = tuple(cls.__annotations__)
 
