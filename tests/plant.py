@@ -24,7 +24,7 @@ LIST = Path(__file__).with_name("mutants.txt")
 SLOW = ("numpy", "torch", "hypothesis")
 """Modules that are imported before processes fork, since they take long and hold no mistake."""
 
-OPTIONS = "--exitfirst --quiet --assert=plain -p no:cacheprovider -p no:unraisableexception -m".split()
+OPTIONS = ["--exitfirst", "--quiet", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:unraisableexception", "-m"]
 SECONDS = 60
 """A test that takes longer fails."""
 

@@ -130,7 +130,7 @@ def test_changed_weights_miss(start: Restarts, tiny_model: Callable[[str], Path]
     assert ask_all(start(changed(tiny_model, tmp_path, 0.0))) == HIT  # the same weights, elsewhere
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"state_dtype": "bfloat16"}, {"block_size": 128}])
+@pytest.mark.parametrize("options", [{"state_dtype": "bfloat16"}, *full({"dtype": "bfloat16"}, {"block_size": 128})])
 def test_another_layout_misses(start: Restarts, options: dict[str, Any]) -> None:
     ask_all(start())
     draft = {"draft": lambda request, limit: []} if "max_draft_tokens" in options else {}

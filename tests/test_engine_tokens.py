@@ -74,9 +74,8 @@ def test_every_model(engine: Engines, original: Originals, model: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "budget"),
     [
-        ("tail", 1),
         *product(("tail", "junction", "marked", "decode"), (64,)),
-        *full(*product(("tail", "junction", "marked", "decode"), (7, 200, UNBOUNDED))),
+        *full(("tail", 1), *product(("tail", "junction", "marked", "decode"), (7, 200, UNBOUNDED))),
     ],
 )
 def test_hits_on_every_kind_of_checkpoint(engine: Engines, original: Originals, kind: str, budget: int) -> None:
@@ -217,8 +216,8 @@ def test_boundary_inside_drafts(engine: Engines, original: Originals, offset: in
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_kv_blocks": 7},
-        *full({"num_kv_blocks": 7, "num_checkpoints": 0}, {"num_kv_blocks": 7, "enable_prefix_caching": False}),
+        *full({"num_kv_blocks": 7}, {"num_kv_blocks": 7, "num_checkpoints": 0}),
+        *full({"num_kv_blocks": 7, "enable_prefix_caching": False}),
         {"num_kv_blocks": 7, "num_checkpoints": 1, "max_num_batched_tokens": 50},
         {"num_kv_blocks": 7, "max_num_seqs": 3, "max_draft_tokens": 2, "draft": lambda *_: []},
     ],
