@@ -117,7 +117,7 @@ pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 14
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
 pytest-gpu pytest-gpu-full:
-	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder -m '$(MARK)'
+	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder -m '$(MARK)' --ignore tests/vllm
 
 # With vLLM 0.33 in that environment too: models with real layer shapes, beside vLLM alone.
 test-vllm-gpu: GPU_WORKERS ?= 6
