@@ -1,6 +1,6 @@
-"""Read states and token logs in the decode kernels of the delta rules and of state-space duality.
+"""Read states and token logs in decode.
 
-The first programs prepare new tokens, some programs per row. The others wait for them, and read tiles of states.
+Each row's first programs prepare its new tokens. The others wait, then read tiles of states.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .structs import aggregate
 
 @aggregate
 class Tiles:
-    """Hold constants: lines and columns of a head's state and of a tile, most tiles and preparing programs."""
+    """Hold states [HEADS, V, K], tiles, and a row's preparing programs."""
 
     HEADS: tl.constexpr
     V: tl.constexpr
@@ -36,7 +36,7 @@ class Tiles:
 
 @aggregate
 class States:
-    """Hold a row's source state, its log of values, outputs, and whether a fold reads the state again."""
+    """Hold a row's state, its log of values, and outputs; the fold reads `folded` states again."""
 
     state: tl.tensor
     source: tl.tensor
@@ -48,7 +48,7 @@ class States:
 
 @aggregate
 class Tile:
-    """Hold a tile [4, BLOCK_V / 4, BLOCK_K / 32, 32] of a head's state, and its lines of log entries."""
+    """Hold a state's tile [4, BLOCK_V / 4, BLOCK_K / 32, 32] and its lines of entries."""
 
     S: tl.tensor
     entries: tl.tensor
@@ -60,10 +60,7 @@ class Tile:
 
 @aggregate
 class Program:
-    """Hold a program's place among those that read states, negative if it prepares; `waiting` programs of its row read.
-
-    It reads 1 << `tile_bits` tiles.
-    """
+    """Hold a program's place among readers, negative if it prepares, and its row's number of readers."""
 
     index: tl.tensor
     row: tl.tensor
@@ -83,7 +80,7 @@ def decode_program(num_rows, tile_bits, TILES: tl.constexpr, PREPARING: tl.const
 
 @triton.jit
 def read_states(program, row, states, arrivals, inputs, tiles, READ: tl.constexpr, ONE_TOKEN: tl.constexpr):
-    """Store outputs and log entries of a row's tokens, for a program's tiles of its states.
+    """Store outputs and entries of a program's tiles.
 
     `READ(inputs, token, tile)` returns a token's output, its entry in fp32 and the entry to log.
     """

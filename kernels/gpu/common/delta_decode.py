@@ -37,8 +37,6 @@ from .structs import aggregate
 
 @aggregate
 class Reads:
-    """Hold new values, a row's `Scratch`, and constants."""
-
     v: tl.tensor
     scratch: tl.tensor
     V_STRIDES: tl.constexpr
@@ -50,7 +48,6 @@ class Reads:
 
 @triton.jit
 def _read(reads, token, tile):
-    """Return a token's o, u and u."""
     key_head = tile.head // (reads.VALUE_HEADS // reads.HEADS)
     vector = reads.scratch.vectors + (token * reads.HEADS + key_head) * (2 * reads.K)
     score = reads.scratch.scores + (token * reads.VALUE_HEADS + tile.head) * (2 * WINDOW)
@@ -122,7 +119,6 @@ def _decode_kernel(
     CHANNELS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Prepare key heads in the first programs; read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
     TILES: tl.constexpr = VALUE_HEADS * (V // BLOCK_V)  # per row

@@ -1,4 +1,4 @@
-"""Prepare a row's new tokens for decode with a delta rule."""
+"""Prepare a row's new tokens for decode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALARS = tl.constexpr(3)  # beta, query times key, decay
 
 @aggregate
 class Shape:
-    """Hold constants. With CHANNELS (KDA) a head has a decay per key channel."""
+    """Hold constants; with CHANNELS a key channel has a decay."""
 
     HEADS: tl.constexpr
     VALUE_HEADS: tl.constexpr
@@ -39,7 +39,7 @@ class Inputs:
 
 @aggregate
 class Log:
-    """Hold raw keys, inverse norms and decay sums of a log slot, later of a key head."""
+    """Hold raw keys, inverse norms and decay sums."""
 
     k: tl.tensor
     norm: tl.tensor
@@ -57,7 +57,7 @@ class Scratch:
 
 @aggregate
 class KeyHead:
-    """Hold a key head's value heads, channels and parts; a part has its own decay."""
+    """Hold a key head's value heads and channels; a part has its own decay."""
 
     head: tl.tensor
     value_head: tl.tensor
@@ -76,8 +76,6 @@ class Gates:
 
 @aggregate
 class Token:
-    """Hold a token's raw query, key, gate and beta."""
-
     query: tl.tensor
     key: tl.tensor
     gate: tl.tensor
@@ -94,7 +92,6 @@ class Entries:
 
 @triton.jit
 def _load_token(inputs, own, token, computed, CHANNELS: tl.constexpr):
-    """Load a token; zeros unless it is computed."""
     known, mine = tl.where(computed, own.in_K, False), tl.where(computed, own.in_part, False)
     q = inputs.q + token * inputs.Q_STRIDES[0] + own.head * inputs.Q_STRIDES[1] + own.channel
     query = tl.load(q, mask=known, other=0)
@@ -109,7 +106,6 @@ def _load_token(inputs, own, token, computed, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _load_entries(log, own, place, start, end, shape):
-    """Load entries; zeros outside the log."""
     there = (place >= start) & (place < end)
     norms = tl.load(log.norm + place * shape.HEADS, mask=there, other=0)
     keys = log.k + (place * (shape.HEADS * shape.K))[:, None] + own.channel[None, :]
@@ -120,7 +116,7 @@ def _load_entries(log, own, place, start, end, shape):
 
 @triton.jit
 def _store_scores(scores, lane, end, entries, key, met_by, G, CHANNELS: tl.constexpr):
-    """Store a token's products with its path's decayed keys; zeros from lane `end` on."""
+    """Store a token's products with decayed keys; zeros from lane `end` on."""
     before = lane < end
     decays = tl.exp2(G[None, :] - entries.Gs)
     if CHANNELS:
@@ -149,7 +145,7 @@ def _clear_scores(scores, first, end, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _enter(token, gates, G, log, own, vector, scalar, there, K: tl.constexpr, CHANNELS: tl.constexpr):
-    """Log a token at `log`, after decay sum G. Return its key and query, scaled, and the sum after it."""
+    """Log a token; return normalised key and query, and the decay sum after it."""
     key = token.key.to(tl.float32)
     norm = tl.rsqrt(tl.sum(key * key, axis=0) + NORM_EPS)
     key *= norm
@@ -184,8 +180,7 @@ def _log_at(log, own, place, shape):
 def prepare(inputs, A_log, dt_bias, beta_scale, log, scratch, row, head, shape):
     """Log keys and decays of a row's new tokens for one key head, and fill `scratch`.
 
-    Vectors are keys and queries, scores their products with the path. The path's token of depth d has lane end + d. All
-    tokens are logged before parts of LANES entries are met.
+    Vectors are keys and queries, scores their products with the path. The path's token of depth d has lane end + d.
     """
     HEADS: tl.constexpr = shape.HEADS
     VALUE_HEADS: tl.constexpr = shape.VALUE_HEADS
