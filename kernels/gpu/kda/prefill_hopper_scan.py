@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common import layout, prefetch
 from ..common.chunks import CHUNK
 from ..common.hopper import (
     Outputs,
@@ -19,8 +18,10 @@ from ..common.hopper import (
     clear_padding,
     copy_async,
     copy_tile,
+    later_tile,
     prefetch_states,
     prefill_row,
+    slot_elements,
     store_outputs,
     tokens_of_chunk,
     wait_for_flags,
@@ -29,8 +30,6 @@ from ..common.launch import Launcher
 from ..common.structs import aggregate
 
 LAST_STAGES = gl.constexpr(2)
-later_tile = gluon.jit(prefetch.later_tile.fn)
-slot_elements = gluon.jit(layout.slot_elements.fn)
 
 
 @aggregate
