@@ -15,9 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mambacache.kernels.gpu.gated_delta_rule.fused import fused
-from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
-from mambacache.kernels.gpu.gated_delta_rule.scan import scan
+from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_fused import fused
+from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_prepare import prepare
+from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_scan import scan
 from mambacache.kernels.gpu.kda.hopper_prepare import prepare as kda_prepare
 from mambacache.kernels.gpu.kda.persistent_scan import persistent_scan
 from mambacache.kernels.gpu.kda.scan import scan as kda_scan

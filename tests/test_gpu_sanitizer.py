@@ -73,7 +73,7 @@ CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
 HAZARD = re.compile(
     r"Race reported between Read access at (\w+)\+\w+ in (\S+)\n=+ +and Write access at (\w+)\+\w+ in (\S+) \["
 )
-START_OF_ROLES = {"_delta_prefill_kernel": "gated_delta_rule/fused.py"}
+START_OF_ROLES = {"_delta_prefill_kernel": "gated_delta_rule/prefill_hopper_fused.py"}
 
 
 def first_line(kernel: str) -> str:

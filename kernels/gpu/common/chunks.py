@@ -22,7 +22,7 @@ ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
 def keep_busy(indices: StateIndices, tiles: int, programs: int) -> bool:
     """Return whether the average program gets 7/8 of the busiest program's chunks.
 
-    Programs take turns at `tiles` tiles per row, longest rows first. Return False if `row_chunks` is unknown.
+    Programs take turns at `tiles` tiles per row.
     """
     if indices.row_chunks is None:
         return False
@@ -54,7 +54,7 @@ def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefi
 
 @aggregate
 class PrefillRow:
-    """Hold a row's tokens, chunks and source; its first chunk is `origin` to `origin` + 64, cut at `start`."""
+    """Hold a row's tokens, chunks and source; chunks begin at `origin`, perhaps before `start`."""
 
     start: tl.tensor
     end: tl.tensor
@@ -75,7 +75,7 @@ def prefill_row(rows, i):
 
 @triton.jit
 def tokens_of_chunk(row, chunk):
-    """Return a chunk's first token and token count; not positive past the last chunk."""
+    """Return a chunk's first token and token count."""
     boundary = row.origin + (chunk - row.first_chunk) * CHUNK
     start = tl.maximum(boundary, row.start)
     return start, tl.minimum(boundary + CHUNK, row.end) - start

@@ -4,7 +4,7 @@ With G_i the sum of log2 decays up to entry i, n entries turn a head's state S [
 
     exp2(G_n) S + sum_i (exp2(G_n - G_i) factor_i values_i) keys_i^T
 
-A tile's columns are permuted, so that a thread's two pairs are neighbours in the state: 16 bytes per access.
+Columns of tiles are permuted: a thread's two pairs are neighbours in the state, 16 bytes per access.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ PROGRAMS = 1056
 def _elements(
     first_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
-    """Return offsets and mask of a tile's elements."""
     warp = tl.arange(0, BLOCK_ROWS // 16)[None, None, :, None, None, None]
     half = tl.arange(0, 2)[None, None, None, :, None, None]
     row = first_row + warp * 16 + half * 8 + tl.arange(0, 8)[None, :, None, None, None, None]
@@ -47,7 +46,6 @@ def _elements(
 
 @triton.jit
 def _to_tile(elements):
-    """Return [BLOCK_ROWS, BLOCK_COLUMNS] in fp32, with permuted columns."""
     BLOCKS: tl.constexpr = elements.shape[2]
     PARTS: tl.constexpr = elements.shape[4]
     tile = tl.reshape(elements.to(tl.float32), [4, 8, BLOCKS, 2, PARTS, 2, 2])
@@ -72,7 +70,7 @@ def _permuted_columns(keys):
 
 @triton.jit
 def _add_product(values, keys, S):
-    """Return S + values keys, with values in three parts."""
+    """Return S + values keys; bf16 keys meet three parts of the values."""
     if keys.dtype == tl.bfloat16:
         high = values.to(tl.bfloat16)
         rest = values - high.to(tl.float32)
@@ -104,7 +102,6 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Fold tiles of BLOCK_V lines of a head's state, several tiles per program."""
     next_launch_may_begin()
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)

@@ -1,9 +1,9 @@
-"""Share Gluon code, for Hopper alone.
+"""Share Gluon code.
 
-Triton's interpreter has no asynchronous products and copies, so these kernels serve only bf16.
+The interpreter does not run it.
 
-Consecutive launches overlap. The first clears its flags before the second may begin; then all its programs run, and
-waits end. A flag is set when a task's stores are visible.
+Consecutive launches overlap. The first clears its flags before the second may begin. A flag is set when a task's stores
+are visible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from . import chunks
+from . import chunks, layout, prefetch
 from .chunks import CHUNK
 from .structs import aggregate
 
@@ -40,7 +40,6 @@ def by_fours(rows, columns, warps):
 
 @gluon.jit
 def wide(x):
-    """Convert bf16 in pairs."""
     code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return gl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
@@ -66,12 +65,12 @@ else:  # Triton 3.6
 
 prefill_row = gluon.jit(chunks.prefill_row.fn)
 tokens_of_chunk = gluon.jit(chunks.tokens_of_chunk.fn)
+slot_elements = gluon.jit(layout.slot_elements.fn)
+later_tile = gluon.jit(prefetch.later_tile.fn)
 
 
 @aggregate
 class Chunks:
-    """Hold `CHUNK_ARRAYS` of a batch, and its numbers of prefill rows and of chunks."""
-
     query_start_loc: gl.tensor
     chunk_start: gl.tensor
     seq_chunk_start: gl.tensor
@@ -131,8 +130,6 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
 
 @aggregate
 class Outputs:
-    """Hold where a tile's `rows` lines of outputs lie, and the layout to store 64 tokens of it."""
-
     out: gl.tensor
     rows: gl.tensor
     STRIDE: gl.constexpr
@@ -154,7 +151,7 @@ def store_outputs(outputs, tile, o, t, count):
 
 @gluon.jit
 def clear_padding(outputs, end, num_tokens, BLOCK_ROWS: gl.constexpr):
-    """Clear tokens from `end` on, then wait for the launch before: the next launch must not begin early."""
+    """Clear tokens from `end` on, then wait for the launch before, or the next could begin early."""
     STRIDE: gl.constexpr = outputs.STRIDE
     LAYOUT: gl.constexpr = outputs.LAYOUT
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
@@ -209,9 +206,9 @@ def set_flag(flag):
 
 @gluon.jit
 def wait_for_flags(flags, stride, task, end, ready):
-    """Wait for `task` if before `end`. Return the first later task that may not be done.
+    """Wait for `task` if before `end` and not before `ready`. Return the first later task that may not be done.
 
-    No flag is read if `task` is before `ready`, an earlier result. Each warp waits, since it copies for itself.
+    Each warp waits, since it copies for itself.
     """
     code: gl.constexpr = """
     {

@@ -1,8 +1,7 @@
 """Share decode over token logs.
 
-With G_i the sum of log2 decays up to entry i, the state after n entries is exp2(G_n) S + sum_i exp2(G_n - G_i) u_i
-k_i^T. One launch logs new tokens and reads states; another folds rows with a dst. Bits do not depend on how tokens are
-cut into steps.
+One launch logs new tokens and reads states; another folds rows with a dst. Bits do not depend on how tokens are cut
+into steps.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ WINDOW = tl.constexpr(FOLD)
 ARRIVALS_STRIDE = tl.constexpr(ARRIVALS_WIDTH)
 LEAST_DECAY = tl.constexpr(-34.6)  # see `kernels.logs`
 LEAST_WIDTH = 64
-"""Least width of keys. With one channel a thread the compiler fuses a product into a sum across threads. Then rounding
-would depend on the step's length."""
+"""Least width of keys. With one channel a thread the compiler would round by the step's length."""
 ROWS, PROGRAM_TILES = 16, 4  # lines a tile, most tiles a program
 REGISTERS = 1 << 16  # per multiprocessor
 FOLD_SHARE = 4  # one row in FOLD_SHARE has its own fold programs
@@ -44,12 +42,12 @@ def most_tiles(rows: int) -> int:
 
 
 def registers(columns: int) -> int:
-    """Return registers per thread: above 128 half the programs run."""
+    """Return registers per thread; above 128 half the programs run."""
     return 128 if columns <= 128 else 255
 
 
 def tile_bits(rows: int, columns: int, states: int, device: int) -> int:
-    """Return log2 of tiles per program, the fewest that let all programs run."""
+    """Return log2 of tiles per program: the fewest that let all programs run."""
     bits, programs = most_tiles(rows).bit_length() - 1, states * (rows // ROWS)
     room = REGISTERS // (32 * registers(columns)) * processors(device)
     return next((few for few in range(bits) if programs >> few <= room), bits)
@@ -67,7 +65,7 @@ def slot_of(log, slot, stride):
 
 @aggregate
 class DecodeRow:
-    """Hold a row's log slot and entries, `start` to `end`, and its new tokens, `length` of `tokens`."""
+    """Hold a row's log entries, `start` to `end`, and `length` of `tokens` new tokens."""
 
     row: tl.tensor
     slot: tl.tensor
@@ -99,7 +97,7 @@ def parent_place(depths, token, end):
 
 @aggregate
 class Fold:
-    """Hold a tile's fold: entries `start` to `last`, included, of a log slot, from state `source` to `target`."""
+    """Hold a tile's fold of entries `start` to `last`, included."""
 
     head: tl.tensor
     tile: tl.tensor
@@ -122,8 +120,8 @@ def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
 def wait_for_previous_launch():
     """Wait for the launch before; until then read nothing that it writes.
 
-    Programs without work wait too, or this launch could end first. Decode waits before the fold may begin, so the fold
-    may read at once everything that decode does not write.
+    Programs without work wait too, or this launch could end first. The fold may read at once everything that decode
+    does not write.
     """
     if not INTERPRETED:
         gdc_wait()
@@ -164,7 +162,7 @@ def arrive(arrivals, PREPARING: tl.constexpr, waiting):
 
 @triton.jit
 def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
-    """Wait for preparing programs: these start first, so they run."""
+    """Wait for preparing programs, which start first."""
     if not INTERPRETED:
         code: tl.constexpr = """
         {
@@ -175,7 +173,7 @@ def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
         @missing bra AGAIN;
         bar.warp.sync 0xffffffff;
         }
-        """  # no lane counts while another looks
+        """
         place = [arrivals.to(tl.int64, bitcast=True), PREPARING]
         tl.inline_asm_elementwise(code, "=&r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
         _count(arrivals, PREPARING + waiting - 1, "relaxed")
@@ -183,21 +181,21 @@ def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
 
 @triton.jit
 def tile_rows(BLOCK_ROWS: tl.constexpr):
-    """Return a tile's lines [4, BLOCK_ROWS / 4]; a thread has neighbours."""
+    """Return lines [4, BLOCK_ROWS / 4]; a thread has neighbours."""
     SHARE: tl.constexpr = BLOCK_ROWS // 4
     return tl.arange(0, 4)[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
 
 
 @triton.jit
 def tile_columns(BLOCK_COLUMNS: tl.constexpr):
-    """Return a tile's columns; 8 threads read a memory line."""
+    """Return columns; 8 threads read a memory line."""
     column = tl.arange(0, BLOCK_COLUMNS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     return column[None, None]
 
 
 @triton.jit
 def load_state(place, mask, again):
-    """Load a state; evict it first unless the fold reads it again."""
+    """Load a state, evicted first unless the fold reads it."""
     if again:
         S = tl.load(place, mask=mask, other=0)
     else:
@@ -225,7 +223,6 @@ def prefetch_entries(log, start, end, STRIDE: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def entry_values(log, row, value, STRIDE: tl.constexpr):
-    """Load entries in fp32; zeros outside the log."""
     entry = tl.arange(0, WINDOW)
     place = log + (entry * STRIDE)[None, None, :] + value[:, :, None]
     inside = (entry >= row.start) & (entry < row.end)

@@ -1,7 +1,4 @@
-"""Lay out state tiles in registers as tensor cores leave products.
-
-Loads and stores use the order in which threads hold elements, so threads exchange nothing.
-"""
+"""Lay out state tiles in registers as tensor cores leave products, so threads exchange nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from .structs import aggregate
 
 @aggregate
 class StateTile:
-    """Hold a tile of one head's state: slot 0's pointer, the slots' stride, and the elements' offsets and mask."""
-
     state: tl.tensor
     stride: tl.tensor
     element: tl.tensor
@@ -53,7 +48,7 @@ def load_tile(tile, slot):
 
 @triton.jit
 def store_tile(tile, slot, S, MAY_BE_NULL: tl.constexpr = False):
-    """Invert `load_tile`. Only with MAY_BE_NULL may the slot be 0, where nothing is stored."""
+    """Invert `load_tile`. Slot 0 needs MAY_BE_NULL, and takes nothing."""
     BLOCK_ROWS: tl.constexpr = S.shape[0]
     BLOCK_COLUMNS: tl.constexpr = S.shape[1]
     place = tile.state + slot * tile.stride + tile.element

@@ -1,22 +1,22 @@
-"""Give kernels structs in place of long parameter lists."""
+"""Give kernels structs."""
 
 from __future__ import annotations
 
-from typing import Any, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import triton
 import triton.language as tl
 from triton.language.core import _aggregate, base_value
 
-INTERPRETED = triton.knobs.runtime.interpret  # constants stay plain values there
+Struct = TypeVar("Struct")
+INTERPRETED = triton.knobs.runtime.interpret  # constants stay plain
 
 
 @dataclass_transform()
-def aggregate(cls: type) -> Any:
-    """Return a struct with the annotated fields, which take positional arguments in order.
+def aggregate(cls: type[Struct]) -> type[Struct]:
+    """Return a struct with the annotated fields: tensors, constants, None or structs.
 
-    Annotations are for readers: a field may hold a tensor, a constant, None or another struct. Structs have no methods,
-    which the interpreter does not run.
+    Annotations are for readers. The interpreter runs no methods.
     """
     fields = tuple(cls.__annotations__)
 
@@ -25,6 +25,7 @@ def aggregate(cls: type) -> Any:
             setattr(self, field, value if INTERPRETED or isinstance(value, base_value) else tl.constexpr(value))
 
     __init__.__triton_builtin__ = True  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
+    cls.__init__ = __init__
     cls.__annotations__ = dict.fromkeys(fields, object)  # Triton 3.6 needs types, not their names
-    return _aggregate(cls)
+    struct: type[Struct] = _aggregate(cls)
+    return struct
