@@ -164,9 +164,9 @@ class Consumer:
 
     # --- requests that are sent alone ---
 
-    def send(self, name: str, prompt: list[int], **params: Any) -> tuple[int, int]:
+    def send(self, name: str, prompt: list[int], max_tokens: int = 2, **params: Any) -> tuple[int, int]:
         """Send a request that nothing runs beside. Return the tokens expected and hit."""
-        self.simulation.add(name, prompt, 2, **params)
+        self.simulation.add(name, prompt, max_tokens, **params)
         expected = self.expected(self.simulation.requests[name])
         self.simulation.drain()
         return expected, self.simulation.cached[name]
@@ -300,6 +300,19 @@ def test_a_state_of_an_aborted_request_is_told() -> None:
     simulation.abort("a")
     simulation.drain()
     assert consumer.send("b", prompt) == (192, 192)
+
+
+def test_a_state_that_is_stored_as_its_request_ends_is_told() -> None:
+    """The 64th token ends a request, and a step that consumes it is out: the state behind it is known by then."""
+    prompt = random_tokens(60)
+    first = consumer_of(attention=False)
+    first.send("a", prompt, max_tokens=4)
+    answer = first.simulation.answers["a"]
+    assert answer[3] not in answer[:3]
+    consumer = consumer_of(ahead=True, v2=True, attention=False)
+    consumer.send("a", prompt, max_tokens=9, stop_token_ids=[answer[3]])
+    assert consumer.simulation.answers["a"] == answer
+    assert consumer.send("b", [*prompt, *answer, 1]) == (64, 64)
 
 
 @pytest.mark.parametrize("attention", [True, False])
