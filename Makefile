@@ -21,8 +21,8 @@ VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 # A package name by which vLLM takes its files for a build for the CPU: its configuration asks what it runs on.
 VLLM_CPU_NAME := tests/vllm/cpu_build
 
-.PHONY: setup demo test lint types pytest test-fast test-transformers test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full
-.PHONY: bench-scheduler bench-kernels replay
+.PHONY: setup demo test lint types pytest test-fast test-full mutants api
+.PHONY: test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full bench-scheduler bench-kernels replay
 
 setup: $(READY)
 
@@ -47,9 +47,10 @@ types: $(READY)
 
 # Two workers with one torch thread each: small operations gain little from a second thread.
 # -P keeps the checkout off the module search path, where its folder kernels/ would be importable under that name too.
+PYTEST := -P -m pytest --numprocesses 2 --dist worksteal -o faulthandler_exit_on_timeout=true
 pytest: export OMP_NUM_THREADS ?= 1
 pytest: $(READY)
-	$(PY) -P -m pytest --numprocesses 2 --dist worksteal -o faulthandler_exit_on_timeout=true
+	$(PY) $(PYTEST)
 
 # Cache, scheduler, text and indices: what does not need a model, in under a minute.
 test-fast: export OMP_NUM_THREADS ?= 1
@@ -57,15 +58,27 @@ test-fast: $(READY)
 	$(PY) -P -m pytest --numprocesses 2 --quiet \
 		tests/test_cache_*.py tests/test_scheduler_*.py tests/test_text.py tests/test_kernels_indices.py
 
-# What is adapted of transformers, with the oldest version that the package takes: `test` has the newest.
+# The tests that `test` leaves out, all random mixes, and models with the oldest transformers: `test` has the newest.
+test-full: export OMP_NUM_THREADS ?= 1
+test-full: export MAMBACACHE_MIXES ?= 1
+test-full: $(READY) $(OLDEST_READY) mutants api
+	$(PY) $(PYTEST) -m 'full or mixes'
+	$(OLDEST_PY) $(PYTEST) -m 'not gpu' tests/test_models_*.py tests/test_engine_tokenizers.py
+
 $(OLDEST_READY): $(READY)
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]' 'transformers==$(OLDEST)'
 	touch $@
 
-test-transformers: export OMP_NUM_THREADS ?= 1
-test-transformers: $(OLDEST_READY)
-	$(OLDEST_PY) -P -m pytest --numprocesses 2 --dist worksteal tests/test_models_*.py tests/test_engine_tokenizers.py
+# Plant each mistake of tests/mutants.txt: the test named with it must fail.
+mutants: export OMP_NUM_THREADS ?= 1
+mutants: $(READY)
+	$(PY) -P tests/plant.py
+
+# The reference of the public modules, made from their docstrings, in build/api.
+api: $(READY)
+	$(PY) -P -m pdoc --docformat google --output-directory build/api \
+		mambacache mambacache.kernels '!mambacache\.(?!kernels$$)' '!mambacache\.kernels\.'
 
 # The released torchaudio and torchcodec are built for CUDA, and vLLM imports them where it finds them. So is torchvision,
 # without which its classes with images cannot be imported: tests/vllm/torchvision_operators.py makes that work.
@@ -104,7 +117,7 @@ pytest-gpu-full: MARK := gpu_full
 pytest-gpu pytest-gpu-full: GPU_WORKERS ?= 14
 pytest-gpu pytest-gpu-full: export OMP_NUM_THREADS ?= 1
 pytest-gpu pytest-gpu-full:
-	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder -m '$(MARK)'
+	$(PYTHON) -P -m pytest --numprocesses $(GPU_WORKERS) --dist loadgroup --no-loadscope-reorder -m '$(MARK)' --ignore tests/vllm
 
 # With vLLM 0.33 in that environment too: models with real layer shapes, beside vLLM alone.
 test-vllm-gpu: GPU_WORKERS ?= 6

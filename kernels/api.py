@@ -1,15 +1,19 @@
-"""Define the ops. Each call reads src states of a mixed batch, computes, and writes dst states in place.
+"""Define the ops. A call reads src states of a mixed batch of F tokens and writes dst states in place.
 
-The flat batch has F tokens, a pool `blocks` blocks, any multiple of 16 bytes apart. Padding tokens get zeros. State
-blocks that no dst names are never written; decode also writes token logs. Every op raises ValueError if arguments do
+A pool has `blocks` blocks, any multiple of 16 bytes apart; only dst blocks are written. Decode rows also use a token
+log (`logs`). Padding tokens get zeros. A result has the shape and dtype of x or v unless noted. `out`, if given,
+receives it: its tokens are dense, any stride apart, and overlap no other argument. Ops raise ValueError if arguments do
 not fit together.
 
-An op writes its result to `out`, if given, and returns it. `out` has the result's shape and dtype, and dense tokens any
-stride apart; it overlaps no other argument.
+Activations and states are fp32, bf16, fp16 or float64; compute is fp32, or float64 where both are. Head widths K, V, P
+and N are multiples of 16 up to 256. Where head counts differ, the larger is a multiple, and consecutive heads share a
+head.
 
-Triton serves a GPU and needs the last dim of inputs dense; torch serves a CPU and float64. bf16 prefill rounds operands
-of products, the state included, to bf16; log decays of `kda` are then within 1e-5. Sums and the carried state stay
-fp32.
+Prefill cuts chunks at absolute multiples of 64; a 16-bit state is rounded there, stored or not, and at folds. Decode's
+bits do not depend on how tokens are cut into steps.
+
+Triton serves a GPU and needs inputs dense in the last dim; torch serves a CPU and float64. bf16 prefill rounds operands
+of products, states included; log decays of `kda` are then within 1e-5.
 """
 
 from __future__ import annotations
@@ -54,15 +58,9 @@ def conv1d(
 ) -> Tensor:
     """Convolve causally, channel by channel: y_t = act(bias + sum_i weight[:, i] x_{t-W+1+i}).
 
-    Shapes: x [F, dim], weight [dim, W] with W 2 to 4, bias [dim] or None, state [blocks, W - 1, dim] and log
-    (`conv1d_log`) in x's dtype. Returns [F, dim] in x's dtype. Compute is fp32 (float64 for float64). `activation` is
-    "silu" or None.
-
-    `input_gate` multiplies x_t and `output_gate` y_t, both [F, dim] in x's dtype, as in LFM2 (Liquid AI 2025). Both
-    products and the multiplied y_t are rounded to x's dtype.
-
-    A window is the last W - 1 raw (or gated) inputs. A row reads the window in its src, a decode row also its log.
-    Every nonzero dst receives a window.
+    Shapes: x [F, dim], weight [dim, W], W 2 to 4, bias [dim]; state [blocks, W - 1, dim], the last raw (or gated)
+    inputs, in x's dtype. `activation` is "silu" or None. `input_gate` multiplies x_t, `output_gate` the rounded y_t,
+    both like x (LFM2, Liquid AI 2025); these products are rounded to x's dtype.
     """
     check_rank("x", x, "F, dim")
     check_rank("weight", weight, "dim, W")
@@ -105,25 +103,17 @@ def gated_delta_rule(
 ) -> Tensor:
     """Apply the gated delta rule (Gated Delta Networks, Yang, Kautz and Hatamizadeh 2024) with gates and norms of q, k.
 
-    Shapes: q, k [F, H, K] and v [F, HV, V] from the convolution; a, b [F, HV]; A_log, dt_bias [HV]; state [blocks, HV,
-    V, K]. K and V are multiples of 16 up to 256. HV is a multiple of H; value head h reads key head h // (HV / H).
-    Returns [F, HV, V] in v's dtype. `beta_scale` 2 allows negative eigenvalues.
+    Shapes: q, k [F, H, K] and v [F, HV, V] from the convolution, of one dtype; a, b [F, HV]; A_log, dt_bias [HV]; state
+    [blocks, HV, V, K]. `beta_scale` 2 allows negative eigenvalues.
 
     With q and k divided by sqrt(sum x^2 + 1e-6), g = -exp(A_log) softplus(a + dt_bias) and beta = beta_scale
     sigmoid(b):
 
         u_t = beta_t (v_t - e^g_t S_{t-1} k_t);  S_t = e^g_t S_{t-1} + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
 
-    Decode reads a row's state and log (`gated_delta_rule_log`); its bits do not depend on how tokens are cut into
-    steps.
-
-    Compute is fp32, or float64 if activations and state both are. Prefill works on chunks of 64 tokens at absolute
-    positions, in the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al. 2024). The state may
-    be fp32, bf16, fp16 or float64. A 16-bit state is rounded at every absolute multiple of 64 in prefill, stored or
-    not, and at folds.
-
-    bf16 prefill is inexact where beta is near 2, keys are nearly parallel and nothing decays: by 0.15 of the outputs'
-    RMS after 4,000 tokens at beta = 1.9993 and key cosines of 0.99.
+    Prefill uses the WY form (Parallelizing Linear Transformers with the Delta Rule, Yang et al. 2024). In bf16 it is
+    inexact where beta is near 2, keys are nearly parallel and nothing decays: by 0.15 of the outputs' RMS after 4,000
+    tokens at beta = 1.9993 and key cosines of 0.99.
     """
     check_delta_rule(q, k, v, state, indices)
     tokens, value_heads = v.shape[:2]
@@ -153,18 +143,14 @@ def kda(
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Apply Kimi Delta Attention (Kimi Linear, Kimi Team 2025), gates and norms of q and k included.
+    """Apply Kimi Delta Attention (Kimi Linear, Kimi Team 2025) with gates and norms of q, k.
 
-    Shapes: q, k [F, H, K] and v [F, H, V] from the convolution; g [F, H, K] before bias and softplus; b [F, H]; A_log
-    [H]; dt_bias [H, K] or [H * K]; state [blocks, H, V, K]. K and V are multiples of 16 up to 256. Returns [F, H, V] in
-    v's dtype.
+    Shapes: g [F, H, K] before bias and softplus; b [F, H]; A_log [H]; dt_bias [H, K] or [H * K]; others as in
+    `gated_delta_rule`, with HV = H.
 
-    With q and k divided by sqrt(sum x^2 + 1e-6), d = -exp(A_log) softplus(g + dt_bias) per channel and beta =
-    sigmoid(b):
+    With q, k and beta as there, beta_scale 1, and d = -exp(A_log) softplus(g + dt_bias), without a lower bound:
 
         u_t = beta_t (v_t - S_{t-1} (e^d_t k_t));  S_t = S_{t-1} diag(e^d_t) + u_t k_t^T;  o_t = S_t q_t / sqrt(K)
-
-    Dtypes, chunks and rounding are as in `gated_delta_rule`. d has no lower bound.
     """
     check_delta_rule(q, k, v, state, indices)
     tokens, heads, key_width = q.shape
@@ -191,12 +177,10 @@ def gated_rms_norm(
     round_normed: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Apply RMSNorm (Zhang and Sennrich 2019) with a gate: norm(x) weight act(gate), or norm(x act(gate)) weight.
+    """Apply `rms_norm` with a gate: norm(x) weight act(gate), or norm(x act(gate)) weight.
 
-    Shapes: x and gate [..., dim], weight [dim]. Returns x's shape and dtype. `activation` is "silu" or "sigmoid". The
-    gate comes last or, with `norm_before_gate=False`, first (Mamba2). The mean square is over groups of `group_size`
-    channels, which divides dim; None means dim. Compute is fp32 (float64 for float64). `round_normed` rounds the
-    normalised value to x's dtype, then multiplies it by the weight in their common dtype.
+    Shapes: x and gate [..., dim], weight [dim]. `activation` is "silu" or "sigmoid". `norm_before_gate=False` gates
+    first (Mamba2). Each group of `group_size` channels (None: dim) has a mean square.
     """
     check_dtype("x", x, *ACTIVATION_DTYPES)
     check_one_of("activation", activation, "silu", "sigmoid")
@@ -214,9 +198,8 @@ def gated_rms_norm(
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool, out: Tensor | None = None) -> Tensor:
     """Apply RMSNorm (Zhang and Sennrich 2019): x / sqrt(mean(x^2) + eps) weight, over the last dim.
 
-    Shapes: x [..., dim], weight [dim] or None. Returns x's shape. Compute is fp32 (float64 for float64). `round_normed`
-    rounds the normalised value to x's dtype, then multiplies in the common dtype, as Llama does. Otherwise only the
-    result is rounded, to x's dtype.
+    Shapes: x [..., dim], weight [dim]. `round_normed` rounds the normalised value to x's dtype, then multiplies in the
+    common dtype of x and weight, as Llama does. Otherwise only the result is rounded, to x's dtype.
     """
     check_dtype("x", x, *ACTIVATION_DTYPES)
     if weight is not None:
@@ -232,9 +215,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_normed: bool
 def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy block `pairs[i, 0]` of `source` to block `pairs[i, 1]` of `target`.
 
-    Shapes: source and target uint8 [blocks, bytes], as `StatePool.slabs`, bytes a multiple of 16; pairs int32 [n, 2].
-    Targets are distinct, and no other pair's source. With pairs on a GPU this is one launch, and either pool may be
-    pinned host memory, which must outlive the copy.
+    Shapes: source and target uint8 [blocks, bytes], bytes a multiple of 16; pairs int32 [n, 2]. Targets are distinct,
+    and no other pair's source. With pairs on a GPU, a pool may be pinned host memory, which must outlive the copy.
     """
     check_blocks(source, target, pairs)
     backend(pairs).copy_blocks(source, target, pairs)
@@ -243,14 +225,12 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None = None) -> None:
     """Move decode rows to their real positions, which the host did not know while drafts were unverified.
 
-    Args:
-        starts: int32 or int64 [N], any stride: each row's first position; ignored for padding.
-        block_size: tokens of a KV page, to update `kv_slot` and `kv_len` too.
+    `starts`, int32 or int64 [N], any stride, are the rows' first positions (padding is ignored). `positions` change too
+    and, given `block_size`, tokens of a KV page, `kv_slot` and `kv_len`.
 
-    A row with a `late_len` begins at its start, up to 7 tokens later than its arrays say. It gets `late_len` tokens, or
-    fewer, up to the next absolute multiple of 16. If it passed such a multiple on the way, it reads `decode_dst`, which
-    the step before has folded, and its log begins anew. Otherwise it keeps its dst only if it ends at a multiple. Other
-    rows only take `log_end`. `positions`, if present, change too.
+    A row with a `late_len` begins up to 7 tokens later than planned and gets up to `late_len` tokens, to the next
+    multiple of 16. If it passed a multiple, it reads `decode_dst`, which the step before has folded, and begins its log
+    anew; else it keeps its dst only if it ends at a multiple. Other rows only take `log_end`.
     """
     check_shape("starts", starts, indices.num_decodes)
     check_dtype("starts", starts, torch.int32, torch.int64)
@@ -273,11 +253,10 @@ def paged_attention(
     """Attend causally over keys and values in pages (PagedAttention, Kwon et al. 2023).
 
     Shapes: q [F, HQ, D], k [F, HKV, D], v [F, HKV, DV], key_pages [blocks, block_size, HKV, D], value_pages [blocks,
-    block_size, HKV, DV]. HQ is a multiple of HKV. Returns [F, HQ, DV] in q's dtype. `scale` is positive and defaults to
-    1 / sqrt(D).
+    block_size, HKV, DV]. Returns [F, HQ, DV] in q's dtype. `scale` is positive and defaults to 1 / sqrt(D).
 
-    Tokens with `kv_slot` >= 0 are first written to pages. Then a query reads its row's positions up to its own, from
-    pages alone and never from `kv_len` on. Each row must have pages for `kv_len` tokens; this is not checked.
+    Tokens with `kv_slot` >= 0 are first written to pages. Then a query reads its row's positions up to its own from
+    pages, never from `kv_len` on. Rows must have pages for `kv_len` tokens; this is not checked.
     """
     check_rank("q", q, "F, HQ, D")
     check_rank("k", k, "F, HKV, D")
@@ -320,16 +299,11 @@ def selective_scan(
 ) -> Tensor:
     """Apply Mamba's selective scan (Gu and Dao 2023), softplus of step sizes and, given z, the gate included.
 
-    Shapes: x, dt and z [F, dim], A [dim, N] (negative, contiguous, N at most 64), B and C [F, N], D and dt_bias [dim],
-    state [blocks, dim, N]. dt, B, C and z have x's dtype; z or dt_bias may be None. Returns [F, dim] in x's dtype.
-
-    With step = softplus(dt + dt_bias):
+    Shapes: x, dt, z [F, dim] and B, C [F, N], of one dtype; A [dim, N] (negative, contiguous, N at most 64); D, dt_bias
+    [dim]; state [blocks, dim, N]. With step = softplus(dt + dt_bias):
 
         S_t[d, n] = e^(step_d A[d, n]) S_{t-1}[d, n] + step_d x_d B_n
         y_d = (sum_n S_t[d, n] C_n + D_d x_d) silu(z_d)
-
-    The log carries an unrounded state (`selective_scan_log`); where `log_start` is `log_end`, decode reads
-    `decode_src`. Dtypes and rounding are as in `gated_delta_rule`.
     """
     check_rank("x", x, "F, dim")
     check_rank("A", A, "dim, N")
@@ -377,15 +351,10 @@ def ssd(
     """Apply Mamba2's state-space duality (Transformers are SSMs, Dao and Gu 2024), step sizes and, given z, gate
     included.
 
-    Shapes: x and z [F, H, P], dt [F, H], A [H] (negative), B and C [F, G, N], D and dt_bias [H], state [blocks, H, P,
-    N]. dt, B, C and z have x's dtype; D, z and dt_bias may be None. P and N are multiples of 16 up to 256. H is a
-    multiple of G; head h uses group h // (H / G). Returns [F, H, P] in x's dtype.
-
-    With step = softplus(dt + dt_bias), clamped to `dt_limit`:
+    Shapes: x, z [F, H, P], dt [F, H] and B, C [F, G, N], of one dtype; A [H] (negative); D, dt_bias [H]; state [blocks,
+    H, P, N]. With step = softplus(dt + dt_bias), clamped to `dt_limit`:
 
         S_t = e^(step A) S_{t-1} + step x_t B_t^T;  y_t = (S_t C_t + D x_t) silu(z_t)
-
-    Dtypes, chunks and rounding are as in `gated_delta_rule`.
     """
     check_rank("x", x, "F, H, P")
     check_rank("B", B, "F, G, N")

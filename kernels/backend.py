@@ -15,8 +15,7 @@ from .device import check_hopper, check_triton
 def backend(x: Tensor) -> ModuleType | Zeros:
     """Return the Triton ops for a tensor on a GPU, else (also for float64) the torch ops.
 
-    Raises:
-        ValueError: the GPU or Triton is not supported, or the GPU is not the current device.
+    Raises ValueError for an unsupported GPU or Triton, and unless the GPU is the current device.
     """
     if not x.is_cuda or x.dtype == torch.float64:
         return reference

@@ -54,7 +54,7 @@ def check_head_widths(**widths: int) -> None:
 
 
 def _dense_size(name: str, tensor: Tensor, row: str) -> int:
-    """Return the elements of one entry along dim 0, which must be dense; `row` names entries."""
+    """Return the elements of an entry along dim 0, which must be dense."""
     shape, strides = tensor.shape, tensor.stride()
     size = 1
     for dim in range(len(strides) - 1, 0, -1):
@@ -65,7 +65,7 @@ def _dense_size(name: str, tensor: Tensor, row: str) -> int:
 
 
 def check_out(out: Tensor, like: Tensor, *shape: int) -> None:
-    """Check shape, dtype and device of `out`, and that its tokens are dense and do not overlap."""
+    """Check `out`: its tokens are dense and do not overlap."""
     check_shape("out", out, *shape)
     check_dtype("out", out, like.dtype)
     if out.device != like.device:

@@ -20,9 +20,9 @@ def is_compiling() -> bool:
 
 @contextmanager
 def compiling(threads: Executor) -> Iterator[None]:
-    """Have ops on a GPU compile their kernels in `threads`, and launch none.
+    """Compile ops' kernels for a GPU in `threads`, without launches; the ops return zeros.
 
-    All have compiled when the block ends. Within it ops return zeros or do nothing; other Triton kernels run as usual.
+    All have compiled when the block ends. Other Triton kernels run as usual.
     """
     from triton import AsyncCompileMode
 
@@ -35,7 +35,7 @@ def compiling(threads: Executor) -> Iterator[None]:
 
 
 class Zeros:
-    """Clear the results of ops, which were never computed."""
+    """Clear results that were never computed."""
 
     def __init__(self, ops: ModuleType) -> None:
         self._ops = ops

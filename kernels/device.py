@@ -34,7 +34,7 @@ def check_hopper(index: int) -> None:
 
 @cache
 def check_triton() -> None:
-    """Raise ValueError if Triton is missing or too old; warn if it is newer than tested."""
+    """Raise ValueError if Triton is missing or too old; warn of a newer Triton than tested."""
     oldest, newest = (".".join(map(str, release)) for release in (OLDEST_TRITON, NEWEST_TRITON))
     change = f"install a torch for CUDA that brings Triton {oldest} to {newest}, or choose the CPU."
     try:

@@ -12,9 +12,9 @@ from .checks import ACTIVATION_DTYPES, check_dtype, check_rank, check_shape
 def choose_experts(logits: Tensor, choices: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
     """Return each token's likeliest experts first, with probabilities from a softmax over all.
 
-    Shapes: logits [F, num_experts], any stride between tokens. Returns weights [F, choices] in the dtype of logits and
-    experts int64 [F, choices]. Compute is fp32 (float64 for float64). `normalize` divides weights by their sum. A GPU
-    takes the first of equal probabilities. NaN logits give distinct experts and NaN weights.
+    Shapes: logits [F, num_experts], any stride between tokens. Returns weights [F, choices] in their dtype, experts
+    int64 [F, choices]. `normalize` divides weights by their sum. A GPU takes the first of equal probabilities; NaN
+    logits give distinct experts and NaN weights.
     """
     check_rank("logits", logits, "F, num_experts")
     check_dtype("logits", logits, *ACTIVATION_DTYPES)
@@ -26,8 +26,8 @@ def choose_experts(logits: Tensor, choices: int, *, normalize: bool) -> tuple[Te
 def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort slots, one per token and choice, by expert, then by slot.
 
-    Shapes: experts int64 [F, k], each below `num_experts`. Returns int32: each sorted slot's token [F * k], each slot's
-    sorted place [F, k], and the end of each expert's slots [num_experts].
+    Shapes: experts int64 [F, k] below `num_experts`. Returns int32: sorted slots' tokens [F * k], slots' places [F, k],
+    ends of experts' slots [num_experts].
     """
     check_rank("experts", experts, "F, k")
     check_dtype("experts", experts, torch.int64)
@@ -35,10 +35,9 @@ def group_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """Multiply SiLU of a token's first half by its second half (SwiGLU, Shazeer 2020).
+    """Multiply SiLU of a token's first half, rounded, by its second half (SwiGLU, Shazeer 2020).
 
-    Shapes: x [S, 2 * dim], any stride between tokens. Returns [S, dim] in x's dtype. SiLU is fp32, and rounded before
-    the product.
+    Shapes: x [S, 2 * dim], any stride between tokens. Returns [S, dim].
     """
     check_rank("x", x, "S, 2 * dim")
     check_dtype("x", x, *ACTIVATION_DTYPES)
@@ -52,10 +51,8 @@ def combine_experts(
     """Sum weighted results of experts: out_t = sum_c weights[t, c] rows[places[t, c]].
 
     Shapes: rows [S, dim], any stride apart; weights [F, k] in their dtype or fp32; places int32 [F, k] from
-    `group_by_expert`. Returns [F, dim] in the dtype of rows. Products are rounded to the common dtype; the fp32 sum
-    (float64 for float64), in the order of choices, is rounded once.
-
-    `shared` [F, dim] and `gate` [F], in that dtype, add sigmoid(gate) shared. Each operation is rounded.
+    `group_by_expert`. Returns [F, dim] like rows. Products are rounded to the common dtype, and their sum, in the order
+    of choices, once. `shared` [F, dim] and `gate` [F], like rows, add sigmoid(gate) shared, each operation rounded.
     """
     check_rank("rows", rows, "S, dim")
     check_rank("places", places, "F, k")

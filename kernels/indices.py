@@ -30,7 +30,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 def pack_arrays(arrays: Mapping[str, np.ndarray], device: torch.device | str) -> dict[str, Tensor]:
     """Move int32 numpy arrays of any shape to `device` in one transfer (from pinned memory for a GPU).
 
-    Returns views of one buffer, each at a multiple of 16 bytes. Raises ValueError for other dtypes.
+    Returns views, each at a multiple of 16 bytes. Raises ValueError for other dtypes.
     """
     return _packed(arrays, torch.device(device))[1]
 
@@ -43,10 +43,7 @@ def _packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Ten
 
 
 def _staged(arrays: Mapping[str, np.ndarray], shapes: _Shapes, device: torch.device) -> Tensor:
-    """Return a host vector of arrays, padded with zeros to `shapes`.
-
-    It must be new: torch reuses pinned memory only after copies from it have ended.
-    """
+    """Return a new host vector of arrays, padded with zeros: torch reuses pinned memory after copies from it."""
     host = torch.zeros(sum(map(_room, shapes.values())), dtype=torch.int32, pin_memory=device.type == "cuda")
     flat, start = host.numpy(), 0
     for name, shape in shapes.items():
@@ -75,46 +72,27 @@ def _room(shape: tuple[int, ...]) -> int:
 
 
 class StateIndices:
-    """Hold a step's index arrays, int32 tensors under a plan's names.
+    """Hold a step's int32 arrays on a device. `mambacache.plan.StepPlan` lists their names and shapes.
 
-    The flat batch of F tokens holds N decode rows of T tokens each, then P prefill rows back to back, then perhaps
-    padding. Block 0 is null: as src a zero state, as dst no store.
+    Block 0 is null: as src a zero state, as dst no store. A decode row appends to a token log, position p at entry p %
+    `FOLD`, and ends at an absolute multiple of `FOLD` at the latest. A row with a dst folds state and log into it.
 
-    Decode rows append to a token log of `FOLD` = 16 entries, position p at entry p % 16, and end at an absolute
-    multiple of 16 at the latest. There, and wherever a row has a dst, state and log are folded into a new state, and
-    the log begins anew.
+    Args:
+        `decode_src`, `decode_dst`: may be equal if no token of the row can be rejected.
+        `late_len`: if not 0, other arrays fit the row's earliest place, with any dst that it may need; `place_decodes`
+            must run first.
+        `ancestors`: by default each token follows all before it. Trees are in preorder, without a dst.
+        `chunk_seq`, `chunk_dst`: prefill row of a chunk, and block for the state after it.
 
-    Arrays:
-        `decode_src`, `decode_dst` [N]: blocks of the state before the log's first entry and the state after the row's
-            last token. Both may be equal if no token of the row can be rejected.
-        `log_slot`, `log_start`, `log_end` [N]: slot of the token log, its first entry, and the step's first entry.
-        `decode_len` [N]: real tokens of a row, 0 to T; padding follows.
-        `late_len` [N]: 0 (default) where the host knows a row's start. Else other arrays give its earliest place, with
-            the dst that any place needs. It is the token count unless the log ends first; `place_decodes` must run
-            before.
-        `ancestors` [N * T]: bit mask per token of its path in the row, itself included. By default each token follows
-            all before it. Draft trees are in preorder and have no dst; `keep_paths` must compact kept entries.
-        `depths` [N]: depth of each token in its row's draft tree, 4 bits per token, lowest first. Derived.
-        `arrivals` [N, 32]: zeros between launches. Ops with the same indices must not overlap. Derived.
-        `folds` [1 + 5 N]: number of rows with a dst, then src, dst, slot, first and end entry of each. Derived.
-        `query_start_loc` [P + 1]: offsets in the flat batch, from N * T.
-        `context_len`, `src` [P]: tokens before this step, and block of the state to read.
-        `chunk_seq`, `chunk_start`, `chunk_dst` [C]: prefill row, flat offset, and block for the state after each chunk.
-            Rows are cut at absolute multiples of 64.
-        `seq_chunk_start` [P + 1]: offsets of the rows' chunks.
-        `prefill_rows` [P, 6]: first and end token, `context_len`, first and end chunk, and `src`, longest row first.
-            Derived.
-        `tokens`, `positions`, `kv_slot` [F]: optional; `kv_slot` is block * block_size + offset, or -1.
-        `kv_len` [N + P]: optional; readable tokens, this step's included.
-        `block_table_start` [N + P + 1], `block_table`: optional; row i has the pages from `block_table_start[i]` to
-            `block_table_start[i + 1]`, enough for `kv_len` tokens.
-        `logits_index`: optional, like any other array.
+    Derived arrays:
+        `depths` [N]: depth of each token in its row's tree, 4 bits per token, lowest first.
+        `arrivals` [N, 32]: zeros between launches. Ops with the same indices must not overlap.
+        `folds` [1 + 5 N]: number of rows with a dst, then src, dst, slot, first and end entry of each.
+        `prefill_rows` [P, 6]: first and end token, `context_len`, first and end chunk, `src`; longest row first.
+        `row_chunks` [P]: host integers, chunks of `prefill_rows` (None from the constructor).
 
-    Host integers: `num_decodes` N, `tokens_per_decode` T (at most 8), `num_prefills` P, `num_tokens` F, and
-    `row_chunks` [P], the chunks of `prefill_rows` (None from the constructor).
-
-    The constructor takes device tensors under these names. Raises ValueError for a T outside 1 to 8, and for tensors
-    not int32, contiguous, on one device and at multiples of 16 bytes.
+    Raises ValueError for a T outside 1 to 8, and for tensors not contiguous int32 on one device at multiples of 16
+    bytes.
     """
 
     decode_src: Tensor
@@ -178,11 +156,10 @@ class StateIndices:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device | str) -> StateIndices:
-        """Move a plan's int32 arrays to `device` in one transfer.
+        """Move a plan's arrays to `device` in one transfer.
 
-        Arrays of absent decode rows, prefill rows or attention may be left out. T is `query_start_loc[0]` / N, or 1
-        without it. Raises ValueError for arrays that are not int32 or contradict each other, for T above 8, for rows
-        beyond the log, and for `ancestors` that are no trees in preorder.
+        Arrays of absent rows or attention may be left out. T is `query_start_loc[0]` / N, or 1. Raises ValueError for
+        arrays that are not int32 or contradict each other, a T above 8, and rows beyond the log.
         """
         arrays = _with_defaults(arrays)
         num_decodes, num_prefills = arrays["decode_src"].size, arrays["src"].size
@@ -228,15 +205,12 @@ class StateIndices:
 
     @staticmethod
     def decode_buffers(max_rows: int, tokens_per_decode: int, device: torch.device | str) -> DecodeBuffers:
-        """Return buffers of fixed addresses for up to `max_rows` decode rows, for CUDA graphs.
-
-        Raises ValueError for `tokens_per_decode` outside 1 to 8.
-        """
+        """Return buffers of fixed addresses for up to `max_rows` decode rows, for CUDA graphs."""
         return DecodeBuffers(max_rows, tokens_per_decode, torch.device(device))
 
 
 class DecodeBuffers:
-    """Hold decode rows at fixed addresses: see `StateIndices.decode_buffers`."""
+    """Hold decode rows at fixed addresses."""
 
     def __init__(self, max_rows: int, tokens_per_decode: int, device: torch.device) -> None:
         self.max_rows, self.tokens_per_decode = max_rows, tokens_per_decode
@@ -249,14 +223,11 @@ class DecodeBuffers:
         _check_width(tokens_per_decode)
 
     def fill(self, arrays: Mapping[str, np.ndarray], padded_rows: int) -> StateIndices:
-        """Move a plan's decode rows to the device in one transfer, with padding rows behind them.
+        """Move a plan's decode rows to the device in one transfer, padded to `padded_rows`, on the reading stream.
 
-        Returns indices of `padded_rows` rows, valid until the next call. Equal `padded_rows` return the same object, so
-        a graph captured with it, for example after `fill({}, padded_rows)`, reads later contents. Call it on the
-        reading stream. Only decode arrays are taken.
-
-        Raises ValueError as `StateIndices.from_arrays` does, for prefill rows, for another width, and unless rows <=
-        `padded_rows` <= `max_rows`.
+        Equal `padded_rows` return the same object, valid until the next call: a captured graph reads later contents.
+        Raises ValueError as `StateIndices.from_arrays` does, for other rows or widths, and for more than `padded_rows`
+        or `max_rows`.
         """
         arrays = _with_defaults(arrays)
         rows = arrays["decode_src"].size
@@ -296,7 +267,7 @@ class DecodeBuffers:
 
 
 def _no_arrivals(rows: int, device: torch.device) -> Tensor:
-    """Return `StateIndices.arrivals`: adjacent counters would slow each other down."""
+    """Return counters: adjacent counters would slow each other down."""
     return torch.zeros(rows, ARRIVALS_WIDTH, dtype=torch.int32, device=device)
 
 
@@ -371,7 +342,7 @@ def _packed_depths(depths: np.ndarray) -> np.ndarray:
 
 
 def _trees(arrays: Mapping[str, np.ndarray], rows: int, width: int) -> dict[str, np.ndarray]:
-    """Return `ancestors` and `depths`; check given ancestors."""
+    """Return `ancestors` and `depths`."""
     if not arrays["ancestors"].size:
         return _chains(rows, width)
     _check_lengths(arrays, {"ancestors": rows * width})

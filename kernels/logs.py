@@ -1,7 +1,6 @@
 """Define the tensors in a token log's slot. Tensors [FOLD, ...] have an entry per token.
 
-Sums of log2 decays begin at the first entry: a difference is the decay between two tokens. A token's log2 decay is
-clamped at -34.6, beyond fp32's resolution, so sums stay small.
+Sums of log2 decays begin at the first entry. A token's log2 decay is clamped at -34.6, so fp32 sums stay small.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _entries(*shape: int, dtype: torch.dtype) -> StateTensor:
 
 @cache
 def conv1d_log(dim: int, dtype: torch.dtype) -> StateTensor:
-    """Return the layout: raw (or gated) inputs."""
+    """Lay out raw (or gated) inputs."""
     return _entries(dim, dtype=dtype)
 
 
@@ -34,7 +33,7 @@ def conv1d_log(dim: int, dtype: torch.dtype) -> StateTensor:
 def gated_delta_rule_log(
     heads: int, value_heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[StateTensor, ...]:
-    """Return the layout: raw keys in `dtype`, inverse norms, u, sums of log decays."""
+    """Lay out raw keys, inverse norms, u and sums of log decays."""
     inner = inner_dtype(dtype, state_dtype)
     return (
         _entries(heads, K, dtype=dtype),
@@ -46,7 +45,7 @@ def gated_delta_rule_log(
 
 @cache
 def kda_log(heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """Return `gated_delta_rule_log` with sums per key channel."""
+    """Lay out `gated_delta_rule_log` with sums per key channel."""
     *others, sums = gated_delta_rule_log(heads, heads, K, V, dtype, state_dtype)
     return (*others, _entries(heads, K, dtype=sums.dtype))
 
@@ -55,7 +54,7 @@ def kda_log(heads: int, K: int, V: int, dtype: torch.dtype, state_dtype: torch.d
 def ssd_log(
     heads: int, groups: int, P: int, N: int, dtype: torch.dtype, state_dtype: torch.dtype
 ) -> tuple[StateTensor, ...]:
-    """Return the layout: raw x and B, step sizes, sums of log decays."""
+    """Lay out raw x and B, step sizes and sums of log decays."""
     inner = inner_dtype(dtype, state_dtype)
     return (
         _entries(heads, P, dtype=dtype),
@@ -67,10 +66,9 @@ def ssd_log(
 
 @cache
 def selective_scan_log(dim: int, N: int, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-    """Return the layout: raw x, dt and B in `dtype`, a state, and its next entry per channel.
+    """Lay out raw x, dt and B, an unrounded state, and its next entry per channel.
 
-    The state is after the last step's first token; later entries are accepted drafts. Programs on different channels
-    need nothing of each other.
+    The state is after the last step's first token; later entries are accepted drafts.
     """
     return (
         _entries(dim, dtype=dtype),

@@ -18,8 +18,7 @@ def draft_from_history(indices: StateIndices, histories: Tensor, lengths: Tensor
     latest match that T - 1 tokens follow, then the earliest.
 
     Shapes: histories int32 [slots, room], by `log_slot`; lengths int64 [slots], at least 1, and 1 for slot 0. Returns
-    int64 [N] each: a row's start, for `place_decodes`; by how much it is later than planned; the most samples of
-    earlier rows.
+    int64 [N] each: starts for `place_decodes`; tokens by which they are late; most samples of earlier rows.
     """
     _check(indices, histories, lengths)
     return backend(histories).draft_from_history(indices, histories, lengths)
@@ -31,8 +30,7 @@ def add_to_history(
     """Append accepted tokens to histories: the samples that agree with a row's drafts, and one more.
 
     Shapes: first_sample int64 [N] from `draft_from_history`; sampled int64 [S], one per token of every row, decode rows
-    first (below 0 counts as 0). Returns the counts, int64 [N]. Histories need room for T more tokens; places after
-    added tokens may hold anything.
+    first (below 0 counts as 0). Returns counts, int64 [N]. Histories need room for T more tokens.
     """
     _check(indices, histories, lengths)
     check_shape("first_sample", first_sample, indices.num_decodes)

@@ -13,12 +13,10 @@ from .state_pool import StatePool
 
 
 def keep_paths(pool: StatePool, paths: Tensor) -> None:
-    """Move entries of accepted tokens to where the next step reads them: by depth, without gaps.
+    """Move `per_token` entries of accepted tokens to where the next step reads them: by depth, without gaps.
 
-    This covers all `per_token` tensors of `pool`. paths[i, 0] is a slot or page, paths[i, 1] the first target place,
-    paths[i, 2:] the source places, then -1. Sources rise, and none precedes its target. Each slot has one path.
-
-    Shapes: paths int32 [R, 9], contiguous.
+    Shapes: paths int32 [R, 9], contiguous: slot or page, first target place, rising source places not before their
+    targets, then -1. A slot has one path.
     """
     check_shape("paths", paths, len(paths), 1 + MAX_TOKENS_PER_DECODE)
     check_dtype("paths", paths, torch.int32)

@@ -26,7 +26,7 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return bytes per block, without alignment."""
+        """Return bytes per block, unpadded."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -39,16 +39,11 @@ def state_bytes(layers: StateLayers) -> int:
 
 
 class StatePool:
-    """Hold states in slots: one contiguous slab a block, with all layers' tensors at fixed offsets.
+    """Hold `num_blocks` states in slots: one contiguous slab a block, with all layers' tensors at fixed offsets.
 
-    `layers` has views [num_blocks + 1, *shape] of each layer's tensors, by block id. Slot 0, the null block, is never
-    written or read. Memory is not cleared; only ops may access it. `slabs` are the slots as uint8 [num_blocks + 1,
-    block_bytes]. `per_token` lists offset, token count and bytes per token of each such tensor.
-
-    Args:
-        layers: the tensors of one state, layer by layer.
-        num_blocks: states that the pool holds, without the null block.
-        device: the memory's device.
+    `layers` has views [num_blocks + 1, *shape] of each layer's tensors, `slabs` the slots as uint8 [num_blocks + 1,
+    block_bytes], `per_token` offset, token count and bytes per token of such tensors. Slot 0, the null block, is never
+    used. Memory is not cleared.
     """
 
     def __init__(self, layers: StateLayers, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -61,11 +56,9 @@ class StatePool:
 
         Args:
             buffer: uint8 [bytes], contiguous, aligned to 16 bytes. The pool takes as many blocks as fit.
-            layers: the tensors of one state, layer by layer.
             slot_bytes: bytes from slot to slot, a multiple of 256; by default a state's.
 
-        Raises:
-            ValueError: `buffer` is of another kind or too small for two slots, or `slot_bytes` does not fit.
+        Raises ValueError for other buffers, for room for less than two slots, and for slots smaller than a state.
         """
         if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.data_ptr() % 16:
             raise ValueError("the buffer must be a contiguous uint8 vector that begins at a multiple of 16 bytes")

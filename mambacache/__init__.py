@@ -1,7 +1,7 @@
 """Cache prefixes of models with recurrent state.
 
-Public names load on first use: importing `mambacache.cache` loads neither torch nor transformers, and importing
-`mambacache.kernels` loads no transformers.
+Public names load on first use: `mambacache.cache` loads neither torch nor transformers, and `mambacache.kernels` no
+transformers.
 """
 
 from importlib import import_module

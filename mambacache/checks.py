@@ -1,4 +1,4 @@
-"""Check the arguments of `PrefixCache`."""
+"""Check the arguments of `PrefixCache`; a wrong argument raises ValueError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKEN = (1 << 31) - 1
 
 
 def check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
-    """Raise ValueError unless `value` is an integer from `least` to `most`."""
+    """Accept an integer from `least` to `most`."""
     if type(value) is int and value >= least and (most is None or value <= most):
         return
     integer = isinstance(value, Integral) and not isinstance(value, bool)
@@ -27,7 +27,7 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
 
 
 def token_array(name: str, token_ids: Any) -> array[int]:
-    """Return token ids as int32, or raise ValueError unless all are from 0 to 2^31 - 1."""
+    """Return token ids as int32."""
     if isinstance(token_ids, (str, bytes, bytearray, memoryview)):
         raise ValueError(
             f"{name} is of type {type(token_ids).__name__}: give a sequence of token ids, which are integers"
@@ -54,7 +54,7 @@ def _as_tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def prompt_array(request_id: str, token_ids: Any, most: int) -> array[int]:
-    """Return a prompt as int32, or raise ValueError if it is empty or exceeds `most` tokens."""
+    """Return a prompt of 1 to `most` tokens as int32; 0 for no limit."""
     tokens = token_array(f"the prompt of request {request_id!r}", token_ids)
     if not tokens:
         raise ValueError(f"request {request_id!r} has an empty prompt: give it at least one token")
@@ -88,7 +88,7 @@ def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
 
 
 def check_key(key: object, depth: int = 4) -> None:
-    """Raise ValueError unless a key's repr is unique: arrays shorten theirs."""
+    """Accept keys with a unique repr: arrays shorten theirs."""
     if type(key) is tuple and depth:
         for part in key:
             check_key(part, depth - 1)
@@ -97,7 +97,7 @@ def check_key(key: object, depth: int = 4) -> None:
 
 
 def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_size: int) -> dict[int, bytes]:
-    """Return a digest of the keys in each block with keys, or raise ValueError."""
+    """Return a digest of the keys in each block with keys."""
     keys: dict[int, bytes] = {}
     for pair in _as_tuple("extra_keys", extra_keys):
         if not isinstance(pair, tuple) or len(pair) != 2:
@@ -110,7 +110,7 @@ def block_keys(extra_keys: Iterable[tuple[int, object]], num_tokens: int, block_
 
 
 def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]:
-    """Return positions rounded down to blocks, or raise ValueError."""
+    """Round positions down to blocks."""
     positions = _as_tuple("checkpoint_at", checkpoint_at)
     for position in positions:
         check_integer("a position in checkpoint_at", position, 0)
@@ -118,7 +118,7 @@ def boundaries(checkpoint_at: Iterable[int], block_size: int) -> tuple[int, ...]
 
 
 def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tuple[int, ...]:
-    """Return the parents of drafts, or raise ValueError unless they make a tree in preorder."""
+    """Return the parents of drafts, a tree in preorder."""
     if len(parents) and (len(parents) != len(drafts) or PLACEHOLDER in drafts):
         raise ValueError(
             f"{who} has {len(drafts)} drafts and {len(parents)} parents: give each draft of a tree, none of them a "
@@ -136,7 +136,7 @@ def tree_parents(who: str, drafts: Sequence[int], parents: Sequence[int]) -> tup
 
 
 def accepted_tokens(step: SequenceStep, token_ids: Sequence[int]) -> array[int]:
-    """Return a row's tokens as int32, or raise ValueError if `step` cannot yield them."""
+    """Return tokens that `step` can yield, as int32."""
     count = len(token_ids)
     if not count:
         return array("i")

@@ -1,4 +1,4 @@
-"""Define settings as dataclasses that validate themselves, with errors that name the setting to change."""
+"""Define settings that validate themselves."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ LEAST_STATES = 2  # one request reads a state and writes another
 DEFAULT_DRAFTS = 3
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 KV_TOKENS_PER_STATE = 7000
-"""Default division of memory between KV and states, near the best for a simulated trace of chats."""
+"""Default division of memory, near the best for simulated chats."""
 
 KV_TOKENS_PER_HOST_STATE = 10_000
-"""Default division of host memory, which receives fewer states than the device holds."""
+"""Default division of host memory, which receives fewer states."""
 
 DTYPE_NAMES = {"half": "float16", "float": "float32"}
 
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024
-"""Maximum of stop strings in a request, and of characters in each; every new token is compared with all of them."""
+"""Most stop strings in a request, and characters in each; each token is compared with all."""
 
 NO_LIMIT = sys.maxsize
-"""Value of `SamplingParams.max_tokens` for None."""
+"""`SamplingParams.max_tokens` for None."""
 
 LARGEST_TOP_K = (1 << 31) - 1
-"""Largest int32, above every vocabulary; a larger top_k is lowered to it."""
+"""Largest int32, above every vocabulary."""
 
 MAX_ANSWERS = 1 << 14
-"""Maximum of answers for one prompt; creating them delays all other requests."""
+"""Most answers to a prompt; creating them delays other requests."""
 
 HOST_BYTES_PER_TOKEN = 1 << 18
-"""PCIe 5 moves these bytes in about 5 us, the time in which an H200 prefills a token with 1 B active parameters."""
+"""PCIe 5 moves these bytes in about 5 us, in which an H200 prefills a token with 1 B active parameters."""
 
 DISK_BYTES_PER_TOKEN = 1 << 15
-"""One x86 core reads and checks these bytes from the page cache in 43 us. An H200 at 400 TFLOP/s prefills a token with
-8 B active parameters in that time."""
+"""An x86 core reads and checks these bytes from the page cache in 43 us, in which an H200 prefills a token with 8 B
+active parameters."""
 
 
 def _check_blocks(config: CacheConfig | EngineConfig) -> None:
@@ -54,36 +54,31 @@ def _check_blocks(config: CacheConfig | EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Configures a `PrefixCache`. Numbers of blocks exclude the null block, id 0.
-
-    Amounts of memory may be given as text, such as "20GiB" or "500MB".
+    """Configures a `PrefixCache`; a wrong value raises ValueError. Numbers exclude the null block, id 0.
 
     Args:
         num_state_blocks: Blocks of the state pool, at least 2; ids 1 to this number without `slab`.
         num_kv_blocks: Blocks of the KV pool; 0 if the host engine keeps the KV or the model has no attention.
-        num_log_slots: Token logs, ids 1 to this number, one for each decoding request; None for num_state_blocks.
-        slab: Pair (states, pages) held by a slab, at least one of the two 1; None for separate memories. Slab i holds
-            state ids from i * states on and page ids from i * pages on; slab 0 holds the null blocks. Both kinds share
-            num_state_blocks / states slabs. Pages take at most num_kv_blocks / pages of them; the rest is the reserve
-            of running states.
-        block_size: Tokens in a block, a multiple of 64; the unit of hashes, KV pages and checkpoint positions.
-        max_draft_tokens: Draft tokens that a batch row may verify in one step, 0 to 7.
-        model_key: Identifies everything that states depend on, such as model, weights and state dtype.
-        has_attention: False for a model without attention; a prefix hit then needs no KV.
-        max_checkpoints: Maximum of cached states; None for the size of the pool, 0 for none.
-        checkpoint_interval: Also store a state at each multiple of this number of tokens, a multiple of block_size; 0
-            for none.
-        strict_reuse: Reuse only blocks computed exactly as a cold prefill computes them.
-        max_seen_blocks: Remembered hashes of computed blocks, which find junctions after their KV is evicted.
-        record_tokens: Tokens remembered for the report's ceiling, at 4 to 5 bytes each and about 400 per branch.
+        num_log_slots: Token logs, with ids from 1 on, one for each decoding request; None for num_state_blocks.
+        slab: Pair (states, pages) held by a slab, one of the two 1; None for separate memories. Slab i holds state ids
+            from i * states on and page ids from i * pages on; slab 0 holds the null blocks. Pages take at most
+            num_kv_blocks / pages of num_state_blocks / states slabs, and leave the rest to running states.
+        block_size: Tokens in a block, a multiple of 64, for hashes, KV pages and states.
+        max_draft_tokens: Draft tokens that a row may verify, 0 to 7.
+        model_key: Identifies everything that states depend on, as weights and dtypes.
+        has_attention: False for a model without attention, whose hits need no KV.
+        max_checkpoints: Most cached states; None for the size of the pool, 0 for none.
+        checkpoint_interval: As in `EngineConfig`.
+        strict_reuse: As in `EngineConfig`.
+        max_seen_blocks: Remembered hashes, which find junctions after their KV is evicted.
+        record_tokens: Tokens remembered for ceilings, at 4 to 5 bytes each and about 400 per branch.
         accounting: False leaves out ceilings, losses, counters and events.
-        num_host_states: Slots for states in host memory, filled by `PrefixCache.transfers` before the device evicts; 0
-            for no such tier.
-        num_host_pages: Slots for KV pages in host memory; 0 for a model without attention.
-        state_bytes: Bytes of one state, to weigh transfers; 0 to ignore.
-        page_bytes: Bytes of one KV page, to weigh transfers; 0 to ignore.
-        host_bytes_per_token: Maximum of bytes loaded from host memory for each token saved; a larger hit is computed.
-        disk_bytes_per_token: Maximum of bytes read from files for each token saved; a larger hit is computed.
+        num_host_states: Slots for states in host memory, filled by `PrefixCache.transfers`; 0 for no such tier.
+        num_host_pages: Slots for KV pages in host memory.
+        state_bytes: Bytes of a state, to weigh transfers; 0 to ignore.
+        page_bytes: Bytes of a KV page.
+        host_bytes_per_token: As in `EngineConfig`.
+        disk_bytes_per_token: As in `EngineConfig`.
     """
 
     num_state_blocks: int
@@ -109,17 +104,17 @@ class CacheConfig:
 
     @property
     def host_keeps_kv(self) -> bool:
-        """Tells whether the host engine manages the model's KV."""
+        """Tells whether the host engine keeps the model's KV."""
         return self.has_attention and not self.num_kv_blocks
 
     @property
     def num_state_ids(self) -> int:
-        """Number of state ids, null blocks included."""
+        """Count state ids, null blocks included."""
         return self.num_state_blocks + (self.slab[0] if self.slab is not None else 1)
 
     @property
     def num_page_ids(self) -> int:
-        """Number of KV page ids, null blocks included."""
+        """Count page ids, null blocks included."""
         if self.slab is None:
             return self.num_kv_blocks + 1
         return self.num_state_ids // self.slab[0] * self.slab[1]
@@ -174,39 +169,34 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Configures sampling and stopping of one request. None stands for a default.
+    """Configures sampling and stopping of one request; a wrong value raises ValueError. None stands for a default.
 
     Args:
         temperature: Divides the logits; 0 is greedy.
-        top_k: Keep the k most likely tokens; 0, -1 or the vocabulary's size for all. Above 1,024 each token sorts the
-            vocabulary.
-        top_p: Keep the smallest set of tokens with this probability. Below 1 without a top_k each token sorts the
-            vocabulary.
+        top_k: Keep the k most likely tokens; 0 or -1 for all. Above 1,024 each token sorts the vocabulary.
+        top_p: Keep the smallest set of tokens with this probability. Below 1, without top_k, it sorts too.
         min_p: Drop tokens less likely than min_p times the most likely token.
-        repetition_penalty: Divides positive logits of tokens in prompt or answer and multiplies negative logits, above
-            0; 1 for none.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or answer, above 0; 1
+            for none.
         presence_penalty: Subtracted from the logits of the answer's tokens, -2 to 2.
-        frequency_penalty: Subtracted from the logits of the answer's tokens once per occurrence, -2 to 2.
-        logit_bias: Number to add to the logits of each token, -100 to 100, before penalties and temperature.
-        seed: Any integer, which makes draws repeatable in any batch; None for a fresh seed.
-        max_tokens: Maximum of answer tokens; None for the limit of the model and its KV pool.
+        frequency_penalty: Subtracted once for each occurrence in the answer, -2 to 2.
+        logit_bias: Number to add to a token's logit, -100 to 100, before penalties and temperature.
+        seed: Integer that makes draws repeatable in any batch; None for a fresh seed.
+        max_tokens: Most answer tokens; None for the limit of model and KV pool.
         min_tokens: Answer tokens before any end token, stop token or stop string.
-        stop: String or strings that end the answer, at most 64 of 1,024 characters each; cut off from the text.
+        stop: String or strings that end the answer and are cut off, at most 64 of 1,024 characters.
         stop_token_ids: Tokens that end the answer, beside the model's end tokens.
-        include_stop_str_in_output: Keep the stop string, or the stop token's text, in the text.
+        include_stop_str_in_output: Keep the stop string, or the stop token's text.
         skip_special_tokens: Leave special tokens out of the text.
         ignore_eos: Continue after the model's end tokens.
         n: Number of answers, at most 16,384, which share the prompt's state and KV.
-        logprobs: Number of most likely tokens returned with log probabilities beside each answer token, at most the
-            engine's `max_logprobs`; None for no log probabilities.
-        prompt_logprobs: The same number for each prompt token, which forces a full prefill; None for none.
+        logprobs: Number of most likely tokens with log probabilities beside each answer token, at most the engine's
+            `max_logprobs`; None for no log probabilities.
+        prompt_logprobs: The same for prompt tokens, which forces a full prefill.
         checkpoint_at: Token positions, rounded down to blocks, with a state worth caching.
         read_cache: False ignores cached blocks.
         store_cache: False caches no block of the request.
         salt: Requests with different salts share no cached blocks.
-
-    Raises:
-        ValueError: a value has a wrong type or is out of range; the message names the setting to change.
     """
 
     temperature: float = 1.0
@@ -285,57 +275,52 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def adjusts(self, num_answered: int) -> bool:
-        """Return whether the logits after `num_answered` answer tokens are adjusted before temperature."""
+        """Return whether logits after `num_answered` answer tokens are adjusted before temperature."""
         return self.penalizes or bool(self.logit_bias) or num_answered < self.min_tokens
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Configures an `LLM`. None stands for a default.
+    """Configures an `LLM`; a wrong value raises ValueError. None stands for a default.
 
-    Amounts of memory may be given as text, such as "20GiB" or "500MB".
+    Bytes may be text, such as "20GiB" or "500MB".
 
     Args:
         model: Directory of a checkpoint, or a Hub id.
-        tokenizer: Directory or Hub id of another tokenizer; None for the checkpoint's tokenizer.
-        revision: Branch, tag or commit of the Hub repository; None for the newest.
+        tokenizer: Directory or Hub id; None for the checkpoint's tokenizer.
+        revision: Branch, tag or commit on the Hub; None for the newest.
         device: "cpu", "cuda", "cuda:1", or "auto" for cuda if available; or a torch.device.
         dtype: Dtype of weights and activations: "auto" (the checkpoint's; float32 on a CPU), "float32" or "float",
             "bfloat16", "float16" or "half", or a torch.dtype.
         state_dtype: Dtype of recurrent states, as `dtype` but without "auto".
         block_size: Tokens in a block, a multiple of 64.
-        max_num_batched_tokens: Maximum of tokens computed in one step.
-        max_num_seqs: Maximum of running requests.
-        max_model_len: Maximum of tokens in prompt and answer together; None for the model's limit.
-        max_logprobs: Maximum of `logprobs` and `prompt_logprobs`; -1 for no limit.
-        long_prefill_token_threshold: Maximum of a prompt's tokens in a step; 0 for no limit.
-        enable_prefix_caching: False computes every prompt in full and caches nothing.
-        checkpoint_budget_bytes: Memory for cached states, running states excluded, 0 for none; None for the rest of
-            the share that `plan` prints. If kv_cache_bytes is None too, traffic divides one memory between states and
-            KV.
-        kv_cache_bytes: Memory for KV pages; None for a default from the device's memory, about 7,000 tokens for each
-            cached state, or for memory shared with states.
+        max_num_batched_tokens: Most tokens computed in a step.
+        max_num_seqs: Most running requests.
+        max_model_len: Most tokens in prompt and answer together; None for the model's limit.
+        max_logprobs: Most `logprobs` and `prompt_logprobs`; -1 for no limit.
+        long_prefill_token_threshold: Most tokens of a prompt in a step; 0 for no limit.
+        enable_prefix_caching: False caches nothing.
+        checkpoint_budget_bytes: Memory for cached states, beside running states, 0 for none; None for the rest of the
+            share that `plan` prints. If kv_cache_bytes is None too, states and KV may share one memory.
+        kv_cache_bytes: Memory for KV pages; None for about 7,000 tokens for each cached state, or for shared memory.
         host_cache_bytes: Host memory for states and KV that the device evicts, pinned for a GPU; 0 for none.
-        host_bytes_per_token: Maximum of bytes loaded from host memory for each token saved; a larger hit is computed.
-        disk_cache_dir: Directory of files with states and KV, which keep the cache over a restart; for one engine at a
-            time; needs host_cache_bytes; None for none.
-        disk_cache_bytes: Maximum of bytes in these files, at least a state and a KV block, least recently used evicted
-            first; None for half of the free bytes.
-        disk_bytes_per_token: Maximum of bytes read from files for each token saved; a larger hit is computed.
-        gpu_memory_utilization: Share of the device's memory for weights and caches, above 0 and at most 1; None for all
+        host_bytes_per_token: Most bytes loaded from host memory for each token saved; a larger hit is computed.
+        disk_cache_dir: Directory of files that keep the cache over a restart, for one engine at a time; needs
+            host_cache_bytes; None for none.
+        disk_cache_bytes: Most bytes in these files, at least a state and a KV block; the least recently used go first.
+            None for half of present and free bytes.
+        disk_bytes_per_token: Most bytes read from files for each token saved.
+        gpu_memory_utilization: Share of the device's memory for weights and caches, above 0, at most 1; None for all
             free memory.
-        checkpoint_interval: Also cache a state at each multiple of this number of tokens, a multiple of block_size; 0
-            for none.
-        strict_reuse: Reuse only blocks computed exactly as a cold prefill computes them.
-        speculative: "ngram" drafts the tokens behind an earlier copy of a request's last tokens; None for no drafts, or
-            for LLM's `draft`.
-        max_draft_tokens: Draft tokens that a batch row may verify in one step, 0 to 7. With `speculative` 0 means 3.
-            LLM's `draft`, a function of a request and a limit that returns token ids or a `DraftTree`, needs 1 or more.
-        enforce_eager: Launch every kernel of a decode step, without CUDA graphs; loads faster.
+        checkpoint_interval: Also cache a state at multiples of this number of tokens, a multiple of block_size; 0 for
+            none.
+        strict_reuse: Reuse only blocks computed exactly as in a cold prefill.
+        speculative: "ngram" drafts the tokens behind an earlier copy of a request's last tokens; None for LLM's `draft`
+            or no drafts.
+        max_draft_tokens: Draft tokens that a row may verify, 0 to 7. With `speculative` 0 means 3. LLM's `draft` needs
+            1 or more.
+        enforce_eager: Run decode steps without CUDA graphs; loads faster.
         seed: Seed for requests without a seed; None for a fresh seed.
-
-    Raises:
-        ValueError: a value has a wrong type or is out of range; the message names the setting to change.
     """
 
     model: str | Path

@@ -10,7 +10,7 @@ from typing import Any
 
 from mambacache.units import is_bytes, parse_bytes
 
-# By annotation: types, conversion, and name in errors.
+# Types, conversion, and name in errors.
 KINDS: dict[str, tuple[tuple[type, ...], Callable[[Any], Any], str]] = {
     "bool": ((bool,), bool, "True or False"),
     "int": ((Integral,), int, "an integer"),
@@ -31,7 +31,7 @@ def is_integer(value: Any) -> bool:
 
 
 def hold_to_annotations(config: Any) -> None:
-    """Convert each field to its annotated type, in place, or raise ValueError; None becomes the default."""
+    """Convert each field to its annotated type, or raise ValueError; None becomes the default."""
     for option in fields(config):
         value = getattr(config, option.name)
         if value is None and option.default is not MISSING:

@@ -1,7 +1,4 @@
-"""Define the plan that a scheduler gives to a runner: host integers and numpy int32 arrays.
-
-A `SequenceStep` is a batch row, a `StepPlan` the batch. The cache has chosen all blocks.
-"""
+"""Define the plan of a step: host integers and int32 arrays, with blocks that the cache chose."""
 
 from __future__ import annotations
 
@@ -16,38 +13,36 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 64
-"""Tokens in a chunk of the prefill kernels. Chunks begin at absolute multiples of CHUNK."""
+"""Tokens in a chunk of prefill. Chunks begin at absolute multiples of CHUNK."""
 
 FOLD = 16
-"""Entries of a token log. No decode row crosses an absolute multiple of FOLD, where its log is folded into a dst."""
+"""Entries of a token log, folded into a dst at absolute multiples of FOLD. No decode row crosses these."""
 
 MAX_TOKENS_PER_DECODE = 8
-MAX_DRAFT_TOKENS = MAX_TOKENS_PER_DECODE - 1
-"""Maximum number of drafts in a row, after a known token."""
+MAX_DRAFT_TOKENS = MAX_TOKENS_PER_DECODE - 1  # beside a known token
 
 NULL_BLOCK = 0
 """As src: a fresh state (zeros, never read). As dst: store nothing."""
 
 PLACEHOLDER = -1
-"""Token that the host does not know yet: a step issued before samples it."""
+"""Token that an earlier step samples, unknown to the host."""
 
 NOT_FINITE = -2
-"""Token that a runner returns for logits that are NaN or infinite."""
+"""Token for NaN or infinite logits."""
 
 DECODE_ARRAYS = "decode_src", "decode_dst", "log_slot", "log_start", "log_end", "decode_len", "late_len"
-"""Names of the arrays of decode rows. A row of padding has zeros in them."""
+"""Arrays of decode rows; zeros in padding."""
 
 NO_CHECKPOINTS: Mapping[int, int] = MappingProxyType({})
 
 
 class Guess(NamedTuple):
-    """Holds the drafts of a row; `parents` as in `SequenceStep`."""
+    """Holds a row's drafts; `parents` as in `SequenceStep`."""
 
     drafts: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
 
     def cut(self, count: int) -> Guess:
-        """Return the first `count` drafts."""
         return Guess(self.drafts[:count], self.parents[:count]) if self.drafts else self
 
 
@@ -58,11 +53,10 @@ class SequenceStep(NamedTuple):
     """Describes a batch row: the tokens at positions `start` to `start + num_tokens`.
 
     A decode row runs a known token, then `drafts`. `src` holds the state before the row, or before entry `log_start` of
-    its log. `dst` receives the state after the row; it is null if the row only adds to its log.
+    its log. `dst` receives the state after the row, or is null if the row only adds to its log.
 
-    Drafts may form a tree in preorder: `parents` gives the place in the row that each draft follows; place 0 is the
-    known token. If the row before was a tree, `keep_paths` must first move the entries at positions `kept` to just
-    before `start`.
+    A tree of drafts is in preorder, and `parents` are the places in the row that drafts follow; place 0 is the known
+    token. After a tree, `keep_paths` must first move the entries at positions `kept` to just before `start`.
     """
 
     request_id: str
@@ -79,12 +73,12 @@ class SequenceStep(NamedTuple):
     drafts: tuple[int, ...] = ()
     checkpoints: Mapping[int, int] = NO_CHECKPOINTS  # position -> block, beside dst
     prompt_logits: bool = False  # wants all logits of a prefill row
-    unplaced_by: int = 0  # tokens by which it may start later, if drafts are accepted
+    unplaced_by: int = 0  # tokens by which it may start later
     parents: tuple[int, ...] = ()  # empty without branches
     kept: tuple[int, ...] = ()
 
     def draft_after(self, place: int, token: int) -> int:
-        """Return the place of the draft `token` after `place`, or 0. Without a tree a placeholder matches any token."""
+        """Return the place of the draft `token` after `place`, or 0; placeholders match any token."""
         if not self.parents:
             return place + 1 if place < len(self.drafts) and self.drafts[place] in (token, PLACEHOLDER) else 0
         for i, (draft, parent) in enumerate(zip(self.drafts, self.parents, strict=True), 1):
@@ -93,7 +87,7 @@ class SequenceStep(NamedTuple):
         return 0
 
     def followed(self, tokens: Sequence[int]) -> list[int]:
-        """Return place 0 and the places of the drafts that agree with `tokens`."""
+        """Return place 0, and the places of drafts that agree with `tokens`."""
         path = [0]
         for token in tokens:
             place = self.draft_after(path[-1], token)
@@ -103,7 +97,7 @@ class SequenceStep(NamedTuple):
         return path
 
     def depths(self) -> Sequence[int]:
-        """Return the number of tokens before each token on its path."""
+        """Count the tokens before each token on its path."""
         if not self.parents:
             return range(self.num_tokens)
         depths = [0]
@@ -117,7 +111,7 @@ class PageTables(NamedTuple):
 
     pages: Sequence[array[int]]
     num_shared: Sequence[int]  # leading pages that others wrote
-    copied: Sequence[int]  # page to copy to the first page after the shared pages; 0 for none
+    copied: Sequence[int]  # page to copy to the first other page; 0 for none
 
 
 class BlockFile(NamedTuple):
@@ -127,13 +121,13 @@ class BlockFile(NamedTuple):
     slot: int
     block_hash: bytes
     exact: bool  # same bits as a cold prefill
-    born: int  # issue that wrote the block; 0: an earlier process
+    born: int  # the writing issue; 0: an earlier process
     writer: int = 0  # request number; 0: an earlier process
-    if_room: bool = False  # only if no other file is deleted
+    if_room: bool = False  # delete no other file
 
 
 class Transfer(NamedTuple):
-    """Lists copies, as (device block, host slot), or between host slots and `files`."""
+    """Lists copies (device block, host slot), or between host slots and `files`."""
 
     number: int
     to_host: bool
@@ -144,21 +138,21 @@ class Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """Describes a forward pass. Its flat batch of F tokens holds N decode rows, then P prefill rows.
+    """Describes a forward pass over a flat batch of F tokens: N decode rows, then P prefill rows.
 
-    Decode rows are padded to T = `tokens_per_decode` tokens. Prefill rows are cut into C chunks at absolute multiples
-    of 64. `arrays` are int32; offsets are in the flat batch:
+    Decode rows are padded to T = `tokens_per_decode` tokens. Prefill rows are cut into C chunks. `arrays` are int32,
+    with offsets in the flat batch:
 
     - `decode_src`, `decode_dst`, `log_slot`, `log_start`, `log_end` (entry of the first token) [N]
     - `decode_len` [N]: tokens without padding
     - `late_len` [N]: tokens of an unplaced row if its log has room; else 0
-    - `ancestors` [N * T], with trees: a bit for each token on a token's path, itself included
+    - `ancestors` [N * T], with trees: bits of the tokens on a token's path, itself included
     - `query_start_loc` [P + 1] (offsets), `context_len`, `src` [P]
     - `chunk_seq`, `chunk_start` (offset), `chunk_dst` [C], `seq_chunk_start` [P + 1]
     - `tokens`, `positions` [F]
     - `logits_index` [L]: offsets of the wanted logits
-    - with a KV pool: `kv_slot` [F] (block * block_size + offset; -1: do not write), `block_table` (pages, row by row),
-      `block_table_start` [N + P + 1], `kv_len` [N + P] (readable tokens, with this step's)
+    - with a KV pool: `kv_slot` [F] (block * block_size + offset; -1: do not write), `block_table` (pages by row),
+      `block_table_start` [N + P + 1], `kv_len` [N + P] (tokens, with this step's)
 
     `log_paths`, `kv_paths`: moves of `keep_paths` before the pass, int32 [R, 9] or None.
     """
@@ -173,14 +167,10 @@ class StepPlan:
 
 
 def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = None) -> dict[str, np.ndarray]:
-    """Lay out the arrays of states and chunks for ordered rows.
+    """Lay out the arrays of states and chunks, or raise ValueError unless `decode_rows` leading rows decode.
 
     Args:
-        decode_rows: number of leading decode rows.
-        width: their tokens; None for the longest.
-
-    Raises:
-        ValueError: `decode_rows` is wrong, or decode rows are not first.
+        width: tokens of a decode row; None for the longest.
     """
     decode, prefill = rows[:decode_rows], rows[decode_rows:]
     if any([row.prefill for row in decode]) or not all([row.prefill for row in prefill]):
@@ -194,10 +184,9 @@ def layout(rows: Sequence[SequenceStep], decode_rows: int, width: int | None = N
 
 
 def pad(plan: StepPlan, rows: int, width: int) -> StepPlan:
-    """Pad a plan of decode rows to `rows` rows of `width` tokens; all logits are wanted.
+    """Pad decode rows to `rows` of `width` tokens, which read and write nothing; all logits are wanted.
 
-    Padding reads and writes nothing. Shapes depend on `rows` and `width` only, except for `block_table`, which comes
-    last.
+    `rows` and `width` fix all shapes except `block_table`, the last.
     """
     old, real = plan.arrays, (plan.num_decodes, plan.tokens_per_decode)
     tokens = {"tokens": 0, "positions": 0, "kv_slot": -1}
@@ -240,7 +229,7 @@ _decode_numbers = attrgetter("start", "num_tokens", "src", "dst", "log_slot", "l
 
 
 def after_fold(folded: Any, src: Any, dst: Any, log_start: Any, log_end: Any) -> tuple[Any, Any, Any]:
-    """Return src, dst and log_start of the next rows. A row after a fold reads the stored state.
+    """Return src, dst and log_start of the next rows: after a fold they read the stored state.
 
     Args:
         folded: 1 after a fold, else 0. All arguments: int, or int32 array or tensor [N].
@@ -265,7 +254,7 @@ def _ancestors(row: SequenceStep, width: int) -> np.ndarray:
 
 
 def _path_rows(rows: Sequence[tuple[SequenceStep, int]], size: int) -> np.ndarray | None:
-    """Return the moves of `keep_paths`. Position p is at p % `size` in a slot."""
+    """Return moves of `keep_paths`; position p is at p % `size` in a slot."""
     paths = []
     for row, slot in rows:
         places = [position % size for position in row.kept]
@@ -310,7 +299,7 @@ def build_plan(
 
     Args:
         tokens: known tokens of each row's request.
-        tables: None if the cache keeps no KV pages.
+        tables: None without KV pages.
     """
     num_decodes = sum([not step.prefill for step in steps])
     decode, prefill = steps[:num_decodes], steps[num_decodes:]
@@ -358,7 +347,6 @@ def _join(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _wanted(row: SequenceStep, end: int) -> range:
-    """Return the offsets of wanted logits."""
     return range(end - row.num_tokens if row.prompt_logits else end - row.samples, end)
 
 

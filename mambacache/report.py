@@ -8,56 +8,48 @@ from typing import NamedTuple
 
 
 class Loss(StrEnum):
-    """Names why tokens were computed again."""
+    """Names reasons to compute tokens again."""
 
     GRANULARITY = "granularity"  # behind the last whole shared block
     NO_STATE = "no state there"
     EVICTED = "evicted"
     NO_CAPACITY = "no capacity"  # no block was free for a wanted checkpoint
-    ONLY_NEAR = "only near"  # strict_reuse rejects blocks not computed as in a cold prefill
+    ONLY_NEAR = "only near"  # strict_reuse rejects inexact blocks
     NOT_ASKED = "not asked for"  # the cache is off, or read_cache is False
 
     def __repr__(self) -> str:
-        """Return the repr of the plain string."""
         return repr(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestReport:
-    """Reports on one prompt, in tokens.
-
-    Attributes:
-        ceiling: Longest prefix shared with anything computed so far, at most `prompt - 1`.
-        losses: Tokens by reason, `ceiling - hit` in total.
-        from_host: Part of the hit loaded from host memory.
-        from_disk: Part of the hit read from files.
-    """
+    """Reports on one prompt, in tokens."""
 
     prompt: int
     hit: int
-    ceiling: int
-    losses: dict[Loss, int]
-    from_host: int = 0
-    from_disk: int = 0
+    ceiling: int  # longest prefix computed before, at most `prompt - 1`
+    losses: dict[Loss, int]  # `ceiling - hit` in total
+    from_host: int = 0  # part of the hit
+    from_disk: int = 0  # part of the hit
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
     """Tells a router of a block stored on the device or removed.
 
-    A gap in `number` means lost events: start from an empty view.
+    After a gap in `number`, events are lost: start from an empty view.
     """
 
     number: int
     action: str  # "stored" or "removed"
     kind: str  # "state" or "kv"
     block_hash: bytes
-    num_tokens: int  # length of the prefix; 0 if removed
-    request_id: str  # request that stored the block; "" if removed
+    num_tokens: int  # of the prefix; 0 if removed
+    request_id: str  # that stored the block; "" if removed
 
 
 class CachedBlock(NamedTuple):
-    """Holds the ids of a prefix hash's state and KV page, 0 if not cached on the device."""
+    """Holds the state and KV page of a prefix hash, 0 if not on the device."""
 
     block_hash: bytes
     state: int
@@ -82,12 +74,12 @@ class CacheStats:
     loads: int = 0
     bytes_to_host: int = 0
     bytes_from_host: int = 0
-    disk_hit_tokens: int = 0  # part of `hit_tokens`, not of `host_hit_tokens`
+    disk_hit_tokens: int = 0  # another part
     bytes_to_disk: int = 0
     bytes_from_disk: int = 0
     failed_transfers: int = 0
-    state_blocks: dict[str, int] = field(default_factory=dict)  # by status, see `BlockPool.counts`
-    log_slots: dict[str, int] = field(default_factory=dict)  # free, and held by decoding requests
+    state_blocks: dict[str, int] = field(default_factory=dict)  # by status
+    log_slots: dict[str, int] = field(default_factory=dict)  # by status
     kv_blocks: dict[str, int] = field(default_factory=dict)  # empty without KV pages
     host_states: dict[str, int] = field(default_factory=dict)  # empty without a host tier
     host_pages: dict[str, int] = field(default_factory=dict)
@@ -147,19 +139,12 @@ def _in_words(blocks: dict[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Describes the prefix hit of a prompt.
+    """Describes the prefix hit of a prompt, in tokens."""
 
-    Attributes:
-        num_tokens: Prompt tokens not computed, a multiple of the block size.
-        junction: End of the prefix that others computed, in tokens; 0 if not behind the hit.
-        exact: Whether a cold prefill computes the same state and KV; None if the host engine keeps the KV.
-        waits_for: Running request that will compute a longer common prefix, or None.
-    """
-
-    num_tokens: int
-    junction: int
-    exact: bool | None
-    waits_for: str | None
+    num_tokens: int  # whole blocks
+    junction: int  # end of the prefix that others computed; 0 if not behind the hit
+    exact: bool | None  # None if the host engine keeps the KV
+    waits_for: str | None  # running request that will compute a longer common prefix
     losses: dict[Loss, int]
 
 
@@ -170,19 +155,17 @@ class Wait:
     Attributes:
         reason: "no room" for states or KV, "prefix" (another request computes it), "loading" (from host memory or
             files) or "in flight" (tokens of an issued step are not read yet).
-        on: Request that computes the prefix, or request that the load began for.
-        until: Position where the prefix or load ends.
     """
 
     reason: str
-    on: str | None = None
-    until: int = 0
+    on: str | None = None  # request that computes the prefix, or began the load
+    until: int = 0  # end of the prefix or load, in tokens
 
 
 class Progress(NamedTuple):
     """Holds positions of a running request, in tokens."""
 
-    computed: int  # end of tokens that issued steps compute
-    prefill_end: int  # end of the prefill, fixed at admission
+    computed: int  # by issued steps
+    prefill_end: int  # fixed at admission
     in_flight: int  # tokens that issued steps will return
-    proven: int  # behind it only this request uses its blocks, until finite logits follow
+    proven: int  # no other request uses blocks behind it

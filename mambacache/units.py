@@ -14,7 +14,7 @@ def is_bytes(name: str) -> bool:
 
 
 def parse_bytes(value: object) -> int:
-    """Return the bytes of an integer, or of a text such as "20GiB", or raise ValueError."""
+    """Return the bytes of an integer or of a text such as "20GiB"."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(value).lower(), re.ASCII)

@@ -14,21 +14,17 @@ from mambacache.plan import NULL_BLOCK, SequenceStep
 WARM_UP_TOKENS = 4096
 """Tokens of one long prompt. With two or more experts a token they use every kernel of experts."""
 LONG_PROMPT = 320
-"""Tokens of each of many long prompts, which use another form of prefill than many short prompts."""
+"""Tokens of each of many long prompts, which use another prefill than short prompts."""
 UNEVEN = 2048, 32
-"""Tokens of a prompt, and number of one-token prompts beside it, which leave most processors idle."""
+"""Tokens of a prompt, and one-token prompts beside it, which leave most processors idle."""
 MIXED = 70, 3
 """Tokens of the prompts beside decode rows."""
 
 
 def warm_up_batches(room: int, longest: int, most_rows: int, width: int) -> list[list[SequenceStep]]:
-    """Return batches of rows that use every kernel of a step, and no state.
+    """Return batches that use every kernel of a step, and no state.
 
-    Args:
-        room: most tokens of a batch.
-        longest: most tokens of a prompt.
-        most_rows: most rows of a batch.
-        width: most tokens of a decode row, 1 to 8.
+    A batch has at most `room` tokens and `most_rows` rows, a prompt `longest` and a decode row `width` tokens.
     """
     widths = sorted({1, min(width, room)})
     mixes = [([tokens], [*_fitting(MIXED, room - tokens, longest)]) for tokens in widths]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 import op_gated_delta_rule
 import op_kda
@@ -17,6 +18,7 @@ from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
+from selection import FULL
 
 OPS: dict[str, Callable[[], Op]] = {
     "conv1d": Conv1dOp,
@@ -32,8 +34,14 @@ OPS: dict[str, Callable[[], Op]] = {
     "ssd_plain": partial(SsdOp, groups=1, heads=3, width=32, state_width=16, plain=True, dt_limit=(0.3, 1.5)),
 }
 
+MAIN = ("conv1d", "gated_delta_rule", "kda", "selective_scan", "ssd")
 EVERY_OP_AND_DTYPE = [
-    pytest.param(make, *dtypes, id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]))
+    pytest.param(
+        make,
+        *dtypes,
+        id="-".join([name, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]),
+        marks=() if dtypes[0] == torch.float32 or (name in MAIN and dtypes == make().state_dtypes[1]) else FULL,
+    )
     for name, make in OPS.items()
     for dtypes in make().state_dtypes
 ]

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from mambacache.kernels import StateIndices, StateTensor, conv1d, gated_delta_rule, kda, logs, selective_scan, ssd
+from selection import full
 
 ROWS, TOKENS, BLOCKS = 2, 28, 7
 SOURCES = (3, 0)  # of each row; no state at first
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH = 64 if DEVICE == "cuda" else 16
+LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter cannot round to bf16
 
 Step = Callable[[Tensor, list[Tensor]], tuple[Tensor, Tensor]]  # of one row: state, token -> output, state
 
@@ -156,3 +158,4 @@ CASES = {
     "conv1d": partial(convolution, 40, 4, gated=False),
     "conv1d, gated": partial(convolution, 24, 2, gated=True),
 }
+NAMES = [each for name in CASES for each in (full(name) if "," in name else [name])]

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from selection import full
+
 FACTOR = 8  # growth of the size
 ALLOWED = 24  # growth of the time: linear would be 8, quadratic 64
 
@@ -37,18 +39,20 @@ def test_match_grows_linearly_with_the_prompt(bench: ModuleType) -> None:
     assert 0 < large < ALLOWED * small
 
 
-@pytest.mark.parametrize("shared", [0, 512])
+@pytest.mark.parametrize("shared", [0, *full(512)])
 def test_admission_grows_linearly_with_the_prompts(shared: int, bench: ModuleType) -> None:
     small, large = (bench.time_admission(n, shared, repeats=4, choose=min) for n in (64, 1024))
     assert 0 < large < 48 * small  # linear would be 16, quadratic 256
 
 
+@pytest.mark.full
 def test_admission_time_does_not_grow_with_running_requests(bench: ModuleType) -> None:
     few, many = (bench.time_mixed(64, decoding=n, repeats=5, choose=min) for n in (32, 32 * FACTOR))
     alone = bench.time_mixed(0, decoding=32 * FACTOR, repeats=5, choose=min)
     assert many - alone < 2 * few
 
 
+@pytest.mark.full
 def test_waiting_for_a_prefix_costs_nothing_per_step(bench: ModuleType) -> None:
     alone, crowded = (min(bench.time_waiting(n) for _ in range(2)) for n in (0, 10_000))
     assert crowded - alone < 1

@@ -146,7 +146,11 @@ def test_replay_hits_match_the_benchmark() -> None:
 def test_vllm_times_match_the_benchmarks() -> None:
     from table import engine_table, serving_table
 
-    assert engine_table(result("vllm-qwen3.5-9b-h100.json")) in PERFORMANCE
+    for model in ("9b", "35b-a3b-fp8"):
+        assert engine_table(result(f"vllm-qwen3.5-{model}-h100.json")) in PERFORMANCE
+    experts = result("experts-h100.json")
+    used = f"{experts['least']} to {experts['most']} of {experts['experts']} experts"
+    assert f"A decode step of {experts['rows']} rows uses {used}" in PERFORMANCE
     page, serving = PAGES["docs/vllm.md"], result("serving-h100.json")
     assert serving_table(serving) in page and f"commit {serving['commit'][:7]}" in page
     plugin, vllm = serving["rows"]
@@ -210,14 +214,14 @@ def test_chat_and_answer_figures_match_the_benchmarks() -> None:
 
 
 def test_readme_figures_match_the_benchmark() -> None:
-    rows = result("vllm-qwen3.5-9b-h100.json")["rows"]
+    rows = [row for model in ("9b", "35b-a3b-fp8") for row in result(f"vllm-qwen3.5-{model}-h100.json")["rows"]]
     for shared, own in ((1600, 600), (1500, 700)):
         workload = f"64 x ({shared} shared by 8 + {own}), all at once"
-        engines = {row["engine"]: row for row in rows if row["workload"] == workload}
-        pair = engines["plugin"], engines["vllm, FlashInfer"]
-        hits, times = [f"{row['hit_tokens']:,}" for row in pair], [f"{row['seconds']:.3f}" for row in pair]
-        [tokens] = {row["prompt_tokens"] for row in pair}
-        assert f"| {shared:,} shared + {own}: tokens hit, of {tokens:,} | {' | '.join(hits)} |" in README
+        four = [row for row in rows if row["workload"] == workload]
+        assert [row["engine"] for row in four] == ["plugin", "vllm, FlashInfer"] * 2
+        hits, times = [f"{row['hit_tokens']:,}" for row in four], [f"{row['seconds']:.3f}" for row in four]
+        assert {row["prompt_tokens"] for row in four} == {140_800}
+        assert f"| {shared:,} shared + {own}: tokens hit | {' | '.join(hits)} |" in README
         assert f"| {shared:,} shared + {own}: seconds | {' | '.join(times)} |" in README
 
 

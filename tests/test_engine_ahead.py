@@ -10,6 +10,7 @@ from engine_driver import Engines, greedy, run_until_idle, tokens_of
 from mambacache import LLM, SamplingParams
 from mambacache.engine.outputs import RequestOutput
 from mambacache.plan import PLACEHOLDER, StepPlan
+from selection import full
 
 STEM = tokens_of(1, 70)
 ASKED: dict[str, SamplingParams] = {
@@ -36,7 +37,9 @@ def answers(llm: LLM, ahead: int) -> dict[str, RequestOutput]:
     return run_until_idle(llm, outputs)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 40}, {"num_kv_blocks": 8, "max_num_seqs": 4}])
+@pytest.mark.parametrize(
+    "options", [*full({}, {"max_num_batched_tokens": 40}), {"num_kv_blocks": 8, "max_num_seqs": 4}]
+)
 def test_answers_are_the_same(engine: Engines, options: dict[str, Any]) -> None:
     alone, ahead = (answers(engine(**options), number) for number in (0, 1))
     assert alone.keys() == ahead.keys() == ASKED.keys()

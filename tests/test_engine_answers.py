@@ -13,6 +13,7 @@ from engine_driver import Engines, Original, answer, ask, greedy, hits, speak, t
 from mambacache import DraftTree, SamplingParams
 from mambacache.engine.outputs import Logprobs
 from mambacache.scheduler.request import Request
+from selection import full
 from tiny_models import VOCABULARY
 
 Originals = Callable[[str], Original]
@@ -54,13 +55,9 @@ def alone(engine: Engines, length: int) -> list[list[int]]:
     ("options", "length"),
     [
         ({}, 64),
-        ({}, 65),
-        ({}, 120),
-        ({"max_num_batched_tokens": 2}, 65),
-        ({"max_num_seqs": 2}, 65),
+        *full(({}, 65), ({}, 120), ({"max_num_batched_tokens": 2}, 65), ({"max_num_seqs": 2}, 65)),
         ({"num_kv_blocks": 5}, 65),
-        ({"num_kv_blocks": 6}, 120),
-        ({"num_checkpoints": 0}, 64),
+        *full(({"num_kv_blocks": 6}, 120), ({"num_checkpoints": 0}, 64)),
     ],
 )
 def test_several_answers(engine: Engines, original: Originals, options: dict[str, int], length: int) -> None:
@@ -166,7 +163,7 @@ def test_token_that_ends_an_answer_has_no_text(engine: Engines, text_model: Path
 # --- log probabilities ---
 
 
-@pytest.mark.parametrize("budget", [7, 64, 8192])
+@pytest.mark.parametrize("budget", [*full(7, 8192), 64])
 def test_logprobs(engine: Engines, original: Originals, budget: int) -> None:
     """Of answers and of prompts, cached or not, beside requests that want none."""
     prompts = [tokens_of(10, 90), tokens_of(11, 30), tokens_of(10, 90)]

@@ -14,6 +14,7 @@ import pytest
 from disk_driver import HIT, MISS, PROMPTS, SMALL, Restarts, ask_all, is_thread_there
 from engine_driver import Engines, Original, ask, greedy, hits, tokens_of
 from mambacache.runner.directory import Directory
+from selection import full
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def no_file(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("kind", ["state", "kv"])
+@pytest.mark.parametrize("kind", ["state", *full("kv")])
 @pytest.mark.parametrize("damage", [cut_short, flipped, foreign, gone, no_file])
 def test_damaged_files_cost_hits(
     start: Restarts,
@@ -121,7 +122,7 @@ def test_a_directory_that_vanishes(
     assert ask_all(start(**SMALL)) == MISS
 
 
-@pytest.mark.parametrize("error", [RuntimeError("planted"), SystemExit()])
+@pytest.mark.parametrize("error", [*full(RuntimeError("planted")), SystemExit()])
 def test_faults_in_the_thread_cost_hits(
     start: Restarts, original: Callable[[str], Original], monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

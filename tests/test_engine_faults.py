@@ -17,6 +17,7 @@ from mambacache import LLM, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.runner.cuda_graphs import DecodeGraph
 from mambacache.scheduler.request import Request
+from selection import full
 from tiny_models import VOCABULARY
 
 Originals = Callable[[str], Original]
@@ -75,7 +76,8 @@ def still_serves(llm: LLM, original: Original) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_num_batched_tokens": 70}, {"num_kv_blocks": 12, "num_checkpoints": 3}, {"max_num_seqs": 3}]
+    "options",
+    [*full({}, {"max_num_batched_tokens": 70}, {"max_num_seqs": 3}), {"num_kv_blocks": 12, "num_checkpoints": 3}],
 )
 def test_steps_that_fail_now_and_then(engine: Engines, original: Originals, options: dict[str, int]) -> None:
     """Every request recovers, alone, and none ends with an error."""

@@ -21,6 +21,7 @@ from engine_driver import (
 )
 from mambacache import LLM
 from mambacache.report import Loss
+from selection import full
 
 Originals = Callable[[str], Original]
 
@@ -34,7 +35,7 @@ def computed_tokens(engine: Engines) -> int:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("budget", [1, 7, *BUDGETS])
+@pytest.mark.parametrize("budget", [*full(1, 7), *BUDGETS])
 def test_identical_prompt(engine: Engines, budget: int, strict: bool) -> None:
     """An identical prompt hits its last boundary; under `strict_reuse` only if it was computed in whole chunks."""
     llm = engine(max_num_batched_tokens=budget, strict_reuse=strict)
@@ -59,7 +60,7 @@ def test_third_prompt_hits_all_that_is_shared(engine: Engines, original: Origina
     assert report_of(outputs[1]).losses == {Loss.GRANULARITY: 8} | missed
 
 
-@pytest.mark.parametrize("count", [3, 64])
+@pytest.mark.parametrize("count", [3, *full(64)])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_submitted_together(engine: Engines, budget: int, count: int) -> None:
     """Check that a shared prefix is computed once, by the first request. The others wait for it and hit."""

@@ -19,6 +19,7 @@ from engine_driver import Engines
 from mambacache import LLM, SamplingParams
 from mambacache.engine.outputs import RequestOutput
 from mambacache.engine.step_loop import StepLoop
+from selection import full
 from traced import traced
 
 ENGINE = str(Path(mambacache.engine.__file__).parent)
@@ -96,7 +97,7 @@ def stopped_at(llm: LLM, after: int, again: int = 0) -> Iterator[tuple[CtrlC, Li
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize("act", [generate, step, stream])
+@pytest.mark.parametrize("act", [*full(generate, step), stream])
 def test_the_first_ctrl_c_costs_its_call_alone(
     engine: Engines, text_model: Path, act: Callable[[LLM, Outputs], None]
 ) -> None:
@@ -127,7 +128,7 @@ def test_the_first_ctrl_c_costs_its_call_alone(
     assert after > 150
 
 
-@pytest.mark.parametrize("act", [generate, step, stream])
+@pytest.mark.parametrize("act", [generate, *full(step, stream)])
 def test_the_second_ctrl_c_closes_the_engine(
     engine: Engines, text_model: Path, act: Callable[[LLM, Outputs], None]
 ) -> None:

@@ -16,12 +16,13 @@ from mambacache.engine.outputs import RequestOutput
 from mambacache.kernels import StateIndices, draft_from_history
 from mambacache.plan import PLACEHOLDER, StepPlan
 from mambacache.runner import ngram
+from selection import full
 
 REPEATED = tokens_of(1, 40) * 3
 PROMPTS = [REPEATED, [*tokens_of(2, 90), *tokens_of(2, 30)], tokens_of(3, 5), [7] * 70]
 
 
-@pytest.mark.parametrize("model", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("model", ["qwen3_next", *full("mamba2")])
 def test_tokens_are_those_without_drafts(engine: Engines, original: Callable[[str], Original], model: str) -> None:
     llm = engine(model, speculative="ngram")
     assert llm.config.max_draft_tokens == 3
@@ -68,8 +69,8 @@ def answers(llm: LLM) -> dict[str, RequestOutput]:
     return run_until_idle(llm, found)
 
 
-@pytest.mark.parametrize("model", ["qwen3_next", "mamba2"])
-@pytest.mark.parametrize("drafts", [1, 3, 7])
+@pytest.mark.parametrize("model", [*full("qwen3_next"), "mamba2"])
+@pytest.mark.parametrize("drafts", [*full(1, 7), 3])
 def test_a_step_ahead_changes_nothing(
     engine: Engines, drafts: int, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

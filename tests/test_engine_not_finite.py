@@ -12,6 +12,7 @@ from cache_calls import allocate
 from engine_driver import Engines, Original, answer, ask, greedy, hits, report_of, tokens_of
 from mambacache import LLM
 from mambacache.scheduler.request import Request
+from selection import full
 from symbolic import text
 from test_cache_surface import look
 from watched_cache import all_free, under_way, watched
@@ -30,7 +31,7 @@ def embedding(llm: LLM, token: int) -> torch.Tensor:
     return llm.runner.model.module.get_input_embeddings().weight.data[token]
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, *full(torch.inf)])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("budget", [80, 8192])
 def test_prompt(engine: Engines, original: Originals, value: float, n: int, budget: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from engine_driver import TIE, Engines, Original, answer, ask, greedy, speak, tokens_of
 from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.scheduler.request import Request
+from selection import full
 
 Originals = Callable[[str], Original]
 
@@ -44,7 +45,8 @@ def check(original: Original, prompt: list[int], params: SamplingParams, tokens:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_num_batched_tokens": 70}, {"num_kv_blocks": 5}, {"drafts": "chains"}, {"drafts": "trees"}]
+    "options",
+    [{"num_kv_blocks": 5}, {"drafts": "trees"}, *full({}, {"max_num_batched_tokens": 70}, {"drafts": "chains"})],
 )
 def test_penalties(engine: Engines, original: Originals, options: dict[str, Any]) -> None:
     """Check penalties in a batch, after preemptions and with drafts. A draft counts for the tokens that follow it."""
@@ -137,7 +139,7 @@ def test_stops(engine: Engines, text_model: Path, options: dict[str, Any], text:
     assert llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)[0].outputs[0].stop_reason is None
 
 
-@pytest.mark.parametrize("options", [{}, {"speculative": "ngram"}], ids=["known", "drafted"])
+@pytest.mark.parametrize("options", [*full({}), {"speculative": "ngram"}], ids=["known", "drafted"])
 def test_draws_of_all_kinds_together_are_those_of_each_alone(engine: Engines, options: dict[str, Any]) -> None:
     """Check that draws are right although their order follows the kind of cut, not the order of rows."""
     prompts = [[*tokens_of(1, 40)] * 3, [7] * 70, tokens_of(3, 5), tokens_of(5, 80), [*tokens_of(2, 30)] * 3]

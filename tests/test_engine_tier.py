@@ -37,13 +37,14 @@ from mambacache.demo.task import (
 from mambacache.engine.outputs import RequestOutput
 from mambacache.report import Loss
 from mambacache.runner import host_tier
+from selection import full
 
 SMALL: dict[str, Any] = {"num_checkpoints": 2, "num_kv_blocks": 12, "max_num_seqs": 2, "host_cache_bytes": 1 << 28}
 PROMPTS = [tokens_of(seed, 150 + seed) for seed in range(7)]
 """Each of them fills 3 of the 12 pages, so that none is left on the device when it comes again."""
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [MODELS[0], *full(*MODELS[1:])])
 def test_every_model(engine: Engines, original: Callable[[str], Original], model: str) -> None:
     """Prompts come back from the host, and their tokens are the original's."""
     llm = engine(model, **SMALL)
@@ -68,7 +69,7 @@ def test_without_a_tier_the_same_prompts_are_lost(engine: Engines) -> None:
     assert "host" not in str(llm.stats) and llm.stats.loads == 0
 
 
-@pytest.mark.parametrize("budget", [64, 8192])
+@pytest.mark.parametrize("budget", [64, *full(8192)])
 def test_together_and_in_turns_of_chats(engine: Engines, original: Callable[[str], Original], budget: int) -> None:
     """Check that requests without a load go ahead, and that a prefix for several waiting requests is loaded once."""
     llm = engine(**SMALL | {"max_num_seqs": 4, "num_kv_blocks": 20}, max_num_batched_tokens=budget)
@@ -182,7 +183,7 @@ def test_a_load_that_takes_longer_than_computing_is_left_alone(engine: Engines) 
     assert hits(outputs) == [0] * len(PROMPTS) and llm.stats.loads == 0 and llm.stats.bytes_to_host > 0
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", [*full("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_recall_with_two_states_on_the_device(device: str) -> None:
     """A trained model answers from states that went to the host and came back, 20 of 20."""
     with LLM(MODEL, device=device, max_model_len=8192, max_num_seqs=2) as llm:

@@ -15,13 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mambacache.kernels.gpu.gated_delta_rule.fused import fused
-from mambacache.kernels.gpu.gated_delta_rule.prepare import prepare
-from mambacache.kernels.gpu.gated_delta_rule.scan import scan
-from mambacache.kernels.gpu.kda.hopper_prepare import prepare as kda_prepare
-from mambacache.kernels.gpu.kda.persistent_scan import persistent_scan
-from mambacache.kernels.gpu.kda.scan import scan as kda_scan
-from mambacache.kernels.gpu.ssd.scan import scan as ssd_scan
+from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_fused import fused
+from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_prepare import prepare
+from mambacache.kernels.gpu.gated_delta_rule.prefill_hopper_scan import scan
+from mambacache.kernels.gpu.kda.prefill_hopper_prepare import prepare as kda_prepare
+from mambacache.kernels.gpu.kda.prefill_hopper_persistent import persistent_scan
+from mambacache.kernels.gpu.kda.prefill_hopper_scan import scan as kda_scan
+from mambacache.kernels.gpu.ssd.prefill_hopper import scan as ssd_scan
 
 width, rows = map(int, sys.argv[1:])
 strides = {"Q_STRIDES": (640, width, 1), "K_STRIDES": (640, width, 1)}

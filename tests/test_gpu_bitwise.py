@@ -16,7 +16,7 @@ from gpu_cases import BF16, DTYPES, FP32, MODELS, Batch, Dtypes, Make, Mix, delt
 from kernel_cases import bits, int32, plan_arrays
 from mambacache.kernels import StateIndices
 from mambacache.kernels.gpu.common.chunks import keep_busy
-from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
+from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from op_gated_delta_rule import harden
 from op_kda import KDAOp, uneven_decay
 from op_selective_scan import SelectiveScanOp
@@ -60,13 +60,13 @@ TILES: dict[str, dict[tuple[str, str], tuple[object, ...]]] = {
             many_processors,
         ),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
-        ("gated_delta_rule.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
+        ("common.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "ssd": {
         ("ssd.prefill", "processors"): (no_processors, many_processors),
         ("common.log", "REGISTERS"): (0, 1 << 12, 1 << 13),
         ("ssd.decode", "MAX_HEADS"): (1, 8, 32),
-        ("ssd.fold", "FOLD_PROGRAMS"): (1, 1 << 30),
+        ("common.fold", "PROGRAMS"): (1, 1 << 30),
     },
     "kda": {
         ("kda.prefill", "processors"): (no_processors, four_processors, thirteen_processors, many_processors),

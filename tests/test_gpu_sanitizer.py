@@ -24,7 +24,7 @@ PREFILL_IN_TURNS = """
 from importlib import import_module
 from gpu_cases import BF16, Batch, Mix, delta_rule
 from mambacache.kernels.gpu.common.chunks import keep_busy
-from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
+from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from op_kda import KDAOp
 for widths in ((128, 192), (48, 80)):
     for op in (delta_rule(2, 4, *widths, 1.0, 1)(), KDAOp(4, *widths)):
@@ -73,7 +73,7 @@ CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
 HAZARD = re.compile(
     r"Race reported between Read access at (\w+)\+\w+ in (\S+)\n=+ +and Write access at (\w+)\+\w+ in (\S+) \["
 )
-START_OF_ROLES = {"_delta_prefill_kernel": "gated_delta_rule/fused.py"}
+START_OF_ROLES = {"_delta_prefill_kernel": "gated_delta_rule/prefill_hopper_fused.py"}
 
 
 def first_line(kernel: str) -> str:

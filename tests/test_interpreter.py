@@ -28,6 +28,7 @@ from op_gated_delta_rule import DeltaRuleOp, TokenRows
 from op_kda import KDAOp
 from op_selective_scan import SelectiveScanOp
 from op_ssd import SsdOp
+from selection import FULL, full
 
 pytestmark = [
     pytest.mark.skipif(DEVICE == "cuda", reason="the GPU itself runs them"),
@@ -74,7 +75,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
-@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16)], ids=str)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), pytest.param((FP16, FP16), marks=FULL)], ids=str)
 def test_accuracy(make: Make, dtypes: Dtypes) -> None:
     op = make()
     mix = TOKEN_BY_TOKEN if isinstance(op, SelectiveScanOp) else MIX
@@ -136,7 +137,7 @@ def test_contract(test: Callable[..., None], make: Make) -> None:
 
 @pytest.mark.parametrize("options", NORM_OPTIONS.values(), ids=NORM_OPTIONS.keys())
 @pytest.mark.parametrize(
-    ("heads", "dim", "group_size"), [(3, 48, None), (1, 96, 24), (1, 600, None), (1, 70000, 35000)]
+    ("heads", "dim", "group_size"), [*full((3, 48, None), (1, 600, None)), (1, 96, 24), (1, 70000, 35000)]
 )
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, FP16), (FP16, FP32)], ids=str)
 def test_gated_rms_norm(options: dict, heads: int, dim: int, group_size: int | None, dtypes: Dtypes) -> None:
@@ -149,9 +150,9 @@ def test_gated_rms_norm_of_a_vector() -> None:
 
 
 @pytest.mark.parametrize("view", plain_norm.VIEWS)
-@pytest.mark.parametrize("width", [8, 48, 600, 35000])
+@pytest.mark.parametrize("width", [*full(8, 600), 48, 35000])
 @pytest.mark.parametrize(
-    ("dtype", "weight_dtype"), [(FP32, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP16), (FP16, None)]
+    ("dtype", "weight_dtype"), [*full((FP32, FP32), (FP16, FP16), (FP32, FP16)), (FP16, FP32), (FP16, None)]
 )
 @pytest.mark.parametrize("round_normed", [True, False])
 def test_rms_norm(

@@ -7,7 +7,6 @@ Triton's interpreter.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -17,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from log_cases import BLOCKS, CASES, DEVICE, ROWS, SOURCES, TOKENS, Case, delta_rule, state_space
+from log_cases import BLOCKS, CASES, DEVICE, LOW, NAMES, ROWS, SOURCES, TOKENS, Case, delta_rule, state_space
 from mambacache.kernels import StateIndices, api, gpu, reference
 from mambacache.kernels.gpu.common.launch import Launcher
+from selection import full
 
 BLANK, CHECKPOINTS, SLOTS, FIRST = (1, 2), (5, 4), (1, 2), (5, 16)  # of each row
-LOW = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 
 
 @dataclass
@@ -116,11 +115,11 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(api, "backend", lambda x: reference if x.dtype == torch.float64 else gpu)
 
 
-@pytest.mark.parametrize("make", CASES.values(), ids=CASES.keys())
-def test_outputs_and_folds_equal_the_recurrence(make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_folds_equal_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = import_module("mambacache.kernels.gpu.ssd.decode")
     monkeypatch.setattr(decode, "MAX_HEADS", 2)  # a group of three takes two programs
-    case = make()
+    case = CASES[name]()
     case.fill(torch.float32, torch.float32)
     one_by_one = run(case, 1, 0)
     for first, row, (outputs, states) in zip(FIRST, one_by_one, case.in_sequence(), strict=True):
@@ -131,7 +130,7 @@ def test_outputs_and_folds_equal_the_recurrence(make: Callable[[], Case], monkey
     assert_same(run(case, 5, 1), one_by_one)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "uneven" not in name])
+@pytest.mark.parametrize("name", full(*(name for name in CASES if "uneven" not in name)))
 def test_16_bits_are_the_same_however_tokens_are_cut(name: str) -> None:
     case = CASES[name]()
     case.fill(LOW, LOW)

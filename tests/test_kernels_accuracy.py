@@ -23,6 +23,7 @@ from kernel_cases import (
 )
 from kernel_ops import EVERY_HARD_CASE, EVERY_SHAPE, OPS, RULERS
 from mambacache.kernels import FOLD, StateIndices, reference
+from selection import full, some
 
 LENGTH = 150
 WORST_TOKEN = 4  # times the error of the fp32 recurrence's worst token
@@ -82,30 +83,30 @@ def errors(
     return relative_error(y, exact), relative_error(pool.state[dst].cpu(), states[-1]), worst
 
 
-@pytest.mark.parametrize("make", EVERY_SHAPE.values(), ids=EVERY_SHAPE.keys())
+@pytest.mark.parametrize("make", some(8, EVERY_SHAPE.values()), ids=EVERY_SHAPE.keys())
 def test_every_shape(make: Callable[[], Recurrence]) -> None:
     assert max(errors(make(), torch.float32)[:2]) < 3e-6
 
 
 @pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), *full((torch.float64, 1e-14))])
 def test_hard_inputs(make: Callable[[], Recurrence], dtype: torch.dtype, bound: float) -> None:
     assert max(errors(make(), dtype)[:2]) < bound
 
 
-@pytest.mark.parametrize("make", EVERY_SHAPE.values(), ids=EVERY_SHAPE.keys())
+@pytest.mark.parametrize("make", some(8, EVERY_SHAPE.values()), ids=EVERY_SHAPE.keys())
 def test_every_shape_in_decode(make: Callable[[], Recurrence]) -> None:
     assert max(errors(make(), torch.float32, run_logged)[:2]) < 3e-6
 
 
-@pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-6), (torch.float64, 1e-10)])
+@pytest.mark.parametrize("make", some(12, EVERY_HARD_CASE.values()), ids=EVERY_HARD_CASE.keys())
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-6), *full((torch.float64, 1e-10))])
 def test_hard_inputs_in_decode(make: Callable[[], Recurrence], dtype: torch.dtype, bound: float) -> None:
     """Decays within a log are differences of sums. A token's decay is at least 2^-34.6, which float64 sees."""
     assert max(errors(make(), dtype, run_logged)[:2]) < bound
 
 
-@pytest.mark.parametrize("make", EVERY_HARD_CASE.values(), ids=EVERY_HARD_CASE.keys())
+@pytest.mark.parametrize("make", some(8, EVERY_HARD_CASE.values()), ids=EVERY_HARD_CASE.keys())
 def test_chunks_lose_hardly_more_than_the_recurrence(make: Callable[[], Recurrence]) -> None:
     *chunked, worst_of_chunked = errors(make(), torch.float32)
     *recurrent, worst_of_recurrent = errors(make(), torch.float32, run_decode)
@@ -133,7 +134,7 @@ def test_rounded_operands_lose_a_few_units_of_their_dtype(make: Callable[[], Rec
 
 
 @pytest.mark.parametrize("make", OPS.values(), ids=OPS.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *full(torch.bfloat16)])
 def test_strided_views_give_the_same(make: Callable[[], Op], dtype: torch.dtype) -> None:
     """Pass all inputs as slices of one wide tensor, as a projection or the convolution returns them."""
     op = make()

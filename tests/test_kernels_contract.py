@@ -12,6 +12,7 @@ from torch import Tensor
 from kernel_cases import Inputs, Log, Op, Pool, Row, assert_bitwise, bits, part, random, run_rows
 from kernel_ops import EVERY_HARD_CASE, EVERY_OP_AND_DTYPE, OPS
 from mambacache.kernels import FOLD
+from selection import full
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
@@ -129,7 +130,7 @@ def mixed_batch(op: Op, dtype: torch.dtype, state_dtype: torch.dtype, width: int
     return scene
 
 
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [*full(1), 4])
 @pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)
 def test_mixed_batch_reads_and_writes_as_planned(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype, width: int
@@ -211,7 +212,7 @@ def test_a_fold_changes_nothing_but_its_dst(
 
 
 @pytest.mark.parametrize(("make", "dtype", "state_dtype"), EVERY_OP_AND_DTYPE)
-@pytest.mark.parametrize("gap", [0, 16, 4096 + 16])
+@pytest.mark.parametrize("gap", [*full(0, 4096 + 16), 16])
 def test_any_slot_stride_gives_the_same(
     make: Callable[[], Op], dtype: torch.dtype, state_dtype: torch.dtype, gap: int
 ) -> None:

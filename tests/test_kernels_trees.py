@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cache_calls import allocate, make, run_step, started
-from log_cases import CASES, DEVICE, SOURCES, Case
+from log_cases import CASES, DEVICE, LOW, NAMES, SOURCES, Case
 from mambacache.kernels import (
     StateIndices,
     StatePool,
@@ -29,6 +29,7 @@ from mambacache.kernels import (
     reference,
 )
 from mambacache.plan import PLACEHOLDER, StepPlan
+from selection import full
 from symbolic import text
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -106,9 +107,9 @@ def chain(count: int) -> Tree:
     return [*range(-1, count - 1)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *full(LOW)], ids=str)
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_path_of_a_tree_equals_the_path_alone(
     name: str, library: ModuleType, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +150,7 @@ def test_a_path_of_a_tree_equals_the_path_alone(
 
 
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_non_finite_draft_spoils_only_its_descendants(
     name: str, library: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,9 +190,9 @@ def steps_with_a_tree_and_a_late_row() -> tuple[StepPlan, StepPlan]:
 TREE_BESIDE = [-1, 0, 1, 2, 1, 4, 0]
 
 
-@pytest.mark.parametrize(("start", "fixed"), [(30, False), (31, False), (32, False), (32, True)])
+@pytest.mark.parametrize(("start", "fixed"), [*full((30, False), (31, False), (32, False)), (32, True)])
 @pytest.mark.parametrize("library", KERNELS, ids=lambda module: module.__name__.rsplit(".")[-1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_tree_and_a_late_row_in_a_plan_give_their_recurrences(
     name: str, library: ModuleType, start: int, fixed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

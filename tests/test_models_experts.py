@@ -20,6 +20,7 @@ from mambacache.kernels import combine_experts
 from mambacache.models import experts
 from mambacache.models.adapt import load_model, model_skeleton
 from runner_driver import Driver, Row
+from selection import by_family
 from tiny_models import VOCABULARY
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -152,7 +153,7 @@ class FakeCuda:
     is_cuda, dtype = True, FP32
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_family(MODELS))
 def test_logits_of_models(
     name: str, tiny_model: Callable[[str], Path], served: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

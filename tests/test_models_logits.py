@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from mambacache.models.adapt import Model, load_model
 from runner_driver import Driver, Request, Row
+from selection import by_family, full
 from state_watch import StateWatch
 from tiny_models import TINY_MODELS, VOCABULARY, save_tiny_model
 
@@ -26,7 +27,11 @@ def device(request: pytest.FixtureRequest) -> str:
 
 # Tests of one model share a worker, which loads it and compiles its kernels once.
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(f"model {name}")) for name in TINY_MODELS]
+    scope="module",
+    params=[
+        pytest.param(*each.values, marks=[*each.marks, pytest.mark.xdist_group(f"model {each.values[0]}")])
+        for each in by_family(TINY_MODELS)
+    ],
 )
 def models(
     request: pytest.FixtureRequest, device: str, tmp_path_factory: pytest.TempPathFactory
@@ -74,7 +79,7 @@ def test_cold_prompts_in_a_batch(models: tuple[Model, Original]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "budget", "count"), [(1, 1, 4), (58, 1, 70), (7, 7, 140), (64, 64, 260), (200, 200, 260)]
+    ("first", "budget", "count"), [*full((1, 1, 4), (7, 7, 140), (200, 200, 260)), (58, 1, 70), (64, 64, 260)]
 )
 def test_chunked_prefill(models: tuple[Model, Original], first: int, budget: int, count: int) -> None:
     """Run pieces of one token at the beginning and over a boundary, and larger pieces from end to end."""

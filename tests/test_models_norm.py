@@ -15,6 +15,7 @@ from torch import nn
 from kernel_cases import assert_bitwise, random
 from mambacache.models.adapt import MODEL_TYPES, model_skeleton
 from mambacache.models.norm import NORMS, RMSNorm
+from selection import by_family
 from tiny_models import TINY_MODELS
 
 DIM = 96
@@ -48,7 +49,7 @@ def test_equals_the_module(name: str, dtype: torch.dtype, weight_dtype: torch.dt
         assert_bitwise(y, expected)
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("name", by_family(TINY_MODELS))
 def test_every_norm_of_a_model_is_replaced(name: str, tiny_model: Callable[[str], Path]) -> None:
     module = model_skeleton(tiny_model(name), dtype="bfloat16").module
     norms = [child for child in module.modules() if "norm" in type(child).__name__.lower()]

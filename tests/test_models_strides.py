@@ -16,6 +16,7 @@ from mambacache.kernels import reference
 from mambacache.models.adapt import load_model
 from mambacache.runner.sampler import RowSampling
 from runner_driver import Driver, Row
+from selection import by_family
 
 GREEDY = RowSampling(SamplingParams(temperature=0), (0,))
 OPS = ("conv1d", "gated_delta_rule", "kda", "selective_scan", "ssd")
@@ -36,7 +37,7 @@ def note(op: str, call: Callable[..., Any], found: Strides) -> Callable[..., Any
     return noted
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_family(MODELS))
 def test_strides_depend_on_the_layer_alone(
     name: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

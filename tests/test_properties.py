@@ -1,36 +1,23 @@
 """Run random mixes of requests on the symbolic model: each request gets the same tokens as alone.
 
-MAMBACACHE_MIXES multiplies the number of mixes. Every run that imports the same modules draws the same mixes, since
-hypothesis takes constants from these modules.
+Every run that imports the same modules draws the same mixes, since hypothesis takes constants from these modules.
 """
 
 from __future__ import annotations
 
-import os
 import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from mixes import mixes, seeds
 from symbolic import VOCAB, answer
 from symbolic_driver import Driver, Job, Mix
 
-MORE = float(os.environ.get("MAMBACACHE_MIXES", "1"))
-
 _random = random.Random(0)
 STEMS = [[_random.randrange(VOCAB) for _ in range(48)] for _ in range(3)]
-
-
-def mixes(count: int) -> Any:
-    return settings(
-        max_examples=int(count * MORE),
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def prompt(path: list[int], length: int) -> list[int]:
@@ -127,10 +114,11 @@ def test_any_mix_with_failing_steps_and_resets(mix: Mix) -> None:
     Driver(mix).run()
 
 
+@pytest.mark.mixes
 @pytest.mark.parametrize("part", range(4))
 def test_requests_for_the_same_prompt_come_and_go_while_issued_steps_fail(part: int) -> None:
     rng = random.Random(part)
-    for _ in range(int(30 * MORE)):
+    for _ in seeds(30):
         prompt = rng.choices(range(VOCAB), k=rng.choice((130, 200)))
         ends = [rng.choice((None, rng.randrange(40))) for _ in range(4)]
         jobs = [Job(prompt, 12, arrives=rng.randrange(30), aborts=end) for end in ends]

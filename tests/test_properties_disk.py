@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import mambacache
 from mambacache.plan import Transfer
+from mixes import mixes
 from symbolic import text
 from symbolic_files import FiledDriver, FiledMemory, SymbolicFiles
 from symbolic_jobs import Job, Mix
-from test_properties import mixes
 from test_properties_faults import Faults, faulty_mixes
 from test_properties_tier import FaultyTieredDriver, tiered_mixes
 

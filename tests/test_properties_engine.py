@@ -1,8 +1,7 @@
 """Plant faults in a whole `LLM`: a request without a fault gets the same answer as alone, and no block leaks.
 
 Some calls raise in a tokenizer, a draft source, or where a step is planned, run or read. KeyboardInterrupt falls on
-any line of `engine/`, `runner/` and `scheduler/`, as a host's own handler raises it. MAMBACACHE_MIXES multiplies the
-number of mixes, the same in every run.
+any line of `engine/`, `runner/` and `scheduler/`, as a host's own handler raises it. Every run draws the same mixes.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from mambacache import LLM, DraftTree, SamplingParams
 from mambacache.engine.answers import Answers
 from mambacache.engine.outputs import Completion, RequestOutput
 from mambacache.scheduler.request import Request
+from mixes import PART, seeds
 from symbolic import VOCAB, answer, text
 from symbolic_engine import SymbolicModel, symbolic_llm
 from symbolic_jobs import Mix
-from test_properties import MORE
 from traced import traced
 
 PACKAGE = Path(mambacache.__file__).parent
@@ -384,9 +383,10 @@ class User:
             assert number in errors or not (alone_in_step or in_text), "a fault ended no request"
 
 
+@pytest.mark.mixes
 def test_a_fault_costs_no_other_request() -> None:
     steps, sites, ends = 0, set(), set()
-    for seed in range(int(150 * MORE)):
+    for seed in seeds(150):
         try:
             user = User(seed).run()
         except BaseException as error:
@@ -395,5 +395,5 @@ def test_a_fault_costs_no_other_request() -> None:
         steps += user.steps
         sites |= {fault.site for fault in user.faults.raised}
         ends |= {completion.finish_reason for output in user.outputs.values() for completion in output.outputs}
-    assert steps > 2000 * MORE and sites >= set(SITES) and len(sites) > 100, "few lines of these folders raised"
+    assert steps > 2000 * PART and sites >= set(SITES) and len(sites) > 100 * PART, "few places raised"
     assert ends >= {"stop", "length", "error", "abort"}

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 import mambacache
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import FinishReason
+from mixes import mixes
 from symbolic import text
 from symbolic_driver import Driver, Job, Mix
-from test_properties import any_mix, mixes
+from test_properties import any_mix
 from traced import traced
 
 PACKAGE = Path(mambacache.__file__).parent
@@ -150,6 +151,7 @@ def test_a_fault_on_any_line_costs_no_answer_and_no_block(faulty: tuple[Mix, Fau
     FaultyDriver(*faulty).run()
 
 
+@pytest.mark.full
 def test_faults_are_planted_all_over_cache_and_scheduler() -> None:
     places: set[tuple[str, int]] = set()
     for seed in range(40):

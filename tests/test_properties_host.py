@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mambacache.config import CacheConfig
 from mambacache.plan import SequenceStep, StepPlan
 from mambacache.report import Hit
+from mixes import mixes
 from symbolic import VOCAB, answer, text
 from symbolic_driver import CheckedCache
-from test_properties import mixes
 
 ANSWER = 30
 

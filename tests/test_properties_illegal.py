@@ -9,15 +9,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mambacache.config import CacheConfig
 from mambacache.plan import PLACEHOLDER, SequenceStep, StepPlan
 from mambacache.report import Hit
+from mixes import mixes
 from symbolic import VOCAB, SymbolicRunner, answer, text
 from symbolic_driver import CheckedCache
-from test_properties import mixes
 from watched_cache import state_blocks
 
 ANSWER = 20
@@ -267,6 +268,7 @@ def test_any_illegal_host(host: tuple[int, CacheConfig]) -> None:
     IllegalHost(*host).run(200)
 
 
+@pytest.mark.full
 def test_an_illegal_host_makes_accepted_and_refused_moves() -> None:
     hosts = [
         IllegalHost(seed, CacheConfig(num_state_blocks=8, num_kv_blocks=20, max_draft_tokens=3)) for seed in range(30)

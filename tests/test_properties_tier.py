@@ -18,10 +18,11 @@ from mambacache.cache.host_tier import Loads
 from mambacache.cache.lookup import Found
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
+from mixes import mixes
 from symbolic import text
 from symbolic_jobs import Job, Mix
 from symbolic_tier import HostMemory, TieredCache, TieredDriver, tiered
-from test_properties import any_mix, mixes
+from test_properties import any_mix
 from test_properties_faults import PACKAGE, Faults, FaultyDriver, faulty_mixes
 from test_properties_illegal import IllegalHost
 
@@ -124,6 +125,7 @@ def test_a_fault_on_any_line_costs_no_answer_and_no_block(faulty: tuple[Mix, Fau
     FaultyTieredDriver(mix, faults, **chance).run()
 
 
+@pytest.mark.full
 def test_faults_are_planted_all_over_the_tier() -> None:
     places: set[tuple[str, int]] = set()
     for seed in range(60):
@@ -195,6 +197,7 @@ def test_any_illegal_host_with_a_tier(host: tuple[int, CacheConfig]) -> None:
     IllegalTieredHost(*host).run(200)
 
 
+@pytest.mark.full
 def test_an_illegal_host_copies_both_ways() -> None:
     hosts = [
         IllegalTieredHost(seed, CacheConfig(num_state_blocks=6, num_kv_blocks=9, num_host_states=9, num_host_pages=40))

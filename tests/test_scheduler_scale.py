@@ -11,6 +11,7 @@ import pytest
 
 from mambacache.config import SamplingParams
 from mambacache.scheduler.request import Request
+from selection import full
 from symbolic import text
 from test_scheduler_steps import Steps
 
@@ -87,7 +88,7 @@ def preempting_half(n: int) -> float:
     return taken
 
 
-@pytest.mark.parametrize("measure", [adding, beginning, aborting, preempting_half])
+@pytest.mark.parametrize("measure", [adding, *full(beginning, aborting), preempting_half])
 def test_time_is_linear(measure: Callable[[int], float]) -> None:
     few = min(measure(FEW) for _ in range(3))
     assert any(measure(MANY) < MOST * few for _ in range(3))

@@ -15,11 +15,12 @@ from mambacache.kernels import StateIndices, api, experts, gpu, ngrams, paths
 from mambacache.kernels.compilation import Zeros
 from mambacache.kernels.gpu.common.chunks import keep_busy
 from mambacache.kernels.gpu.common.launch import Launcher
-from mambacache.kernels.gpu.kda.prefill import MIN_TURNS
+from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from mambacache.models.adapt import load_model
 from mambacache.plan import SequenceStep
 from mambacache.warm_up import decode_row, prompt_row, prompts_of_every_form, warm_up_batches
 from runner_driver import Driver
+from selection import ONE_OF_EACH_FAMILY, by_family, full
 from tiny_models import TINY_MODELS, save_tiny_model
 
 PROCESSORS = 132  # of an H100 or H200
@@ -73,8 +74,8 @@ def random_batch(rng: random.Random, width: int) -> list[SequenceStep]:
     return rows + [prompt_row(str(-i), tokens) for i, tokens in enumerate(prompts, 1)]
 
 
-@pytest.mark.parametrize("width", [1, 4])
-@pytest.mark.parametrize("name", TINY_MODELS)
+@pytest.mark.parametrize("width", [*full(1), 4])
+@pytest.mark.parametrize("name", by_family(TINY_MODELS))
 def test_no_batch_takes_a_kernel_that_was_not_warmed_up(
     name: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,10 +109,9 @@ def test_no_batch_takes_a_kernel_that_was_not_warmed_up(
 
 
 # Other tests of a model compile its kernels in float32; in bfloat16 one model for each op is enough.
-ONE_FOR_EACH_OP = ("qwen3_next", "kimi_linear", "nemotron_h", "jamba", "lfm2")
 ON_A_GPU = [
     pytest.param(name, dtype, marks=pytest.mark.xdist_group(f"model {name}"))
-    for dtype, names in (("float32", TINY_MODELS), ("bfloat16", ONE_FOR_EACH_OP))
+    for dtype, names in (("float32", TINY_MODELS), ("bfloat16", ONE_OF_EACH_FAMILY))
     for name in names
 ]
 

@@ -1,4 +1,7 @@
-"""Implement every op in plain torch: the CPU backend, and the oracle of the GPU kernels."""
+"""Implement every op in plain torch, the oracle of the GPU kernels.
+
+`operand_dtype` rounds operands of prefill products, as tensor cores do.
+"""
 
 from .conv1d import conv1d
 from .copy_blocks import copy_blocks

@@ -1,4 +1,4 @@
-"""Lay out prefill chunks for vectorised work."""
+"""Lay out prefill chunks."""
 
 from __future__ import annotations
 
@@ -46,11 +46,7 @@ class Chunks:
     def scan(
         self, state: Tensor, indices: StateIndices, dtype: torch.dtype, step: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Carry states through chunks, and store them as `chunk_dst` says.
-
-        `step(states [n, ...], chunks [n])` returns the states after those chunks. States are rounded to the pool's
-        dtype, stored or not: storing changes no result.
-        """
+        """Carry states through chunks: `step(states, chunks)` returns the states after them, rounded, stored or not."""
         first, end = indices.seq_chunk_start[:-1], indices.seq_chunk_start[1:]
         counts, order = (end - first).sort(descending=True, stable=True)
         first = first[order]

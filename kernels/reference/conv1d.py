@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..indices import StateIndices
 from .chunks import Chunks
-from .elementwise import silu
+from .elementwise import silu, wide_dtype
 from .log import write_log
 from .states import computed_decode_tokens, decode_targets, once_a_step, parents, read_states, write_states
 
@@ -24,7 +24,7 @@ def conv1d(
     output_gate: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.conv1d`. The history has each row's window, then its tokens."""
+    """See `mambacache.kernels.conv1d`."""
     out = x.new_zeros(x.shape) if out is None else out.zero_()
     if input_gate is not None:
         x = input_gate * x
@@ -96,7 +96,7 @@ def _previous(indices: StateIndices, place: Tensor, token: Tensor, places: int) 
 
 def _convolve(history: Tensor, place: Tensor, previous: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Add taps in a fixed order."""
-    dtype = torch.float64 if history.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(history)
     places = [place]
     for _ in range(weight.shape[1] - 1):
         places.append(previous[places[-1]])

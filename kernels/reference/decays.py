@@ -1,4 +1,4 @@
-"""Compute decays between the tokens of a chunk."""
+"""Compute decays within a chunk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from torch import Tensor
 
 
 def chunk_decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decays from the chunk's start, between tokens [..., to, from], and to its end.
-
-    Each pair has its own sum: differences would lose weak decays.
+    """Return decays from the start, between tokens [..., to, from], and to the end: sums, since differences lose weak
+    decays.
     """
     count = g.shape[-1]
     of_rows = g[..., :, None].expand(*g.shape, count)

@@ -29,7 +29,7 @@ def decode(
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Decode with log decays g [F, HV, K], or [F, HV, 1]; the log's sums have the same shape."""
+    """Decode with log decays g [F, HV, K], or [F, HV, 1], like the log's sums."""
     shape = indices.num_decodes, indices.tokens_per_decode
     tokens, dtype, group = shape[0] * shape[1], g.dtype, v.shape[1] // k.shape[1]
     q, k, v, g, beta = (x[:tokens].to(dtype).unflatten(0, shape) for x in (q, k, v, g, beta))

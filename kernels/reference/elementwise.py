@@ -1,7 +1,4 @@
-"""Compute functions with results independent of an element's place in a tensor.
-
-torch's sigmoid, silu, softplus and exp2 round a tensor's tail differently; bitwise claims need these.
-"""
+"""Round alike at every place in a tensor, unlike torch's sigmoid, silu, softplus and exp2."""
 
 from __future__ import annotations
 
@@ -9,6 +6,10 @@ from math import log
 
 import torch
 from torch import Tensor
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -33,10 +33,7 @@ def gated_delta_rule(
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.gated_delta_rule`.
-
-    `operand_dtype` rounds operands of prefill products, as tensor cores do.
-    """
+    """See `mambacache.kernels.gated_delta_rule`."""
     dtype = inner_dtype(q.dtype, state.dtype)
     g = -torch.exp(A_log.to(dtype)) * softplus(a.to(dtype) + dt_bias.to(dtype))
     beta = sigmoid(b.to(dtype)) * beta_scale
@@ -60,11 +57,9 @@ def _prefill(
     out: Tensor,
     operand_dtype: torch.dtype | None,
 ) -> None:
-    """Run chunks in the WY form, with norms, gates and decays outside the rounded products."""
+    """Keep norms, gates and decays outside the rounded products."""
     dtype, group = g.dtype, v.shape[1] // k.shape[1]
     chunks = Chunks.of(indices)
-    if not chunks.count:
-        return
 
     def operand(x: Tensor) -> Tensor:
         return x if operand_dtype is None else x.to(operand_dtype).to(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .elementwise import sigmoid, silu
+from .elementwise import sigmoid, silu, wide_dtype
 
 
 def gated_rms_norm(
@@ -20,7 +20,7 @@ def gated_rms_norm(
     out: Tensor | None = None,
 ) -> Tensor:
     """See `mambacache.kernels.gated_rms_norm`."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = wide_dtype(x)
     factor = (silu if activation == "silu" else sigmoid)(gate.to(dtype))
     normed = x.to(dtype)
     if not norm_before_gate:

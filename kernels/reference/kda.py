@@ -33,10 +33,7 @@ def kda(
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.kda`.
-
-    `operand_dtype` rounds operands of prefill products, as tensor cores do.
-    """
+    """See `mambacache.kernels.kda`."""
     dtype = inner_dtype(q.dtype, state.dtype)
     rate = torch.exp(A_log.to(dtype))[:, None]
     log_decay = -rate * softplus(g.to(dtype) + dt_bias.to(dtype).view(g.shape[1:]))
@@ -60,11 +57,8 @@ def _prefill(
     out: Tensor,
     operand_dtype: torch.dtype | None,
 ) -> None:
-    """Run chunks in the WY form. Decays per channel, and so norms, are part of the operands."""
     dtype = g.dtype
     chunks = Chunks.of(indices)
-    if not chunks.count:
-        return
     q, k, v, g, beta = (chunks.pad(x, dtype) for x in (q, k, v, g, beta))
     q = q * inverse_norm(q)[..., None] * q.shape[-1] ** -0.5
     k = k * inverse_norm(k)[..., None]
@@ -90,9 +84,9 @@ def _prefill(
 
 
 def _scores(rows: Tensor, keys: Tensor, g: Tensor, operand_dtype: torch.dtype | None) -> Tensor:
-    """Return [2, ..., i, j]: products of line i and key j, decayed from j to i; 0 for j > i.
+    """Return products of line i and key j, decayed from j to i; 0 for j > i.
 
-    Pairs meet at the start of i's block: decays are sums there, not differences.
+    Decays meet at the start of i's block: they are sums, not differences.
     """
     scores = rows.new_zeros(*rows.shape[:-1], CHUNK)
     for start in range(0, CHUNK, BLOCK):

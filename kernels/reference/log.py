@@ -31,7 +31,6 @@ def _places(indices: StateIndices) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
 
 
 def read_log(log: Tensor, indices: StateIndices, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return entries `inside`, else zeros."""
     return torch.where(inside.view(*inside.shape, *[1] * (log.dim() - 2)), log[indices.log_slot].to(dtype), 0)
 
 
@@ -41,7 +40,7 @@ def write_log(log: Tensor, values: Tensor, indices: StateIndices) -> None:
 
 
 def sums_of_decays(g: Tensor, log: Tensor, indices: StateIndices) -> Tensor:
-    """Add each decay to its parent's sum: bits do not depend on how tokens are cut into steps."""
+    """Add each decay to its parent's sum, so that steps change no bit."""
     row = torch.arange(len(g), device=g.device)
     before = read_log(log, indices, entries_before(indices), g.dtype)[row, (indices.log_end - 1).clamp(min=0)]
     totals = [before]
@@ -58,7 +57,7 @@ class LoggedStates:
 
         S 2^G_t + sum_{e <= t} values_e (2^(G_t - G_e) keys_e)^T
 
-    A token enters at its depth, so a path sums like a row without branches, bit by bit.
+    A token enters at its depth, so a path sums like a row without branches.
     """
 
     def __init__(self, state: Tensor, indices: StateIndices, values: Tensor, keys: Tensor, sums: Tensor) -> None:
@@ -70,7 +69,7 @@ class LoggedStates:
         self._places = indices.log_end[:, None] + depths(indices)
 
     def enter(self, token: int, keys: Tensor, sums: Tensor) -> Callable[[Tensor], Tensor]:
-        """Enter a token; return a function that multiplies the states after it with vectors [N, H, K]."""
+        """Return a function that multiplies the states after a token with vectors [N, H, K]."""
         row = (self.indices.decode_len > token).nonzero().squeeze(1)
         place = self._places[row, token]
         self.keys[row, :, place], self.sums[row, :, place] = keys[row], sums[row]
@@ -90,7 +89,6 @@ class LoggedStates:
         self.values[row, :, :, self._places[row, token]] = values[row]
 
     def fold(self, state: Tensor) -> None:
-        """Store states of rows with a dst."""
         targets = decode_targets(self.indices)
         row = targets.nonzero().squeeze(1)
         if not len(row):

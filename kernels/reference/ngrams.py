@@ -51,7 +51,7 @@ def decode_tokens(indices: StateIndices) -> Tensor:
 
 
 def follow(tokens: Tensor, last: Tensor, count: int) -> Tensor:
-    """Return `count` tokens after the best match of each row's tokens up to index `last`: see `draft_from_history`."""
+    """Return `count` tokens after the best match of each row's tokens up to index `last`."""
     length = tokens.shape[1]
     end, last = torch.arange(length, device=tokens.device), last[:, None]
     match = end < last

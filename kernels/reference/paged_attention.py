@@ -30,8 +30,11 @@ def paged_attention(
     value_pages[slot // block_size, slot % block_size] = v[written].to(value_pages.dtype)
 
     out = q.new_zeros(*q.shape[:2], v.shape[2]) if out is None else out.zero_()
+    width = indices.tokens_per_decode
+    spans = [(row * width, row * width + length) for row, length in enumerate(indices.decode_len.tolist())]
+    spans += pairwise(indices.query_start_loc.tolist())
     lengths, table_starts = indices.kv_len.tolist(), indices.block_table_start.tolist()
-    for (first, end), length, table_start in zip(_row_spans(indices), lengths, table_starts, strict=False):
+    for (first, end), length, table_start in zip(spans, lengths, table_starts, strict=False):
         if first == end:
             continue
         pages = indices.block_table[table_start:][: -(-length // block_size)]
@@ -54,7 +57,7 @@ def paged_attention(
 
 
 def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: int) -> Tensor:
-    """Return bool [queries, visible]; decode tokens see their ancestors."""
+    """Return bool [queries, visible]."""
     key = torch.arange(visible, device=indices.device)
     width, row = indices.tokens_per_decode, start // indices.tokens_per_decode
     if row >= indices.num_decodes:
@@ -62,9 +65,3 @@ def _sees(indices: StateIndices, start: int, stop: int, length: int, visible: in
     begin = length - int(indices.decode_len[row])
     masks = indices.ancestors[row * width + torch.arange(stop - start, device=key.device)]
     return (key < begin) | ((masks[:, None] >> (key - begin).clamp(min=0)) & 1 == 1)
-
-
-def _row_spans(indices: StateIndices) -> list[tuple[int, int]]:
-    width = indices.tokens_per_decode
-    decodes = [(row * width, row * width + length) for row, length in enumerate(indices.decode_len.tolist())]
-    return decodes + list(pairwise(indices.query_start_loc.tolist()))

@@ -12,9 +12,9 @@ from mambacache.plan import CHUNK
 from ..indices import StateIndices
 from ..logs import inner_dtype
 from .chunks import Chunks
-from .elementwise import silu, softplus
 from .log import entries_before, read_log, write_log
-from .states import computed_tokens, decode_targets, once_a_step, parents, read_states, write_states
+from .mamba import gated, step_sizes
+from .states import decode_targets, once_a_step, parents, read_states, write_states
 
 
 def selective_scan(
@@ -38,21 +38,13 @@ def selective_scan(
     if indices.num_decodes:
         _decode(x, dt, A, B, C, dt_bias, state, log, indices, y)
     if indices.num_prefills:
-        dt = _steps(dt.to(dtype), dt_bias)
+        dt = step_sizes(dt.to(dtype), dt_bias)
         _prefill(dt * x.to(dtype), dt, A, B.to(dtype), C, state, indices, y)
-    y += D.to(dtype) * x.to(dtype)
-    if z is not None:
-        y *= silu(z.to(dtype))
-    y = torch.where(computed_tokens(indices)[:, None], y, 0).to(x.dtype)
-    return y if out is None else out.copy_(y)
-
-
-def _steps(dt: Tensor, dt_bias: Tensor | None) -> Tensor:
-    return softplus(dt if dt_bias is None else dt + dt_bias.to(dt.dtype))
+    return gated(y, x, D, z, indices, out)
 
 
 def _advance(states: Tensor, u: Tensor, dt: Tensor, A: Tensor, B: Tensor) -> Tensor:
-    """Advance states by a token, with u = dt x."""
+    """Return states after a token, with u = dt x."""
     return torch.exp(dt[..., None] * A) * states + u[..., None] * B[:, None, :]
 
 
@@ -72,7 +64,6 @@ def _decode(
     indices: StateIndices,
     y: Tensor,
 ) -> None:
-    """Start from the log's state, or from src."""
     shape = indices.num_decodes, indices.tokens_per_decode
     x, dt, B, C, y = (each[: shape[0] * shape[1]].unflatten(0, shape) for each in (x, dt, B, C, y))
     *entries, carried, stands = log
@@ -101,7 +92,7 @@ def _decode(
 
 def _token(states: Tensor, token: Sequence[Tensor], A: Tensor, dt_bias: Tensor | None) -> Tensor:
     x, dt, B = token
-    dt = _steps(dt, dt_bias)
+    dt = step_sizes(dt, dt_bias)
     return _advance(states, dt * x, dt, A, B)
 
 
@@ -116,8 +107,6 @@ def _prefill(
 ) -> None:
     """Run chunks twice: for the states they add, then for outputs."""
     chunks = Chunks.of(indices)
-    if not chunks.count:
-        return
     u, dt, B, C = (chunks.pad(each[:, None], u.dtype).squeeze(1) for each in (u, dt, B, C))  # [chunks, 64, ...]
     added = u.new_zeros(chunks.count, *state.shape[1:])
     elapsed = torch.zeros_like(dt[:, 0])

@@ -12,9 +12,8 @@ from ..indices import StateIndices
 from ..logs import inner_dtype
 from .chunks import Chunks
 from .decays import chunk_decays
-from .elementwise import silu, softplus
 from .log import LoggedStates, entries_before, read_log, sums_of_decays, write_log
-from .states import computed_tokens
+from .mamba import gated, step_sizes
 
 
 def ssd(
@@ -34,24 +33,16 @@ def ssd(
     *,
     operand_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.ssd`.
-
-    `operand_dtype` rounds operands of prefill products, as tensor cores do.
-    """
+    """See `mambacache.kernels.ssd`."""
     dtype = inner_dtype(x.dtype, state.dtype)
-    dt = softplus(dt.to(dtype) if dt_bias is None else dt.to(dtype) + dt_bias.to(dtype)).clamp(*dt_limit)
+    dt = step_sizes(dt.to(dtype), dt_bias).clamp(*dt_limit)
     g = dt * A.to(dtype)
     y = torch.zeros(x.shape, dtype=dtype, device=x.device)
     if indices.num_decodes:
         _decode(x, dt, g, B, C, state, log, indices, y)
     if indices.num_prefills:
         _prefill(x, dt, g, B, C, state, indices, y, operand_dtype)
-    if D is not None:
-        y += D.to(dtype)[:, None] * x.to(dtype)
-    if z is not None:
-        y *= silu(z.to(dtype))
-    y = torch.where(computed_tokens(indices)[:, None, None], y, 0).to(x.dtype)
-    return y if out is None else out.copy_(y)
+    return gated(y, x, None if D is None else D[:, None], z, indices, out)
 
 
 def _decode(
@@ -95,8 +86,6 @@ def _prefill(
     """Run the SSD paper's block decomposition."""
     dtype, group = y.dtype, x.shape[1] // B.shape[1]
     chunks = Chunks.of(indices)
-    if not chunks.count:
-        return
 
     def operand(value: Tensor) -> Tensor:
         return value if operand_dtype is None else value.to(operand_dtype).to(dtype)

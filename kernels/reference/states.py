@@ -36,14 +36,13 @@ def read_states(state: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_states(state: Tensor, blocks: Tensor, values: Tensor) -> None:
-    """Write states, except to the null block."""
     stored = blocks != 0
     state[blocks[stored]] = values[stored].to(state.dtype)
 
 
 @once_a_step
 def computed_decode_tokens(indices: StateIndices) -> Tensor:
-    """Return bool [N, T], False for padding."""
+    """Return bool [N, T]."""
     return torch.arange(indices.tokens_per_decode, device=indices.device) < indices.decode_len[:, None]
 
 
@@ -69,7 +68,7 @@ def decode_targets(indices: StateIndices) -> Tensor:
 
 @once_a_step
 def computed_tokens(indices: StateIndices) -> Tensor:
-    """Return bool [F], False for padding."""
+    """Return bool [F]."""
     decodes = indices.num_decodes * indices.tokens_per_decode
     computed = torch.zeros(indices.num_tokens, dtype=torch.bool, device=indices.device)
     if decodes:

@@ -1,4 +1,4 @@
-"""Combine the parts of the cache, for changes that concern several of them."""
+"""Change several parts of the cache together."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
 
 STEPS_IN_FLIGHT = 4
-"""Keep the rows of freed requests for this number of steps."""
+"""Steps to keep rows of freed requests."""
 
 
 class Admission:
-    """Changes several parts of the cache together, as a context manager.
+    """Guards changes as a context manager.
 
-    If an exception breaks off a change, the records are torn. The next call rebuilds them (`mend`) from requests,
-    tokens and issued rows, which cannot be torn.
+    An exception inside a change tears the records. The next call rebuilds them (`mend`) from requests, tokens and
+    issued rows, which cannot be torn.
     """
 
     def __init__(self, config: CacheConfig, files: Files | None) -> None:
@@ -66,8 +66,6 @@ class Admission:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.torn = kind is not None
 
-    # --- chains ---
-
     def chain(self, tokens: array[int], salt: str, keys: Mapping[int, bytes]) -> list[bytes]:
         size = self._config.block_size
         return self._prompts.chain(root_hash(self._config.model_key, size, self._files.key, salt), tokens, size, keys)
@@ -76,10 +74,8 @@ class Admission:
         request.chain = self.chain(request.tokens, request.salt, request.keys)
         request.stale, request.waits = False, None
 
-    # --- admission ---
-
     def find(self, request: CachedRequest, kv_tokens: int | None, max_tokens: int | None) -> Found:
-        """Look up a request; arguments as in `PrefixCache.match`."""
+        """See `PrefixCache.match`."""
         if not request.read:
             return Found()
         size, limit = self._config.block_size, self._limit(request, max_tokens)
@@ -88,7 +84,7 @@ class Admission:
         return self.lookup.find(request.chain, limit, last, host_coverage, waits=self._policy.max_checkpoints > 0)
 
     def _limit(self, request: CachedRequest, max_tokens: int | None) -> int:
-        """Return the most blocks to resume after: at least one token is computed."""
+        """Return the most blocks to resume after, before the last token."""
         bound = len(request.tokens) - 1
         return (bound if max_tokens is None else min(bound, int(max_tokens))) // self._config.block_size
 
@@ -106,7 +102,7 @@ class Admission:
         return Wait("prefix", writer.request.request_id, boundary)
 
     def _can_resume(self, request: CachedRequest, depth: int) -> bool:
-        """Return whether the state after `depth` blocks and all KV before it are known to be cached."""
+        """Tell whether the state after `depth` blocks, and all KV before it, is known to be cached."""
         chain = request.chain[: depth + 1]
         if self._config.host_keeps_kv or not self.lookup.usable(chain[depth]):
             return False
@@ -194,7 +190,6 @@ class Admission:
         return running
 
     def allocate(self, residency: Residency, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
-        """Allocate a row, with room from ended loads if needed."""
         row = self.states.allocate(residency, num_tokens, guess, decode)
         if row is None and self.tier.loads.let_go():
             row = self.states.allocate(residency, num_tokens, guess, decode)
@@ -202,10 +197,8 @@ class Admission:
             self.rows[row.step.row] = row
         return row
 
-    # --- the end of a residency ---
-
     def end_residency(self, residency: Residency, finished: bool) -> None:
-        """End a residency; its request waits for the next admission unless it was forgotten."""
+        """End a residency; its request, unless forgotten, waits for admission."""
         request, row = residency.request, residency.row
         request.residency = None
         if row is not None and row.planned:
@@ -229,7 +222,7 @@ class Admission:
         self.rows.free(request)
 
     def drop(self, block_hashes: Collection[bytes], writer: int | None = None) -> None:
-        """Forget the cached blocks of these hashes, unless another request than `writer` wrote them."""
+        """Forget these hashes unless another request than `writer` wrote them."""
         for block_hash in block_hashes:
             self.pool.drop(block_hash, writer=writer)
             self.pages.pool.drop(block_hash, writer=writer)
@@ -268,8 +261,6 @@ class Admission:
                 self.lookup.wait_no_more(request)
                 self.rehash(request)
                 self.lookup.wait(request)
-
-    # --- rows ---
 
     def drop_row(self, row: Row) -> None:
         if row.residency.ended:
@@ -343,7 +334,7 @@ class Admission:
             self._drop_since(since)
 
     def _void(self, residency: Residency, first: int) -> None:
-        """Ignore the tokens of a residency's rows from the issued row `first` on."""
+        """Ignore the tokens of issued rows from `first` on."""
         request, residency.void = residency.request, True
         for row in request.issued[first:]:
             request.in_flight -= row.step.samples
@@ -351,7 +342,7 @@ class Admission:
         del request.issued[first:]
 
     def _end_row(self, row: Row) -> None:
-        """Give back the blocks of a row that will not be issued or outlived its residency."""
+        """End a row that will not be issued or outlived its residency."""
         self.rows.pop(row.step.row, None)
         residency = row.residency
         if not residency.ended:
@@ -361,7 +352,7 @@ class Admission:
         self.states.release(residency)
 
     def _drop_since(self, issue: int) -> None:
-        """Drop blocks committed since a failed issue, and preempt requests with a later hit."""
+        """Drop blocks since a failed issue, and preempt requests with a later hit."""
         self.pool.drop_born(issue)
         self.pages.pool.drop_born(issue)
         self.tier.drop_born(issue)

@@ -25,17 +25,17 @@ class Files(Protocol):
 
     @property
     def present(self) -> bool:
-        """Return whether any file can exist."""
+        """Tell whether files can exist."""
 
     @property
     def key(self) -> object:
-        """Return a part of every hash; it differs where states must not be shared."""
+        """Return a part of every hash; files of other keys are never hit."""
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
-        """Return whether the block is exact; None without a file."""
+        """Tell whether a block is exact; None without a file."""
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Delete the files of these hashes, or only files of `writer`."""
+        """Delete the files of these hashes, or only those of `writer`."""
 
     def drop_born(self, since: int) -> None:
         """Delete files of issue `since` or later."""
@@ -81,7 +81,6 @@ class Arrival:
         return cls(target.pool, target.block, block_hash, *flags, depth)
 
     def name(self) -> bool:
-        """Commit the block; return whether the hash names it."""
         return self.pool.commit(
             self.block, self.block_hash, exact=self.exact, rank=self.rank, born=self.born, writer=self.writer
         )
@@ -90,14 +89,14 @@ class Arrival:
 @dataclass(slots=True, eq=False)
 class Move:
     transfer: Transfer
-    leases: list[Lease] = field(default_factory=list)  # device block and slot in turn; to files, slots
+    leases: list[Lease] = field(default_factory=list)  # device block and slot in turn; for files, slots
     arrivals: list[Arrival] = field(default_factory=list)  # of a load
     coming: set[bytes] = field(default_factory=set)
     load: Load | None = None
     void: bool = False  # commits nothing
 
     def lose(self, block_hashes: Collection[bytes], writer: int | None) -> None:
-        """Commit no arrival of these hashes unless another known request wrote it."""
+        """Lose arrivals of these hashes unless another known request wrote them."""
         self.arrivals = [
             arrival
             for arrival in self.arrivals
@@ -106,11 +105,8 @@ class Move:
 
     def name(self) -> None:
         for lent, slot in zip(self.leases[::2], self.leases[1::2], strict=True):
-            device, block = lent.pool, lent.block
-            if (block_hash := device.hashes[block]) is not None:
-                exact, rank, born = device.exact[block], device.rank[block], device.born[block]
-                writer = device.writer[block]
-                slot.pool.commit(slot.block, block_hash, exact=exact, rank=rank, born=born, writer=writer)
+            if (block_hash := lent.pool.hashes[lent.block]) is not None:
+                Arrival.copied(lent, slot, block_hash, depth=0).name()
 
 
 def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
@@ -135,10 +131,7 @@ class Loads:
         self._arrived: dict[Load, None] = {}
 
     def fetch(self, request: CachedRequest, found: Found, limit: int) -> Wait | None:
-        """Start or join a load of a longer prefix than `found`.
-
-        Return None without use or room, or if the request's own loads have ended.
-        """
+        """Start or join a load of a longer prefix than `found`; None without use or room, or after its own loads."""
         stored = self._files.present or any(pool.num_committed for pool in self._host.values())
         if not stored or self._config.max_checkpoints == 0:
             return None
@@ -158,12 +151,9 @@ class Loads:
         return Wait("loading", load.request_id, load.depth * self._size)
 
     def held(self, block_hash: bytes, *pools: BlockPool) -> int:
-        """Return the first reusable block of this hash in these pools, or 0."""
-        for pool in pools:
-            block = pool.lookup(block_hash)
-            if block is not None and (pool.exact[block] or not self._config.strict_reuse):
-                return block
-        return 0
+        """Return the first reusable block of this hash, or 0."""
+        strict = self._config.strict_reuse
+        return next((block for pool in pools if (block := pool.reusable(block_hash, strict))), 0)
 
     def _there(self, kind: str, block_hash: bytes, filed: bool = False) -> bool:
         if self.held(block_hash, self._on_device[kind], self._host[kind]):
@@ -172,15 +162,13 @@ class Loads:
         return exact is not None and (exact or not self._config.strict_reuse)
 
     def _depth(self, chain: Sequence[bytes], found: Found, limit: int, filed: bool = False) -> int:
-        """Return the longest hit with device, host and (if `filed`) files."""
+        """Return the longest hit on device, host and, if `filed`, files."""
         depth = min(found.coverage, limit)
         while depth < limit and self._there("kv", chain[depth + 1], filed):
             depth += 1
         while depth > found.hit and not self._there("state", chain[depth], filed):
             depth -= 1
         return depth
-
-    # --- host to device ---
 
     def _load(self, request: CachedRequest, found: Found, depth: int) -> Load | None:
         """Join or start a load of `depth` blocks; None without use or room."""
@@ -224,8 +212,6 @@ class Loads:
         self._ledger.loads()
         return self._under_way(load, move)
 
-    # --- files to host ---
-
     def _read(self, request: CachedRequest, found: Found, held: int, limit: int) -> Load | None:
         chain, depth = request.chain, self._depth(request.chain, found, limit, filed=True)
         if depth <= max(held, found.promised):
@@ -265,8 +251,6 @@ class Loads:
         request.may_read = False
         return self._under_way(load, move)
 
-    # --- end of a load ---
-
     def _under_way(self, load: Load, move: Move) -> Load:
         self._coming.update((arrival.block_hash, load) for arrival in move.arrivals)
         self._begin(move)
@@ -301,7 +285,7 @@ class Loads:
             self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)
 
     def leave(self, request: CachedRequest) -> None:
-        """Take a request off its load. The last request gives back its blocks."""
+        """Take a request off its load; the last gives back its blocks."""
         load, request.load = request.load, None
         if load is not None:
             load.waiting.discard(request)
@@ -310,11 +294,9 @@ class Loads:
                 load.let_go()
 
     def let_go(self) -> bool:
-        """Give back the blocks of ended loads; return whether any were held."""
+        """Give back the blocks of ended loads, if any."""
         arrived, self._arrived = self._arrived, {}
         return any([load.let_go() for load in arrived])
-
-    # --- checks ---
 
     @property
     def arrived(self) -> list[Load]:
@@ -328,24 +310,20 @@ class Loads:
 
 
 AHEAD, LEAST = 4, (16, 128)
-"""Copy blocks among the next 1 / AHEAD of a pool to be evicted, and at least the next LEAST (states, pages).
-
-A few steps of 8,192 tokens evict fewer."""
+"""Copy the next 1 / AHEAD of a pool to be evicted, at least LEAST (states, pages): a few steps evict fewer."""
 
 STATES_A_TRANSFER, PAGES_A_TRANSFER = 8, 512
-"""Limit the blocks of a transfer to the host: they cannot be taken meanwhile. A chain is best copied whole."""
+"""Limit transfers to the host, whose blocks cannot be taken meanwhile; a chain is best copied whole."""
 
 FILES_A_TRANSFER = 32
-"""Limit the slots of a transfer to files: they cannot be taken meanwhile."""
+"""Limit transfers to files likewise."""
 
 
 class Tier:
     """Holds copies of device blocks in host slots, under the same hashes.
 
-    A page here keeps its state alive on either side: a request resumes from both together.
-
-    Args:
-        under_way: void transfers from before a rebuild; they hold their blocks until they end.
+    A page here keeps its state alive on either side: a request resumes from both. Transfers `under_way` at a rebuild
+    commit nothing, and hold their blocks until they end.
     """
 
     def __init__(
@@ -369,20 +347,15 @@ class Tier:
         self._writable = True
         self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
         self._within = max(chains.blocks // AHEAD, LEAST[1])
-        self._seen = (-1, 0)  # at the last look; unchanged, no block is due
+        self._seen = (-1, 0)  # while equal, no block is due
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
                 move.leases += [side.seize(b) for pair in pairs for side, b in zip((device, host), pair, strict=True)]
             move.leases += [self._host[file.kind].seize(file.slot) for file in transfer.files]
 
-    # --- to the host ---
-
     def transfers(self, flush: bool) -> tuple[Transfer, ...]:
-        """Start at most one transfer to the host and one to files; return all under way.
-
-        With `flush`, every block without a file is due.
-        """
+        """Start at most a transfer to the host and a transfer to files; return all under way."""
         to_host, to_files = (self._moving(files) for files in (False, True))
         seen = (self._chains.now, self._states.num_available) if self.present else self._seen
         self._unflushed, self._spare = (self._unflushed, self._spare) if flush else (None, False)
@@ -401,10 +374,7 @@ class Tier:
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
     def _copy_out(self, limit: float) -> None:
-        """Start to copy the states next in line for eviction, directly or because a KV page that they need is.
-
-        A state as cold as the next pages to be evicted needs some of them.
-        """
+        """Start to copy states next in line for eviction, or as cold as the next pages, which they may need."""
         states = self._states
         left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
         move = Move(Transfer(0, True, (), ()))
@@ -425,7 +395,7 @@ class Tier:
         self._begin(move)
 
     def _flush(self) -> None:
-        """Start to bring the next state to files, spare states last; call it until nothing starts."""
+        """Start to bring the next state to files, spare states last."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
         self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
@@ -447,7 +417,7 @@ class Tier:
         self._begin(move)
 
     def _limits(self) -> tuple[float, float]:
-        """Return how cold the next states and pages to evict are."""
+        """Return the coldness of states and pages next to evict."""
         states, pages = self._slots
         most = self._config.max_checkpoints
         budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
@@ -456,7 +426,7 @@ class Tier:
         return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
 
     def _restore(self, state: int) -> bool:
-        """Return whether the host has a state as exact, and take back its `evict_first`."""
+        """Tell whether the host has a state as exact, and take back its `evict_first`."""
         states, block_hash = self._states, self._states.hashes[state]
         slot = self.states.lookup(block_hash) if block_hash is not None else None
         if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
@@ -469,7 +439,7 @@ class Tier:
         return exact is not None and exact >= pool.exact[block]
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
-        """Return the pages of a state that the host lacks; None if it cannot be reused."""
+        """Return a state's pages that the host lacks; None if it cannot be reused."""
         chain, depth = self._device.prefix[state]
         missing: list[int] = []
         held = self.loads.held
@@ -529,15 +499,13 @@ class Tier:
         self._begin(move)
 
     def hit(self, chain: Sequence[bytes], depth: int) -> None:
-        """Evict the host's copies of a hit first, until `_copy_out` restores them."""
+        """Evict a hit's host copies first, until `_copy_out` restores them."""
         for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
             for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
                 pool.evict_first(slot)
 
-    # --- end of a transfer ---
-
     def transferred(self, number: int, failed: bool) -> None:
-        """Release an ended transfer's blocks, committed unless it failed."""
+        """Release a transfer's blocks, committed unless it failed."""
         move = self.moves.pop(number)
         transfer, load, good = move.transfer, move.load, not (failed or move.void)
         if load is None and transfer.files:
@@ -559,8 +527,6 @@ class Tier:
             kind, block_hash = "state" if slot.pool is self.states else "kv", slot.pool.hashes[slot.block]
             if block_hash is not None and not self._filed(kind, slot.pool, slot.block):
                 self._unwritten[kind, block_hash] = None
-
-    # --- blocks given up ---
 
     def void(self) -> None:
         """Commit nothing under way, and let no request wait for it."""
@@ -589,8 +555,6 @@ class Tier:
         self._unwritten.clear()
         self.states.clear()
         self.pages.clear()
-
-    # --- checks ---
 
     def held(self, pool: BlockPool) -> list[int]:
         moves = list(self.moves.values())

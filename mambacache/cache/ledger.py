@@ -12,7 +12,7 @@ TOKEN_BYTES = 4
 
 
 class Branch:
-    """Holds tokens after the parent's; `end` is the token depth, -1 once dropped."""
+    """Holds tokens after its parent; `end` is the token depth, -1 once dropped."""
 
     __slots__ = ("children", "end", "parent", "tokens")
 
@@ -24,7 +24,7 @@ class Branch:
 
 
 class TokenRecord:
-    """Stores token prefixes, up to `max_tokens`, in 4 to 5 bytes a token and about 400 a branch."""
+    """Stores token prefixes, up to `max_tokens`."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -33,7 +33,7 @@ class TokenRecord:
         self._leaves: OrderedDict[Branch, None] = OrderedDict()  # least recently used first
 
     def longest(self, root: bytes, tokens: bytes) -> int:
-        """Count leading int32 `tokens` computed before."""
+        """Count leading `tokens`, int32, computed before."""
         branch = self._roots.get(root)
         if branch is None:
             return 0
@@ -41,7 +41,7 @@ class TokenRecord:
         return (common + beyond) // TOKEN_BYTES
 
     def add(self, root: bytes, tokens: bytes, known: Branch | None) -> Branch:
-        """Record int32 tokens after `known` (an earlier result, its end unchanged) or the root; return their branch."""
+        """Record int32 tokens after `known`, an earlier result that still ends there, or the root."""
         branch = known
         if branch is None:
             branch = self._roots.get(root)
@@ -69,7 +69,7 @@ class TokenRecord:
         return branch
 
     def _descend(self, branch: Branch, tokens: bytes, at: int) -> tuple[Branch, int, int]:
-        """Return the last branch that matches whole, its end in bytes, and the bytes matched beyond."""
+        """Return the last whole match, its end in bytes, and the bytes matched beyond."""
         while True:
             child = branch.children.get(tokens[at : at + TOKEN_BYTES])
             if child is None:
@@ -149,13 +149,11 @@ class Ledger:
         self.start_over()
 
     def start_over(self) -> None:
-        """Forget all blocks; a skipped event number shows the gap."""
+        """Forget all blocks, and skip an event number."""
         self._record = TokenRecord(self._record_tokens)
         self._unrecorded: dict[Trace, None] = {}
         self._fates: OrderedDict[bytes, Loss] = OrderedDict()
         self._num_events += 1
-
-    # --- recording ---
 
     def stored(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
         if not self.on:
@@ -222,8 +220,6 @@ class Ledger:
         if self.on:
             self._stats.add(report)
 
-    # --- reading ---
-
     def longest_computed(self, root: bytes, tokens: bytes) -> int:
         for trace in self._unrecorded:
             self._add_to_record(trace)
@@ -263,7 +259,7 @@ class Ledger:
 def partition_loss(
     hit: int, ceiling: int, block_size: int, causes: Sequence[Loss | None], not_asked: bool
 ) -> dict[Loss, int]:
-    """Split `ceiling - hit` tokens by reason. A block's loss goes to the first cause at or after its boundary."""
+    """Split `ceiling - hit` tokens by reason: a block's is the first cause at or after its boundary."""
     losses: dict[Loss, int] = {}
     if not_asked:
         return {Loss.NOT_ASKED: ceiling} if ceiling else losses

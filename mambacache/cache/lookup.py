@@ -16,18 +16,18 @@ from mambacache.config import CacheConfig
 from mambacache.report import Hit, Loss
 
 Chain = Sequence[bytes]
-"""`[root, hash of block 0, hash of block 1, ...]`: entry i stands for the prefix of i blocks."""
+"""`[root, hash of block 0, ...]`: entry i stands for the prefix of i blocks."""
 
 
 def root_hash(*keys: object) -> bytes:
-    """Return the root of a chain: requests with equal keys may share blocks."""
+    """Return the root of chains that may share blocks."""
     return hashlib.blake2b(repr(keys).encode(), digest_size=16).digest()
 
 
 def extend_chain(
     chain: list[bytes], tokens: array[int], block_size: int, keys: Mapping[int, bytes] | None = None
 ) -> None:
-    """Append the whole blocks of `tokens`: blake2b-128 over the hash before, the block's token ids, and its key."""
+    """Append the whole blocks of `tokens`: blake2b-128 of the hash before, token ids, and key."""
     digest, parent, data = hashlib.blake2b, chain[-1], memoryview(tokens)
     for end in range(len(chain) * block_size, len(tokens) + 1, block_size):
         block = digest(parent, digest_size=16)
@@ -64,7 +64,7 @@ class Found:
 
 
 class Lookup:
-    """Finds reusable states; indexes by hash spare admissions a scan of requests."""
+    """Finds reusable states, by hash: admissions do not scan requests."""
 
     def __init__(self, config: CacheConfig, states: BlockPool, pages: Pages, ledger: Ledger) -> None:
         self._states = states
@@ -77,8 +77,6 @@ class Lookup:
         self._writers: dict[bytes, dict[Residency, None]] = {}
         self._waiting: dict[bytes, int] = {}
 
-    # --- what was computed ---
-
     def add_computed(self, block_hash: bytes) -> None:
         self._seen[block_hash] = None
         self._seen.move_to_end(block_hash)
@@ -89,15 +87,10 @@ class Lookup:
         self._seen.clear()
 
     def usable(self, block_hash: bytes) -> bool:
-        block = self._states.lookup(block_hash)
-        return block is not None and (self._states.exact[block] or not self._strict)
+        return self._states.reusable(block_hash, self._strict) > 0
 
     def find(self, chain: Chain, limit: int, junction_limit: int, host_coverage: int | None, waits: bool) -> Found:
-        """Look a chain up, to depth `limit`.
-
-        Args:
-            host_coverage: leading blocks in the host's KV; None: use the pages.
-        """
+        """Look a chain up, to depth `limit`; `host_coverage` counts leading blocks in the host's KV."""
         needs_kv = self._pages.present or host_coverage is not None
         coverage = len(chain) - 1
         if host_coverage is not None:
@@ -117,10 +110,7 @@ class Lookup:
                     return Found(coverage, hit, junction, residency, depth)
         return Found(coverage, hit, junction)
 
-    # --- results ---
-
     def inexact_from(self, request: CachedRequest, found: Found) -> int:
-        """Return the position where inexact states and KV begin."""
         block = self._states.lookup(request.chain[found.hit]) if found.hit else None
         if block is not None and not self._states.exact[block]:
             return 0
@@ -144,18 +134,13 @@ class Lookup:
             return self._ledger.fate(request.chain[depth])
         if depth <= found.coverage:
             return Loss.ONLY_NEAR
-        # Not all KV is cached.
         gone = self._pages.pool.lookup(request.chain[found.coverage + 1]) is None
         return Loss.EVICTED if gone else Loss.ONLY_NEAR
 
-    # --- writers ---
-
     def worth_a_wait(self, residency: Residency, depth: int) -> bool:
-        """Return whether others may reuse the state at `depth`."""
         return not self._strict or self._pages.block_size * depth <= residency.inexact_from
 
     def writes(self, residency: Residency, chain: Chain) -> None:
-        """Announce the blocks that a residency will compute."""
         for depth in range(residency.announced + 1, len(chain)):
             self._writers.setdefault(chain[depth], {})[residency] = None
         residency.announced = len(chain) - 1
@@ -180,8 +165,6 @@ class Lookup:
             self.wait(request)
         elif request.store and not request.stale:
             self.writes(residency, request.chain)
-
-    # --- waiting requests ---
 
     def wait(self, request: CachedRequest) -> None:
         request.lined = (len(request.tokens) - 1) // self._pages.block_size if request.read else 0

@@ -12,7 +12,7 @@ from mambacache.plan import PageTables
 
 
 class Pages:
-    """Manages KV pages; without a pool (host KV, or none needed) every call succeeds."""
+    """Manages KV pages; without a pool every call succeeds."""
 
     def __init__(self, block_size: int, pool: BlockPool) -> None:
         self.block_size = block_size
@@ -47,7 +47,7 @@ class Pages:
         self._lacking += self._lack(residency)
 
     def fork(self, parent: Residency, child: Residency) -> bool:
-        """Share full pages and plan a copy of a partial page; without room return False and change nothing."""
+        """Share full pages and plan a copy of a partial page; False, and no change, without room."""
         if not self.present:
             return True
         full, partial = divmod(parent.computed, self.block_size)
@@ -65,7 +65,7 @@ class Pages:
         return True
 
     def grow(self, residency: Residency, end: int) -> bool:
-        """Add pages up to `end`; without room return False and change nothing."""
+        """Add pages up to `end`; False, with nothing changed, without room."""
         missing = self._blocks(end) - len(residency.pages)
         if missing <= 0 or not self.present:
             return True
@@ -109,7 +109,7 @@ class Pages:
         self.copied(residency)
         pages, residency.pages = residency.pages, array("i")
         rank, ranks = residency.request.rank, self.pool.rank
-        for page in reversed(pages):  # deepest first: evict chains from their ends
+        for page in reversed(pages):  # evicts chains from their ends
             if ranks[page] < rank:
                 ranks[page] = rank
             self.pool.release(page)
@@ -118,7 +118,6 @@ class Pages:
         self._lacking -= self._lack(residency)
 
     def check(self, residencies: Sequence[Residency], running: Sequence[Residency], others: Sequence[int]) -> None:
-        """Assert that references match; `others` are held outside residencies."""
         copies = [residency.copy_page.block for residency in residencies if residency.copy_page is not None]
         self.pool.check([*(page for residency in residencies for page in residency.pages), *copies, *others])
         assert self._lacking == sum(map(self._lack, running)), "pages that admitted prompts lack"

@@ -11,7 +11,7 @@ RemovedCallback = Callable[[bytes, int, bool], None]
 
 
 class Lease:
-    """Holds a reference, released once; `used` is the last use to restore, None if the lease is a use."""
+    """Holds a reference, released once; `used` is the last use to restore, None if this is a use."""
 
     __slots__ = ("block", "pool", "used")
 
@@ -29,7 +29,7 @@ class Lease:
 class BlockPool:
     """Manages blocks with ids from 1 on.
 
-    WRITING blocks are private. COMMITTED blocks have a hash and are immutable; without references they are evictable.
+    WRITING blocks are private. COMMITTED blocks have a hash and are immutable, evictable without references.
     """
 
     def __init__(self, num_blocks: int, on_removed: RemovedCallback, chains: Chains) -> None:
@@ -51,6 +51,11 @@ class BlockPool:
         self.born = [0] * num_ids  # the writing issue
         self.writer = [0] * num_ids  # request number; 0: an earlier process
 
+    def reusable(self, block_hash: bytes, strict: bool) -> int:
+        """Return the COMMITTED block of a hash, exact if `strict`, or 0."""
+        block = self.lookup(block_hash)
+        return block if block is not None and (self.exact[block] or not strict) else 0
+
     @property
     def num_available(self) -> int:
         return len(self._free) + len(self.idle)
@@ -68,16 +73,14 @@ class BlockPool:
         return len(self._blocks)
 
     def counts(self) -> dict[str, int]:
-        free, committed = len(self._free), len(self._blocks)
-        writing = self.num_blocks - free - committed
+        free, committed = self.num_free, len(self._blocks)
+        writing = self.num_owned - free - committed
         return {"free": free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
 
-    # --- references ---
-
     def take(self, count: int, near: int = 0) -> list[int]:
-        """Return WRITING blocks, near block `near` if possible; callers check `num_available`."""
+        """Return WRITING blocks, if possible near a block; callers check `num_available`."""
         while len(self._free) < count:
-            self.evict()
+            self._make_room()
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         for block in blocks:
@@ -86,7 +89,7 @@ class BlockPool:
 
     def lease(self, requested: bool = True) -> Lease | None:
         """Lease a WRITING block, if there is room."""
-        if not self._free and not self.evict(requested):
+        if not self.num_free and not self._make_room(requested):
             return None
         return Lease(self, self.take(1)[0])
 
@@ -127,13 +130,14 @@ class BlockPool:
         else:
             self.idle.put_back(block, self.rank[block], used)
 
+    def _make_room(self, requested: bool = True) -> bool:
+        return self.evict(requested)
+
     def _wake(self, block: int) -> float:
         return self.idle.remove(block, self.rank[block])
 
     def _free_again(self, block: int) -> None:
         self._free.append(block)
-
-    # --- hashes ---
 
     def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0) -> bool:
         """Name a WRITING block; return False if a block at least as exact has the hash."""
@@ -164,7 +168,7 @@ class BlockPool:
         self.rank[block] = rank
 
     def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
-        """Undo `evict_first`; return whether the block exists."""
+        """Undo `evict_first`; return whether it exists."""
         block = self._blocks.get(block_hash)
         if block is not None and self._useless[block]:
             self.promote(block, self._rank_before[block] if rank is None else rank)
@@ -192,7 +196,7 @@ class BlockPool:
         self._forget(block)
 
     def drop(self, block_hash: bytes, *, evicted: bool = False, writer: int | None = None) -> None:
-        """Forget a hash, unless another request than `writer` wrote the block."""
+        """Forget a hash unless another request than `writer` wrote it."""
         block = self._blocks.get(block_hash)
         if block is not None and writer in (None, self.writer[block]):
             self._forget(block, evicted)

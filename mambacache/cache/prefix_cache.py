@@ -1,4 +1,4 @@
-"""Define `PrefixCache`, the public face of the cache."""
+"""Define the public face of the cache."""
 
 from __future__ import annotations
 
@@ -25,19 +25,15 @@ from mambacache.report import CachedBlock, CacheEvent, CacheStats, Hit, Progress
 class PrefixCache:
     """Tracks cached prefixes, and chooses the blocks that every row reads and writes.
 
-    It holds host integers only, for one thread. For each request call `add`, then `admit` until it returns a hit, and
-    `free` at the end. For each step call `next_tokens` and `allocate` for each row, then for all rows `plan`, the
-    forward pass, `issued` and `accept`.
+    It holds host integers only, for one thread. A request takes `add`, then `admit` until it returns a hit, and `free`
+    at the end. A step takes `next_tokens` and `allocate` for each row, then for all rows `plan`, the forward pass,
+    `issued` and `accept`.
 
-    A row belongs to one residency of its request, from admission to `preempt` or `free`. These may come at any moment:
-    a later call for the row only gives its blocks back and notes its tokens.
+    `preempt` and `free` may come at any moment: later calls for rows before them only give blocks back and note tokens.
 
-    A wrong call raises before anything has changed: ValueError for arguments, RuntimeError for the order. If an
+    A wrong argument raises ValueError, and a call out of order RuntimeError, before anything has changed. If an
     exception such as Ctrl-C breaks off a call, the next call finds an empty cache and all requests preempted, with
     their tokens.
-
-    Args:
-        files: files that outlive the process, if any.
     """
 
     def __init__(self, config: CacheConfig, files: Files | None = None) -> None:
@@ -54,17 +50,14 @@ class PrefixCache:
         """Hash a prompt and register its request, without any block.
 
         Args:
-            token_ids: integers from 0 on, in a sequence, a numpy array or a tensor.
+            token_ids: integers from 0 on, as a sequence, array or tensor.
             salt: requests with different salts share nothing.
             extra_keys: (position, key) pairs, as for an image. A key (str, bytes, int, or a tuple of these) enters the
-                hash of its position's block.
-            checkpoint_at: positions in tokens, rounded down to blocks, to store states at. The eight nearest to the
-                prompt's end may evict other states. The marks of one salt hold at most a quarter of all states.
-            read: whether the request may use cached blocks.
-            store: whether its own blocks are cached.
-
-        Raises:
-            ValueError: the prompt is empty or too long for the KV pool, the id is in use, or an argument is invalid.
+                hash of its block.
+            checkpoint_at: token positions, rounded down to blocks, to store states at. The eight nearest to the
+                prompt's end may evict other states, up to a quarter of all states for a salt.
+            read: use cached blocks.
+            store: cache its blocks.
         """
         size = self.config.block_size
         check_text("a request id", request_id)
@@ -83,11 +76,11 @@ class PrefixCache:
             admission.lookup.wait(request)
 
     def match(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit:
-        """Return the hit that a request would get now; change nothing.
+        """Return the hit that a request would get now.
 
         Args:
-            kv_tokens: tokens that the host's own KV covers; required if the model has attention and the host keeps KV.
-            max_tokens: the host's bound on the hit.
+            kv_tokens: tokens in the host's KV; required if the host keeps it.
+            max_tokens: bound on the hit.
         """
         request = self._known(request_id)
         check_bounds(self.config, kv_tokens, max_tokens)
@@ -95,11 +88,7 @@ class PrefixCache:
             return admission.lookup.hit(request, admission.find(request, kv_tokens, max_tokens))
 
     def admit(self, request_id: str, *, kv_tokens: int | None = None, max_tokens: int | None = None) -> Hit | Wait:
-        """Take references to all hit blocks, and a block for the running state. Arguments as in `match`.
-
-        Raises:
-            RuntimeError: the request runs already.
-        """
+        """Take all hit blocks and a block for the running state; arguments as in `match`."""
         request = self._known(request_id)
         check_bounds(self.config, kv_tokens, max_tokens)
         if request.residency is not None:
@@ -110,15 +99,11 @@ class PrefixCache:
             return admission.admit(request, kv_tokens, max_tokens)
 
     def waits(self, request_id: str) -> bool:
-        """Return whether the prefix that the last `admit` said to wait for is still to come. Cheap to call."""
+        """Return whether the prefix that `admit` waits for is still to come; cheap."""
         return self._admission.still_waits(self._known(request_id)) is not None
 
     def withdraw(self, request_id: str) -> None:
-        """Undo an admission before its first row is issued; count no preemption.
-
-        Raises:
-            RuntimeError: the request does not run, or has issued a row since.
-        """
+        """Undo an admission before its first row is issued."""
         residency = self._running(request_id)
         if residency.ran:
             raise RuntimeError(f"request {request_id!r} has run since its admission: preempt it instead")
@@ -126,18 +111,14 @@ class PrefixCache:
             admission.end_residency(residency, finished=False)
 
     def fork(self, request_id: str, children: Mapping[str, int], *, max_running: int | None = None) -> list[str]:
-        """Start more answers to a prompt that was just computed, with its last state and full KV blocks shared.
+        """Start more answers to a prompt, which share its last state and full KV blocks; return the ids that run now.
 
-        Call it after the `accept` of the first answer token, before the request runs on. Return the ids that run now;
-        the other children wait for `admit`.
+        Call it after the `accept` of the first answer token, before the request runs on. Other answers wait for
+        `admit`.
 
         Args:
-            children: request id and first token of each further answer.
-            max_running: the most children to run now; None for all.
-
-        Raises:
-            ValueError: an id is in use, or a token is invalid.
-            RuntimeError: the request has run on, or has no first token yet.
+            children: request id and first token of each answer.
+            max_running: most children to run now.
         """
         parent = self._known(request_id)
         check_fork(parent, children, max_running, self._admission.requests)
@@ -145,7 +126,7 @@ class PrefixCache:
             return admission.fork(parent, children, max_running)
 
     def preempt(self, request_id: str) -> None:
-        """Take the blocks of a running request. It keeps its tokens and waits for `admit`."""
+        """Take the blocks of a running request, which keeps its tokens and waits for `admit`."""
         residency = self._running(request_id)
         with self._admission as admission:
             admission.end_residency(residency, finished=False)
@@ -156,11 +137,8 @@ class PrefixCache:
 
         Args:
             finished: False for an aborted request.
-            wrong_from: position of the last token with sound logits, if later logits were NaN. Blocks that the request
-                wrote behind it are dropped.
-
-        Raises:
-            ValueError: the request is not known, or `wrong_from` is no position in it.
+            wrong_from: position of the last token with sound logits, if later logits were NaN; drops the blocks that
+                the request wrote behind it.
         """
         request = self._known(request_id)
         finished = bool(finished)
@@ -170,32 +148,28 @@ class PrefixCache:
             admission.forget(request, finished, wrong_from)
 
     def suspects(self, request_id: str) -> list[CachedBlock]:
-        """Return the blocks that a request resumed from and has not proved by finite logits, deepest first.
+        """Return the blocks of a hit that no finite logits have proved, deepest first.
 
-        Call it when the logits are NaN: test the blocks on the device and `invalidate` the bad blocks.
+        After NaN logits, test them on the device and `invalidate` the bad blocks.
         """
         request = self._known(request_id)
         return self._admission.suspects(request)
 
     def invalidate(self, hashes: Iterable[bytes]) -> None:
-        """Forget the states and KV pages of these prefix hashes, on device, host and in files.
-
-        Raises:
-            ValueError: a hash is not of type bytes.
-        """
+        """Forget the blocks of these prefix hashes, on device, host and in files."""
         gone = prefix_hashes(hashes)
         with self._admission as admission:
             admission.drop(gone)
 
     def abandon(self) -> None:
-        """Give up a broken step: forget rows that were not issued, and preempt every running request."""
+        """Give up a broken step: forget rows that were not issued, and preempt all requests."""
         with self._admission as admission:
             admission.abandon()
 
     # --- steps ---
 
     def progress(self, request_id: str) -> Progress:
-        """Return how far a running request has come."""
+        """Return a running request's positions."""
         residency = self._running(request_id)
         request = residency.request
         return Progress(
@@ -203,9 +177,9 @@ class PrefixCache:
         )
 
     def next_tokens(self, request_id: str, budget: int) -> int:
-        """Return how many tokens to run now, at most `budget`; 1 in decode.
+        """Return the number of tokens to run now; 1 in decode.
 
-        Run the rest of the prompt if it fits, else up to the last boundary in reach, else `budget` tokens.
+        Run the rest of the prompt if `budget` allows, else up to the last boundary in reach, else `budget` tokens.
         """
         residency = self._running(request_id)
         check_integer("budget", budget, 1)
@@ -222,14 +196,13 @@ class PrefixCache:
     ) -> SequenceStep | None:  # fmt: skip
         """Allocate a row for the next `num_tokens` tokens and `drafts`; None, with nothing changed, without room.
 
-        Before `accept` resolves a row's drafts, one more row may be allocated; it is `late` by some of them.
+        One more row may be allocated before `accept` resolves a row's drafts.
 
         Args:
             num_tokens: 1 to the rest of the tokens known at admission; 1 after them.
-            drafts: guesses of a decoding request's next tokens, cut at a multiple of 16. `PLACEHOLDER` is an unknown
-                guess.
-            parents: for a tree in preorder, the number of the draft before each draft, counted from 1, or 0 for the
-                known token. Move the `kept` tokens before the next row runs.
+            drafts: guesses of next tokens in decode, `PLACEHOLDER` for unknown; cut at a multiple of 16.
+            parents: number of each draft's parent, for a tree in preorder: from 1, or 0 for the known token. Move the
+                `kept` tokens before the next row runs.
             decode: run a single prompt token in the decode kernels, which makes its state inexact.
         """
         residency, decode = self._running(request_id), bool(decode)
@@ -249,7 +222,7 @@ class PrefixCache:
                 admission.drop_row(row)
 
     def plan_rows(self, steps: Sequence[SequenceStep]) -> tuple[SequenceStep, ...]:
-        """Add checkpoints to rows and return them, for hosts that lay out the batch themselves (`plan.layout`)."""
+        """Add checkpoints to rows, for hosts that lay out the batch themselves (`plan.layout`)."""
         rows = self._admission.rows.to_plan(steps)
         with self._admission as admission:
             admission.states.checkpoints.plan(rows)
@@ -259,14 +232,14 @@ class PrefixCache:
             ])  # fmt: skip
 
     def plan(self, steps: Sequence[SequenceStep]) -> StepPlan:
-        """Add checkpoints to all rows of a step and lay out its arrays."""
+        """Add checkpoints to a step's rows and lay out its arrays."""
         planned = sorted(self.plan_rows(steps), key=lambda step: step.prefill)  # stable: in the given order
         residencies = [self._admission.rows[step.row].residency for step in planned]
         tokens = [residency.request.tokens for residency in residencies]
         return build_plan(planned, tokens, self._admission.pages.tables(residencies), self.config.block_size)
 
     def issued(self, steps: Sequence[SequenceStep]) -> None:
-        """Note that the forward pass is on the stream: later steps may read its blocks of known tokens."""
+        """Note that the pass is on the stream: later steps may read its blocks of known tokens."""
         rows = self._admission.rows.to_issue(steps)
         with self._admission as admission:
             for row in rows:
@@ -278,10 +251,9 @@ class PrefixCache:
         """Note the tokens of a step. Accept rows of one request in the order of issue.
 
         Args:
-            token_ids: for each request that sampled, the tokens that remain after stops, a stop token included. A
-                stopped request runs no further step.
-            not_finite: ids of the step's requests, also freed requests, with NaN or infinite logits. Blocks that they
-                wrote since their last finite logits are dropped, and no more are stored.
+            token_ids: tokens of each request that sampled, through a stop. A stopped request runs no further step.
+            not_finite: ids in the step, also of freed requests, with NaN or infinite logits; drops the blocks that they
+                wrote since their last finite logits, and stores no more.
         """
         bad = frozenset(not_finite)
         taken = self._admission.rows.to_accept(steps, token_ids)
@@ -289,14 +261,9 @@ class PrefixCache:
             admission.accept(steps, taken, bad)
 
     def decoded(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Note steps that only added these tokens to a token log, in place of `allocate`, `plan`, `issued` and
-        `accept`.
+        """Note steps that only added these tokens to a token log, in place of `allocate` to `accept`.
 
         Call it before the next `allocate`, `preempt` or `free`, in a cache without KV pages.
-
-        Raises:
-            ValueError: the tokens need a block or a page.
-            RuntimeError: a row is under way, or the request does not decode yet.
         """
         residency = self._running(request_id)
         tokens = check_decoded(residency, token_ids, self.config.num_kv_blocks)
@@ -304,24 +271,21 @@ class PrefixCache:
             admission.decoded(residency, tokens)
 
     def under_way(self, step: SequenceStep) -> bool:
-        """Return whether a row is allocated and not yet accepted, cancelled or dropped.
-
-        An issued row stays under way when its request is freed.
-        """
+        """Tell whether a row is allocated and not yet accepted, cancelled or dropped, even of a freed request."""
         rows = self._admission.rows
         row = rows.get(step.row)
         return row.residency.number == step.residency if row is not None else step.row in rows.freed
 
     def is_live(self, step: SequenceStep) -> bool:
-        """Return whether the tokens of a row will be noted: it is under way, and no step before it failed."""
+        """Tell whether a row's tokens will be noted: it is under way, and no step before it failed."""
         row = self._admission.rows.get(step.row)
         return row is not None and row.residency.number == step.residency and not row.residency.void
 
     def cancel(self, steps: Sequence[SequenceStep]) -> None:
         """Cancel a step that failed, before `issued` or on the device, and preempt its requests.
 
-        After `issued`, drop all blocks committed since, and preempt the requests that resumed from them. Pass every row
-        of the step, also of freed requests.
+        After `issued`, drop all blocks committed since, and preempt requests that resumed from them. Pass all rows of
+        the step, also of freed requests.
         """
         rows = self._admission.rows.find(steps, ending=True)
         with self._admission as admission:
@@ -332,22 +296,15 @@ class PrefixCache:
     def transfers(self, *, flush: bool = False) -> tuple[Transfer, ...]:
         """Return all transfers under way between device, host and files, oldest first.
 
-        Call it between steps, after `admit`, and launch transfers with new numbers behind all earlier work of the
-        device.
-
-        Args:
-            flush: bring every block without a file to files, over several calls.
+        Call it between steps, after `admit`, and launch new transfers behind all earlier work of the device. Calls with
+        `flush` bring every block to files.
         """
         flush = bool(flush)
         with self._admission as admission:
             return admission.tier.transfers(flush)
 
     def transferred(self, transfer: Transfer, *, failed: bool = False) -> None:
-        """End a transfer that is over on the device; if it `failed`, its copies are never read.
-
-        Raises:
-            RuntimeError: the transfer is not under way.
-        """
+        """End a transfer that is over on the device; if it `failed`, its copies are never read."""
         check_under_way(transfer, self._admission.tier.moves)
         failed = bool(failed)
         with self._admission as admission:
@@ -357,73 +314,61 @@ class PrefixCache:
 
     @property
     def stats(self) -> CacheStats:
-        """Return totals, and the current number of blocks by status."""
+        """Return totals, and the numbers of blocks."""
         return totals(self._admission)
 
     @property
     def request_ids(self) -> list[str]:
-        """Return the ids of all known requests."""
         return list(self._admission.requests)
 
     def knows(self, request_id: str) -> bool:
-        """Return whether a request was added and not freed."""
+        """Tell whether a request is known."""
         return request_id in self._admission.requests
 
     def tokens(self, request_id: str) -> Sequence[int]:
-        """Return the known tokens of a request, prompt and accepted answer."""
+        """Return a request's prompt and accepted answer."""
         return self._known(request_id).tokens
 
     def runs(self, request_id: str) -> bool:
-        """Return whether a request is admitted."""
+        """Tell whether a request is admitted."""
         return self._known(request_id).residency is not None
 
     def report(self, request_id: str) -> RequestReport | None:
-        """Return the report of the request's first admission that ran; None before."""
+        """Return the report of the first admission that ran."""
         return self._known(request_id).report
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
-        """Evict first the states at these prefix hashes (as in `CacheEvent`): the host's KV is gone.
-
-        Raises:
-            ValueError: a hash is not of type bytes.
-        """
+        """Evict first the states at these prefix hashes: the host's KV is gone."""
         gone = prefix_hashes(hashes)
         with self._admission as admission:
             for block in filter(None, map(admission.pool.lookup, gone)):
                 admission.pool.evict_first(block)
 
     def kv_stored(self, hashes: Iterable[bytes]) -> None:
-        """Take back `kv_evicted`: the host has the KV again.
-
-        Raises:
-            ValueError: a hash is not of type bytes.
-        """
+        """Take back `kv_evicted`: the host has the KV again."""
         back = prefix_hashes(hashes)
         with self._admission as admission:
             for block_hash in back:
                 admission.pool.restore(block_hash)
 
     def reset(self) -> None:
-        """Drop all cached blocks, as after a change of weights. Running requests finish but commit nothing more."""
+        """Drop all cached blocks, as after a change of weights. Running requests commit nothing more."""
         with self._admission as admission:
             admission.reset()
 
     def take_events(self) -> list[CacheEvent]:
-        """Return the events since the last call, oldest first; the latest 65,536 are kept.
-
-        A gap in their numbers tells of lost events.
-        """
+        """Return the events since the last call, oldest first, at most 65,536."""
         return self._admission.ledger.take_events()
 
     def check(self) -> None:
-        """Raise AssertionError unless all blocks add up: each is free, held or evictable."""
+        """Raise AssertionError unless each block is free, held or evictable."""
         check(self._admission)
 
     # --- internals ---
 
     @property
     def _admission(self) -> Admission:
-        """Return the cache's records, rebuilt if a change was broken off."""
+        """Return the records, rebuilt after a broken change."""
         if self._kept.torn:
             mend(self._kept)
         return self._kept

@@ -22,7 +22,7 @@ ALWAYS_EXACT = 1 << 62
 
 @dataclass(slots=True, eq=False)
 class CachedRequest:
-    """Holds a request's tokens and their chain of prefix hashes."""
+    """Holds a request's tokens and prefix hashes."""
 
     request_id: str
     block_size: int
@@ -37,13 +37,13 @@ class CachedRequest:
     number: int
     report: RequestReport | None = None
     residency: Residency | None = None
-    waits: tuple[Residency, int] | None = None  # on a residency, until this position
+    waits: tuple[Residency, int] | None = None  # until this position
     load: Load | None = None
     may_load: bool = True  # False after a load, until admission
     may_read: bool = True  # the same for files
     hit_before: int | None = None  # blocks, without any load
     held_before: int | None = None  # blocks, without files
-    lined: int = 0  # blocks that `Lookup` counts as awaited
+    lined: int = 0  # blocks that `Lookup` counts
     issued: list[Row] = field(default_factory=list)  # not accepted, oldest first
     in_flight: int = 0  # issued rows that give tokens
     leaving: Row | None = None  # planned, of an ended residency
@@ -57,7 +57,7 @@ class CachedRequest:
         return self.turn.rank if self.turn is not None else Rank.FIRST
 
     def loaded(self, hit: int) -> tuple[int, int]:
-        """Return the tokens of a hit from host memory and from files."""
+        """Return a hit's tokens from host memory and from files."""
         before = hit if self.hit_before is None else self.hit_before
         held = hit if self.held_before is None else max(self.held_before, before)
         from_files = max(hit - held, 0)
@@ -68,7 +68,7 @@ class CachedRequest:
         self.hit_before = self.held_before = None
 
     def token_bytes(self, start: int, end: int) -> bytes:
-        """Return known tokens as int32. A key changes its block."""
+        """Return tokens as int32; a key changes its block."""
         if not self.keys:
             return self.tokens[start:end].tobytes()
         tokens = np.array(self.tokens[:end], dtype=np.int32)
@@ -88,7 +88,7 @@ class Residency:
     computed: int  # tokens, without unverified drafts
     prefill_end: int  # tokens known at admission
     trace: Trace
-    inexact_from: int = ALWAYS_EXACT  # later states and KV are inexact
+    inexact_from: int = ALWAYS_EXACT  # later blocks are inexact
     state: Lease | None = None  # None: fresh
     log_slot: int = 0  # 0 until it decodes
     log_start: int = 0  # log entry after `state`
@@ -104,7 +104,7 @@ class Residency:
     wishes: dict[int, Wish] = field(default_factory=dict)
     marks: frozenset[int] = frozenset()
     pending: list[Commit] = field(default_factory=list)  # in order
-    checkpoint: tuple[int, bytes] | None = None  # position and hash of the last commit
+    checkpoint: tuple[int, bytes] | None = None  # last commit's position and hash
     row: Row | None = None  # allocated, not issued
     report: RequestReport | None = None
     ran: bool = False
@@ -177,7 +177,7 @@ class Rows(dict[int, Row]):
         return [(step, freed) for step in steps if (freed := self.freed.pop(step.row, None))] if self.freed else []
 
     def find(self, steps: Sequence[SequenceStep], ending: bool = False) -> list[Row]:
-        """Return the rows of these steps, without ended rows of ended residencies."""
+        """Return these rows, except ended rows of ended residencies."""
         get = self.get
         found = [row for step in steps if (row := get(step.row)) is not None and row.step is step]
         if len(found) == len(steps) and (len(found) == 1 or len(set(found)) == len(found)):

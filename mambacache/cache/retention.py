@@ -10,16 +10,16 @@ from heapq import nsmallest
 from math import inf
 
 BRANCHING = 0.1
-"""Chains branch if more than this share of next turns continue a turn that was continued before."""
+"""Chains branch if more than this share of next turns continue a continued turn."""
 
 FIRST_RATES = (0.25, 0.4, 0.5, 0.6, 0.7)
-"""Initial shares of turns that go on, by rank from FIRST on. They come from a public chat service."""
+"""Initial shares of turns that go on, by rank, from a public chat service."""
 
 SPARES = 2
-"""Weight of a block of rank FIRST in the eviction order; a spare block has weight 1."""
+"""Weight of a block of rank FIRST in the eviction order, beside a spare block's 1."""
 
 USEFUL = 0.05
-"""A finished turn keeps a second state only if it adds this share of the longest hit to the expected hit."""
+"""A finished turn keeps a second state if it adds this share of the longest hit to the expected hit."""
 
 
 class Rank(IntEnum):
@@ -76,7 +76,7 @@ class Rate:
 
 
 class Chains:
-    """Tracks which chains go on: a computed prefix that ends near a turn continues the turn."""
+    """Tracks which chains go on: a computed prefix that ends near a turn continues it."""
 
     MOST_TURNS = 1 << 16
     LONGEST_ANSWER = 64  # blocks
@@ -94,7 +94,7 @@ class Chains:
         self._branches = Average(0)
 
     def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> Turn:
-        """Record an admission; `shared` leading blocks were computed before."""
+        """Record an admission after `shared` computed blocks."""
         tail = (prompt_len - 1) // self._block_size
         reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
@@ -132,7 +132,7 @@ class Chains:
             self._turns.popitem(last=False)
 
     def useless(self, turn: Turn, end: int) -> list[int]:
-        """Return depths that the next turn will not need; it resumes at `end`, or at the tail after an edit."""
+        """Return depths without use for the next turn, which resumes at `end`, or at the tail after an edit."""
         before = [turn.before] if 0 < turn.before < turn.tail and not self.branching else []
         kept = self._answer_kept.value
         if end <= turn.tail:
@@ -161,14 +161,14 @@ class Wish(IntEnum):
 
 
 MOST_MARKS = 8
-"""Maximum number of marks per request."""
+"""Most marks of a request."""
 
 SHARE_OF_MARKS = 4
-"""The marks of a salt hold at most 1 / SHARE_OF_MARKS of the states."""
+"""A salt's marks hold at most 1 / SHARE_OF_MARKS of the states."""
 
 
 class Policy:
-    """Decides which states to store, at token positions."""
+    """Decides at which token positions to store states."""
 
     def __init__(self, block_size: int, interval: int, max_checkpoints: int) -> None:
         self._block_size = block_size
@@ -184,7 +184,7 @@ class Policy:
         return frozenset(nsmallest(most, {*named} - {0}, key=lambda position: (abs(position - prompt_len), position)))
 
     def wishes(self, named: Iterable[int], marks: Set[int], junction: int, lengths: Sequence[int]) -> dict[int, Wish]:
-        """Return a new residency's wishes; `lengths` have tails, and beyond them only marks count."""
+        """Return a new residency's wishes, with tails of `lengths`; beyond them only marks count."""
         inside = [position for position in named if position < lengths[-1] and position not in marks]
         wishes = dict.fromkeys(inside, Wish.INTERVAL) | dict.fromkeys(marks, Wish.MARKED)
         if junction:
@@ -220,7 +220,7 @@ class Policy:
         return max(rank, Rank.SECOND) if wish in (Wish.PROMISED, Wish.JUNCTION) else rank
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
-        """Return whether the next commit drops this state inside an answer."""
+        """Tell whether the next commit drops this state inside an answer."""
         return position > prefill_end and self.wish(wishes, position) is None
 
 
@@ -249,7 +249,7 @@ class Marks:
         return block_hash in self._salts.get(salt, ())
 
     def hit(self, salt: str, block_hash: bytes) -> None:
-        """Let a mark keep rank SECOND when it is displaced."""
+        """Let a displaced mark keep rank SECOND."""
         if self.has(salt, block_hash):
             self._salts[salt][block_hash] = max(self._salts[salt][block_hash], Rank.SECOND)
 
@@ -263,7 +263,7 @@ class EvictionOrder:
         self._back: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # separate: both stay sorted
         self._all = (*self._idle, *self._back)
         self._going: tuple[OrderedDict[int, float], float, float, int, list[float]] | None = None
-        """The last victim's list, its weight, the highest coldness in other lists, the time, and all weights."""
+        """The last victim's list and weight, the highest coldness in other lists, the time, and all weights."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -289,7 +289,7 @@ class EvictionOrder:
         return (idle if block in idle else self._back[rank]).pop(block)
 
     def first(self, requested: bool) -> int | None:
-        """Return the next victim. Unrequested blocks evict nothing hotter than a fresh spare block."""
+        """Return the next victim; unless `requested`, none hotter than a fresh spare block."""
         now, gap, weights = self._chains.now, self._chains.mean_gap, self._chains.weights
         if requested and self._going is not None:  # victims mostly share a list
             idle, weight, others, then, weighed = self._going
@@ -323,7 +323,7 @@ class EvictionOrder:
         return max(heads, default=-inf)
 
     def limit(self, count: int) -> float:
-        """Return the coldness of the last of about `count` next victims, or infinity."""
+        """Return the coldness of about the `count`th next victim, or infinity."""
         now, gap = self._chains.now, self._chains.mean_gap
         limit = inf
         heads = [
@@ -337,7 +337,7 @@ class EvictionOrder:
         return limit
 
     def coldest(self, limit: float, within: int) -> int | None:
-        """Return the coldest block above SPARE, not put back, if it reaches `limit` within `within` blocks."""
+        """Return the coldest block above SPARE, not put back, that reaches `limit` within `within` blocks."""
         then, gap = self._chains.now + within, self._chains.mean_gap
         found, most = None, limit
         for idle, weight in list(zip(self._idle, self._chains.weights, strict=True))[Rank.FIRST :]:

@@ -11,19 +11,19 @@ from mambacache.cache.retention import Chains, EvictionOrder, Rank
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
-"""Averages run over num_slabs / MEMORY evicted slabs, at least 8."""
+"""Averages take num_slabs / MEMORY evicted slabs, at least 8."""
 
 FEW = 16
-"""A pool may keep num_slabs / FEW empty slabs, at least 2, before the other pool takes them."""
+"""A pool may keep num_slabs / FEW empty slabs, at least 2."""
 
 LEAN = 0.5
-"""Mean log2 ratio between the coldness of both pools above which a slab moves."""
+"""A slab moves above this mean log2 ratio of both pools' coldness."""
 
 
 def make_pools(
     config: CacheConfig, state_removed: RemovedCallback, page_removed: RemovedCallback, chains: Chains
 ) -> tuple[Slabs | None, BlockPool, BlockPool]:
-    """Return the slabs, if memory is shared, and the pools of states and pages."""
+    """Return the slabs of shared memory, and the pools of states and pages."""
     if config.slab is None:
         states = BlockPool(config.num_state_blocks, state_removed, chains)
         return None, states, BlockPool(config.num_kv_blocks, page_removed, chains)
@@ -38,8 +38,8 @@ def make_pools(
 class Slabs:
     """Divides slabs 1 to `num_slabs` between the pools; slab 0 holds the null blocks.
 
-    A slab moves to the pool that has long evicted hotter blocks, or has nothing to evict. Moves must be rare: they
-    evict blocks of many chains.
+    A slab moves to the pool that has long evicted hotter blocks, or has nothing to evict: rarely, as a move evicts
+    blocks of many chains.
     """
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
@@ -51,7 +51,6 @@ class Slabs:
         self._wasted = 0  # slabs evicted despite empty slabs
 
     def divide(self, states: SlabPool, pages: SlabPool, pages_per_state: int) -> None:
-        """Give the pools their first slabs: a state for `pages_per_state` pages."""
         self.pools = states, pages
         share = pages.per_slab / (pages.per_slab + pages_per_state * states.per_slab)
         first = min(max(round(share * self.num_slabs), self._reserve), self.num_slabs - 1)
@@ -59,7 +58,7 @@ class Slabs:
             (states if slab <= first else pages).adopt(slab)
 
     def obtainable(self, pool: SlabPool) -> int:
-        """Count the slabs that the other pool could give up."""
+        """Count slabs that the other pool could give up."""
         states, pages = self.pools
         if pool is states:
             return pages.num_idle_slabs
@@ -97,14 +96,13 @@ class Slabs:
         return states if pool is pages else pages
 
     def check(self) -> None:
-        """Raise AssertionError unless every slab has one pool."""
         owned = [slab for pool in self.pools for slab in pool.owned_slabs()]
         assert sorted(owned) == list(range(1, self.num_slabs + 1)), "a slab is lost, or of two pools"
         assert len(owned) == sum(pool.num_slabs for pool in self.pools), "slabs of pools"
 
 
 class SlabPool(BlockPool):
-    """Manages blocks in slabs; slab i holds the ids from i * per_slab on."""
+    """Manages blocks in slabs; slab i begins at id i * per_slab."""
 
     def __init__(self, slabs: Slabs, per_slab: int, on_removed: RemovedCallback, chains: Chains) -> None:
         self._on_removed = on_removed
@@ -134,20 +132,11 @@ class SlabPool(BlockPool):
 
     @property
     def num_idle_slabs(self) -> int:
-        """Count slabs without references."""
         return len(self._idle_slabs) + len(self._empty)
 
     @property
     def num_empty(self) -> int:
-        """Count slabs with free blocks only."""
         return len(self._empty)
-
-    def counts(self) -> dict[str, int]:
-        committed = len(self._blocks)
-        writing = self.num_owned - self._num_free - committed
-        return {"free": self._num_free, "writing": writing, "committed": committed, "evictable": len(self.idle)}
-
-    # --- references ---
 
     def take(self, count: int, near: int = 0) -> list[int]:
         while self._num_free < count:
@@ -164,11 +153,6 @@ class SlabPool(BlockPool):
         for block in blocks:
             self.references[block] = 1
         return blocks
-
-    def lease(self, requested: bool = True) -> Lease | None:
-        if not self._num_free and not self._make_room(requested):
-            return None
-        return Lease(self, self.take(1)[0])
 
     def seize(self, block: int) -> Lease:
         if not self.references[block]:
@@ -207,7 +191,6 @@ class SlabPool(BlockPool):
         return super()._wake(block)
 
     def _occupy(self, slab: int, count: int) -> None:
-        """Record that `count` blocks became referenced."""
         if slab in self._slab_rank:
             self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
         self._busy[slab] += count
@@ -222,10 +205,8 @@ class SlabPool(BlockPool):
                 self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
             self._empty[slab] = None
 
-    # --- slabs ---
-
     def _make_room(self, requested: bool = True) -> bool:
-        """Free at least one block; return False if impossible."""
+        """Free at least a block; False if impossible."""
         self._evicted += requested
         if self._evicted >= self.per_slab:
             self._evicted = 0
@@ -261,7 +242,6 @@ class SlabPool(BlockPool):
         return slab
 
     def owned_slabs(self) -> set[int]:
-        """Return the slabs with blocks of this pool."""
         held = (block for block, count in enumerate(self.references) if count)
         return {block // self.per_slab for block in (*held, *self._blocks.values())} | self._free_in.keys()
 

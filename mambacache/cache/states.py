@@ -15,7 +15,7 @@ from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, Seq
 
 
 class Checkpoints:
-    """Holds blocks for states inside prefill rows."""
+    """Leases blocks for states inside prefill rows."""
 
     def __init__(self, pool: BlockPool, lookup: Lookup, policy: Policy, ledger: Ledger, block_size: int) -> None:
         self._pool = pool
@@ -26,7 +26,6 @@ class Checkpoints:
         self.unwritten = 0  # blocks of rows not issued yet
 
     def plan(self, rows: Sequence[Row]) -> None:
-        """Lease blocks for wished-for states in prefill rows."""
         wanted: list[tuple[Wish, int, int]] = []
         for order, row in enumerate(rows):
             step, residency = row.step, row.residency
@@ -61,7 +60,7 @@ class Checkpoints:
                 row.step = row.step._replace(checkpoints=checkpoints)
 
     def _promise(self, residency: Residency, start: int, end: int) -> None:
-        """Wish for states where waiting requests will resume."""
+        """Wish for states that waiting requests need."""
         if not self._policy.max_checkpoints:
             return
         chain, size = residency.request.chain, self._size
@@ -70,7 +69,7 @@ class Checkpoints:
                 self._policy.promise(residency.wishes, depth * size)
 
     def has_room(self, requested: bool) -> bool:
-        """Return whether the budget holds another checkpoint, by eviction if needed."""
+        """Tell whether the budget holds another checkpoint; evict if needed."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
         return not full or (most > 0 and self._pool.evict(requested))
@@ -87,9 +86,9 @@ class States:
 
     A residency holds its running state, and a second block as dst of a row that is not issued or has drafts.
 
-    A row allocated before earlier drafts are accepted is `late`: only the device knows its start (`place_decodes`).
-    Both rows share one dst, as they pass at most one multiple of 16. If the first row's accepted tokens pass it, the
-    second row reads the dst; else it may overwrite it.
+    A row allocated before earlier drafts are accepted is late: only the device knows its start (`place_decodes`). Both
+    rows share a dst, as they pass at most one multiple of 16. If the first row passes it, the second row reads the dst;
+    else it may overwrite it.
     """
 
     def __init__(
@@ -125,7 +124,6 @@ class States:
                 self._mark(residency.request, position)
 
     def fork(self, parent: Residency, child: Residency) -> bool:
-        """Share a parent's state and pages; return False without room."""
         if parent.state is None or not self._pages.fork(parent, child):
             return False
         child.inexact_from, child.published = parent.inexact_from, parent.published
@@ -135,10 +133,7 @@ class States:
     # --- before a step ---
 
     def allocate(self, residency: Residency, num_tokens: int, guess: Guess, decode: bool) -> Row | None:
-        """Allocate a row; None, with nothing changed, without room.
-
-        A tree of drafts ends before its log does, since a fold takes tokens in sequence.
-        """
+        """Allocate a row; None, with nothing changed, without room."""
         start = residency.computed
         before = residency.drafted[-1] if residency.drafted else None
         late = before.step.num_tokens - 1 if before is not None else 0
@@ -146,13 +141,13 @@ class States:
         prefill = in_prompt and not decode
         drafts, parents = guess
         if drafts:
-            if not late:
+            if not late:  # a tree leaves out the log's last entry: a fold takes tokens in sequence
                 drafts, parents = guess.cut(max(FOLD - 1 - start % FOLD - bool(parents), 0))
             if parents == (*range(len(parents)),):
                 parents = ()
             num_tokens += len(drafts)
         end = start + late + num_tokens
-        # Fold at the end of the prompt as well: the token log starts empty and forks can share the state.
+        # Fold at a prompt's end too: the token log starts empty and forks can share the state.
         folds = in_prompt or start % FOLD + late + num_tokens >= FOLD
         shared = before.dst if before is not None else None
         in_place = folds and not (prefill or drafts or late)  # drafts must not enter the only state
@@ -193,7 +188,7 @@ class States:
         return row
 
     def _may_write_in_place(self, residency: Residency) -> bool:
-        """Return whether a decode row may write its src.
+        """Tell whether a decode row may write its src.
 
         If only a commit forbids it, lease a reserve; without room, take the commit back.
         """
@@ -224,10 +219,7 @@ class States:
         return True
 
     def drop(self, row: Row) -> None:
-        """Take back an allocated row.
-
-        The residency is as before, except that evicted blocks stay evicted and the log slot is kept.
-        """
+        """Take back an allocated row; evicted blocks stay evicted, and the log slot is kept."""
         residency = row.residency
         self.checkpoints.end(row)
         if row.had_reserve and residency.reserve is None:
@@ -258,7 +250,7 @@ class States:
         else:
             residency.computed = end
         if row.checkpoints:
-            for position, lease in sorted(row.checkpoints.items(), reverse=True):  # chains are evicted from their ends
+            for position, lease in sorted(row.checkpoints.items(), reverse=True):  # evicts chains from their ends
                 if not residency.request.stale:
                     self._name(residency, position, lease.block)
             self.checkpoints.end(row)
@@ -288,7 +280,7 @@ class States:
         self._advance(residency)
 
     def _resolve_drafts(self, row: Row) -> None:
-        """Keep the accepted tokens, and the dst if all were accepted."""
+        """Keep accepted tokens, and the dst if all were accepted."""
         residency, step = row.residency, row.step
         known = residency.request.tokens[step.start : step.start + step.num_tokens]
         given = len(residency.request.tokens) - step.start - 1
@@ -313,7 +305,7 @@ class States:
                 self._place(residency, late)
 
     def _place(self, residency: Residency, row: Row) -> None:
-        """Move a late row to its known start, as `place_decodes` does."""
+        """Move a late row to its start, as `place_decodes` does."""
         start, step = residency.computed, row.step
         end = min(start + step.num_tokens, (start // FOLD + 1) * FOLD)
         src, dst = (0 if lease is None else lease.block for lease in (residency.state, row.dst))
@@ -323,7 +315,7 @@ class States:
             residency.log_start, step.drafts[: end - start - 1],
         )  # fmt: skip
         if not row.issue:
-            return  # keep the dst: after a stop inside the drafts the device may still write it
+            return  # keep the dst: after a stop the device may still write it
         self._end_unused(row)
         residency.computed = start + 1
         if not row.step.drafts:
@@ -343,7 +335,7 @@ class States:
     # --- end of a residency ---
 
     def end(self, residency: Residency, finished: bool) -> None:
-        """End a residency. Release its blocks, unless a planned row may still be issued."""
+        """End a residency, and release its blocks unless a planned row may still be issued."""
         residency.ended = True
         self._ledger.ended(residency.trace)
         self._lookup.wrote(residency, residency.request.chain, residency.announced)
@@ -354,7 +346,7 @@ class States:
             self._settle(residency, residency.request.turn)
 
     def _settle(self, residency: Residency, turn: Turn) -> None:
-        """Evict first the states that the next turn does not need."""
+        """Evict first states without use for the next turn."""
         request, pool = residency.request, self._pool
         turn.answered = residency.computed // self._size
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
@@ -387,7 +379,7 @@ class States:
     # --- commits ---
 
     def _commit(self, residency: Residency, position: int, lease: Lease) -> None:
-        """Commit a state at the end of a step, once its tokens are known."""
+        """Commit a state once its tokens are known."""
         request = residency.request
         if not request.store or request.stale:
             return
@@ -427,7 +419,7 @@ class States:
             pool.lower(held, lost[1])
 
     def _advance(self, residency: Residency) -> None:
-        """Commit the pages that are full of known tokens."""
+        """Commit pages full of known tokens."""
         request, size = residency.request, self._size
         self._ledger.computed(residency.trace, residency.computed)
         if residency.computed < (residency.published + 1) * size:

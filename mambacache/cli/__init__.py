@@ -1,4 +1,4 @@
-"""Run the command line: `mambacache generate | chat | plan | demo`.
+"""Run the command line.
 
 Commands import their dependencies late, so that a missing package gives a sentence and no traceback.
 """
@@ -15,11 +15,11 @@ from contextlib import suppress
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-"""Exit status of shells after Ctrl-C."""
+"""Shells' exit status after Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status; print an error as a sentence."""
+    """Run a command and return its exit status."""
     from mambacache.cli.errors import sentence
 
     try:

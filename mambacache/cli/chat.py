@@ -58,7 +58,7 @@ def _line(terminal: bool) -> str | None:
 
 
 def _turn(llm: LLM, messages: list[dict[str, Any]], line: str, params: SamplingParams) -> bool:
-    """Answer a line, and add both to the conversation unless the line fails."""
+    """Answer a line, and add both to the conversation unless it fails."""
     asked = [*messages, {"role": "user", "content": line}]
     output, said = None, ""
     try:

@@ -1,9 +1,9 @@
-"""Describe errors in a sentence, with the cause and the remedy."""
+"""Describe errors in a sentence."""
 
 from __future__ import annotations
 
 NO_MEMORY = ("allocate memory", "out of memory")
-"""Words in errors of torch, which differ by device."""
+"""Words of torch, by device."""
 
 
 def sentence(error: BaseException) -> str:

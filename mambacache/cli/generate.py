@@ -23,7 +23,7 @@ DEFAULTS = {"temperature": 0.0, "max_tokens": 64}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer all prompts; return 1 if any failed, else 0."""
+    """Answer all prompts; return 1 if any failed."""
     asked = read(args.prompt, args.prompts, DEFAULTS | given_fields(args, SamplingParams))
     if args.stream and any(each.params.n > 1 for each in asked):
         raise ValueError("--stream prints one answer a prompt: leave n at 1")

@@ -18,7 +18,7 @@ SAMPLING = {option.name for option in fields(SamplingParams)}
 
 
 def field_texts(config: type) -> dict[str, str]:
-    """Return the text of each field under `Args`; names before a colon share its text."""
+    """Return the text of each field under `Args`; names before a colon share it."""
     lines = inspect.cleandoc(config.__doc__ or "").splitlines()
     texts: dict[str, str] = {}
     names: list[str] = []
@@ -36,7 +36,7 @@ def field_texts(config: type) -> dict[str, str]:
 
 
 def add_fields(parser: argparse.ArgumentParser, config: type, defaults: Mapping[str, Any] = NONE) -> None:
-    """Add a flag for every field except `model`; flags that are not given set no attribute."""
+    """Add a flag for each field but `model`; absent flags set no attribute."""
     texts, group = field_texts(config), parser.add_argument_group(f"options of {config.__name__}")
     for option in fields(config):
         if option.name == "model":
@@ -73,7 +73,7 @@ def _metavar(option: Field[Any]) -> str:
 
 
 def _reader(option: Field[Any]) -> Callable[[str], Any]:
-    """Return the parser of a flag's text; `none` means None."""
+    """Return a parser of texts; `none` means None."""
     kind = _kind(option).removeprefix("Sequence[").removesuffix("]")
     if kind in ("str", "str | Path"):
         return str

@@ -21,7 +21,7 @@ PROMPTS = (
 MEMORY = "memory of a GPU to plan for, such as 80GB, in place of this machine's; implies bfloat16 without --dtype"
 
 FLAG = re.compile(r"-(?!\d*\.?\d+$)\S+")
-"""Match flags as argparse does: no lone `-`, no negative number, no space."""
+"""Match flags as argparse does."""
 
 
 class Parser(argparse.ArgumentParser):

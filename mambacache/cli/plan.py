@@ -1,4 +1,4 @@
-"""Run `mambacache plan`: print the memory of a model's states and KV."""
+"""Run `mambacache plan`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 GPU_MEMORY_UTILIZATION = 0.92
 MANY_SEQS, FEW_SEQS, LARGE_GPU = 1024, 256, 70 << 30
-"""vLLM's defaults: share of a GPU's memory, and requests at a time on large and on other GPUs."""
+"""vLLM's defaults, with requests on large and other GPUs."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the sizes that an engine, or vLLM with the plugin, would choose."""
+    """Print the sizes that an engine or the plugin would choose."""
     plugin = args.tensor_parallel_size is not None or args.state_bytes is not None or args.quantization is not None
     given = given_fields(args, EngineConfig)
     if (args.memory is not None or plugin) and given.get("device", "auto") == "auto":
@@ -51,7 +51,7 @@ def _plan_engine(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
-    """Print the sizes of vLLM with the plugin on each GPU, or raise ValueError."""
+    """Print the plugin's sizes on each GPU."""
     from mambacache.runner import sizing
     from mambacache.runner.shards import shard_sizes
     from mambacache.vllm.sizing import log_slots, pool_blocks
@@ -109,7 +109,7 @@ def _plan_plugin(args: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _load(config: EngineConfig, device: str) -> tuple[Model, int, str | None]:
-    """Return a model without weights, the bytes of its weights, and a note."""
+    """Return a model without weights, their bytes, and a note."""
     from mambacache.models.adapt import model_skeleton
     from mambacache.runner import sizing
 

@@ -22,7 +22,7 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class Asked:
-    """Hold a prompt as written: a text, token ids, messages or an invalid line."""
+    """Hold a text, token ids, messages or an invalid line."""
 
     where: str
     prompt: str | list[Any]
@@ -32,7 +32,7 @@ class Asked:
 
 
 def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> list[Asked]:
-    """Return the prompts of the arguments, then of a file; `-` reads standard input."""
+    """Read prompts of arguments, then of a file; `-` means standard input."""
     params = SamplingParams(**options)
     asked: list[Asked] = []
     for number, prompt in enumerate(prompts, 1):
@@ -45,7 +45,7 @@ def read(prompts: Sequence[str], file: str | None, options: dict[str, Any]) -> l
 
 
 def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
-    """Return the token ids of messages, or raise ValueError if the template or tokenizer fails."""
+    """Return the token ids of messages, or raise ValueError."""
     from mambacache.engine.text import render_chat
 
     if llm.tokenizer is None or not getattr(llm.tokenizer, "chat_template", None):
@@ -65,7 +65,7 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
 
 
 def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> list[Asked]:
-    """Return a prompt for each line that is not blank; an invalid line gives a prompt with an error."""
+    """Return the prompts of lines, with an error if invalid."""
     name = "standard input" if file == STDIN else file
     text = _text(file).removeprefix("\ufeff")  # a byte order mark
     lines = [(f"line {number} of {name}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 MODEL = Path(__file__).with_name("model")
-"""A Qwen3-Next of 1.02 million parameters, two equal experts in its last layer; see benchmarks/recall/train.py."""
+"""A Qwen3-Next of 1.02 million parameters, see benchmarks/recall/train.py."""

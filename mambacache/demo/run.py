@@ -74,7 +74,7 @@ def line(number: int, asked: Asked) -> str:
 
 
 def run(device: str = "auto") -> int:
-    """Return 0 if the cache changes no answer, at least 19 of 20 are right, and all hits are as expected; else 1."""
+    """Return 0 if answers are equal without the cache, at least 19 right, and hits as expected; else 1."""
     cached, cached_seconds = timed(device, caching=True)
     cold, cold_seconds = timed(device, caching=False)
     for title, rows in (("cache on", cached), ("cache off", cold)):

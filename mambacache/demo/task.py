@@ -1,4 +1,4 @@
-"""Generate the recall task: the answer to `where is <name> ?` is the place of that name's last record.
+"""Generate the recall task: `where is <name> ?` asks for the place of the name's last record.
 
 A record is `<name> went to <place> .`, and a word is a token.
 """
@@ -74,7 +74,7 @@ def demo_document(seed: int, num_records: int = 822, num_names: int = 32) -> Doc
 
 
 def demo_questions(document: Document, seed: int, count: int = 20) -> list[tuple[str, str]]:
-    """Return `count` pairs of name and place without a record behind the boundary, or raise ValueError."""
+    """Return pairs of name and place without a record behind the boundary."""
     last_place = dict(document.records)
     written_late = {name for name, _ in document.records[document.boundary // RECORD_TOKENS :]}
     return random.Random(seed).sample(
@@ -90,7 +90,7 @@ def training_batch(
     A question without an earlier record of its name asks for the first record's name.
 
     Returns:
-        tokens and labels, int64 [batch_size, 5 * num_records + 6 * num_questions]; labels are -100 outside answers.
+        tokens and labels, int64 [batch_size, 5 * num_records + 6 * num_questions]; -100 outside answers.
     """
     num_items = num_records + num_questions
     rows = np.arange(batch_size)

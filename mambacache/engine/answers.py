@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Hold the `params.n` requests for a prompt; answer i draws with seed + i."""
+    """Hold a prompt's `params.n` requests; answer i draws with seed + i."""
 
     def __init__(
         self,
@@ -40,7 +40,17 @@ class Answers:
         self._plain = [RowSampling(params, (seed + i,)) for i in range(params.n)]
         self._given = [0] * params.n  # characters
         self._handed_out: list[tuple[int, str | None]] = [(0, None)] * params.n
-        self._texts = [_detokenizer(tokenizer, params) for _ in range(params.n)] if tokenizer is not None else []
+        self._texts = [
+            Detokenizer(
+                tokenizer,
+                params.stop or (),
+                keep_stop=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+            for _ in range(params.n)
+            if tokenizer is not None
+        ]
         self.requests = [
             Request(
                 f"{request_id}/{i}" if i else request_id,
@@ -72,7 +82,7 @@ class Answers:
         return self.requests[0].params
 
     def sampling(self, step: SequenceStep) -> RowSampling:
-        """Return how to sample a batch row."""
+        """Describe the sampling of a batch row."""
         index, siblings = self._index[step.request_id], self.requests[0].siblings
         if not (self._adjusts or siblings or step.prompt_logits):
             return self._plain[index]
@@ -174,7 +184,7 @@ class Answers:
         return self._progress() != self._handed_out
 
     def show(self) -> RequestOutput:
-        """Return the output, with the deltas since it was handed out."""
+        """Return the output, with deltas since `hand_out`."""
         for given, completion in zip(self._given, self.output.outputs, strict=True):
             completion.delta = completion.text[given:]
         return self.output
@@ -187,13 +197,3 @@ class Answers:
 
     def _progress(self) -> list[tuple[int, str | None]]:
         return [(len(completion.token_ids), completion.finish_reason) for completion in self.output.outputs]
-
-
-def _detokenizer(tokenizer: Tokenizer, params: SamplingParams) -> Detokenizer:
-    return Detokenizer(
-        tokenizer,
-        params.stop or (),
-        keep_stop=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
-        skip_special_tokens=params.skip_special_tokens,
-    )

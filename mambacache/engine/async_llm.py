@@ -40,7 +40,7 @@ class _Consumer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def give(self, item: RequestOutput | Exception) -> bool:
-        """Leave an output or error; return False if the event loop is closed."""
+        """Leave an output or error; False if the event loop is closed."""
         with self._lock:
             wakes = self._output is None and self._error is None
             if isinstance(item, Exception):
@@ -65,7 +65,7 @@ class _Consumer:
 
 
 class AsyncLLM:
-    """Answer many prompts at once, each as its own stream; see `LLM` for arguments and errors.
+    """Answer many prompts at once, each as a stream; see `LLM` for arguments and errors.
 
     A thread owns the `LLM`, and another encodes texts. Use `async with`, or await `close`.
     """
@@ -98,11 +98,7 @@ class AsyncLLM:
         """Answer a prompt; yield an output after each step that adds to it.
 
         A slow reader gets several steps as one output. The request is aborted if its reader stops or is cancelled.
-
-        Raises:
-            ValueError: see `LLM.submit`.
-            RuntimeError: the engine closed (see `__cause__`), or the device failed.
-            Exception: a step failed as a whole.
+        After a close, `__cause__` of the RuntimeError tells the reason. A failed step may raise its error.
         """
         in_line = self._texts if _is_text(prompt) else None
         return self._answers(lambda: self._encoder(prompt, sampling_params), in_line, request_id)
@@ -125,7 +121,7 @@ class AsyncLLM:
         return self._answers(encode, self._texts, request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request with a last output. An unknown id is ignored."""
+        """End a request with a last output; ignore an unknown id."""
         await self._ask(lambda: self._end(request_id))
 
     async def stats(self) -> CacheStats:
@@ -137,15 +133,11 @@ class AsyncLLM:
         await self._ask(self._llm.reset_prefix_cache)
 
     def get_tokenizer(self) -> Any:
-        """Return a copy of the tokenizer, or None."""
+        """Return a copy of the tokenizer."""
         return self._tokenizer
 
     async def close(self) -> None:
-        """End all requests with a RuntimeError, and free the memory.
-
-        Raises:
-            RuntimeError: a tokenizer or draft source of this engine calls.
-        """
+        """End all requests with a RuntimeError, and free the memory."""
         self._check_thread()
         with self._lock:
             if not self._closed:
@@ -253,7 +245,7 @@ class AsyncLLM:
                         command()
 
     def _run_commands(self) -> bool:
-        """Run commands, and wait without requests; return False to close."""
+        """Run commands, and wait without requests; False to close."""
         while True:
             try:
                 command = self._commands.get(block=self._llm.idle)

@@ -18,15 +18,10 @@ GENERATION_SETTINGS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Names in `generation_config.json`, and in `SamplingParams`."""
 
 
 def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | None) -> Any:
-    """Load the tokenizer `given`, at its newest revision, else the checkpoint's; return None without.
-
-    Raises:
-        ValueError: `given` cannot be loaded.
-    """
+    """Load the tokenizer `given`, or raise ValueError; else the checkpoint's, if any."""
     own, problem, reason = given is None, "has no tokenizer that can be loaded", "it holds none"
     try:
         tokenizer = AutoTokenizer.from_pretrained(model if own else given, revision=revision if own else None)
@@ -49,12 +44,12 @@ def load_tokenizer(model: str | Path, given: str | Path | None, revision: str | 
 
 
 def _is_empty(tokenizer: Any) -> bool:
-    """Detect the tokenizer of special tokens only that transformers makes without files."""
+    """Detect the tokenizer that transformers makes without files."""
     return len(tokenizer) <= len(set(tokenizer.all_special_ids))
 
 
 def end_tokens(module: Any) -> frozenset[int]:
-    """Return the end tokens of the generation settings, else of the configuration."""
+    """Return end tokens of generation settings, else of the configuration."""
     generation = getattr(module, "generation_config", None)
     for config in (generation, module.config):
         end = getattr(config, "eos_token_id", None)
@@ -64,10 +59,7 @@ def end_tokens(module: Any) -> frozenset[int]:
 
 
 def default_sampling(module: Any) -> SamplingParams:
-    """Return the sampling of `generation_config.json`, with defaults for the rest.
-
-    `do_sample: false` means greedy, at any temperature.
-    """
+    """Return the sampling of `generation_config.json`, else defaults."""
     generation = getattr(module, "generation_config", None)
     asked = generation.to_diff_dict() if generation is not None else {}
     values = {ours: asked[theirs] for theirs, ours in GENERATION_SETTINGS.items() if asked.get(theirs) is not None}

@@ -11,7 +11,7 @@ from typing import Self
 class Interrupts:
     """Count Ctrl-C in the main thread, unless the host has its own handler.
 
-    `check` or the end of the context raises the first. The second is raised at once.
+    `check` or the context's end raises the first; the second is raised at once.
     """
 
     def __init__(self) -> None:

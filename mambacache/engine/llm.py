@@ -24,24 +24,26 @@ from mambacache.report import CacheStats
 from mambacache.scheduler.drafts import DraftFunction
 
 OWN_ID = re.compile(r"request-(\d{1,18})(?:/|$)")
-"""Ids given to requests without an id, and to their further answers."""
+"""Ids that the engine gives to requests."""
 
 
 class LLM:
     """Generate text with a Hugging Face checkpoint, computing shared prefixes once.
 
-    A call during another call raises a RuntimeError and changes nothing; streams may take turns. Ctrl-C ends a call
-    after the running step, and a second Ctrl-C closes the engine, unless the host has its own handler. Construction
-    calls `gc.freeze`.
+    Ctrl-C ends a call after the running step, and a second Ctrl-C closes the engine, unless the host has its own
+    handler. Construction calls `gc.freeze`.
+
+    Methods raise ValueError for an argument, and RuntimeError during another call, on a closed engine or a failed
+    device, before anything has changed; or RuntimeError if nothing can run. Streams may take turns.
 
     Args:
-        model: directory of a checkpoint, or a Hub id.
-        draft: proposes a request's next tokens, or a `DraftTree`; needs `max_draft_tokens`.
+        draft: function of a request and a limit, which returns its next token ids or a `DraftTree`; needs
+            `max_draft_tokens`.
         options: see `EngineConfig`. Options of vLLM, as `swap_space`, log a warning.
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: an option's value, the model's type or its weights cannot work.
+        ValueError: a value, the model's type or its weights cannot work.
     """
 
     def __init__(self, model: str | Path, *, draft: DraftFunction | None = None, **options: Unpack[Options]) -> None:
@@ -62,11 +64,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End all requests with "abort", and free the memory.
-
-        Raises:
-            RuntimeError: another call is inside this engine.
-        """
+        """End all requests with "abort", and free the memory."""
         try:
             if not self._step_loop.closed:
                 self._close()
@@ -80,11 +78,11 @@ class LLM:
         self._step_loop.close()
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer; None if the checkpoint has none."""
+        """Return the tokenizer, if any."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the default parameters, from generation_config.json."""
+        """Return the parameters of generation_config.json."""
         return self.encoder.default
 
     @alone
@@ -100,10 +98,6 @@ class LLM:
         Args:
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": token ids} or `Encoded`; or a list.
             sampling_params: for all prompts, or a list; None for `get_default_sampling_params`.
-
-        Raises:
-            ValueError: see `submit`; nothing is generated.
-            RuntimeError: see `submit`; or requests are left and nothing can run.
         """
         every, names = listed(prompts)
         each = sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params] * len(every)
@@ -127,12 +121,9 @@ class LLM:
         use_tqdm: bool = True,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations (lists of {"role", "content"}), rendered by the tokenizer's chat template.
+        """Answer conversations (lists of {"role", "content"}) by the tokenizer's chat template.
 
         Warn if the template rewrites earlier turns, which prevents prefix hits.
-
-        Raises:
-            ValueError, RuntimeError: see `generate`; or the chat template is missing or fails.
         """
         if not isinstance(messages, list | tuple):
             raise ValueError(f"messages is {messages!r}: give a list of messages, or a list of such lists")
@@ -142,10 +133,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Answer a prompt; yield an output after each step that adds to it.
-
-        Every step advances all requests. The stream ends early if its request is aborted.
-        """
+        """Answer a prompt; yield an output after each step that adds to it. Every step advances all requests."""
         asked: list[Answers] = []
         try:
             self._begin(asked, prompt, sampling_params)
@@ -160,52 +148,37 @@ class LLM:
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> str:
-        """Put a prompt in line, and return the id of its outputs.
-
-        Raises:
-            ValueError: the prompt, parameters or id are not accepted.
-            RuntimeError: the device has failed; or another call is inside this engine.
-        """
+        """Put a prompt in line, and return the id of its outputs."""
         answers = self._prepare(prompt, sampling_params, "the prompt", request_id)
         self._step_loop.add(answers)
         return answers.request_id
 
     @alone
     def step(self) -> list[RequestOutput]:
-        """Take the tokens of one step, while the next runs on a GPU.
-
-        Returns:
-            The outputs that grew or ended. A request keeps its object.
-
-        Raises:
-            RuntimeError: see `submit`; or requests are left and nothing can run.
-        """
+        """Take the tokens of one step; return the outputs that grew or ended, an object for each request."""
         self._step_loop.advance()
         return self._step_loop.give()
 
     @property
     def idle(self) -> bool:
-        """Return whether all requests ended and their outputs were given."""
+        """Tell whether all requests ended and were given."""
         return self._step_loop.idle
 
     @alone
     def abort(self, request_id: str) -> None:
-        """End a request. An unknown id is ignored."""
+        """End a request; ignore an unknown id."""
         answers = self._step_loop.answers.get(request_id)
         if answers is not None:
             self._step_loop.abandoned.append(answers)
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Drop all cached states and pages, except of running requests.
-
-        Change weights in place: CUDA graphs hold addresses.
-        """
+        """Drop all cached blocks. Change weights in place: CUDA graphs hold addresses."""
         self.cache.reset()
 
     @property
     def stats(self) -> CacheStats:
-        """Return totals of hits, losses and blocks."""
+        """Return the cache's totals."""
         return self.cache.stats
 
     def _prepare(

@@ -68,11 +68,10 @@ class Options(EngineOptions, VllmOptions, total=False):
 
 
 NO_EFFECT = frozenset(VllmOptions.__annotations__)
-"""A warning names each given option of this table as without effect."""
 
 
 def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration; raise TypeError for an unknown option, ValueError for a value."""
+    """Return the configuration; raise TypeError for an unknown option."""
     known = [option.name for option in fields(EngineConfig)][1:]
     for name, value in options.items():
         if name in NO_EFFECT:

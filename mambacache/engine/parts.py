@@ -57,7 +57,7 @@ class Parts:
 
 
 def build(config: EngineConfig, draft: DraftFunction | None) -> Parts:
-    """Load a model, and make its pools and scheduler."""
+    """Load a model, and make its parts."""
     with ExitStack() as undone:
         parts = _build(config, draft, undone)
         undone.pop_all()
@@ -87,7 +87,7 @@ def _build(config: EngineConfig, draft: DraftFunction | None, undone: ExitStack)
     directory = _directory(config, sizes, undone)
     tokenizer = load_tokenizer(config.model, config.tokenizer, config.revision)
     del skeleton
-    # Collections over all modules would delay steps.
+    # Garbage collections over all modules would delay steps.
     gc.collect()
     gc.freeze()
     atexit.unregister(gc.unfreeze)
@@ -169,7 +169,7 @@ def _check_host_memory(sizes: Sizes) -> None:
 
 
 def _directory(config: EngineConfig, sizes: Sizes, undone: ExitStack) -> Directory | None:
-    """Open `disk_cache_dir`; warn and return None if it is unusable."""
+    """Open `disk_cache_dir`; warn if it is unusable."""
     if config.disk_cache_dir is None:
         return None
     if not sizes.num_host_states:

@@ -1,4 +1,4 @@
-"""Turn prompts into token ids, and check them."""
+"""Turn prompts into token ids; a wrong prompt or parameter raises ValueError."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from mambacache.field_types import is_integer
 
 TokenIds = Sequence[int] | np.ndarray | torch.Tensor
 Prompt = Union[str, TokenIds, Mapping[str, Any], "Encoded"]
-"""A text; token ids of shape [n]; {"prompt": text}; {"prompt_token_ids": token ids}; or an `Encoded`."""
 
 Messages = Sequence[dict[str, Any]]
-"""A conversation, with {"role": ..., "content": ...} for each message."""
 
 FORMS = "a text, token ids, {'prompt': text} or {'prompt_token_ids': token ids}"
 
@@ -36,7 +34,7 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Prompt], Sequen
 
 @dataclass(frozen=True)
 class Limits:
-    """Check prompts and parameters against the limits of an engine; `kv_tokens` is 0 without a KV pool."""
+    """Check prompts and parameters against an engine's limits; `kv_tokens` is 0 without a KV pool."""
 
     model: str
     vocab_size: int
@@ -45,7 +43,7 @@ class Limits:
     max_logprobs: int
 
     def tokens_of(self, prompt: Prompt, name: str, tokenizer: Tokenizer | None) -> list[int]:
-        """Return the token ids of a prompt, or raise ValueError, which calls it `name`."""
+        """Return the token ids of a prompt, which errors call `name`."""
         given = _of_mapping(prompt, name) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
             if tokenizer is None:
@@ -68,7 +66,7 @@ class Limits:
         return tokens
 
     def fit(self, params: SamplingParams, num_tokens: int, name: str, clip: bool = False) -> SamplingParams:
-        """Check parameters, or raise ValueError; `clip` lowers `max_tokens` to the room left."""
+        """Check parameters; `clip` lowers `max_tokens` to the room left."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"the parameters of {name} are of type {type(params).__name__}: give SamplingParams")
         outside = next((token for token in params.logit_bias or () if token >= self.vocab_size), None)
@@ -126,7 +124,7 @@ class Encoder:
     caches: bool
 
     def __call__(self, prompt: Prompt, params: SamplingParams | None = None, name: str = "the prompt") -> Encoded:
-        """Return the prompt, encoded and checked, or raise ValueError; an `Encoded` takes no `params`."""
+        """Encode and check a prompt; an `Encoded` takes no `params`."""
         if isinstance(prompt, Encoded):
             if params is not None:
                 raise ValueError(f"{name} is encoded and brings its own parameters: leave sampling_params out")
@@ -142,7 +140,7 @@ class Encoder:
         return Encoded(tokens, fitted, text if isinstance(text, str) else None)
 
     def render(self, conversations: Sequence[Messages], **options: Any) -> list[dict[str, Any]]:
-        """Render conversations, or raise ValueError; warn if the template rewrites earlier turns."""
+        """Render conversations; warn if the template rewrites earlier turns."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"{self.limits.model} has no chat template: use generate with prompts of your own")
         prompts, rewritten = chat_prompts(self.tokenizer, conversations, **options)

@@ -35,7 +35,7 @@ class Flight:
 
 
 class StepLoop:
-    """Run the requests of an engine step by step.
+    """Run an engine's requests step by step.
 
     On a GPU the next step is launched before this step's tokens are read. Decorate callers with `alone`.
     """
@@ -72,12 +72,8 @@ class StepLoop:
     def advance(self) -> None:
         """Take the tokens of one step, and update outputs.
 
-        Requests of a failed step run again, each in its own step. A request that fails alone ends.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C came; the step's outputs are given later.
-            RuntimeError: the device has failed; or requests are left and nothing can run.
-            Exception: planning failed `PLANNING_ATTEMPTS` times.
+        Requests of a failed step run again, each in its own step. A request that fails alone ends. Raise Ctrl-C between
+        steps, and the error of `PLANNING_ATTEMPTS` failed plans.
         """
         if self._failure is not None and self.touched:
             return
@@ -105,7 +101,7 @@ class StepLoop:
             self.shut()
 
     def shut(self) -> None:
-        """Release the runner; a second Ctrl-C may have left requests inconsistent."""
+        """Release the runner; requests may be inconsistent."""
         self.closed = True
         vars(self).pop("_runner", None)
         for of_requests in (self.answers, self.touched, self.shown, self.abandoned, self._flights):
@@ -120,7 +116,7 @@ class StepLoop:
         self.settle()
 
     def settle(self) -> None:
-        """Abort abandoned requests, and read steps left in flight."""
+        """Abort abandoned requests, and read steps in flight."""
         while self.abandoned:
             self.abort(self.abandoned.popleft())
         while self._flights and self._failure is None and not self._scheduler.requests:
@@ -152,7 +148,7 @@ class StepLoop:
         return output
 
     def give(self) -> list[RequestOutput]:
-        """Return outputs with news; the next call repeats them after an error."""
+        """Return outputs with news; after an error the next call repeats them."""
         self.shown = list(self.touched.values())
         return [answers.show() for answers in self.shown]
 
@@ -221,7 +217,7 @@ class StepLoop:
             self._contain(flight, error)
 
     def _test_hits(self, plan: StepPlan, rows: Sequence[RowOutput]) -> None:
-        """Drop blocks of prefix hits that led to NaN or infinite logits."""
+        """Drop the blocks of hits that led to NaN or infinite logits."""
         cache = self._scheduler.cache
         for step, row in zip(plan.steps, rows, strict=True):
             if NOT_FINITE in row.tokens and cache.is_live(step) and (blocks := cache.suspects(step.request_id)):
@@ -230,10 +226,7 @@ class StepLoop:
                 cache.invalidate([each for each, is_sound in zip(hashes, sound, strict=True) if not is_sound])
 
     def _move(self, ended: bool = False, flush: bool = False) -> bool:
-        """Report ended transfers and launch new transfers; with `ended`, only if any ended.
-
-        Return whether transfers may be under way.
-        """
+        """Report ended transfers and launch others (`ended`: only after an end); tell whether any may be under way."""
         if self._tier is None:
             return False
         try:
@@ -337,7 +330,7 @@ H = TypeVar("H", bound=HasStepLoop)
 
 
 def alone(method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[H, P], T]:
-    """Let a single caller into an engine, or raise RuntimeError. A second Ctrl-C closes the engine."""
+    """Let a single caller into an engine; a second Ctrl-C closes it."""
 
     @wraps(method)
     def guarded(self: H, *args: P.args, **options: P.kwargs) -> T:

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 REPLACEMENT = "\ufffd"
 
 LONGEST_CHARACTER = 4
-"""Most bytes of a character in UTF-8, and so most tokens."""
+"""Most bytes of a character in UTF-8, each perhaps a token."""
 
 MAX_PENDING = 16
-"""Most tokens to wait for a whole character, or for any text."""
+"""Most tokens to wait for a character, or for any text."""
 
 MAX_CONTEXT = 8
-"""Known tokens to decode again with each new token, as dropping tokens costs a call."""
+"""Most known tokens to decode again: dropping tokens costs a call."""
 
 
 class Tokenizer(Protocol):
@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
 
 
 class _Read(NamedTuple):
-    """Hold the text of an answer's first tokens; a tokenizer error leaves the old value."""
+    """Hold an answer's text so far; a tokenizer error leaves the old value."""
 
     num_tokens: int = 0
     window: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class _Read(NamedTuple):
 class Detokenizer:
     """Convert an answer's tokens to text as they come, and find stop strings.
 
-    An unfinished character or a possible start of a stop string is held back.
+    Unfinished characters and possible starts of stop strings are held back.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Detokenizer:
         self._ended = False
 
     def completes_stop(self, position: int, token: int) -> bool:
-        """Take the token at a position, perhaps again; return whether the text reached a stop string."""
+        """Take the token at a position, perhaps again; tell whether a stop string is reached."""
         if position != self.count:
             self._rewind(position)
         self._tokens[position:] = [token]
@@ -81,7 +81,7 @@ class Detokenizer:
 
     @property
     def count(self) -> int:
-        """Return the tokens read, even of failed steps."""
+        """Count tokens, even of failed steps."""
         return self._read.num_tokens
 
     @property
@@ -107,12 +107,12 @@ class Detokenizer:
         read = _Read(read.num_tokens + 1, window, *read[2:])
         new, waits = self._decode(window), len(window) - read.known <= MAX_PENDING
         if new == read.shown:
-            # Tokens without text may separate words; past MAX_PENDING the last is enough.
+            # Tokens without text may separate words.
             return read if waits else read._replace(window=window[: read.known] + window[-1:])
         if not new.endswith(REPLACEMENT):
             return self._append(read, len(window), new)
         if not self._decode(window[-2:]) and len(window) > 1:
-            # Inside a character, a single token without text is enough.
+            # Keep a single token without text inside a character.
             return read._replace(window=window[:-1])
         if waits:
             return read
@@ -178,7 +178,7 @@ def rewritten_turns(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **
 def chat_prompts(
     tokenizer: Tokenizer, conversations: Sequence[Sequence[dict[str, Any]]], **options: Any
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the prompts of conversations, or raise ValueError, and whether any has `rewritten_turns`."""
+    """Return the prompts of conversations, and whether any has `rewritten_turns`."""
     prompts, rewritten = [], False
     for i, messages in enumerate(conversations):
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):

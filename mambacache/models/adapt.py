@@ -57,7 +57,7 @@ MODEL_TYPES = {
     "qwen3_next": ModelType("Qwen3NextGatedDeltaNet", gated_delta_net.from_qwen3_next, "Qwen3NextAttention"),
     "zamba2": ModelType("Zamba2MambaMixer", mamba2.from_mamba2, "Zamba2Attention"),
 }
-"""Supported types of models, or of a composite checkpoint's text part."""
+"""Supported types of models, or of a checkpoint's text part."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Model:
         Args:
             states: tensors [blocks, ...] by recurrent layer.
             logs: tensors [slots, ...] by recurrent layer.
-            pages: key and value pages [blocks, block_size, heads, dim] by attention layer.
+            pages: keys and values [blocks, block_size, heads, dim] by attention layer.
         """
         with forward_context(ForwardContext(indices, states, logs, pages)):
             output = self.module(
@@ -105,7 +105,7 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
     """Return the configuration of a checkpoint's text part.
 
     Raises:
-        ValueError: `model` is a file, or its config.json is absent, unusable or of an unsupported model type.
+        ValueError: config.json is absent, unusable or of an unsupported model type.
     """
     if Path(model).is_file():
         raise ValueError(f"{model} is a file: give the directory that holds it")
@@ -132,12 +132,7 @@ def read_config(model: str | Path, revision: str | None = None) -> PreTrainedCon
 def load_model(
     model: str | Path, dtype: str = "auto", device: str | torch.device = "cpu", revision: str | None = None
 ) -> Model:
-    """Load and adapt a checkpoint's text part.
-
-    Args:
-        model: directory or Hub id of a checkpoint with safetensors weights.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's, float32 on a CPU.
-        revision: revision of the Hub repository; None for the newest.
+    """Load and adapt a checkpoint's text part; arguments as in `EngineConfig`.
 
     Raises:
         ValueError: see `read_config`; or weights are absent, unreadable, or do not fit the configuration.
@@ -186,12 +181,12 @@ def model_skeleton(
 
 
 def adapt(module: PreTrainedModel) -> Model:
-    """Replace the layers of a model of a supported type, in place.
+    """Replace the layers of a model, in place.
 
-    It must be built with `attn_implementation=ATTENTION`; `experts_implementation=EXPERTS` makes it faster.
+    Build it with `attn_implementation=ATTENTION`; `experts_implementation=EXPERTS` makes it faster.
 
     Raises:
-        ValueError: the model has no recurrent layer, or an activation is unsupported.
+        ValueError: the model has no recurrent layer, or an activation is not SiLU.
     """
     config = module.config
     model_type = MODEL_TYPES[config.model_type]

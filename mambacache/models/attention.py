@@ -11,7 +11,7 @@ from mambacache.kernels import paged_attention
 from mambacache.models.layer import KVLayer, current_context
 
 ATTENTION = "mambacache"
-"""Name in transformers' attention interface, without a mask function, so that no mask is built."""
+"""Name in transformers' attention interface; without a mask function no mask is built."""
 
 
 def forward(
@@ -23,7 +23,7 @@ def forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the step's keys and values to the layer's pages, and attend over them.
+    """Write keys and values to the layer's pages, and attend over them.
 
     Args:
         query: [1, HQ, F, D].
@@ -40,7 +40,7 @@ def forward(
 
 
 def kv_layer(module: Any, config: Any, dtype: torch.dtype) -> KVLayer:
-    """Return KV widths; latent attention (MLA) has KV for every query head."""
+    """Return KV widths; latent attention (MLA) has KV for all heads."""
     if hasattr(module, "qk_head_dim"):
         return KVLayer(module.num_heads, module.qk_head_dim, module.v_head_dim, dtype)
     return KVLayer(config.num_key_value_heads, module.head_dim, module.head_dim, dtype)

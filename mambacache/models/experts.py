@@ -16,10 +16,10 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from mambacache.kernels import choose_experts, combine_experts, group_by_expert, silu_and_mul
 
 EXPERTS = "mambacache"
-"""Name in transformers' experts interfaces; for FP8 weights it selects transformers' default."""
+"""Name in transformers' interfaces of experts; FP8 weights run by transformers' default."""
 
 DEFAULT_GATE = getattr(moe, "_default_apply_gate", None)
-"""Transformers' gate: the activation of the first half, times the second half."""
+"""Gate of transformers: activation of the first half, times the second."""
 
 ROUND_LOGITS = 8
 """Multiple to pad router logits to, since other widths run a slower kernel."""
@@ -104,7 +104,7 @@ MIXTURES: dict[str, Callable[[Any], nn.Module]] = {
     "Qwen3NextSparseMoeBlock": from_qwen,
     "Qwen3_5MoeSparseMoeBlock": from_qwen,
 }
-"""Replacements of transformers' mixtures by class name."""
+"""Replacements of mixtures by class name."""
 
 ExpertsInterface.register(EXPERTS, forward)
 FP8ExpertsInterface.register(EXPERTS, fp8_grouped_mm_experts_forward)

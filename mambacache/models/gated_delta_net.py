@@ -28,9 +28,6 @@ class GatedDeltaNet(nn.Module):
     Args:
         in_proj: maps to [queries, keys, values, gate, a, b].
         beta_scale: 2 with negative eigenvalues, else 1.
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int
@@ -67,7 +64,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
+        (conv_state, recurrent_state), (conv_log, *token_log) = context.states[self.number], context.logs[self.number]
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         qkv, gate, a, b = self.in_proj(hidden_states[0]).split(
             [2 * keys + values, values, self.value_heads, self.value_heads], dim=-1
@@ -83,7 +80,7 @@ class GatedDeltaNet(nn.Module):
             self.A_log,
             self.dt_bias,
             recurrent_state,
-            log,
+            token_log,
             context.indices,
             beta_scale=self.beta_scale,
         )
@@ -92,7 +89,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def from_qwen3_next(source: Any) -> GatedDeltaNet:
-    """Build a layer from projections that interleave [query, key, values, gates] and [b, a] by key head."""
+    """Build a layer whose projections interleave [query, key, values, gates] and [b, a] by key head."""
     groups, per_group = source.num_k_heads, source.num_v_heads // source.num_k_heads
     values = per_group * source.head_v_dim
     sizes = [source.head_k_dim, source.head_k_dim, values, values]

@@ -16,9 +16,6 @@ class KimiDeltaAttention(nn.Module):
     """Runs a KDA layer over the state pool.
 
     A state is a conv window [W - 1, 3 * H * D] of raw queries, keys and values, and matrices [H, D, D].
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int
@@ -54,7 +51,7 @@ class KimiDeltaAttention(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
+        (conv_state, recurrent_state), (conv_log, *token_log) = context.states[self.number], context.logs[self.number]
         shape = self.heads, self.head_dim
         qkv, decay, gate, b = self.in_proj(hidden_states[0]).split(
             [3 * self.heads * self.head_dim, self.head_dim, self.head_dim, self.heads], dim=-1
@@ -62,7 +59,7 @@ class KimiDeltaAttention(nn.Module):
         qkv = conv1d(qkv, self.conv_weight, None, conv_state, conv_log, context.indices, activation="silu")
         q, k, v = qkv.unflatten(-1, (3, *shape)).unbind(1)
         g = self.decay_proj(decay).unflatten(-1, shape)
-        y = kda(q, k, v, g, b, self.A_log, self.dt_bias, recurrent_state, log, context.indices)
+        y = kda(q, k, v, g, b, self.A_log, self.dt_bias, recurrent_state, token_log, context.indices)
         gate = self.gate_proj(gate).unflatten(-1, shape)
         y = gated_rms_norm(y, gate, self.norm_weight, self.norm_eps, activation="sigmoid", round_normed=False)
         return self.out_proj(y.flatten(-2))[None]

@@ -30,7 +30,7 @@ class Mixer(Protocol):
         """Return a state's tensors: a conv window, then matrices in `state_dtype`."""
 
     def log_layout(self, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return a token log's tensors: the convolution's, then the recurrence's."""
+        """Return a token log's tensors, convolution first."""
 
 
 @dataclass

@@ -16,9 +16,6 @@ class Mamba1(nn.Module):
     """Runs a Mamba layer over the state pool.
 
     A state is a conv window [W - 1, dim] and a matrix [dim, N]. Norms apply to outputs of `source.x_proj`.
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int
@@ -49,7 +46,7 @@ class Mamba1(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
+        (conv_state, recurrent_state), (conv_log, *token_log) = context.states[self.number], context.logs[self.number]
         x, z = self.in_proj(hidden_states[0]).chunk(2, dim=-1)
         x = conv1d(x, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")
         width = self.A.shape[1]
@@ -64,7 +61,7 @@ class Mamba1(nn.Module):
             z,
             self.dt_bias,
             recurrent_state,
-            log,
+            token_log,
             context.indices,
         )
         return self.out_proj(y)[None]

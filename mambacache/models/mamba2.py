@@ -21,9 +21,6 @@ class Mamba2(nn.Module):
     Args:
         in_proj: maps to [gate, x, B, C, step sizes].
         norm_options: options of `gated_rms_norm`; None to gate without a norm.
-
-    Raises:
-        ValueError: the activation is not SiLU.
     """
 
     number: int
@@ -59,7 +56,7 @@ class Mamba2(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         context = current_context()
-        (conv_state, recurrent_state), (conv_log, *log) = context.states[self.number], context.logs[self.number]
+        (conv_state, recurrent_state), (conv_log, *token_log) = context.states[self.number], context.logs[self.number]
         inner, state = self.heads * self.head_dim, self.groups * self.state_dim
         gate, xBC, dt = self.in_proj(hidden_states[0]).split([inner, inner + 2 * state, self.heads], dim=-1)
         xBC = conv1d(xBC, self.conv_weight, self.conv_bias, conv_state, conv_log, context.indices, activation="silu")
@@ -74,7 +71,7 @@ class Mamba2(nn.Module):
             gate.unflatten(-1, (self.heads, self.head_dim)) if self.norm_weight is None else None,
             self.dt_bias,
             recurrent_state,
-            log,
+            token_log,
             context.indices,
             dt_limit=self.time_step_limit,
         ).flatten(-2)

@@ -60,7 +60,7 @@ NORMS: dict[str, Callable[[Any], RMSNorm]] = {
     "Qwen3_5RMSNorm": from_zero_centred,
     "Zamba2RMSNorm": from_rounding,
 }
-"""Replacements of transformers' norms by class name.
+"""Replacements of norms by class name.
 
 NemotronHRMSNorm follows transformers 5.18, as the model was trained; 5.17 also rounds the normalised value.
 """

@@ -37,10 +37,7 @@ class ScaledLinear(nn.Module):
 
 
 def fuse(linears: Sequence[nn.Module], order: torch.Tensor | None = None) -> nn.Module:
-    """Return a module that concatenates the outputs of `linears` and takes them in `order`, an index.
-
-    Plain linears without bias become one linear.
-    """
+    """Concatenate the outputs of `linears`, in `order`; merge plain linears without bias."""
     plain: list[Any] = [linear for linear in linears if type(linear) is nn.Linear and linear.bias is None]
     if len(plain) < len(linears):
         return JoinedLinears(linears, order)

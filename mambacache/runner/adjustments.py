@@ -12,16 +12,16 @@ from mambacache.config import SamplingParams
 
 
 class Adjustment(NamedTuple):
-    """Adds `bias` to logits, divides positive and multiplies negative sums by `penalty`, subtracts `cost`."""
+    """Adds `bias` to logits, divides positive or multiplies negative sums by `penalty`, subtracts `cost`."""
 
     tokens: np.ndarray  # int64 [k], distinct
-    bias: np.ndarray  # float32 [k], as the rest
+    bias: np.ndarray  # all float32 [k]
     penalty: np.ndarray
     cost: np.ndarray
 
 
 class Tally:
-    """Tracks one answer's adjustments; forbids `end_tokens` before `min_tokens` answer tokens."""
+    """Tracks an answer's adjustments; forbids `end_tokens` before `min_tokens`."""
 
     def __init__(self, params: SamplingParams, prompt: Sequence[int], end_tokens: Iterable[int]) -> None:
         self._params = params
@@ -38,11 +38,9 @@ class Tally:
     def after(
         self, answer: Sequence[int], drafts: Sequence[int] = (), unread: int = 0, parents: Sequence[int] = ()
     ) -> list[Adjustment]:
-        """Return the adjustments after `answer` and after each draft.
+        """Return the adjustments after `answer`, which extends the last call's, and after each draft.
 
-        Args:
-            answer: extends the last call's answer.
-            unread: sampled tokens that `answer` lacks; 0 with penalties.
+        `unread` counts sampled tokens that `answer` lacks; 0 with penalties.
         """
         self._note(answer[self._read :])
         self._read = len(answer)
@@ -50,7 +48,7 @@ class Tally:
         found = [self._adjustment(len(answer) + unread)]
         for draft, parent in zip(drafts, parents or range(len(drafts)), strict=True):
             self._tokens, self._bias, penalty, count, depth = known[parent]
-            self._penalty, self._count = penalty.copy(), count.copy()  # siblings start from the same arrays
+            self._penalty, self._count = penalty.copy(), count.copy()  # siblings share them
             self._note([draft])
             found.append(self._adjustment(len(answer) + depth + 1))
             known.append((self._tokens, self._bias, self._penalty, self._count, depth + 1))
@@ -78,19 +76,12 @@ class Tally:
 
 
 class Adjustments(NamedTuple):
-    """Holds a step's adjustments on the device.
+    """Holds a step's adjustments on the device, int32."""
 
-    Args:
-        samples: int32 [D].
-        draws: int32 [2, D'], random draws, and their indices in `samples`.
-        place: int32 [2, A], index in `samples` and token.
-        values: int32 [3, A], float32 bits of bias, penalty and cost.
-    """
-
-    samples: torch.Tensor
-    draws: torch.Tensor
-    place: torch.Tensor
-    values: torch.Tensor
+    samples: torch.Tensor  # [D]
+    draws: torch.Tensor  # [2, D'], random draws, and their indices in `samples`
+    place: torch.Tensor  # [2, A], index in `samples` and token
+    values: torch.Tensor  # [3, A], float32 bits of bias, penalty and cost
 
 
 def adjustment_arrays(adjusted: Mapping[int, Adjustment], drawn: Sequence[int]) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """Holds the captured model, with `logits` [rows * width, vocabulary] and `likeliest` [rows * width]."""
+    """Holds a captured model, with `logits` [rows * width, vocabulary] and `likeliest` [rows * width]."""
 
     rows: int
     width: int
@@ -56,16 +56,16 @@ class DecodeGraphs:
         max_width: int,
         max_pages: int,
     ) -> DecodeGraphs | None:
-        """Capture the model; return None if a layer synchronises or memory runs out.
+        """Capture the model; None if a layer synchronises or memory runs out.
 
-        During the first shape synchronising raises in all threads.
+        In the first shape synchronising raises in all threads.
         """
         sizes, widths = ({1 << bits for bits in range(most.bit_length())} | {most} for most in (max_rows, max_width))
         shapes = sorted(((rows, width) for rows in sizes for width in widths), reverse=True)
         layers = (states.layers, logs.layers, pages.layers if pages is not None else [])
         graphs: dict[tuple[int, int], DecodeGraph] = {}
         pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
-        stream = torch.cuda.Stream()  # torch's default stream belongs to the device of the first capture
+        stream = torch.cuda.Stream()  # torch's own belongs to the device of the first capture
         try:
             for rows, width in tqdm(shapes, desc="CUDA graphs", disable=None):
                 indices = StateIndices.from_arrays(_padding(rows, width, max_pages), states.buffer.device)
@@ -86,7 +86,7 @@ class DecodeGraphs:
         return cls(graphs, max_pages)
 
     def fitting(self, plan: StepPlan) -> DecodeGraph | None:
-        """Return the smallest fitting graph, if any."""
+        """Return the smallest fitting graph."""
         rows = next((rows for rows in self._rows if rows >= plan.num_decodes), None)
         width = next((width for width in self._widths if width >= plan.tokens_per_decode), None)
         if rows is None or width is None or len(plan.steps) > plan.num_decodes:

@@ -27,35 +27,22 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """Holds a plan and its sampling on the device.
-
-    Args:
-        unknown: int32 [U], flat offsets of tokens that the host lacks.
-        source: int32 [U], their indices in the last step's samples.
-        sample_index: int32 [S], logits to sample from.
-        draw_index: int32 [R], samples drawn at random.
-        draw_parameters: int32 [5, R].
-        late_bits: int32 [R, 8], random bits for a row late by 0 to 7 tokens, or None.
-        draw_row: int32 [R], row of each draw, N for prefill, or None.
-        prompt_index: int32 [K], logits that score prompt tokens.
-        prompt_token: int32 [K].
-        scored_samples: int32 [K'].
-    """
+    """Holds a plan and its sampling on the device, int32."""
 
     indices: StateIndices
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # by row
     num_top: int
-    unknown: torch.Tensor
-    source: torch.Tensor
-    sample_index: torch.Tensor
-    draw_index: torch.Tensor
-    draw_parameters: torch.Tensor
+    unknown: torch.Tensor  # [U], flat offsets of tokens that the host lacks
+    source: torch.Tensor  # [U], their indices in the last step's samples
+    sample_index: torch.Tensor  # [S], logits to sample from
+    draw_index: torch.Tensor  # [R], samples drawn at random
+    draw_parameters: torch.Tensor  # [5, R]
     draw_groups: list[tuple[int, int]]
-    late_bits: torch.Tensor | None
-    draw_row: torch.Tensor | None
-    prompt_index: torch.Tensor
-    prompt_token: torch.Tensor
-    scored_samples: torch.Tensor
+    late_bits: torch.Tensor | None  # [R, 8], random bits for a row late by 0 to 7 tokens
+    draw_row: torch.Tensor | None  # [R], row of each draw, N for prefill
+    prompt_index: torch.Tensor  # [K], logits that score prompt tokens
+    prompt_token: torch.Tensor  # [K]
+    scored_samples: torch.Tensor  # [K']
     adjustments: Adjustments | None
 
     @classmethod
@@ -66,7 +53,7 @@ class DeviceBatch:
         device: torch.device | str,
         places: Mapping[int, int],
     ) -> DeviceBatch:
-        """Pack both into one buffer; `places` holds first samples in the last step by residency."""
+        """Pack all into one buffer; `places` holds first samples of the last step by residency."""
         samples: list[int] = []
         offsets: list[int] = []
         draws: list[Draw] = []
@@ -93,7 +80,7 @@ class DeviceBatch:
             if params.prompt_logprobs is not None:
                 prompts += enumerate(row.prompt_targets, first)
                 num_top = max(num_top, params.prompt_logprobs)
-        draws.sort(key=lambda draw: ordered(draw.params))  # `draw_groups` needs like draws side by side
+        draws.sort(key=lambda draw: ordered(draw.params))  # for `draw_groups`
         first_tokens = plan.arrays["tokens"][: plan.num_decodes * plan.tokens_per_decode : plan.tokens_per_decode]
         unknown = [
             row for row in np.flatnonzero(first_tokens == PLACEHOLDER).tolist() if not plan.steps[row].unplaced_by

@@ -20,13 +20,13 @@ from filelock import FileLock, Timeout
 logger = logging.getLogger(__name__)
 
 HEADER = Struct("<16s48sQI")
-"""`MAGIC`, file name, bytes behind the header, and checksum."""
+"""`MAGIC`, file name, bytes behind it, and checksum."""
 
 MAGIC = b"mambacache 1"
 NAME = re.compile(r"[0-9a-f]{32}\.(state|kv)(\.near)?")
 UNFINISHED = ".new"
 OTHERS = 0o077
-"""Permissions of other users, since states and KV reveal prompts."""
+"""Permissions of others: states and KV reveal prompts."""
 
 
 class DamagedError(Exception):
@@ -50,9 +50,9 @@ class StoredFile:
 
 
 class Directory:
-    """Reads and writes block files; a lock excludes other processes until `close`.
+    """Reads and writes private block files; a lock excludes other processes until `close`.
 
-    A file gets its name when complete. Files are private to the owner; an open directory logs a warning.
+    A file gets its name when complete.
 
     Raises:
         OSError: the directory cannot be created or written.
@@ -83,7 +83,7 @@ class Directory:
         return ""
 
     def renew(self) -> str:
-        """Begin a new epoch, which invalidates all files; an OSError may leave the old epoch valid."""
+        """Invalidate all files by a new epoch; an OSError may leave the old epoch valid."""
         epoch, unfinished = secrets.token_bytes(16), self.path / f"epoch{UNFINISHED}"
         with _created(unfinished) as stream:
             stream.write(epoch)
@@ -98,7 +98,7 @@ class Directory:
         return epoch.hex()
 
     def files(self) -> list[StoredFile]:
-        """Return files, least recently used first, and make them private."""
+        """Return files, least recently used first, made private."""
         found = []
         for name in self._names():
             with suppress(OSError):
@@ -114,7 +114,7 @@ class Directory:
         return shutil.disk_usage(self.path).free
 
     def write(self, file: StoredFile, block: memoryview) -> None:
-        """Write a block, or raise OSError and delete the incomplete file if possible."""
+        """Write a block; after an error delete the incomplete file if possible."""
         unfinished = self.path / f"{file.name}{UNFINISHED}"
         try:
             with _created(unfinished) as stream:
@@ -127,11 +127,9 @@ class Directory:
             raise
 
     def read(self, file: StoredFile, block: memoryview) -> None:
-        """Read a file into `block`; a memory map would kill the process on a truncated file.
+        """Read a file into `block`, undefined after a DamagedError: length, header or checksum differ.
 
-        Raises:
-            OSError: the file cannot be read.
-            DamagedError: length, header or checksum differ; `block` is then undefined.
+        A memory map would kill the process on a truncated file.
         """
         path = self.path / file.name
         with path.open("rb") as stream:
@@ -157,7 +155,6 @@ class Directory:
 
 
 def _created(path: Path) -> BinaryIO:
-    """Open a new private file in place of any at `path`."""
     path.unlink(missing_ok=True)
     path.touch(0o600, exist_ok=False)
     return path.open("wb")

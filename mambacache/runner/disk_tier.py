@@ -28,7 +28,7 @@ STOP, READ, WRITE = range(3)
 
 
 class Filing:
-    """Holds files to be "read", "written" or "deleted", skipped if `Worker.era` changes."""
+    """Holds files to be "read", "written" or "deleted", unless `Worker.era` changes."""
 
     def __init__(self, what: str, era: int, wanted: int) -> None:
         self.what, self.era, self._wanted = what, era, wanted
@@ -54,7 +54,7 @@ class Filing:
 
 
 class Worker:
-    """Runs filings in a thread, reads first; logs damaged files, and other errors once per kind."""
+    """Runs filings in a thread, reads first."""
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
@@ -74,14 +74,14 @@ class Worker:
     def ask(self, filing: Filing) -> None:
         """Queue a filing once; without the thread end it at once."""
         if not self.alive:
-            filing.over = threading.Event()  # a fork may have copied the old event's held lock
+            filing.over = threading.Event()  # a fork may copy a held lock
             filing.over.set()
         elif not filing.asked:
             self._asked.put((READ if filing.what == "read" else WRITE, next(self._numbers), filing))
             filing.asked = True
 
     def stop(self) -> None:
-        """Stop the thread after its file and all deletions."""
+        """Stop the thread after its file and deletions."""
         self._asked.put((STOP, next(self._numbers), None))
 
     def join(self) -> None:
@@ -134,7 +134,7 @@ class DiskTier:
     """Implements the cache's `Files`, and moves blocks for `HostTier`.
 
     Args:
-        limit: maximum of bytes, least recently used evicted first; None for half of present and free bytes.
+        limit: as `disk_cache_bytes`.
         identity: returns everything that states depend on.
     """
 
@@ -160,12 +160,12 @@ class DiskTier:
         return self._usable and self._worker.alive
 
     def exact(self, kind: str, block_hash: bytes) -> bool | None:
-        """Return whether a file's block was computed exactly; None without a complete file."""
+        """Tell whether a file's block is exact; None without a complete file."""
         file = self._index.get((kind, block_hash))
         return file.exact if file is not None and file not in self._coming else None
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Delete these hashes' files, or only files by `writer`."""
+        """Delete these hashes' files, or only those that `writer` wrote."""
         for key in [(kind, each) for each in block_hashes for kind in ("state", "kv")]:
             if writer in (None, self._writers.get(key)):
                 self._remove(key)
@@ -175,7 +175,7 @@ class DiskTier:
             self._remove(key)
 
     def clear(self) -> None:
-        """Delete all files; a new epoch invalidates remaining files."""
+        """Delete all files; a new epoch invalidates the rest."""
         self._index.clear()
         self._born.clear()
         self._writers.clear()
@@ -233,7 +233,7 @@ class DiskTier:
         return blake2b(repr((self._identity(), epoch)).encode(), digest_size=16).hexdigest()
 
     def _to_read(self, asked: BlockFile) -> StoredFile | None:
-        """Return the file to read; None if gone or of other exactness."""
+        """Return the file to read; None if gone or replaced."""
         key = asked.kind, asked.block_hash
         if self.exact(*key) is not asked.exact:
             return None
@@ -241,7 +241,7 @@ class DiskTier:
         return self._index[key]
 
     def _to_write(self, asked: BlockFile, block_bytes: int) -> StoredFile | None:
-        """Return the file to write, after evicting others unless `asked.if_room`."""
+        """Return the file to write; evict others unless `asked.if_room`."""
         key, file = (asked.kind, asked.block_hash), StoredFile(asked.kind, asked.block_hash, asked.exact, block_bytes)
         if asked.if_room and self.num_bytes + file.num_bytes > self._limit:
             return None
@@ -260,7 +260,7 @@ class DiskTier:
         return self.num_bytes + num_bytes <= self._limit
 
     def _remove(self, key: Key) -> None:
-        """Unindex a file, and queue its deletion behind writes."""
+        """Forget a file, and queue its deletion behind writes."""
         file = self._index.get(key)
         if file is not None:
             deletion = Filing("deleted", self._worker.era, 1)
@@ -274,6 +274,6 @@ class DiskTier:
 
 
 def _write(directory: Directory, coming: set[StoredFile], file: StoredFile, block: memoryview) -> None:
-    """Write a file unless it was removed: its deletion may be over."""
+    """Write a file unless removed: its deletion may be over."""
     if file in coming:
         directory.write(file, block)

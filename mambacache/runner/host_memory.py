@@ -12,7 +12,7 @@ import torch
 class HostMemory:
     """Owns pinned slots in host memory until `close`.
 
-    `mmap` gives separate pages, since a page cannot be pinned twice; `pin_memory` would round sizes up.
+    `mmap` gives separate pages, since none is pinned twice; `pin_memory` would round sizes up.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -28,9 +28,9 @@ class Copy:
 
 
 class HostTier:
-    """Runs transfers beside the steps, or raises ValueError if memory cannot be pinned.
+    """Runs transfers beside the steps; raises ValueError if memory cannot be pinned.
 
-    GPU copies run on a separate stream, behind all work launched before. A failed transfer costs only a prefix hit.
+    GPU copies run on a separate stream, behind all earlier work. A failed transfer costs only a hit.
     """
 
     def __init__(self, pools: Sequence[StatePool], slots: Sequence[int], disk: DiskTier | None = None) -> None:
@@ -64,10 +64,10 @@ class HostTier:
                 self._copies[transfer.number] = copy = Copy(transfer)
                 self._launch(copy)
             elif self._disk is not None and isinstance(copy.done, Filing):
-                self._disk.ask(copy.done)  # an interrupt may have come before the first `ask`
+                self._disk.ask(copy.done)  # again, after an interrupt
 
     def ended(self) -> dict[Transfer, bool]:
-        """Return whether each ended transfer failed, until `forget` drops it."""
+        """Tell whether each ended transfer failed, until `forget`."""
         over = [copy for copy in self._copies.values() if copy.done is None or copy.done.query()]
         for copy in over:
             if self._disk is not None and isinstance(copy.done, Filing):
@@ -96,7 +96,7 @@ class HostTier:
 
     def _launch(self, copy: Copy) -> None:
         if self._disk is not None and copy.transfer.files:
-            copy.failed = True  # until `ended` knows: an interrupt may come anywhere
+            copy.failed = True  # until `ended` knows, even after an interrupt
             copy.done = self._disk.filing(copy.transfer, self._slots)
             self._disk.ask(copy.done)
             return
@@ -111,7 +111,7 @@ class HostTier:
                 if not self._told:
                     logger.exception("a transfer between device and host failed, which is said once: it costs a miss")
                 self._told = True
-            if self._stream is not None:  # also after an error: part of the copy may be in flight
+            if self._stream is not None:  # also after an error, with copies in flight
                 copy.done = torch.cuda.Event()
                 copy.done.record()
 

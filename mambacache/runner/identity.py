@@ -14,11 +14,11 @@ from mambacache.config import EngineConfig
 from mambacache.models.adapt import Model
 
 WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Words of 8 bytes in a piece: a CPU's caches hold one, and one keeps a GPU busy."""
+"""Words of 8 bytes in a piece, which fits a CPU's caches and keeps a GPU busy."""
 
 
 def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
-    """Return a text of weights, settings, layout, source, versions and device, without paths."""
+    """Describe weights, settings, layout, source, versions and device, without paths."""
     settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     layers = model.state_layers(getattr(torch, config.state_dtype))
     on_cpu = device.type == "cpu"

@@ -33,7 +33,7 @@ def allocate_kv_pages(
 
 @dataclass(frozen=True)
 class Slab:
-    """Describes a slab for `states` or `pages`; slab i holds state ids from i * states on."""
+    """Describes a slab of `states` or `pages`."""
 
     states: int
     pages: int
@@ -44,7 +44,7 @@ class Slab:
 
 
 def slab_of(state: int, page: int) -> Slab:
-    """Return the better slab: of the larger block's size, or of the fewest smaller blocks that reach it."""
+    """Choose a slab of the larger block's size, or of the fewest smaller blocks that reach it."""
     small, large = sorted((state, page))
     few, many = large // small, -(-large // small)
     unit = few * ALIGNMENT
@@ -57,7 +57,7 @@ def allocate_slabs(
     state_layers: StateLayers, kv_layers: Sequence[KVLayer], num_slabs: int, slab: Slab, block_size: int,
     device: torch.device | str = "cpu",
 ) -> tuple[StatePool, StatePool]:  # fmt: skip
-    """Return pools of states and KV pages in one memory; slab 0, with both null blocks, is extra."""
+    """Return pools of states and KV pages in one memory, with slab 0 for null blocks."""
     buffer = torch.empty((num_slabs + 1) * slab.nbytes, dtype=torch.uint8, device=device)
     return (
         StatePool.from_tensor(buffer, state_layers, slab.nbytes // slab.states),

@@ -21,19 +21,18 @@ from mambacache.runner.sampler import RowSampling, likeliest_tokens, sample, sco
 from mambacache.warm_up import CompilerThreads
 
 Logprobs = dict[int, float]
-"""Log probabilities at one position: of the prompt's or sampled token, then of the most likely tokens."""
+"""Log probabilities at a position: of its own token, then of the most likely tokens."""
 
 Score = tuple[int, float, list[int], list[float]]
-"""A token, its log probability, the most likely tokens, and their log probabilities."""
+"""Token, log probability, most likely tokens, and theirs."""
 
 
 @dataclass(slots=True)
 class RowOutput:
-    """Holds a batch row's results.
+    """Holds a batch row's results; `tokens` may be `NOT_FINITE`.
 
-    Args:
-        tokens: samples or `NOT_FINITE`. A decode row has a sample behind each token, valid up to the first rejected
-            draft; a sampling prefill row has a sample for each seed.
+    A decode row has a sample behind each token, valid up to the first rejected draft; prefill has a sample for each
+    seed.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -46,8 +45,8 @@ class Launched:
 
     Args:
         tokens: int32 [S], samples.
-        scores: scored tokens int64 [K], log probabilities, the most likely tokens [K, top], and theirs; or empty.
-        counts: int64 [N], valid samples of each decode row; None unless the device drafts.
+        scores: scored tokens int64 [K], then as `score` returns; or empty.
+        counts: int64 [N], valid samples of decode rows; None unless the device drafts.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Launched:
         counts: torch.Tensor | None = None,
     ) -> None:
         self.tokens = tokens
-        self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # range of each row in `tokens`
+        self._bounds = list(pairwise(accumulate(batch.samples, initial=0)))  # by row
         self.places = {step.residency: first for step, (first, _) in zip(plan.steps, self._bounds, strict=True)}
         self._sampling, self._batch, self._num_decodes = sampling, batch, plan.num_decodes
         self._drafts = counts is not None
@@ -114,7 +113,7 @@ class ModelRunner:
         self._histories: Histories | None = None
 
     def draft(self, max_model_len: int, max_draft_tokens: int, block_size: int) -> None:
-        """Make the drafts that later plans leave open."""
+        """Make drafts that later plans leave open."""
         slots, device = len(self.logs.slabs) - 1, self.states.buffer.device
         self._histories = Histories(slots, max_model_len, max_draft_tokens, device)
         self._block_size = block_size if self.pages is not None else None
@@ -127,7 +126,7 @@ class ModelRunner:
             )
 
     def warm_up(self, batches: Sequence[Sequence[SequenceStep]], block_size: int) -> None:
-        """Run batches that read and store no state; a first run compiles kernels in parallel."""
+        """Run batches without states; a first run compiles kernels in parallel."""
         with torch.cuda.device_of(self.states.buffer):
             if self.states.buffer.is_cuda:
                 with CompilerThreads() as threads, compiling(threads):
@@ -156,13 +155,13 @@ class ModelRunner:
         unread: Launched | None = None,
         known: Known = lambda request_id: (),
     ) -> Launched:
-        """Launch one step without waiting for the device.
+        """Launch a step without waiting for the device.
 
         Args:
-            unread: step before, if the plan lacks its tokens; the device fills them in.
+            unread: step before, if the plan lacks its tokens.
             known: returns a request's tokens, for drafts made on the device.
         """
-        with torch.cuda.device_of(self.states.buffer):  # Triton launches on the current device, not on its arguments'
+        with torch.cuda.device_of(self.states.buffer):  # Triton launches on the current device
             pages = self.pages.layers if self.pages is not None else []
             for source, target in plan.kv_copies:
                 for page in (page for layer in pages for page in layer):
@@ -192,14 +191,14 @@ class ModelRunner:
             return Launched(plan, sampling, batch, tokens, scores, counts)
 
     def finite(self, states: Sequence[int], pages: Sequence[int]) -> list[bool]:
-        """Wait for the device; return for each state and its KV page whether all values are finite."""
+        """Wait for the device; tell whether each state and KV page are finite."""
         sound = self.states.finite(states)
         if self.pages is None:
             return sound
         return [both[0] and both[1] for both in zip(sound, self.pages.finite(pages), strict=True)]
 
     def _keep_paths(self, plan: StepPlan) -> None:
-        """Move log entries and KV of accepted draft paths into place."""
+        """Move accepted draft paths into place."""
         arrays = {"log": plan.log_paths, "kv": plan.kv_paths}
         paths = {name: array for name, array in arrays.items() if array is not None}
         moved = pack_arrays(paths, self.states.buffer.device) if paths else {}

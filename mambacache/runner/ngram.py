@@ -1,7 +1,4 @@
-"""Draft the tokens behind an earlier copy of a request's last tokens, on the device.
-
-The host plans a step before it reads the last tokens.
-"""
+"""Draft the tokens behind an earlier copy of a request's last tokens, on the device."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from mambacache.kernels import StateIndices, add_to_history, draft_from_history,
 from mambacache.plan import SequenceStep, StepPlan
 
 Known = Callable[[str], Sequence[int]]
-"""Returns a request's tokens on the host."""
 
 
 def history_bytes(slots: int, max_model_len: int, max_draft_tokens: int) -> int:
@@ -24,19 +20,19 @@ def history_bytes(slots: int, max_model_len: int, max_draft_tokens: int) -> int:
 
 
 def _room(max_model_len: int, max_draft_tokens: int) -> int:
-    """Return a request's capacity; its last two rows may go beyond `max_model_len`."""
+    """Return a request's capacity; two rows may go beyond `max_model_len`."""
     return max_model_len + 3 * (max_draft_tokens + 1)
 
 
 class Begun(NamedTuple):
-    """Holds each decode row's lateness in tokens and first sample, int64 [N]."""
+    """Holds decode rows' lateness in tokens and first samples, int64 [N]."""
 
     late: Tensor
     first_sample: Tensor
 
 
 class Histories:
-    """Holds the tokens of running requests by log slot."""
+    """Holds tokens of running requests by log slot."""
 
     def __init__(self, slots: int, max_model_len: int, max_draft_tokens: int, device: torch.device | str) -> None:
         room = _room(max_model_len, max_draft_tokens)
@@ -69,5 +65,5 @@ class Histories:
             self._residencies[step.log_slot] = step.residency
 
     def end(self, indices: StateIndices, begun: Begun, sampled: Tensor) -> Tensor:
-        """Append accepted samples, int64 [S]; return the number of valid samples, int64 [N]."""
+        """Append accepted samples, int64 [S]; count valid samples, int64 [N]."""
         return add_to_history(indices, begun.first_sample, sampled, self._tokens, self._lengths)

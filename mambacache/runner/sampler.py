@@ -17,27 +17,21 @@ DRAW_BITS = 31
 """Bits of a draw's random number."""
 
 MOST_ORDERED, EVERY = 1024, 1 << 31
-"""More than `MOST_ORDERED` most likely tokens need a sort of the vocabulary, marked by `EVERY`."""
+"""`EVERY` marks a sort of the vocabulary, for more than `MOST_ORDERED` most likely tokens."""
 
 WEIGHT_BITS = 40
-"""The most likely token weighs 2 ** WEIGHT_BITS. Integer sums do not depend on the order of addition."""
+"""Bits of the largest weight. Integer sums do not depend on the order of addition."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """Describes a batch row's sampling.
-
-    Args:
-        seeds: a seed, or a seed for each answer where a prompt ends; a draw depends only on its seed and position.
-        prompt_targets: prompt tokens to score.
-        plain: greedy without adjustments and log probabilities.
-    """
+    """Describes a batch row's sampling. A draw depends only on its seed and position."""
 
     params: SamplingParams
-    seeds: Sequence[int]
-    prompt_targets: Sequence[int] = ()
+    seeds: Sequence[int]  # a seed, or a seed for each answer where a prompt ends
+    prompt_targets: Sequence[int] = ()  # prompt tokens to score
     adjustments: Sequence[Adjustment] = ()
-    plain: bool = field(init=False)
+    plain: bool = field(init=False)  # greedy, without adjustments and log probabilities
 
     def __post_init__(self) -> None:
         wanted = self.params.logprobs, self.params.prompt_logprobs
@@ -46,28 +40,28 @@ class RowSampling:
 
 
 def random_bits(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Return int32 [R] of random bits: two rounds of SplitMix64."""
+    """Return random bits, int32 [R], by two rounds of SplitMix64."""
     seed = np.array([value & 0xFFFFFFFFFFFFFFFF for value in seeds], dtype=np.uint64)
     mixed = _splitmix64(_splitmix64(seed) + np.array(positions, dtype=np.uint64))
     return (mixed >> np.uint64(64 - DRAW_BITS)).astype(np.int32)
 
 
 def draw_parameters(params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    """Return int32 [5, R]: temperature, top_p and min_p as the bits of a float32; top_k; the random bits."""
+    """Return int32 [5, R]: temperature, top_p and min_p as float32 bits; top_k; the random bits."""
     floats = [[getattr(each, name) for each in params] for name in ("temperature", "top_p", "min_p")]
     integers = [[each.top_k for each in params], random_bits(seeds, positions)]
     return np.concatenate([np.array(floats, dtype=np.float32).view(np.int32), np.array(integers, dtype=np.int32)])
 
 
 def ordered(params: SamplingParams) -> int:
-    """Return how many most likely tokens a draw sorts."""
+    """Count the likeliest tokens that a draw sorts."""
     if params.top_k <= 0 and np.float32(params.top_p) == 1:
         return 0
     return params.top_k if 0 < params.top_k <= MOST_ORDERED else EVERY
 
 
 def draw_groups(params: Sequence[SamplingParams]) -> list[tuple[int, int]]:
-    """Return the size and the largest `ordered` of each run of draws."""
+    """Return the size and largest `ordered` of each run of draws."""
     counts = [[*group] for _, group in groupby(map(ordered, params), key=lambda count: (count == 0, count == EVERY))]
     return [(len(group), max(group)) for group in counts]
 
@@ -90,10 +84,11 @@ def sample(
     groups: Sequence[tuple[int, int]],
     adjustments: Adjustments | None = None,
 ) -> torch.Tensor:
-    """Return samples, int32 [S]; `NOT_FINITE` for a NaN or infinite maximum.
+    """Return samples, int32 [S], or `NOT_FINITE`.
 
     Args:
         logits: [L, vocabulary].
+        likeliest: int32 [L].
         sample_index: int32 [S], rows of `logits`.
         draw_index: int32 [R], samples drawn at random.
         parameters: int32 [5, R].
@@ -127,7 +122,7 @@ def _adjust(logits: torch.Tensor, adjustments: Adjustments) -> torch.Tensor:
 def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.Tensor:
     """Draw tokens, int64 [R], with temperature, top_k, top_p and min_p in this order.
 
-    Weights fall over the `count` most likely tokens, or stand in token order if `count` is 0.
+    Weigh the `count` most likely tokens, falling; or all in token order if `count` is 0.
     """
     temperature, top_p, min_p = parameters[:3].view(torch.float32)[..., None]
     top_k, bits = parameters[3:, :, None]
@@ -146,12 +141,12 @@ def _draw(logits: torch.Tensor, parameters: torch.Tensor, count: int) -> torch.T
     mass = weights.masked_fill(~kept, 0).cumsum(dim=-1)
     number = (mass[:, -1:].double() * ((bits.double() + 0.5) / 2**DRAW_BITS)).long()
     place = torch.searchsorted(mass, number, right=True)
-    place.clamp_(max=weights.shape[-1] - 1)  # NaN logits give a place behind the last weight
+    place.clamp_(max=weights.shape[-1] - 1)  # for NaN logits
     return (place if tokens is None else tokens.gather(-1, place))[:, 0]
 
 
 def _most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the most likely tokens, int64 [R, count], falling; of equal tokens the lower comes first."""
+    """Return the most likely tokens, int64 [R, count], falling; the lower of equal tokens first."""
     if count > MOST_ORDERED:
         return logits.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     bits = (logits + 0.0).view(torch.int32)  # turns -0.0 into 0.0
@@ -161,14 +156,10 @@ def _most_likely(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log probabilities, before temperature and truncation.
-
-    Args:
-        logits: [K, vocabulary].
-        tokens: int64 [K].
+    """Return log probabilities, before temperature, of `tokens` int64 [K] under `logits` [K, vocabulary].
 
     Returns:
-        log probabilities of `tokens`, float32 [K]; the most likely tokens, int64 [K, top], and theirs.
+        float32 [K]; the most likely tokens, int64 [K, top]; and theirs.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     best = logprobs.topk(min(top, logits.shape[-1]), dim=-1)

@@ -15,7 +15,7 @@ from mambacache.models.layer import KVLayer
 from mambacache.runner.kv_pages import kv_block_bytes
 
 HEADS = "heads", "key_heads", "value_heads", "groups"
-"""Attributes of recurrent layers that are divided among GPUs."""
+"""Attributes of recurrent layers, divided among GPUs."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _empty(like: torch.Tensor, *shape: int) -> nn.Parameter:
 
 
 def _divided_kv(layer: KVLayer, config: Any, ranks: int) -> KVLayer:
-    """Return a layer's KV on one GPU: at least a head, or the whole latent vector (MLA)."""
+    """Return a layer's KV on a GPU: at least a head, or the latent vector (MLA)."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is not None:
         return KVLayer(1, rank + config.qk_rope_head_dim, 0, layer.dtype)

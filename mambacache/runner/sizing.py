@@ -27,7 +27,7 @@ SHARES = {
     "cpu": (0.25, "a CPU's memory is shared with other programs"),
     "cuda": (0.85, "the rest is for activations and CUDA graphs"),
 }
-"""Shares of the memory left by the weights that default budgets take together, and the reason for the rest."""
+"""Default share of the memory that weights leave, and the reason for the rest."""
 
 STRETCHING = ("linear", "dynamic", "yarn")
 """Types of rotary scaling by a factor."""
@@ -35,17 +35,17 @@ STRETCHING = ("linear", "dynamic", "yarn")
 MAX_DEFAULT_BLOCKS = 1 << 16
 
 LEAST_SLABS, MOST_LOST = 8, 0.1
-"""Least number of slabs beside running states, and largest share of a slab lost by rounding, for shared memory."""
+"""Least slabs beside running states, and largest share of a slab lost by rounding, to share memory."""
 
 FP8_TILE = 128
 
 SPARE_STATES = 2
-"""Blocks beside those of running requests, so that a step's dst need not wait for its src."""
+"""Blocks beside running requests', so that a step's dst need not wait for its src."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Holds bytes and numbers of blocks, without null blocks; upper limits with `slab`."""
+    """Holds bytes and numbers of blocks, without null blocks; limits with `slab`."""
 
     state_bytes: int
     log_bytes: int
@@ -86,7 +86,7 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         ValueError: one request does not fit, the budgets exceed `free_bytes`, or max_model_len the model's limit.
     """
     state_dtype = getattr(torch, config.state_dtype)
-    state, log = state_bytes(model.state_layers(state_dtype)), state_bytes(model.log_layers(state_dtype))
+    state, token_log = state_bytes(model.state_layers(state_dtype)), state_bytes(model.log_layers(state_dtype))
     page = kv_block_bytes(model.kv_layers, config.block_size)
     memory = int(free_bytes * _share(config.device)[0])
     max_model_len = _longest(config, model)
@@ -94,23 +94,22 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
         histories = history_bytes(config.max_num_seqs, max_model_len, config.max_draft_tokens)
         memory, free_bytes = memory - histories, free_bytes - histories
 
-    least = (1 + SPARE_STATES) * state + log + page
+    least = (1 + SPARE_STATES) * state + token_log + page
     if memory < least:
         raise ValueError(
             f"one request takes {least:,} bytes of states and KV at least and {memory:,} are available for them: "
             f"{_more_memory(config)}"
         )
     # Half of the memory stays for KV and cached states.
-    max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + log), 1))
+    max_num_seqs = min(config.max_num_seqs, max((memory // 2 - SPARE_STATES * state) // (state + token_log), 1))
     if max_num_seqs < config.max_num_seqs:
         logger.warning("max_num_seqs lowered from %d to %d: more states do not fit", config.max_num_seqs, max_num_seqs)
-    num_running, memory = max_num_seqs + SPARE_STATES, memory - max_num_seqs * log
+    num_running, memory = max_num_seqs + SPARE_STATES, memory - max_num_seqs * token_log
+    sizes, limits = (state, token_log, page, num_running), (max_num_seqs, max_model_len)
     if (shared := _shared(config, state, page, memory, num_running)) is not None:
         slab, max_checkpoints, num_kv_blocks = shared
         host = _host_slots(config, state, page, max_checkpoints)
-        return Sizes(
-            state, log, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host, slab
-        )
+        return Sizes(*sizes, max_checkpoints, num_kv_blocks, *limits, *host, slab)
     rest = memory - num_running * state
     kv_budget = config.kv_cache_bytes
     if kv_budget and not page:
@@ -121,24 +120,24 @@ def plan_memory(config: EngineConfig, model: Model, free_bytes: int) -> Sizes:
     if page and not num_kv_blocks:
         raise ValueError(f"kv_cache_bytes is {kv_budget:,} and one KV block takes {page:,} bytes: raise kv_cache_bytes")
     max_checkpoints = _checkpoints(config, state, rest - num_kv_blocks * page)
-    needed = max_num_seqs * log + (num_running + max_checkpoints) * state + num_kv_blocks * page
+    needed = max_num_seqs * token_log + (num_running + max_checkpoints) * state + num_kv_blocks * page
     if needed > free_bytes:
         raise ValueError(
             f"states and KV take {needed:,} bytes and {free_bytes:,} are free: lower kv_cache_bytes, "
             "checkpoint_budget_bytes or max_num_seqs"
         )
     host = _host_slots(config, state, page, max_checkpoints)
-    return Sizes(state, log, page, num_running, max_checkpoints, num_kv_blocks, max_num_seqs, max_model_len, *host)
+    return Sizes(*sizes, max_checkpoints, num_kv_blocks, *limits, *host)
 
 
 def _shared(config: EngineConfig, state: int, page: int, memory: int, num_running: int) -> tuple[Slab, int, int] | None:
-    """Return a slab, and the limits of checkpoints and KV pages, if memory is shared."""
+    """Return a slab and the limits of checkpoints and KV pages, if memory is shared."""
     budgets = config.kv_cache_bytes, config.checkpoint_budget_bytes
     if not page or not config.enable_prefix_caching or budgets != (None, None):
         return None
     slab = slab_of(state, page)
     num_slabs = min(memory // slab.nbytes - 1, 2 * MAX_DEFAULT_BLOCKS // max(slab.states, slab.pages))
-    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # a request's states may lie in different slabs
+    reserve = max(-(-num_running // slab.states), LEAST_STATES)  # a request's states may use two slabs
     if num_slabs < reserve + LEAST_SLABS or slab.lost(state, page) > MOST_LOST:
         return None
     return slab, num_slabs * slab.states - num_running, (num_slabs - reserve) * slab.pages
@@ -161,10 +160,7 @@ def _host_slots(config: EngineConfig, state: int, page: int, max_checkpoints: in
 
 
 def _kv_share(rest: int, state: int, page: int, max_model_len: int, block_size: int) -> int:
-    """Return the bytes of KV.
-
-    States get at least a sixteenth, so that short prompts are cached. KV gets at least the longest request, or half.
-    """
+    """Return the bytes of KV: at least the longest request, up to a half; at most 15 / 16, to cache short prompts."""
     kv = KV_TOKENS_PER_STATE * page // block_size
     longest = -(-max_model_len // block_size) * page
     return max(min(rest * kv // (kv + state), rest // 16 * 15), min(longest, rest // 2), page)
@@ -205,7 +201,7 @@ def weight_bytes(model: Model) -> int:
 
 
 def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
-    """Return the bytes of weights: of a quantised checkpoint's files, else computed; None if unknown."""
+    """Return the bytes of weights, by the files of a quantised checkpoint; None if unknown."""
     quantised = getattr(model.config, "quantization_config", None)
     if quantised is None:
         return weight_bytes(model)
@@ -216,10 +212,7 @@ def expected_weight_bytes(model: Model, folder: str | Path) -> int | None:
 
 
 def fp8_weight_bytes(model: Model, left: Sequence[str] = ()) -> int:
-    """Return the bytes with FP8 linears and experts, and a float32 scale for each tile of 128 x 128.
-
-    Other modules, the output layer and names in `left` stay unchanged.
-    """
+    """Return the bytes with FP8 linears and experts, and float32 scales of tiles; output layer and `left` stay."""
     output, seen, total = model.module.get_output_embeddings(), set(), weight_bytes(model)
     for name, module in model.module.named_modules():
         if module is output or any(part in name for part in left):
@@ -333,7 +326,7 @@ def _share(device: str) -> tuple[float, str]:
 
 
 def resolve_device(device: str) -> str:
-    """Return a setting's device, present or not, or raise ValueError."""
+    """Return a setting's device, present or not."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -342,7 +335,7 @@ def resolve_device(device: str) -> str:
 
 
 def present_device(device: str) -> str:
-    """Return a setting's device, or raise ValueError if it, the GPU or the installed Triton is unusable."""
+    """Return a setting's device, or raise ValueError if it or Triton is unusable."""
     resolved = resolve_device(device)
     if resolved == "cpu":
         return resolved
@@ -359,7 +352,7 @@ def present_device(device: str) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Return a device's free bytes, with the system's caches."""
+    """Return a device's free bytes, system caches included."""
     if present_device(device) == "cpu":
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024

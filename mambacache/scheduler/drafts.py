@@ -1,4 +1,4 @@
-"""Get drafts and check them."""
+"""Get and check drafts."""
 
 from __future__ import annotations
 
@@ -17,23 +17,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Holds drafts that form a tree, verified in one row.
+    """Holds drafts that form a tree, verified in one row."""
 
-    Args:
-        tokens: likeliest first, each behind its parent.
-        parents: number of each token's parent, from 1; 0 for the last known token.
-    """
-
-    tokens: Sequence[int]
-    parents: Sequence[int]
+    tokens: Sequence[int]  # likeliest first, each behind its parent
+    parents: Sequence[int]  # numbers from 1; 0 for the last known token
 
 
 DraftFunction = Callable[[Request, int], Sequence[int] | DraftTree]
-"""Proposes tokens to follow a request's known tokens, at most the given number."""
+"""Proposes at most a number of tokens to follow a request's known tokens."""
 
 DraftSource = Callable[[Mapping[Request, int]], Iterable[Sequence[int] | DraftTree]]
-"""Proposes tokens for all rows of a step, an element for each request, in the order of the mapping. A request gets no
-drafts if its element raises or is invalid, or if the source ends before it."""
+"""Proposes tokens for each request of a step, in order. A bad or missing element gives no drafts."""
 
 
 def _in_preorder(tree: DraftTree, count: int) -> Guess:
@@ -63,7 +57,7 @@ def on_copies(propose: DraftFunction) -> DraftFunction:
 
 
 class Drafts:
-    """Wraps a draft source. Exceptions and out-of-vocabulary tokens only lose drafts, never a request."""
+    """Wraps a draft source: exceptions and out-of-vocabulary tokens lose drafts, never a request."""
 
     ahead = False  # it needs all tokens
 
@@ -101,7 +95,7 @@ class Drafts:
 
 
 class DeviceDrafts:
-    """Stands for the runner's drafts. Adjusted logits need known tokens, and get none."""
+    """Stands for the runner's drafts, except for adjusted logits, which need known tokens."""
 
     ahead = True
 
@@ -113,12 +107,8 @@ class DeviceDrafts:
         }
 
 
-def guarded(source: DraftSource | DeviceDrafts, vocab_size: int) -> Drafts | DeviceDrafts:
-    return source if isinstance(source, DeviceDrafts) else Drafts(source, vocab_size)
-
-
 def drafts_room(request: Request, at: Progress) -> int:
-    """Return how many drafts a decode row can use."""
+    """Count the drafts that a decode row can use."""
     left = request.params.max_tokens - len(request.output) - at.in_flight - 1
     if at.in_flight and request.drafted:
         return left - request.drafted

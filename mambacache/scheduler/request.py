@@ -20,16 +20,13 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Request:
-    """Holds a prompt and the answer so far.
-
-    `completes_stop(position, token)` returns whether an answer token completes a stop string. Positions may repeat.
-    """
+    """Holds a prompt and the answer so far."""
 
     request_id: str
     prompt: Sequence[int]
     params: SamplingParams
     end_tokens: frozenset[int] = frozenset()
-    completes_stop: Callable[[int, int], bool] | None = None
+    completes_stop: Callable[[int, int], bool] | None = None  # takes position, which may repeat, and token
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -45,7 +42,7 @@ class Request:
     num_accepted_tokens: int = 0
 
     def until_stop(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """Return the tokens through a stop, and the finish reason."""
+        """Return tokens through a stop, and the finish reason."""
         taken: list[int] = []
         for position, token in enumerate(tokens, len(self.output)):
             taken.append(token)

@@ -11,7 +11,7 @@ from operator import attrgetter
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import FOLD, NO_GUESS, NOT_FINITE, Guess, SequenceStep, StepPlan, Transfer
 from mambacache.report import Progress, Wait
-from mambacache.scheduler.drafts import DeviceDrafts, DraftSource, agreed, drafts_room, guarded
+from mambacache.scheduler.drafts import DeviceDrafts, Drafts, DraftSource, agreed, drafts_room
 from mambacache.scheduler.request import FinishReason, Request
 from mambacache.scheduler.waiting_line import WaitingLine
 
@@ -22,13 +22,7 @@ class Scheduler:
     """Chooses the rows of a step: decode rows, then prefill in order of arrival, within a token budget.
 
     `schedule` may be called again before `update`. After an exception the next call puts every request back in line.
-
-    Args:
-        long_prefill_token_threshold: most tokens of a prompt in a step; 0 for no cap.
-        vocab_size: exclusive limit of draft tokens.
-
-    Raises:
-        ValueError: a limit is too small.
+    Arguments as in `EngineConfig`.
     """
 
     def __init__(
@@ -50,7 +44,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._long_prefill = long_prefill_token_threshold
-        self._drafts = guarded(draft, vocab_size) if draft is not None else None
+        self._drafts = draft if draft is None or isinstance(draft, DeviceDrafts) else Drafts(draft, vocab_size)
         self._arrivals = 0
         self._admissions = 0
         self.requests: dict[str, Request] = {}  # unfinished
@@ -69,11 +63,7 @@ class Scheduler:
     # --- requests ---
 
     def add(self, request: Request) -> None:
-        """Put a request and its siblings in line.
-
-        Raises:
-            ValueError: an id is in use, or prompt and answer exceed the KV pool.
-        """
+        """Put a request and its siblings in line, or raise ValueError."""
         self._mend()
         params, config = request.params, self.cache.config
         answers = [request, *request.siblings]
@@ -106,7 +96,7 @@ class Scheduler:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request, if known; its committed blocks stay cached."""
+        """End a request, if known."""
         request = self.requests.get(request_id)
         if request is not None:
             self._mend()
@@ -117,7 +107,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Return whether no work is left."""
+        """Tell whether no work is left."""
         return not (self.requests or self._torn or self._failing or self._planned is not None)
 
     # --- steps ---
@@ -132,13 +122,16 @@ class Scheduler:
             self._victims = sorted(self._running, key=attrgetter("arrival"))
             self._steps, self._budget = {}, self._max_num_batched_tokens
             if not (self._suspects and self._schedule_alone()):
-                self._schedule_all()
+                running = list(self._victims)
+                self._schedule_running(running)
+                if len(self._running) == len(running) and not self._suspects:
+                    self._admit()
             self._planned = plan = self.cache.plan(list(self._steps.values())) if self._steps else None
             self._rows.update({step.row: request for request, step in self._steps.items()})
         return plan
 
     def _awaits_tokens(self) -> bool:
-        """Return whether a running request needs unread tokens. All wait, else halves of the batch alternate."""
+        """Tell whether a running request needs unread tokens. All wait, else halves of the batch alternate."""
         drafts = self._drafts is not None and not self._drafts.ahead
         for request in self._running:
             needy = bool(drafts or request.siblings or request.params.penalizes)
@@ -156,12 +149,6 @@ class Scheduler:
             self._run(suspect)
         self._schedule_running([suspect])
         return bool(self._steps)
-
-    def _schedule_all(self) -> None:
-        running = list(self._victims)
-        self._schedule_running(running)
-        if len(self._running) == len(running) and not self._suspects:
-            self._admit()
 
     def _schedule_running(self, requests: Sequence[Request]) -> None:
         rows = [(request, self.cache.progress(request.request_id)) for request in requests]
@@ -203,7 +190,6 @@ class Scheduler:
             line.push(request)
 
     def _enough_passed(self, passed: Request, request: Request) -> bool:
-        """Return whether enough requests overtook `passed`."""
         assert passed.passed_at is not None
         return request.arrival > passed.arrival and self._admissions - passed.passed_at >= self._max_num_seqs
 
@@ -213,7 +199,6 @@ class Scheduler:
         self._running[request] = None
 
     def _schedule_row(self, request: Request, progress: Progress, drafts: Guess = NO_GUESS) -> bool:
-        """Return whether a row was added."""
         if progress.computed < progress.prefill_end:
             num_tokens = self._prefill_tokens(request, progress.computed, progress.prefill_end)
         else:
@@ -255,10 +240,7 @@ class Scheduler:
     # --- transfers ---
 
     def transfers(self, ended: Mapping[Transfer, bool], flush: bool = False) -> tuple[Transfer, ...]:
-        """Return the transfers in flight, see `PrefixCache.transfers`.
-
-        First reports finished transfers (`ended`: transfer -> failed); unknown transfers are ignored.
-        """
+        """Report known `ended` transfers, by whether they failed; return `PrefixCache.transfers`."""
         self._mend()
         with self._change():
             for transfer in self.cache.transfers(flush=flush) if ended else ():
@@ -284,11 +266,7 @@ class Scheduler:
     def failed(self, plan: StepPlan, error: Exception | None) -> list[Request]:
         """Take back a step that raised. Its requests run alone, and end with the error if they fail again.
 
-        Args:
-            error: None if no request is to blame.
-
-        Returns:
-            See `take_touched`.
+        `error` is None if no request is to blame. Return `take_touched`.
         """
         self._failing += plan.steps  # first: a lost row stays in flight forever
         untold = self._planned not in (None, plan)  # never issued
@@ -319,14 +297,10 @@ class Scheduler:
         self._failing, self._planned = [], None
 
     def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> list[Request]:
-        """Accept the tokens of a step.
+        """Accept the tokens of a step; return `take_touched`.
 
-        Args:
-            sampled: tokens of each row: one after each token of a decode row, one for each answer where a prompt ends,
-                else none. `NOT_FINITE` ends a request with an error.
-
-        Returns:
-            See `take_touched`.
+        A row's tokens follow each token of a decode row, or begin each answer where a prompt ends. `NOT_FINITE` ends a
+        request with an error.
         """
         self._mend()
         with self._change():
@@ -394,7 +368,7 @@ class Scheduler:
                 self._waiting.push(sibling)
 
     def _end(self, requests: Sequence[Request]) -> None:
-        """Forget ended requests, and further answers not begun."""
+        """Forget ended requests and their siblings."""
         for request in requests:
             for sibling in request.siblings:
                 if sibling.finish_reason is None:
@@ -420,7 +394,7 @@ class Scheduler:
 
     @contextmanager
     def _change(self, refusal: type[Exception] | tuple[()] = ()) -> Iterator[None]:
-        """After an exception other than `refusal` the next call repairs the records."""
+        """Let the next call repair the records after an exception other than `refusal`."""
         self._torn = True
         try:
             yield
@@ -430,7 +404,7 @@ class Scheduler:
         self._torn = False
 
     def _mend(self) -> None:
-        """After an interrupted change put all requests back in line."""
+        """Put all requests back in line after an interrupted change."""
         if not (self._torn or self._failing):
             return
         cache, self._torn = self.cache, True

@@ -10,7 +10,7 @@ from mambacache.scheduler.request import Request
 
 
 class WaitingLine:
-    """Queues requests by arrival, in O(log n). A request is parked while another computes its prefix."""
+    """Queues requests by arrival; parks a request while another computes its prefix."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
@@ -47,7 +47,7 @@ class WaitingLine:
             self._passed.append(request)
 
     def wake(self, waits: Callable[[Request], bool]) -> None:
-        """Unpark each group unless `waits` is true for one of its requests."""
+        """Unpark each group unless its requests still wait."""
         for key, group in list(self._aside.items()):
             while group and not group[-1].waiting:
                 group.pop()

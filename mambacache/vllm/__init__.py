@@ -1,4 +1,4 @@
-"""Serve vLLM's recurrent models from a state pool outside vLLM's KV cache."""
+"""Serve vLLM's recurrent models from a state pool of our own."""
 
 from __future__ import annotations
 

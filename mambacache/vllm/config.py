@@ -1,4 +1,4 @@
-"""Check vLLM's configuration, and select scheduler and worker."""
+"""Check vLLM's configuration; select scheduler and worker."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
 DRAFTS = "ngram", "mtp"
 PAGES = "mambacache.0"
-"""Layer that gives a model without attention a KV cache; vLLM expects one number in each name."""
+"""Layer that gives a model without attention a KV cache; vLLM wants a number in each name."""
 LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
-"""Environment variable for the layout of vLLM's convolution states."""
+"""Environment variable: layout of vLLM's convolution states."""
 
 _OWN_POOL = "states are in mambacache's pool, in a layout of its own"
 _OWN_BLOCKS = "hits come where mambacache has a state and --block-size a KV block"
@@ -56,9 +56,9 @@ _NO_EFFECT: dict[str, tuple[str, str, Any, str]] = {
         _ROUNDED,
     ),
 }
-"""Options for vLLM's own states: part of the configuration, field, default, and the reason why it has no effect."""
+"""Options for vLLM's own states: part of the configuration, field, default, and why it has no effect."""
 _BACKENDS = "--gdn-prefill-backend", "--kda-prefill-backend", "--kda-decode-backend"
-"""Options that vLLM keeps in its `additional_config`."""
+"""Options in vLLM's `additional_config`."""
 _NO_EFFECT_OF_ENVIRONMENT = {
     "VLLM_GDN_DECODE_KERNEL": _OWN_KERNELS,
     "VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE": _OWN_KERNELS,
@@ -67,7 +67,7 @@ _NO_EFFECT_OF_ENVIRONMENT = {
 
 
 def refuse(config: Any) -> None:
-    """Raise ValueError for an option that does not work."""
+    """Raise ValueError for a wrong option."""
     refuse_connectors(config)
     parallel = config.parallel_config
     for what, on in {
@@ -110,7 +110,7 @@ def _refusal(what: str) -> ValueError:
 
 
 def _wrong_drafts(config: Any) -> dict[str, bool]:
-    """Return unsupported ways to draft, and whether each is on."""
+    """Tell which unsupported ways to draft are on."""
     drafts = config.speculative_config
     if drafts is None:
         return {}
@@ -130,7 +130,7 @@ def _wrong_drafts(config: Any) -> dict[str, bool]:
 
 
 def _may_run_ahead(config: Any) -> bool:
-    """Return whether a step may be planned before earlier drafts are verified: runner V2 without a pipeline."""
+    """Tell whether a step may be planned before earlier drafts are verified: runner V2 without a pipeline."""
     return not is_cpu() and config.parallel_config.pipeline_parallel_size == 1
 
 
@@ -142,7 +142,6 @@ def _wrong_runner(config: Any) -> dict[str, bool]:
 
 
 def is_cpu() -> bool:
-    """Return whether vLLM is built for the CPU."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
@@ -151,7 +150,7 @@ def is_cpu() -> bool:
 def unserved_device() -> str | None:
     """Return why the kernels do not serve this device, or None.
 
-    torch.cuda would make a CUDA context, and could take ROCm for Hopper.
+    torch.cuda would make a context, and could take ROCm for Hopper.
     """
     from vllm.platforms import current_platform
 
@@ -167,12 +166,12 @@ def unserved_device() -> str | None:
 
 
 def serves(config: Any) -> bool:
-    """Return whether the hook selected our scheduler."""
+    """Tell whether the hook selected our scheduler."""
     return config.scheduler_config.scheduler_cls == SCHEDULER
 
 
 def hook(architecture: str, *, has_attention: bool = True) -> None:
-    """Have vLLM call us to configure this architecture, if the kernels serve the device."""
+    """Have vLLM call us to configure an architecture."""
     if (reason := unserved_device()) is not None:
         hook_left(architecture, reason)
         return
@@ -222,7 +221,7 @@ def reset_unused(config: Any) -> None:
 
 
 def hook_left(architecture: str, reason: str) -> None:
-    """Log why a model of this architecture stays vLLM's."""
+    """Log why an architecture stays vLLM's."""
     _around_its_own(
         architecture, lambda vllm_config: logger.info("mambacache leaves %s to vLLM: %s", architecture, reason)
     )
@@ -231,7 +230,7 @@ def hook_left(architecture: str, reason: str) -> None:
 def _around_its_own(
     architecture: str, settle: Callable[[Any], None], before: Callable[[Any], None] = lambda config: None
 ) -> None:
-    """Call `before` and `settle` around vLLM's own hook of an architecture."""
+    """Call `before` and `settle` around vLLM's own hook."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     original = MODELS_CONFIG_MAP.get(architecture)

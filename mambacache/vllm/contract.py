@@ -1,9 +1,4 @@
-"""Check the names of vLLM that the plugin uses.
-
-    python -m mambacache.vllm.contract [FOLDER]
-
-prints a difference of the installed vLLM, or of FOLDER.
-"""
+"""Check the names of vLLM that the plugin uses: `python -m mambacache.vllm.contract [FOLDER]`."""
 
 from __future__ import annotations
 
@@ -18,7 +13,7 @@ SERVED = "0.32 and 0.33"
 SCHEDULER = "v1/core/sched/scheduler.py"
 LAYERS = "model_executor/layers/mamba"
 
-# By file: parameters of functions in each version, none for variables and fields.
+# By file: parameters in each version, none for variables and fields.
 HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
     SCHEDULER: {
         "Scheduler.__init__": (
@@ -155,7 +150,7 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def difference(folder: Path | None = None) -> str | None:
-    """Return a sentence about the first difference, or None.
+    """Return a sentence about the first difference, if any.
 
     Args:
         folder: the package `vllm`; None for the installed package.

@@ -72,7 +72,7 @@ class Counters:
 
 
 class Shown:
-    """Reads all engines' counters in the front end."""
+    """Reads all engines' counters."""
 
     instance_id = ""
 
@@ -92,7 +92,7 @@ _shown = Shown()
 
 
 def show(instance_id: str) -> None:
-    """Show a vLLM's counters in /metrics, and remove its files at exit."""
+    """Show a vLLM's counters, and remove its files at exit."""
     registered, _shown.instance_id = bool(_shown.instance_id), instance_id
     if not registered:
         REGISTRY.register(_shown)

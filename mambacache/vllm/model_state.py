@@ -17,7 +17,7 @@ class StateCacheModelState(DefaultModelState):
     """Makes the indices of each step."""
 
     def get_additional_cg_support(self) -> tuple[AttentionCGSupport, str]:
-        """Allow full graphs of uniform decode rows only: a prefill grid differs from step to step."""
+        """Allow full graphs of uniform decode rows: prefill grids differ from step to step."""
         return AttentionCGSupport.UNIFORM_BATCH, "mambacache"
 
     def prepare_attn(
@@ -33,7 +33,7 @@ class StateCacheModelState(DefaultModelState):
 
 
 class UpToTheLog:
-    """Wraps vLLM's rejection sampler, and rejects drafts beyond a row's token log, which were not computed."""
+    """Wraps vLLM's rejection sampler: drafts beyond a row's token log were not computed."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler

@@ -62,7 +62,7 @@ _FOREIGN = {
     "Qwen4ExpPLELayer": ["Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"],
 }
 LEFT = {name: f"its layer {layer} is not ours" for layer, names in _FOREIGN.items() for name in names}
-"""Reasons why recurrent architectures stay vLLM's."""
+"""Reasons why architectures stay vLLM's."""
 
 
 class _StateCached:
@@ -91,7 +91,7 @@ class _StateCached:
 
 
 def __getattr__(name: str) -> Any:
-    """Make an architecture's class when vLLM first asks for it."""
+    """Make an architecture's class for vLLM."""
     if name not in ARCHITECTURES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = ARCHITECTURES[name]

@@ -1,6 +1,6 @@
 """Share numbers between a vLLM's processes in a private folder.
 
-Each process keeps a shared lock on it. The next start removes unlocked folders.
+Each process keeps a shared lock on it. The next start removes unlocked folders. Methods raise OSError.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ NAME = re.compile(r"\d+\.(blocks|prom)(\.new)?")
 
 
 class PrivateFolder:
-    """Joins the processes that use a folder.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it is a link, belongs to another user, or is open to others.
-    """
+    """Joins the processes of an existing folder."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._fd = path, _locked(path, fcntl.LOCK_SH)
@@ -34,7 +29,7 @@ class PrivateFolder:
         return sorted(name for name in os.listdir(self._fd) if name.endswith(suffix))
 
     def write(self, name: str, content: bytes) -> None:
-        """Make or replace a file atomically, or raise OSError."""
+        """Make or replace a file atomically."""
         new = f"{name}.new"
         self.delete(new)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -43,7 +38,7 @@ class PrivateFolder:
         os.replace(new, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read(self, name: str) -> bytes:
-        """Return a file's contents, or raise OSError if no file of this user can be read."""
+        """Return the contents of this user's file."""
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)  # do not wait at pipes
         with open(descriptor, "rb") as file:
             status = os.fstat(descriptor)
@@ -67,17 +62,17 @@ def _path(instance_id: str) -> Path:
 
 
 def folder_of(instance_id: str) -> PrivateFolder:
-    """Join a vLLM's folder; see `PrivateFolder` for errors."""
+    """Join a vLLM's folder."""
     return _found(_path(instance_id))
 
 
 def made_folder_of(instance_id: str) -> PrivateFolder:
-    """Join a vLLM's folder, or make it; raise OSError if neither works."""
+    """Join or make a vLLM's folder."""
     path = _path(instance_id)
     while True:
         with suppress(FileExistsError):
             path.mkdir(0o700)
-        with suppress(FileNotFoundError):  # another process removed the unlocked folder
+        with suppress(FileNotFoundError):  # another process removed it, unlocked
             return _found(path)
 
 
@@ -88,7 +83,7 @@ def remove(instance_id: str) -> None:
 
 
 def remove_left() -> None:
-    """Remove this user's unlocked folders, or raise OSError without a temporary folder."""
+    """Remove this user's unlocked folders."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):  # another user's, or in use
             descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,12 +92,7 @@ def remove_left() -> None:
 
 
 def _locked(path: Path, lock: int) -> int:
-    """Open and lock a private folder.
-
-    Raises:
-        FileNotFoundError: it is gone.
-        OSError: it cannot be locked, or is not private.
-    """
+    """Open and lock a private folder; FileNotFoundError: it is gone."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         status = os.fstat(descriptor)

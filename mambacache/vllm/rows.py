@@ -1,6 +1,6 @@
 """Send changed rows from the scheduler to workers, as columns.
 
-Workers order the batch. They derive decode rows that advance by one token, also after a fold, and move late rows.
+Workers order the batch, advance decode rows by one token, also after a fold, and move late rows.
 """
 
 from __future__ import annotations
@@ -15,16 +15,12 @@ from mambacache.plan import NO_CHECKPOINTS, SequenceStep, after_fold
 
 
 class Columns(NamedTuple):
-    """Holds the changed rows of step `number`.
-
-    `numbers` int32 [n, 8] are prefill, start, num_tokens, src, dst, log_slot, log_start and unplaced_by of `names`.
-    `checkpoints` int32 [m, 3] are row index, position and block.
-    """
+    """Holds the changed rows of step `number`."""
 
     number: int
     names: list[str]
-    numbers: np.ndarray
-    checkpoints: np.ndarray
+    numbers: np.ndarray  # int32 [n, 8], see `_numbers`
+    checkpoints: np.ndarray  # int32 [m, 3]: row index, position and block
 
 
 _numbers = attrgetter("prefill", "start", "num_tokens", "src", "dst", "log_slot", "log_start", "unplaced_by")
@@ -38,7 +34,7 @@ class Sender:
         self._sent: dict[str, tuple[int, ...]] = {}  # decode rows that workers know, start minus step
 
     def columns(self, steps: Sequence[SequenceStep], finished: Iterable[str]) -> Columns:
-        """Return the rows that workers lack, and forget `finished` requests."""
+        """Return rows that workers lack, and forget `finished` requests."""
         sent = self._sent
         for name in finished:
             sent.pop(name, None)

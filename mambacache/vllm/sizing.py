@@ -10,15 +10,11 @@ from mambacache.vllm.private_files import folder_of, made_folder_of
 from mambacache.vllm.settings import Settings
 
 CPU_BYTES = 1 << 30
-"""Default size of the pool on a CPU."""
+"""Default pool on a CPU."""
 
 
 def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:
-    """Return how many states of `block_bytes` fit on this rank, with token logs of `log_bytes`.
-
-    Raises:
-        ValueError: fewer than two fit.
-    """
+    """Count the states of `block_bytes` that fit on this rank, with token logs of `log_bytes`, or raise ValueError."""
     settings = Settings.of(vllm_config)
     if settings.num_state_blocks is not None:
         return settings.num_state_blocks
@@ -29,7 +25,7 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
     elif budget is None:
         budget = CPU_BYTES
     rest, most = budget - block_bytes - log_bytes, vllm_config.scheduler_config.max_num_seqs
-    # `log_slots` gives a token log for every second state, up to `most`.
+    # `log_slots` gives a log for every second state, up to `most`.
     blocks = max((rest - most * log_bytes) // block_bytes, min(2 * rest // (2 * block_bytes + log_bytes), 2 * most))
     if blocks < 2:
         raise ValueError(
@@ -40,13 +36,13 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
 
 
 def log_slots(vllm_config: Any, blocks: int) -> int:
-    """Return the number of token logs, which limits running requests."""
+    """Count token logs, a limit of running requests."""
     running = blocks if Settings.of(vllm_config).num_state_blocks is not None else max(blocks // 2, 1)
     return min(vllm_config.scheduler_config.max_num_seqs, running)
 
 
 def least_of_all_ranks(blocks: int) -> int:
-    """Return the smallest number over the engine's ranks."""
+    """Return the least number of all ranks."""
     from vllm.distributed import get_world_group
 
     group = get_world_group()
@@ -58,11 +54,7 @@ def least_of_all_ranks(blocks: int) -> int:
 
 
 def write_blocks(vllm_config: Any, blocks: int) -> None:
-    """Tell the scheduler the number of states.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Tell the scheduler the number of states, or raise ValueError."""
     if Settings.of(vllm_config).num_state_blocks is not None:
         return
     try:
@@ -75,11 +67,7 @@ def write_blocks(vllm_config: Any, blocks: int) -> None:
 
 
 def read_blocks(vllm_config: Any) -> int:
-    """Return the number of states from the settings, or from the file, which is deleted.
-
-    Raises:
-        ValueError: no number is found.
-    """
+    """Return the number of states, from settings or a file to delete, or raise ValueError."""
     given, name = Settings.of(vllm_config).num_state_blocks, _name(vllm_config)
     if given is not None:
         return given

@@ -12,7 +12,7 @@ from torch import Tensor
 from mambacache.kernels.state_pool import BLOCKS_AT_ONCE, StatePool
 
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Dtypes of KV that vLLM holds as bytes, by `--kv-cache-dtype`."""
+"""Dtypes of KV held as bytes, by `--kv-cache-dtype`."""
 
 
 class Question(NamedTuple):
@@ -23,18 +23,14 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Tells whether each state is finite, and which pages are bad."""
+    """Tells which states are finite, and which pages bad."""
 
     states: list[bool]
     bad_pages: list[int]
 
 
 def answer(question: Question, pool: StatePool, caches: Sequence[Tensor], cache_config: Any) -> Answer:
-    """Test blocks on all ranks, in the same step.
-
-    Args:
-        caches: KV of each layer; one of the first two dimensions counts pages.
-    """
+    """Test blocks on all ranks; one of the first two dimensions of `caches` counts pages."""
     views = [_by_page(cache, cache_config) for cache in caches]
     pages = finite_pages([view for view in views if view is not None], question.pages)
     sound = _on_every_rank([*pool.finite(question.states), *pages])
@@ -57,7 +53,7 @@ def _by_page(cache: Tensor, cache_config: Any) -> Tensor | None:
 
 @torch.inference_mode()
 def finite_pages(views: Sequence[Tensor], pages: Sequence[int]) -> list[bool]:
-    """Return whether each page is finite in all views [pages, ...]."""
+    """Tell whether each page is finite in all views [pages, ...]."""
     if not views or not pages:
         return [True] * len(pages)
     sound = [
@@ -78,7 +74,7 @@ def _on_every_rank(sound: list[bool]) -> list[bool]:
 
 
 def attach(output: Any, found: Answer) -> Any:
-    """Return a copy of a worker's output with an answer. vLLM shares one output among steps without rows."""
+    """Copy a worker's output, shared by steps without rows, with an answer."""
     if hasattr(output, "get_output"):  # asynchronous
         get_output = output.get_output
         output.get_output = lambda: attach(get_output(), found)

@@ -16,21 +16,16 @@ from mambacache.vllm.rows import Columns, Receiver
 
 
 class Order(NamedTuple):
-    """Maps between vLLM's batch and the indices' flat batch.
+    """Maps between vLLM's batch and the indices' flat batch."""
 
-    Args:
-        taken: int32 [F], batch place of each token.
-        back: int32, the reverse.
-    """
-
-    taken: Tensor
-    back: Tensor
+    taken: Tensor  # int32 [F], batch places
+    back: Tensor  # int32, the reverse
 
 
 class StepContext:
     """Holds pools and the step's indices.
 
-    Runs without a plan (profiling, warm-up) prefill from null to null, without reading or storing states.
+    Runs without a plan (profiling, warm-up) prefill from null to null.
     """
 
     def __init__(self, layers: Sequence[Any], pool: StatePool, logs: StatePool, max_rows: int) -> None:
@@ -69,7 +64,7 @@ class StepContext:
         """Make the next step's indices.
 
         Args:
-            lengths: tokens of each row, even beyond the end of its log.
+            lengths: tokens of rows, even beyond the end of a log.
             padded: decode rows and tokens of a full graph.
             positions: batch positions on the device, for late rows.
         """
@@ -109,7 +104,7 @@ class StepContext:
         return Order(**pack_arrays({"taken": taken.astype(np.int32), "back": back}, self._device))
 
     def _fill(self, names: list[str], rows: int, width: int) -> StateIndices:
-        """Fill buffers; the device itself advances rows that moved by a token."""
+        """Fill buffers; rows that moved by a token advance on the device."""
         filled, further = self._filled, self._receiver.number - self._number
         self._filled, self._number = None, self._receiver.number
         if filled is not None and width == 1 and filled.num_decodes == rows and names == self._names:
@@ -143,7 +138,7 @@ class StepContext:
 
     @contextmanager
     def warming(self, rows: Sequence[SequenceStep], gathered: bool) -> Iterator[int]:
-        """Have runs without a plan take these rows; if `gathered`, activations have other strides."""
+        """Let runs without a plan take these rows, with other strides if `gathered`."""
         decodes = [row for row in rows if not row.prefill]
         indices = StateIndices.from_arrays(layout(rows, len(decodes)), self._device)
         if any(row.unplaced_by for row in decodes):

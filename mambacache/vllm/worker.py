@@ -1,4 +1,4 @@
-"""Give vLLM's worker a state pool and each step's rows."""
+"""Give vLLM's worker states and rows."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Mixin:
         if self.parallel_config.pipeline_parallel_size > 1:
             check_stage(runner.compilation_config.static_forward_context)
         tensors = [layer.state_tensors() for layer in layers]
-        log_tensors = [layer.log_tensors() for layer in layers]
-        size, log_size = state_bytes(tensors), state_bytes(log_tensors)
-        blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, log_size, runner.device))
+        token_log = [layer.log_tensors() for layer in layers]
+        size, token_log_size = state_bytes(tensors), state_bytes(token_log)
+        blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, token_log_size, runner.device))
         slots = log_slots(self.vllm_config, blocks)
         if self.rank == 0:
             write_blocks(self.vllm_config, blocks)
         tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode frees this memory
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
-            pools = StatePool(tensors, blocks, runner.device), StatePool(log_tensors, slots, runner.device)
+            pools = StatePool(tensors, blocks, runner.device), StatePool(token_log, slots, runner.device)
         self.step_context = StepContext(layers, *pools, self.vllm_config.scheduler_config.max_num_seqs)
         logger.info(
             "mambacache: %d states of %.2f MB in %.2f GB, and %d token logs in %.2f GB, on each rank",
-            blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * log_size / 1e9,
+            blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * token_log_size / 1e9,
         )  # fmt: skip
         runner.get_model().mambacache = self.step_context
         if is_cpu():
@@ -77,7 +77,7 @@ class Mixin:
 
 
 def _attach_v1(runner: Any, context: StepContext) -> None:
-    """Wrap two methods of runner V1, which lacks a hook before the forward pass."""
+    """Wrap two methods of runner V1, which lacks a hook."""
     prepare, threshold = runner._prepare_inputs, runner.calculate_reorder_batch_threshold
 
     def prepare_inputs(scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

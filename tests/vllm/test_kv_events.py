@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from mixes import random_mix, random_tokens
+from scheduler_mixes import random_mix, random_tokens
 from simulation import Simulation, make_scheduler
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.utils.hashing import sha256

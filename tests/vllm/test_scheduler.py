@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import sequences
-from mixes import random_mix, random_tokens
+from scheduler_mixes import random_mix, random_tokens
 from sequences import VOCABULARY
 from simulation import HAS_LOOKAHEAD, Simulation, block_hasher, make_scheduler
 from vllm.sampling_params import RepetitionDetectionParams

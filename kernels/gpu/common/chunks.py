@@ -8,6 +8,7 @@ import triton.language as tl
 from mambacache import plan
 
 from ...indices import StateIndices
+from .structs import aggregate
 
 CHUNK = tl.constexpr(plan.CHUNK)
 ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
@@ -21,7 +22,7 @@ ROW_ARRAYS = "query_start_loc", "prefill_rows", "chunk_dst"
 def keep_busy(indices: StateIndices, tiles: int, programs: int) -> bool:
     """Return whether the average program gets 7/8 of the busiest program's chunks.
 
-    Programs take turns at `tiles` tiles per row, longest rows first. Return False if `row_chunks` is unknown.
+    Programs take turns at `tiles` tiles per row.
     """
     if indices.row_chunks is None:
         return False
@@ -51,11 +52,33 @@ def chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefi
     return start, tl.where(chunk < num_chunks, end - start, 0)
 
 
+@aggregate
+class PrefillRow:
+    """Hold a row's tokens, chunks and source; chunks begin at `origin`, perhaps before `start`."""
+
+    start: tl.tensor
+    end: tl.tensor
+    context: tl.tensor
+    first_chunk: tl.tensor
+    last_chunk: tl.tensor
+    slot: tl.tensor
+    origin: tl.tensor
+
+
 @triton.jit
 def prefill_row(rows, i):
     row = rows + i * ROW_FIELDS
     start, end, context = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    return start, end, context, tl.load(row + 3), tl.load(row + 4), tl.load(row + SRC_FIELD)
+    first_chunk, last_chunk, slot = tl.load(row + 3), tl.load(row + 4), tl.load(row + SRC_FIELD)
+    return PrefillRow(start, end, context, first_chunk, last_chunk, slot, start - context % CHUNK)
+
+
+@triton.jit
+def tokens_of_chunk(row, chunk):
+    """Return a chunk's first token and token count."""
+    boundary = row.origin + (chunk - row.first_chunk) * CHUNK
+    start = tl.maximum(boundary, row.start)
+    return start, tl.minimum(boundary + CHUNK, row.end) - start
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
-from .delta_prepare import SCALARS, prepare
+from .decode import States, Tiles, decode_program, read_states
+from .delta_prepare import SCALARS, Inputs, Log, Scratch, Shape, prepare
 from .launch import Launcher, index_pointers
 from .layout import layer_strides, power_of_2, slot_elements, slot_stride
 from .log import (
@@ -19,95 +20,46 @@ from .log import (
     ROWS,
     WINDOW,
     arrive,
-    depth_of,
+    decode_row,
     entry_scores,
-    entry_values,
     for_rows,
-    load_state,
     most_tiles,
     next_launch_may_begin,
-    prefetch_entries,
     registers,
-    row_log,
     row_sums,
     scratch,
     slot_of,
     tile_bits,
-    tile_columns,
-    tile_rows,
-    wait_for_arrivals,
     wait_for_previous_launch,
 )
+from .structs import aggregate
+
+
+@aggregate
+class Reads:
+    v: tl.tensor
+    scratch: tl.tensor
+    V_STRIDES: tl.constexpr
+    HEADS: tl.constexpr
+    VALUE_HEADS: tl.constexpr
+    K: tl.constexpr
+    V: tl.constexpr
 
 
 @triton.jit
-def _decode(
-    v,
-    state,
-    out,
-    log_u,
-    scores,
-    vectors,
-    scalars,
-    arrivals,
-    row,
-    first_tile,
-    tiles,
-    waiting,
-    source,
-    folded,
-    length,
-    start,
-    end,
-    depths,
-    tokens_per_decode,
-    V_STRIDES: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
-):
-    """Compute u and outputs in `tiles` tiles of BLOCK_V lines."""
-    TILES: tl.constexpr = V // BLOCK_V
-    ASKED: tl.constexpr = MOST_TILES * BLOCK_V
-    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_V
-    key_head = head // (VALUE_HEADS // HEADS)
-    log_u += head * V
-    state += (head * V + first_value) * K
-    prefetch_entries(log_u + first_value // ASKED * ASKED, start, end, VALUE_HEADS * V, ASKED)
-    wait_for_arrivals(arrivals, HEADS, waiting)
-    lane, channel, entry = tile_rows(BLOCK_V), tile_columns(BLOCK_K), tl.arange(0, WINDOW)
-    in_K = channel < K
-    element = lane[:, :, None, None] * K + channel
-    read = tl.broadcast_to(tl.where(source != 0, in_K, False), element.shape)
-    for tile in range(tiles):
-        value = first_value + tile * BLOCK_V + lane
-        S = load_state(state + tile * (BLOCK_V * K) + element, read, folded)
-        us = entry_values(log_u, start, end, value, VALUE_HEADS * V)
-        for t in range(1 if ONE_TOKEN else tokens_per_decode):
-            token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
-            vector = vectors + (token * HEADS + key_head) * (2 * K)
-            score = scores + (token * VALUE_HEADS + head) * (2 * WINDOW)
-            scalar = scalars + (token * VALUE_HEADS + head) * SCALARS
-            total = tl.load(scalar + 2)
-            x = tl.load(v + token * V_STRIDES[0] + head * V_STRIDES[1] + value, mask=value < V).to(tl.float32)
-            by_key = tl.sum(S * for_rows(vector, channel, in_K), axis=2) * total
-            by_query = tl.sum(S * for_rows(vector + K, channel, in_K), axis=2) * total
-            u = tl.load(scalar) * (x - row_sums(by_key, us * entry_scores(score)))
-            o = row_sums(by_query, us * entry_scores(score + WINDOW)) + tl.load(scalar + 1) * u
-            o = tl.where(computed, o, 0.0).to(out.dtype.element_ty)
-            tl.store(out + token * OUT_STRIDE + head * V + value, o)
-            tl.store(log_u + (end + t) * (VALUE_HEADS * V) + value, u, mask=tl.where(computed, value < V, False))
-            if t + 1 < length:
-                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
-                us = tl.where((entry == place)[None, None, :], u[:, :, None], us)
-                us = tl.where((entry < following)[None, None, :], us, 0.0)  # siblings, perhaps NaN
+def _read(reads, token, tile):
+    key_head = tile.head // (reads.VALUE_HEADS // reads.HEADS)
+    vector = reads.scratch.vectors + (token * reads.HEADS + key_head) * (2 * reads.K)
+    score = reads.scratch.scores + (token * reads.VALUE_HEADS + tile.head) * (2 * WINDOW)
+    scalar = reads.scratch.scalars + (token * reads.VALUE_HEADS + tile.head) * SCALARS
+    total = tl.load(scalar + 2)
+    v = reads.v + token * reads.V_STRIDES[0] + tile.head * reads.V_STRIDES[1] + tile.value
+    v = tl.load(v, mask=tile.value < reads.V).to(tl.float32)
+    by_key = tl.sum(tile.S * for_rows(vector, tile.channel, tile.in_K), axis=2) * total
+    by_query = tl.sum(tile.S * for_rows(vector + reads.K, tile.channel, tile.in_K), axis=2) * total
+    u = tl.load(scalar) * (v - row_sums(by_key, tile.entries * entry_scores(score)))
+    o = row_sums(by_query, tile.entries * entry_scores(score + WINDOW)) + tl.load(scalar + 1) * u
+    return o, u, u
 
 
 @triton.jit(
@@ -167,34 +119,28 @@ def _decode_kernel(
     CHANNELS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Prepare key heads in the first programs; read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
     TILES: tl.constexpr = VALUE_HEADS * (V // BLOCK_V)  # per row
-    waiting = TILES >> tile_bits
-    program = tl.program_id(0) - num_rows * HEADS
-    first_tile = program << tile_bits
-    row = tl.where(program < 0, tl.program_id(0) // HEADS, first_tile // TILES)
-    slot, start, end = row_log(slots, starts, ends, row)
-    length, depths = tl.load(lengths + row), tl.load(depths + row)
+    program = decode_program(num_rows, tile_bits, TILES, HEADS)
+    row = program.row
+    batch_row = decode_row(row, lengths, slots, starts, ends, depths, tokens_per_decode)
+    slot = batch_row.slot
     arrivals += row * ARRIVALS_STRIDE
-    if program < 0:
-        prepare(
-            q, k, a, b, A_log, dt_bias,
-            slot_of(log_k, slot, k_stride), slot_of(log_norm, slot, norm_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % HEADS, length, start, end, depths,
-            tokens_per_decode, beta_scale, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES,
-            HEADS, VALUE_HEADS, K, BLOCK_K, BLOCK_GROUP, CHANNELS, ONE_TOKEN,
-        )  # fmt: skip
-        arrive(arrivals, HEADS, waiting)
+    between = Scratch(scores, vectors, scalars)
+    if program.index < 0:
+        log = Log(slot_of(log_k, slot, k_stride), slot_of(log_norm, slot, norm_stride), slot_of(log_G, slot, G_stride))
+        inputs = Inputs(q, k, a, b, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES)
+        shape = Shape(HEADS, VALUE_HEADS, K, BLOCK_K, BLOCK_GROUP, CHANNELS, ONE_TOKEN)
+        prepare(inputs, A_log, dt_bias, beta_scale, log, between, batch_row, tl.program_id(0) % HEADS, shape)
+        arrive(arrivals, HEADS, program.waiting)
     else:
         source, folded = tl.load(src + row), tl.load(dst + row) != 0
-        _decode(
-            v, state + source * slot_elements(slot_stride, state), out, slot_of(log_u, slot, u_stride),
-            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
-            length, start, end, depths, tokens_per_decode, V_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V, BLOCK_K,
-            BLOCK_V, MOST_TILES, ONE_TOKEN,
-        )  # fmt: skip
+        state += source * slot_elements(slot_stride, state)
+        states = States(state, source, folded, slot_of(log_u, slot, u_stride), out, OUT_STRIDE)
+        tiles = Tiles(VALUE_HEADS, V, K, BLOCK_V, BLOCK_K, MOST_TILES, HEADS)
+        reads = Reads(v, between, V_STRIDES, HEADS, VALUE_HEADS, K, V)
+        read_states(program, batch_row, states, arrivals, reads, tiles, _read, ONE_TOKEN)
 
 
 _launch = Launcher(_decode_kernel)

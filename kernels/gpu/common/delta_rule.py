@@ -1,4 +1,4 @@
-"""Share code between the delta rules."""
+"""Share code of the delta rules."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _nearest_tf32(x):
 def dot(x, y, acc=None):
     """Return x y + acc; fp32 operands take three products of TF32 parts.
 
-    tf32x3 truncates parts, with four times the error. Tensor cores truncate sums, so they sum at most TERMS terms.
-    Partial products are subtracted, since Triton would fuse an addition into the product.
+    tf32x3 truncates parts, with four times the error. Tensor cores truncate sums: they sum TERMS terms at most. Triton
+    would fuse additions into products, but no subtractions.
     """
     if x.dtype == tl.float32:
         x_high, y_high = _nearest_tf32(x), _nearest_tf32(y)
@@ -81,11 +81,9 @@ def _product(x, y):
 def unit_lower_inverse(system, DTYPE: tl.constexpr):
     """Return (1 + system)^-1 [64, 64]. The diagonal of `system` counts as 0; above it must be zeros.
 
-    With normalised keys and beta <= 2 no value exceeds 2. Small values count, since the state may be large: operands
-    need fp32's exponents. Pairs of fp16 lose values below 2^-24.
+    Values are at most 2, but small values count: operands need fp32's exponents. Pairs of fp16 lose values below 2^-24.
 
-    Diagonal blocks are inverted by merging pairs, the rest by substitution. Powers of the triangle would be wrong: with
-    correlated keys they grow to 1e9 before they cancel.
+    Diagonal blocks are inverted by merging pairs, the rest by substitution. Powers of the triangle would grow to 1e9.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     i, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -106,7 +104,7 @@ def unit_lower_inverse(system, DTYPE: tl.constexpr):
     coupling = _product(rest, diagonal)
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     identity = tl.where(row == column, 1.0, 0.0)
-    result = identity - coupling  # right in two block lines; every round adds a line
+    result = identity - coupling  # right in two block lines; rounds add a line
     coupling = _parts(coupling, DTYPE)
     for _ in tl.static_range(BLOCKS - 2):
         result = identity - _product(coupling, _parts(result, DTYPE))

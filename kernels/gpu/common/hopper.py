@@ -1,9 +1,9 @@
-"""Share Gluon code, for Hopper alone.
+"""Share Gluon code.
 
-Triton's interpreter has no asynchronous products and copies, so these kernels serve only bf16.
+The interpreter does not run it.
 
-Consecutive launches overlap. The first clears its flags before the second may begin; then all its programs run, and
-waits end. A flag is set when a task's stores are visible.
+Consecutive launches overlap. The first clears its flags before the second may begin. A flag is set when a task's stores
+are visible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from . import chunks, layout, prefetch
 from .chunks import CHUNK
+from .structs import aggregate
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # Triton 3.6
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -38,7 +40,6 @@ def by_fours(rows, columns, warps):
 
 @gluon.jit
 def wide(x):
-    """Convert bf16 in pairs."""
     code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     return gl.inline_asm_elementwise(code, "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
 
@@ -62,18 +63,34 @@ else:  # Triton 3.6
         return tile._reinterpret(DTYPE, SHAPE, LAYOUT)
 
 
-@gluon.jit
-def ends_of_prefills(indices, num_prefills):
-    query_start_loc, _, seq_chunk_start = indices
-    return gl.load(seq_chunk_start + num_prefills), gl.load(query_start_loc + num_prefills)
+prefill_row = gluon.jit(chunks.prefill_row.fn)
+tokens_of_chunk = gluon.jit(chunks.tokens_of_chunk.fn)
+slot_elements = gluon.jit(layout.slot_elements.fn)
+later_tile = gluon.jit(prefetch.later_tile.fn)
+
+
+@aggregate
+class Chunks:
+    query_start_loc: gl.tensor
+    chunk_start: gl.tensor
+    seq_chunk_start: gl.tensor
+    num_prefills: gl.tensor
+    num_chunks: gl.tensor
 
 
 @gluon.jit
-def starts_of_task(task, indices, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
-    chunk = gl.minimum(task // HEADS, num_chunks - 1)
+def ends_of_prefills(chunks):
+    end = gl.load(chunks.seq_chunk_start + chunks.num_prefills)
+    return end, gl.load(chunks.query_start_loc + chunks.num_prefills)
+
+
+@gluon.jit
+def starts_of_task(task, chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
+    chunk = gl.minimum(task // HEADS, chunks.num_chunks - 1)
     if BACKWARDS:
-        chunk = num_chunks - 1 - chunk
-    return chunk, gl.load(indices[1] + chunk), gl.load(indices[1] + gl.minimum(chunk + 1, num_chunks - 1))
+        chunk = chunks.num_chunks - 1 - chunk
+    start = gl.load(chunks.chunk_start + chunk)
+    return chunk, start, gl.load(chunks.chunk_start + gl.minimum(chunk + 1, chunks.num_chunks - 1))
 
 
 @gluon.jit
@@ -88,21 +105,21 @@ def tokens_between(task, starts, ends, num_chunks, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def tokens_of_task(task, indices, num_prefills, num_chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
+def tokens_of_task(task, chunks, HEADS: gl.constexpr, BACKWARDS: gl.constexpr):
     """Return first token, token count (0 beyond the last task), head, and place."""
-    ends = ends_of_prefills(indices, num_prefills)
-    starts = starts_of_task(task, indices, num_chunks, HEADS, BACKWARDS)
-    return tokens_between(task, starts, ends, num_chunks, HEADS)
+    ends = ends_of_prefills(chunks)
+    starts = starts_of_task(task, chunks, HEADS, BACKWARDS)
+    return tokens_between(task, starts, ends, chunks.num_chunks, HEADS)
 
 
 @gluon.jit
-def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.constexpr, WARPS: gl.constexpr):
+def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.constexpr = False):
     """Begin to copy a chunk; lines from `count` and columns from `columns` on become zeros.
 
     LOWER also clears groups of 8 columns right of the diagonal.
     """
     LANES: gl.constexpr = tile.shape[1] // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     mask = (row < count) & (column < columns)
@@ -111,25 +128,38 @@ def copy_tile(tile, place, STRIDE: gl.constexpr, count, columns, LOWER: gl.const
     copy_async(tile, place + (row * STRIDE + column), mask=mask)  # 32-bit offsets
 
 
+@aggregate
+class Outputs:
+    out: gl.tensor
+    rows: gl.tensor
+    STRIDE: gl.constexpr
+    LAYOUT: gl.constexpr
+
+
 @gluon.jit
-def store_outputs(out, tile, o, t, count, rows, OUT_STRIDE: gl.constexpr, LAYOUT: gl.constexpr):
+def store_outputs(outputs, tile, o, t, count):
     """Store o^T through shared memory [64, BLOCK_V]."""
+    STRIDE: gl.constexpr = outputs.STRIDE
+    LAYOUT: gl.constexpr = outputs.LAYOUT
     tile.permute((1, 0)).store(o)
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    o = tile.load(LAYOUT).to(out.dtype.element_ty)
-    gl.store(out + t.to(gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row), o, mask=(step < count) & (row < rows))
+    o = tile.load(LAYOUT).to(outputs.out.dtype.element_ty)
+    mask = (step < count) & (row < outputs.rows)
+    gl.store(outputs.out + t.to(gl.int64) * STRIDE + (step * STRIDE + row), o, mask=mask)
 
 
 @gluon.jit
-def clear_padding(out, end, num_tokens, rows, OUT_STRIDE: gl.constexpr, BLOCK_ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Clear tokens from `end` on, then wait for the launch before: the next launch must not begin early."""
+def clear_padding(outputs, end, num_tokens, BLOCK_ROWS: gl.constexpr):
+    """Clear tokens from `end` on, then wait for the launch before, or the next could begin early."""
+    STRIDE: gl.constexpr = outputs.STRIDE
+    LAYOUT: gl.constexpr = outputs.LAYOUT
     step = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     row = gl.arange(0, BLOCK_ROWS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    zeros = gl.zeros([CHUNK, BLOCK_ROWS], out.dtype.element_ty, layout=LAYOUT)
+    zeros = gl.zeros([CHUNK, BLOCK_ROWS], outputs.out.dtype.element_ty, layout=LAYOUT)
     for first in range(end, num_tokens, CHUNK):
-        place = out + gl.cast(first, gl.int64) * OUT_STRIDE + (step * OUT_STRIDE + row)
-        gl.store(place, zeros, mask=(first + step < num_tokens) & (row < rows))
+        place = outputs.out + gl.cast(first, gl.int64) * STRIDE + (step * STRIDE + row)
+        gl.store(place, zeros, mask=(first + step < num_tokens) & (row < outputs.rows))
     wait_for_launch()
 
 
@@ -139,11 +169,11 @@ def _power_of_2(count):
 
 
 @gluon.jit
-def prefetch_states(state, COUNT: gl.constexpr, WARPS: gl.constexpr):
+def prefetch_states(state, COUNT: gl.constexpr):
     """Prefetch line by line: a bulk would delay later loads."""
     LINE: gl.constexpr = 1024 // state.dtype.element_ty.primitive_bitwidth
     LINES: gl.constexpr = (COUNT + LINE - 1) // LINE
-    line = gl.arange(0, _power_of_2(LINES), layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    line = gl.arange(0, _power_of_2(LINES), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     place = (state + gl.minimum(line, LINES - 1) * LINE).to(gl.int64, bitcast=True)
     code: gl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
     gl.inline_asm_elementwise(code, "=r,l", [place], dtype=gl.int32, is_pure=False, pack=1)
@@ -156,8 +186,9 @@ def wait_for_launch():
 
 
 @gluon.jit
-def clear_flags(flags, tasks, WARPS: gl.constexpr):
+def clear_flags(flags, tasks):
     """Clear this program's flags; then the next launch may begin."""
+    WARPS: gl.constexpr = gl.num_warps()
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     step = gl.arange(0, 32 * WARPS, layout=layout) * gl.num_programs(0)
     for first in range(gl.program_id(0), tasks, gl.num_programs(0) * (32 * WARPS)):
@@ -175,9 +206,9 @@ def set_flag(flag):
 
 @gluon.jit
 def wait_for_flags(flags, stride, task, end, ready):
-    """Wait for `task` if before `end`. Return the first later task that may not be done.
+    """Wait for `task` if before `end` and not before `ready`. Return the first later task that may not be done.
 
-    No flag is read if `task` is before `ready`, an earlier result. Each warp waits, since it copies for itself.
+    Each warp waits, since it copies for itself.
     """
     code: gl.constexpr = """
     {

@@ -4,7 +4,7 @@ With D the inverse of 1 + L's diagonal blocks and C = L D, the inverse has block
 
     X_j = D_j - sum_{k > j} X_k C_kj
 
-Warps share only D and C. Operands are bf16: see `delta_rule.unit_lower_inverse`.
+Warps share only D and C.
 """
 
 from __future__ import annotations

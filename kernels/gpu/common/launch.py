@@ -21,7 +21,7 @@ NO_POINTERS = Pointers()
 
 
 def index_pointers(indices: StateIndices, names: tuple[str, ...]) -> Pointers:
-    """Return index arrays, shared by all layers."""
+    """Return shared index arrays."""
     known: Pointers | None = indices.pointers.get(names)
     if known is None:
         tensors = tuple(getattr(indices, name) for name in names)

@@ -20,7 +20,7 @@ def check_dense(**tensors: Tensor | None) -> None:
 
 
 def stride_alignment(tensor: Tensor) -> int:
-    """Return elements, up to 16 bytes, that divide all strides before the last: a unit known to the compiler."""
+    """Return elements, up to 16 bytes, that divide all strides before the last."""
     return math.gcd(16 // tensor.element_size(), *tensor.stride()[:-1])
 
 

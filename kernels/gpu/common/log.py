@@ -1,8 +1,7 @@
 """Share decode over token logs.
 
-With G_i the sum of log2 decays up to entry i, the state after n entries is exp2(G_n) S + sum_i exp2(G_n - G_i) u_i
-k_i^T. One launch logs new tokens and reads states; another folds rows with a dst. Bits do not depend on how tokens are
-cut into steps.
+One launch logs new tokens and reads states; another folds rows with a dst. Bits do not depend on how tokens are cut
+into steps.
 """
 
 from __future__ import annotations
@@ -19,19 +18,17 @@ from mambacache.plan import FOLD
 
 from ...device import processors
 from ...indices import ARRIVALS_WIDTH
-from .delta_rule import dot
 from .layout import slot_elements
 from .prefetch import INTERPRETED, prefetch
+from .structs import aggregate
 
 WINDOW = tl.constexpr(FOLD)
 ARRIVALS_STRIDE = tl.constexpr(ARRIVALS_WIDTH)
 LEAST_DECAY = tl.constexpr(-34.6)  # see `kernels.logs`
 LEAST_WIDTH = 64
-"""Least width of keys. With one channel a thread the compiler fuses a product into a sum across threads. Then rounding
-would depend on the step's length."""
+"""Least width of keys. With one channel a thread the compiler would round by the step's length."""
 ROWS, PROGRAM_TILES = 16, 4  # lines a tile, most tiles a program
 REGISTERS = 1 << 16  # per multiprocessor
-FOLD_PROGRAMS = 1056
 FOLD_SHARE = 4  # one row in FOLD_SHARE has its own fold programs
 FOLD_FIELDS = tl.constexpr(5)  # in `StateIndices.folds`
 
@@ -45,20 +42,15 @@ def most_tiles(rows: int) -> int:
 
 
 def registers(columns: int) -> int:
-    """Return registers per thread: above 128 half the programs run."""
+    """Return registers per thread; above 128 half the programs run."""
     return 128 if columns <= 128 else 255
 
 
 def tile_bits(rows: int, columns: int, states: int, device: int) -> int:
-    """Return log2 of tiles per program, the fewest that let all programs run."""
+    """Return log2 of tiles per program: the fewest that let all programs run."""
     bits, programs = most_tiles(rows).bit_length() - 1, states * (rows // ROWS)
     room = REGISTERS // (32 * registers(columns)) * processors(device)
     return next((few for few in range(bits) if programs >> few <= room), bits)
-
-
-def fold_shape(columns: int) -> tuple[int, int]:
-    """Return a program's lines and warps."""
-    return (64, 4) if columns <= 128 else (32, 8)
 
 
 def scratch(like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
@@ -71,9 +63,23 @@ def slot_of(log, slot, stride):
     return log + slot * slot_elements(stride, log)
 
 
+@aggregate
+class DecodeRow:
+    """Hold a row's log entries, `start` to `end`, and `length` of `tokens` new tokens."""
+
+    row: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    end: tl.tensor
+    length: tl.tensor
+    depths: tl.tensor
+    tokens: tl.tensor
+
+
 @triton.jit
-def row_log(slots, starts, ends, row):
-    return tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+def decode_row(row, lengths, slots, starts, ends, depths, tokens):
+    slot, start, end = tl.load(slots + row).to(tl.int64), tl.load(starts + row), tl.load(ends + row)
+    return DecodeRow(row, slot, start, end, tl.load(lengths + row), tl.load(depths + row), tokens)
 
 
 @triton.jit
@@ -89,19 +95,33 @@ def parent_place(depths, token, end):
     return place
 
 
+@aggregate
+class Fold:
+    """Hold a tile's fold of entries `start` to `last`, included."""
+
+    head: tl.tensor
+    tile: tl.tensor
+    source: tl.tensor
+    target: tl.tensor
+    slot: tl.tensor
+    start: tl.tensor
+    last: tl.tensor
+
+
 @triton.jit
 def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
     fields = folds + 1 + task // (HEADS * TILES) * FOLD_FIELDS
     source, target, slot = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2).to(tl.int64)
-    return task // TILES % HEADS, task % TILES, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1
+    head, tile = task // TILES % HEADS, task % TILES
+    return Fold(head, tile, source, target, slot, tl.load(fields + 3), tl.load(fields + 4) - 1)
 
 
 @triton.jit
 def wait_for_previous_launch():
     """Wait for the launch before; until then read nothing that it writes.
 
-    Programs without work wait too, or this launch could end first. Decode waits before the fold may begin, so the fold
-    may read at once everything that decode does not write.
+    Programs without work wait too, or this launch could end first. The fold may read at once everything that decode
+    does not write.
     """
     if not INTERPRETED:
         gdc_wait()
@@ -142,7 +162,7 @@ def arrive(arrivals, PREPARING: tl.constexpr, waiting):
 
 @triton.jit
 def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
-    """Wait for preparing programs: these start first, so they run."""
+    """Wait for preparing programs, which start first."""
     if not INTERPRETED:
         code: tl.constexpr = """
         {
@@ -153,7 +173,7 @@ def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
         @missing bra AGAIN;
         bar.warp.sync 0xffffffff;
         }
-        """  # no lane counts while another looks
+        """
         place = [arrivals.to(tl.int64, bitcast=True), PREPARING]
         tl.inline_asm_elementwise(code, "=&r,l,r,~{memory}", place, dtype=tl.int32, is_pure=False, pack=1)
         _count(arrivals, PREPARING + waiting - 1, "relaxed")
@@ -161,21 +181,21 @@ def wait_for_arrivals(arrivals, PREPARING: tl.constexpr, waiting):
 
 @triton.jit
 def tile_rows(BLOCK_ROWS: tl.constexpr):
-    """Return a tile's lines [4, BLOCK_ROWS / 4]; a thread has neighbours."""
+    """Return lines [4, BLOCK_ROWS / 4]; a thread has neighbours."""
     SHARE: tl.constexpr = BLOCK_ROWS // 4
     return tl.arange(0, 4)[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
 
 
 @triton.jit
 def tile_columns(BLOCK_COLUMNS: tl.constexpr):
-    """Return a tile's columns; 8 threads read a memory line."""
+    """Return columns; 8 threads read a memory line."""
     column = tl.arange(0, BLOCK_COLUMNS // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     return column[None, None]
 
 
 @triton.jit
 def load_state(place, mask, again):
-    """Load a state; evict it first unless the fold reads it again."""
+    """Load a state, evicted first unless the fold reads it."""
     if again:
         S = tl.load(place, mask=mask, other=0)
     else:
@@ -202,11 +222,10 @@ def prefetch_entries(log, start, end, STRIDE: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def entry_values(log, start, end, value, STRIDE: tl.constexpr):
-    """Load entries in fp32; zeros outside the log."""
+def entry_values(log, row, value, STRIDE: tl.constexpr):
     entry = tl.arange(0, WINDOW)
     place = log + (entry * STRIDE)[None, None, :] + value[:, :, None]
-    inside = (entry >= start) & (entry < end)
+    inside = (entry >= row.start) & (entry < row.end)
     return tl.load(place, mask=inside[None, None, :] & (value >= 0)[:, :, None], other=0).to(tl.float32)
 
 
@@ -216,16 +235,3 @@ def row_sums(met, logged):
     SHARE: tl.constexpr = met.shape[1]
     met = tl.sum(tl.reshape(met, [4, SHARE, 8, 4]), axis=3)
     return tl.sum(met + tl.sum(tl.reshape(logged, [4, SHARE, 8, WINDOW // 8]), axis=3), axis=2)
-
-
-@triton.jit
-def fold_update(values, keys, acc):
-    """Return acc + values keys, with values in three parts."""
-    if keys.dtype == tl.bfloat16:
-        high = values.to(tl.bfloat16)
-        rest = values - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        return acc + tl.dot(high, keys, tl.dot(middle, keys, tl.dot(low, keys)))
-    else:
-        return dot(values, keys.to(tl.float32), acc)

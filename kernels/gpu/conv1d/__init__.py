@@ -11,8 +11,9 @@ from torch import Tensor
 from ...indices import StateIndices
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import check_dense, stride_alignment
-from .decode import decode_row
-from .prefill import prefill_chunk
+from .decode import Rows, decode_row
+from .prefill import Chunks, prefill_chunk
+from .tokens import Filter, Slots, Tokens
 
 BLOCK_D = 1024  # channels per program
 UNROLL = 4  # tokens loaded at once, at least WIDTH - 1
@@ -99,75 +100,30 @@ def _conv1d_kernel(
     item = tl.program_id(0) // TILES
     channel = tl.program_id(0) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
     in_dim = channel < DIM
-    state_stride = tl.cast(state_stride, tl.int64)
-    out_stride = tl.cast(OUT_STRIDE, tl.int64)
-    source = (x, tl.cast(x_stride, tl.int64), input_gate, tl.cast(input_gate_stride, tl.int64))
-    target = (out, out_stride, output_gate, tl.cast(output_gate_stride, tl.int64))
+    windows = Slots(state, tl.cast(state_stride, tl.int64), DIM, STATE_ALIGNMENT)
+    source = Tokens(x, tl.cast(x_stride, tl.int64), input_gate, tl.cast(input_gate_stride, tl.int64), ALIGNMENT)
+    target = Tokens(out, tl.cast(OUT_STRIDE, tl.int64), output_gate, tl.cast(output_gate_stride, tl.int64), ALIGNMENT)
     tap = tl.arange(0, 4)
-    tap_tile = weight + channel[:, None] * CHANNEL_STRIDE + tap[None, :] * TAP_STRIDE
-    tap_tile = tl.load(tap_tile, mask=in_dim[:, None] & (tap < WIDTH)[None, :], other=0)
+    taps = weight + channel[:, None] * CHANNEL_STRIDE + tap[None, :] * TAP_STRIDE
+    taps = tl.load(taps, mask=in_dim[:, None] & (tap < WIDTH)[None, :], other=0)
     zeros = tl.zeros([BLOCK_D], tl.float32)
     bias = tl.load(bias + channel, mask=in_dim, other=0).to(tl.float32) if HAS_BIAS else zeros
+    conv = Filter(taps, bias, WIDTH, SILU)
     tail = tl.load(query_start_loc + num_prefills)  # padding follows
     if item < num_decodes:
         if log is not None:
-            decode_row(
-                source,
-                target,
-                tap_tile,
-                bias,
-                state,
-                state_stride,
-                log,
-                tl.cast(log_stride, tl.int64),
-                decode_src,
-                decode_len,
-                decode_dst,
-                log_slot,
-                log_start,
-                log_end,
-                ancestors,
-                item,
-                tokens_per_decode,
-                channel,
-                in_dim,
-                DIM,
-                WIDTH,
-                ALIGNMENT,
-                STATE_ALIGNMENT,
-                SILU,
-                BLOCK_D,
-            )
+            entries = Slots(log, tl.cast(log_stride, tl.int64), DIM, STATE_ALIGNMENT)
+            rows = Rows(
+                decode_src, decode_len, decode_dst, log_slot, log_start, log_end, ancestors, tokens_per_decode
+            )  # fmt: skip
+            decode_row(source, target, conv, windows, entries, rows, item, channel, in_dim)
     elif PREFILL:
         chunk = item - num_decodes
         if chunk < tl.load(seq_chunk_start + num_prefills):
-            prefill_chunk(
-                source,
-                target,
-                tap_tile,
-                bias,
-                state,
-                state_stride,
-                query_start_loc,
-                context_len,
-                src,
-                chunk_seq,
-                chunk_start,
-                chunk_dst,
-                chunk,
-                channel,
-                in_dim,
-                DIM,
-                WIDTH,
-                ALIGNMENT,
-                STATE_ALIGNMENT,
-                SILU,
-                BLOCK_D,
-                UNROLL,
-                STAGES,
-            )
+            chunks = Chunks(query_start_loc, context_len, src, chunk_seq, chunk_start, chunk_dst)
+            prefill_chunk(source, target, conv, windows, chunks, chunk, channel, in_dim, UNROLL, STAGES)
     for t in range(tail + item, num_tokens, tl.num_programs(0) // TILES):
-        tl.store(out + t * out_stride + channel, zeros.to(out.dtype.element_ty), mask=in_dim)
+        tl.store(out + t * target.stride + channel, zeros.to(out.dtype.element_ty), mask=in_dim)
 
 
 _launch = Launcher(_conv1d_kernel)

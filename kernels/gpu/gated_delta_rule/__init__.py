@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...indices import StateIndices
 from ..common.delta_decode import decode
+from ..common.fold import fold
 from ..common.layout import check_dense, clear_from
-from .fold import fold
 from .prefill import prefill
 
 
@@ -34,7 +34,8 @@ def gated_delta_rule(
         return out
     if indices.num_decodes:
         decode(q, k, v, a, b, A_log, dt_bias, state, log, indices, beta_scale, out)
-        fold(k, v, state, log, indices)
+        keys, norms, us, sums = log
+        fold(state, keys, norms, us, sums, indices)
     if indices.num_prefills:
         prefill(q, k, v, a, b, A_log, dt_bias, state, indices, beta_scale, out)
     else:

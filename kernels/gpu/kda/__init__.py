@@ -26,7 +26,7 @@ def kda(
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.kda`. Parameters and the last dim of q, k, v and g are dense; other strides are free."""
+    """See `mambacache.kernels.kda`. Parameters and the last dim of q, k, v and g are dense."""
     dt_bias = dt_bias.view(-1)
     check_dense(q=q, k=k, v=v, g=g, A_log=A_log, dt_bias=dt_bias)
     out = v.new_empty(v.shape) if out is None else out

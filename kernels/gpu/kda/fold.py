@@ -1,6 +1,6 @@
 """Fold the token logs of Kimi Delta Attention into states, in one Triton launch.
 
-Entries are added one by one: a product would scale their keys per channel in every tile, to more than 16 bits.
+Entries are added one by one: a product would need their scaled keys in more than 16 bits, in every tile.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def _fold_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Fold token logs into tiles of BLOCK_V lines of one head's state, several tiles per program.
+    """Fold token logs into tiles of BLOCK_V lines of one head's state.
 
-    In a step of one token, only the last entry must wait for the step's decode.
+    In a step of one token, only the last entry must wait for decode.
     """
     next_launch_may_begin()
     TILES: tl.constexpr = V // BLOCK_V
@@ -60,14 +60,15 @@ def _fold_kernel(
     in_K = channel < K
     stride = slot_elements(slot_stride, state)
     for task in range(tl.program_id(0), tl.load(folds) * (HEADS * TILES), tl.num_programs(0)):
-        head, tile, source, target, slot, start, last = task_of_fold(folds, task, HEADS, TILES)
-        first_row = head * V + tile * BLOCK_V
+        fold = task_of_fold(folds, task, HEADS, TILES)
+        head, slot, start, last = fold.head, fold.slot, fold.start, fold.last
+        first_row = head * V + fold.tile * BLOCK_V
         prefetch_entries(slot_of(log_k, slot, k_stride) + head * K, start, last, HEADS * K, ASKED)
         prefetch_entries(slot_of(log_G, slot, G_stride) + head * K, start, last, HEADS * K, ASKED)
         prefetch_entries(slot_of(log_u, slot, u_stride) + first_row, start, last, HEADS * V, BLOCK_V)
         place = state + first_row * K + (lane * K)[:, None] + channel[None, :]
         there = tl.broadcast_to(in_K[None, :], [BLOCK_V, BLOCK_K])
-        S = tl.load(place + source * stride, mask=tl.where(source != 0, there, False), other=0).to(tl.float32)
+        S = tl.load(place + fold.source * stride, mask=tl.where(fold.source != 0, there, False), other=0).to(tl.float32)
         if tokens_per_decode > 1:
             wait_for_previous_launch()
         keys = slot_of(log_k, slot, k_stride) + head * K + channel
@@ -85,7 +86,7 @@ def _fold_kernel(
         key = tl.load(keys + last * (HEADS * K), mask=in_K, other=0).to(tl.float32) * tl.load(norms + last * HEADS)
         S *= tl.exp2(tl.load(Gs + last * (HEADS * K), mask=in_K, other=0) - before)[None, :]
         S += tl.load(us + last * (HEADS * V))[:, None] * key[None, :]
-        tl.store(place + target * stride, S.to(state.dtype.element_ty), mask=there)
+        tl.store(place + fold.target * stride, S.to(state.dtype.element_ty), mask=there)
     wait_for_previous_launch()
 
 

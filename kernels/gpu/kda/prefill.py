@@ -1,137 +1,24 @@
-"""Run Kimi Delta Attention (arXiv:2510.26692) over the prefill rows of a batch, in two launches.
+"""Run Kimi Delta Attention over the prefill rows of a batch, in two launches: see README.md.
 
-A chunk of 64 tokens, the lines of q, k and v, takes the state S [V, K] of a head through
-
-    u = inverse (v - k_in S^T);  o = q_in S^T + scores u;  S = S diag(decay) + u^T k_out
-
-Here k_in and q_in are normalised k and q, every channel decayed from the chunk's start; k_out is normalised k, decayed
-to its end. The first launch (`prepare`) computes all operands but v, for all chunks at once. The second carries the
-states. Its products are transposed, so that each left operand is already in registers.
-
-For bf16 activations both launches are in Gluon (`hopper_prepare`, `scan`, `persistent_scan`) and overlap. The Triton
-kernels, here and in `prepare`, serve the other cases.
+The first computes operands of all chunks at once, the second carries the states.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import torch
 from torch import Tensor
 
 from ...device import processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, ROW_ARRAYS, clear_padding, keep_busy, prefill_row, row_and_tile
-from ..common.delta_rule import dot
+from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
 from ..common.hopper import served
-from ..common.launch import Launcher, index_pointers
-from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
-from ..common.prefetch import later_tile, prefetch
-from ..common.state_tile import load_tile, store_tile, tile_elements
-from .persistent_scan import persistent_scan
-from .prepare import padded_width, prepare
-from .scan import scan
-
-MIN_TURNS = 8  # per program, which claims two turns ahead: with fewer, some may get none
-
-
-@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
-def _scan_kernel(
-    v,
-    tiles,
-    operands,
-    totals,
-    state,
-    out,
-    query_start_loc,
-    rows,
-    chunk_dst,
-    num_prefills,
-    slot_stride,
-    num_tokens,
-    V_STRIDES: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    CONCURRENT: tl.constexpr,
-):
-    """Carry BLOCK_V lines of one head's state per program through all chunks of one sequence."""
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    OPERAND: tl.constexpr = tiles.dtype.element_ty
-    STATE: tl.constexpr = state.dtype.element_ty
-    sequence, index = row_and_tile(HEADS * TILES)
-    head = index // TILES
-    first_row = index % TILES * BLOCK_V
-    row = tl.arange(0, BLOCK_V)
-    step = tl.arange(0, CHUNK)
-    in_V = first_row + row < V
-    out += head * V + first_row
-
-    if sequence == num_prefills:
-        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, OUT_STRIDE)
-        return
-
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK
-    slot_stride = slot_elements(slot_stride, state)
-    later_state = later_tile(state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
-
-    element, inside = tile_elements(first_row, V, K, BLOCK_V, BLOCK_K)
-    state += head * V * K
-    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), BLOCK_V, BLOCK_K)
-
-    if BLOCK_V == V and BLOCK_K == K:
-        prefetch(later_state, V * K)
-
-    channel = tl.arange(0, BLOCK_K)
-    in_K = channel < K
-    wide_tokens = tl.cast(num_tokens, tl.int64)
-    v += head * V_STRIDES[1] + first_row
-    tiles += head * wide_tokens * CHUNK
-    operands += head * wide_tokens * K
-    totals += head * K
-    wide_step = step.to(tl.int64)[:, None]
-    v_tile = wide_step * V_STRIDES[0] + row[None, :]
-    operand_tile = wide_step * K + channel[None, :]
-    tile = wide_step * CHUNK + step[None, :]
-    place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
-    triangle = step[None, :] // 8 <= step[:, None] // 8
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=1):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        chunk_start = tl.maximum(boundary, start)
-        count = tl.minimum(boundary + CHUNK, end) - chunk_start
-        filled = step < count
-        t = chunk_start.to(tl.int64)
-        mask = filled[:, None] & in_K[None, :]
-        lower = filled[:, None] & triangle
-        mask_V = filled[:, None] & in_V[None, :]
-        k_in = tl.load(operands + t * K + operand_tile, mask=mask, other=0)
-        q_in = tl.load(operands + wide_tokens * (HEADS * K) + t * K + operand_tile, mask=mask, other=0)
-        k_out = tl.load(operands + wide_tokens * (2 * HEADS * K) + t * K + operand_tile, mask=mask, other=0)
-        values = tl.load(v + t * V_STRIDES[0] + v_tile, mask=mask_V, other=0)
-        inverse = tl.load(tiles + t * CHUNK + tile, mask=lower, other=0)
-        scores = tl.load(tiles + (wide_tokens * HEADS + t) * CHUNK + tile, mask=lower, other=0)
-        decay = tl.load(totals + tl.cast(chunk, tl.int64) * (HEADS * K) + channel, mask=in_K, other=0)
-        dst = tl.load(chunk_dst + chunk)
-
-        read = S.to(OPERAND)
-        known = -dot(read, tl.trans(k_in))
-        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
-        u = dot(known.to(OPERAND), tl.trans(inverse), u)
-        o = dot(read, tl.trans(q_in))
-        u = u.to(OPERAND)
-        o = dot(u, tl.trans(scores), o)
-        S = dot(u, k_out, decay[None, :] * S)
-        if STATE != tl.float32:
-            S = S.to(STATE).to(tl.float32)
-        tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
-        if dst != 0:
-            store_tile(state + dst * slot_stride + element, S, inside)
-
-
-_scan = Launcher(_scan_kernel)
+from ..common.launch import index_pointers
+from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
+from .prefill_hopper_persistent import MIN_TURNS, persistent_scan
+from .prefill_hopper_prepare import prepare as hopper_prepare
+from .prefill_hopper_scan import scan as hopper_scan
+from .prefill_triton import prepare as triton_prepare
+from .prefill_triton import scan as triton_scan
 
 
 def prefill(
@@ -146,60 +33,48 @@ def prefill(
     indices: StateIndices,
     out: Tensor,
 ) -> None:
-    """Fill prefill and padding tokens of `out` [F, H, V] and store states at `chunk_dst`."""
+    """Fill prefill and padding tokens of `out` [F, H, V] and store states at `chunk_dst`.
+
+    Scratch per head, in bytes: 256 + 6 K a token in bf16, else 512 + 12 K, and 4 K + 4 a chunk.
+    """
     num_tokens, heads, K = q.shape
-    V = v.shape[2]
-    concurrent = processors(q.get_device())  # a processor runs one program of 128 lines
-    # Tiles of 64 lines if all run at once, else of 128 lines, which read operands half as often.
-    few = heads * cdiv(V, 64) * indices.num_prefills <= concurrent
+    V, num_chunks, num_prefills = v.shape[2], indices.chunk_seq.shape[0], indices.num_prefills
+    q_strides, k_strides, v_strides, g_strides, b_strides = layer_strides(q, k, v, g, b)
+    hopper = num_chunks and K <= 128 and served((q, k, v, g), (q_strides, k_strides, v_strides, g_strides))
+    operand = q.dtype if q.dtype == torch.bfloat16 else torch.float32
+    concurrent = max(processors(q.get_device()), 1)  # a processor runs one program of 128 lines
+    # Tiles of 64 lines if all run at once: larger tiles read operands half as often.
+    few = heads * cdiv(V, 64) * num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
-    # A second launch of few programs needs room beside these.
-    tiles, operands, totals, flags = prepare(
-        q, k, g, b, A_log, dt_bias, indices, concurrent + concurrent // 2 if few else 3 * concurrent
-    )
-    (v_strides,) = layer_strides(v)
-    hopper = K <= 128 and served((v,), (v_strides,))
     tiles_of_row = heads * cdiv(V, block_V)
-    tensors = v, tiles, operands, totals, state, out
-    rows = index_pointers(indices, ROW_ARRAYS)
-    numbers = indices.num_prefills, slot_stride(state), num_tokens
-    constants = {
-        "V_STRIDES": v_strides,
-        "OUT_STRIDE": out.stride(0),
-        "HEADS": heads,
-        "K": K,
-        "V": V,
-        "BLOCK_K": padded_width(K, tiles.dtype),
-        "BLOCK_V": block_V,
-    }
-    programs = max(concurrent, 1)
-    many = tiles_of_row * indices.num_prefills >= MIN_TURNS * programs
-    if hopper and flags is not None and many and keep_busy(indices, tiles_of_row, programs):
-        persistent_scan(
-            programs,
-            (*tensors, flags),
-            rows,
-            numbers,
-            constants,
-            num_warps=block_V // 16,
-            launch_pdl=True,
-        )
-    elif hopper:
-        scan(
-            tiles_of_row * (indices.num_prefills + 1),
-            (*tensors, flags),
-            rows,
-            numbers,
-            constants | {"CONCURRENT": concurrent, "STAGES": 2 if few and flags is not None else 3},
-            num_warps=block_V // 16,
-            launch_pdl=flags is not None,
-        )
+
+    tiles = q.new_empty(2 * num_tokens * heads * 64, dtype=operand)  # inverse and scores
+    operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)  # k_in, q_in and k_out
+    totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)  # decay
+    first = q, k, g, b, A_log, dt_bias, tiles, operands, totals
+    second = v, tiles, operands, totals, state, out
+    chunks, rows = index_pointers(indices, CHUNK_ARRAYS), index_pointers(indices, ROW_ARRAYS)
+    numbers = num_prefills, slot_stride(state), num_tokens
+    # With fewer fp32 channels, ptxas 12.8 (Triton 3.6) reads a register that nothing wrote: see `tests/sass.py`.
+    block_K = power_of_2(K if operand == torch.bfloat16 else max(K, 64))
+    shape = {"HEADS": heads, "K": K, "BLOCK_K": block_K}
+    layout = shape | {"STRIDES": (q_strides, k_strides, g_strides), "B_STRIDES": b_strides}
+    tiling = shape | {"V": V, "BLOCK_V": block_V, "V_STRIDES": v_strides, "OUT_STRIDE": out.stride(0)}
+    warps = block_V // 16
+    if hopper:
+        flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
+        # Few programs of the second launch run beside the first.
+        room = concurrent + concurrent // 2 if few else 3 * concurrent
+        counts = num_prefills, num_tokens, num_chunks
+        hopper_prepare(min(heads * num_chunks, room), (*first, flags), chunks, counts, layout, num_warps=4, maxnreg=168)
+        arguments, options = ((*second, flags), rows, numbers), {"num_warps": warps, "launch_pdl": True}
+        if tiles_of_row * num_prefills >= MIN_TURNS * concurrent and keep_busy(indices, tiles_of_row, concurrent):
+            persistent_scan(concurrent, *arguments, tiling, **options)
+            return
+        tiling |= {"CONCURRENT": concurrent, "STAGES": 2 if few else 3}
+        hopper_scan(tiles_of_row * (num_prefills + 1), *arguments, tiling, **options)
     else:
-        _scan(
-            tiles_of_row * (indices.num_prefills + 1),
-            tensors,
-            rows,
-            numbers,
-            constants | {"CONCURRENT": concurrent},
-            num_warps=block_V // 16,
-        )
+        if num_chunks:
+            triton_prepare(heads * num_chunks, first, chunks, (num_prefills, num_tokens), layout, num_warps=4)
+        tiling |= {"CONCURRENT": concurrent}
+        triton_scan(tiles_of_row * (num_prefills + 1), second, rows, numbers, tiling, num_warps=warps)

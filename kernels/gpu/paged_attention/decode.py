@@ -15,7 +15,7 @@ from ...indices import StateIndices
 from ..common.chunks import row_and_tile
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, power_of_2, stride_alignment
-from .tile import LOWEST, attend, tile_pages
+from .tile import KV, LOWEST, Pool, attend, empty_softmax, tile_pages
 
 PART = 256
 SPLITS = 64
@@ -75,30 +75,26 @@ def _attention_decode_kernel(
     channel, value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
     place = tl.multiple_of(token * q_token_stride + head * q_head_stride, ALIGNMENT)
     queries = tl.load(q + place[:, None] + channel, mask=filled & (channel < D), other=0)
-    key_pages += key_head * KEY_STRIDES[2]
-    value_pages += key_head * VALUE_STRIDES[2]
+    keys = Pool(key_pages + key_head * KEY_STRIDES[2], KEY_STRIDES, D)
+    values = Pool(value_pages + key_head * VALUE_STRIDES[2], VALUE_STRIDES, DV)
+    kv = KV(keys, values, table, num_keys, PAGE, BLOCK_N)
 
     last = tl.minimum(tl.cdiv(num_keys, PART), SPLITS)
     for split in tl.range(tl.program_id(0) // programs, last, tl.num_programs(0) // programs, num_stages=1):
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        highest = tl.full([BLOCK_M], LOWEST, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        softmax = empty_softmax(BLOCK_M, BLOCK_DV)
         left = num_keys - split * PART
         rest = tl.minimum(left % (SPLITS * PART), PART)
         first = split * PART
-        pages = tile_pages(table, first, num_keys, PAGE, BLOCK_N)
+        pages = tile_pages(kv, first)
         for i in tl.range(1, left // (SPLITS * PART) * (PART // BLOCK_N) + tl.cdiv(rest, BLOCK_N) + 1):
             next_first = (i // (PART // BLOCK_N) * SPLITS + split) * PART + i % (PART // BLOCK_N) * BLOCK_N
-            next_pages = tile_pages(table, next_first, num_keys, PAGE, BLOCK_N)
-            acc, highest, total = attend(
-                acc, highest, total, queries, key_pages, value_pages, pages, first, num_keys, num_keys - length, seen,
-                scale, KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
-            )  # fmt: skip
+            next_pages = tile_pages(kv, next_first)
+            softmax = attend(softmax, queries, kv, pages, first, num_keys - length, seen, scale, True)
             first, pages = next_first, next_pages
         result = (tl.cast(split, tl.int64) * num_rows * tokens_per_decode + token) * HEADS + head
-        tl.store(sums + result[:, None] * DV + value, acc, mask=filled & (value < DV))
-        tl.store(statistics + 2 * result, highest, mask=step < length)
-        tl.store(statistics + 2 * result + 1, total, mask=step < length)
+        tl.store(sums + result[:, None] * DV + value, softmax.acc, mask=filled & (value < DV))
+        tl.store(statistics + 2 * result, softmax.highest, mask=step < length)
+        tl.store(statistics + 2 * result + 1, softmax.total, mask=step < length)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tokens_per_decode"])

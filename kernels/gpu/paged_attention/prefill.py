@@ -10,7 +10,7 @@ from ...indices import StateIndices
 from ..common.chunks import CHUNK, clear_padding, row_and_tile
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import power_of_2, stride_alignment
-from .tile import LOWEST, attend, tile_pages
+from .tile import KV, Pool, attend, empty_softmax, tile_pages
 
 ARRAYS = (
     "query_start_loc",
@@ -100,31 +100,24 @@ def _attention_prefill_kernel(
     token, own_head = (start + step).to(tl.int64), (head + query // TOKENS).to(tl.int64)
     q_row = tl.multiple_of(token * q_token_stride + own_head * q_head_stride, ALIGNMENT)
     queries = tl.load(q + q_row[:, None] + channel[None, :], mask=filled & (channel < D)[None, :], other=0)
-    key_pages += head // GROUP * KEY_STRIDES[2]
-    value_pages += head // GROUP * VALUE_STRIDES[2]
-
-    acc = tl.zeros([TILE_HEADS * TOKENS, BLOCK_DV], tl.float32)
-    highest = tl.full([TILE_HEADS * TOKENS], LOWEST, tl.float32)
-    total = tl.zeros([TILE_HEADS * TOKENS], tl.float32)
+    keys = Pool(key_pages + head // GROUP * KEY_STRIDES[2], KEY_STRIDES, D)
+    values = Pool(value_pages + head // GROUP * VALUE_STRIDES[2], VALUE_STRIDES, DV)
     position, end = context + step, context + count
+    kv = KV(keys, values, table, end, PAGE, BLOCK_N)
+
+    softmax = empty_softmax(TILE_HEADS * TOKENS, BLOCK_DV)
     seen_by_all = (context + 1) // BLOCK_N * BLOCK_N
-    pages = tile_pages(table, 0, end, PAGE, BLOCK_N)
+    pages = tile_pages(kv, 0)
     for first in tl.range(0, seen_by_all, BLOCK_N):
-        following = tile_pages(table, first + BLOCK_N, end, PAGE, BLOCK_N)
-        acc, highest, total = attend(
-            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, None, scale,
-            KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, False,
-        )  # fmt: skip
+        following = tile_pages(kv, first + BLOCK_N)
+        softmax = attend(softmax, queries, kv, pages, first, position, None, scale, False)
         pages = following
     for first in tl.range(seen_by_all, end, BLOCK_N):
-        following = tile_pages(table, first + BLOCK_N, end, PAGE, BLOCK_N)
-        acc, highest, total = attend(
-            acc, highest, total, queries, key_pages, value_pages, pages, first, end, position, None, scale,
-            KEY_STRIDES, VALUE_STRIDES, PAGE, D, DV, BLOCK_N, True,
-        )  # fmt: skip
+        following = tile_pages(kv, first + BLOCK_N)
+        softmax = attend(softmax, queries, kv, pages, first, position, None, scale, True)
         pages = following
 
-    y = (acc / total[:, None]).to(out.dtype.element_ty)
+    y = (softmax.acc / softmax.total[:, None]).to(out.dtype.element_ty)
     out_tile = (step * OUT_STRIDE + query // TOKENS * DV)[:, None] + value[None, :]
     tl.store(out + start.to(tl.int64) * OUT_STRIDE + out_tile, y, mask=filled & (value < DV)[None, :])
 

@@ -1,4 +1,4 @@
-"""Run the selective scan over a mixed batch: one Triton launch for decode rows, one for prefill rows."""
+"""Implement `selective_scan`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def selective_scan(
     indices: StateIndices,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `mambacache.kernels.selective_scan`. The last dim of every input is dense; strides of tokens are free."""
+    """See `mambacache.kernels.selective_scan`. The last dim of every input is dense."""
     check_dense(x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
     out = x.new_empty(x.shape) if out is None else out
     if not len(out):

@@ -1,7 +1,7 @@
-"""Define step sizes, gates, one token's step and the tiles of states for the kernels of the selective scan.
+"""Define the arithmetic of a token.
 
-Tiles are [lanes of a channel, channels, ...]. A lane holds groups of four neighbouring states, in a tuple with a tile
-per state. Products and sums are explicit (`fma`), so that every kernel and every tile rounds alike.
+Tiles are [lanes of a channel, channels, ...]. A lane holds groups of four neighbouring states: a tuple with a tile per
+state. `fma` is explicit, so all kernels and tiles round alike.
 """
 
 from __future__ import annotations
@@ -11,17 +11,36 @@ import triton.language as tl
 
 from ..common.decays import LOG2_E
 from ..common.layout import power_of_2
+from ..common.structs import aggregate
 
 LOG2_E_REST = tl.constexpr(1.9259629891e-08)
 LN_2 = tl.constexpr(0.6931471805599453)
 EXP2_BIAS = tl.constexpr(2.0**-25)
 
 
+@aggregate
+class Lanes:
+    """Hold each lane's first state [LANES, 1, 1], the states of a channel, and a lane's groups of four."""
+
+    first: tl.tensor
+    N: tl.constexpr
+    FOURS: tl.constexpr
+
+
+@aggregate
+class Weights:
+    """Hold A / ln 2, a tuple of states, D and the step sizes' bias."""
+
+    rates: tl.tuple
+    skip: tl.tensor
+    bias: tl.tensor
+
+
 @triton.jit
 def step_size(dt, bias):
-    """Return softplus(dt + bias) = max(x, 0) + log(1 + e) with e = exp(-|x|), accurate even for steps of 1e-6.
+    """Return softplus(dt + bias) = max(x, 0) + log(1 + e), with e = exp(-|x|).
 
-    A polynomial gives log(1 + e) / e within 3e-8.
+    A polynomial gives log(1 + e) / e within 3e-8: steps of 1e-6 stay accurate.
     """
     x = dt + bias
     power = tl.abs(x) * -LOG2_E
@@ -45,14 +64,14 @@ def silu(z):
 
 
 def tile_of(width: int, lanes: int) -> tuple[int, int]:
-    """Return the states of a tile, and the lanes per channel: `lanes` for 16 states."""
+    """Return a tile's states and the lanes per channel, which are `lanes` for 16 states."""
     block_N = max(power_of_2(width), 4)
     return block_N, min(max(lanes * block_N // 16, 1), 8)
 
 
 @triton.jit
 def channels_of(COUNT: tl.constexpr):
-    """Return COUNT channels [1, COUNT, 1], backwards: in order, the compiler makes channels neighbours, not lanes."""
+    """Return channels [1, COUNT, 1] backwards: in order, the compiler would make channels neighbours, not lanes."""
     return COUNT - 1 - tl.arange(0, COUNT)[None, :, None]
 
 
@@ -66,9 +85,9 @@ def of_lane(tile, j: tl.constexpr):
 
 @triton.jit
 def first_state(LANES: tl.constexpr, FOURS: tl.constexpr):
-    """Return every lane's first state [LANES, 1, 1], with lanes in bit-reversed order.
+    """Return each lane's first state [LANES, 1, 1].
 
-    Thus the order of a sum over all states does not depend on the number of lanes.
+    Lanes are bit-reversed, so the order of a sum over states does not depend on their number.
     """
     lane = tl.arange(0, LANES)[:, None, None]
     if LANES == 8:
@@ -84,11 +103,11 @@ def _fourth():
 
 
 @triton.jit
-def load_states(matrix, element, n, mask, N: tl.constexpr, FOURS: tl.constexpr):
-    """Load states from n on at places `element` of a matrix, in fp32; zeros outside the mask."""
+def load_states(matrix, element, lanes, mask):
+    """Load states at places `element` in fp32; zeros outside the mask."""
     states = ()
-    for i in tl.static_range(FOURS):
-        inside = tl.expand_dims(mask, 3) & (tl.expand_dims(n + 4 * i, 3) + _fourth() < N)
+    for i in tl.static_range(lanes.FOURS):
+        inside = tl.expand_dims(mask, 3) & (tl.expand_dims(lanes.first + 4 * i, 3) + _fourth() < lanes.N)
         tile = tl.load(matrix + tl.expand_dims(element + 4 * i, 3) + _fourth(), mask=inside, other=0).to(tl.float32)
         even, odd = tl.split(tl.reshape(tile, tile.shape[:3] + (2, 2)))
         first, third = tl.split(even)
@@ -98,9 +117,9 @@ def load_states(matrix, element, n, mask, N: tl.constexpr, FOURS: tl.constexpr):
 
 
 @triton.jit
-def store_states(matrix, element, n, mask, states, N: tl.constexpr):
+def store_states(matrix, element, lanes, mask, states):
     for i in tl.static_range(0, len(states), 4):
-        inside = tl.expand_dims(mask, 3) & (tl.expand_dims(n + i, 3) + _fourth() < N)
+        inside = tl.expand_dims(mask, 3) & (tl.expand_dims(lanes.first + i, 3) + _fourth() < lanes.N)
         tile = tl.join(tl.join(states[i], states[i + 2]), tl.join(states[i + 1], states[i + 3]))
         tile = tl.reshape(tile, states[0].shape + (4,)).to(matrix.dtype.element_ty)
         tl.store(matrix + tl.expand_dims(element + i, 3) + _fourth(), tile, mask=inside)
@@ -124,16 +143,16 @@ def rounded(states, DTYPE: tl.constexpr):
 
 @triton.jit
 def _decay(d, rate):
-    """Return exp(d A) for a rate A / ln 2, within 2^-23 of it.
+    """Return exp(d A) within 2^-23, for a rate A / ln 2.
 
-    The processor's exponential is a third of its last digit too small on average, and states add up such errors.
+    The processor's exponential is too small on average, and states add up such errors.
     """
     return tl.exp2(tl.fma(d, rate, EXP2_BIAS))
 
 
 @triton.jit
 def advance(S, d, u, rates, b, c):
-    """Apply one token. Return the states exp(d A) S + u B, with `rates` A / ln 2, and their product with C."""
+    """Apply one token. Return the states exp(d A) S + u B and their product with C."""
     states, sums = (), ()
     for i in tl.static_range(0, len(S), 4):
         s0 = tl.fma(_decay(d, rates[i]), S[i], u * b[i])

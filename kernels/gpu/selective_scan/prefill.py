@@ -1,11 +1,4 @@
-"""Run the selective scan (arXiv:2312.00752) over prefill rows, in one Triton launch.
-
-Every token takes the states S [dim, N], in registers, through
-
-    S = exp(dt A) S + dt x B;  y = S C + D x
-
-so results do not depend on where a sequence is cut.
-"""
+"""Run the selective scan over prefill rows."""
 
 from __future__ import annotations
 
@@ -19,7 +12,10 @@ from ...indices import StateIndices
 from ..common.chunks import CHUNK, ROW_ARRAYS, prefill_row, row_and_tile
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, slot_elements, slot_stride
+from ..common.structs import aggregate
 from .math import (
+    Lanes,
+    Weights,
     advance,
     channels_of,
     first_state,
@@ -36,7 +32,7 @@ from .math import (
 
 @dataclass(frozen=True)
 class Tiles:
-    """Divide a warp's work for a state size N of 16. A larger N takes more lanes, fewer tokens, one channel."""
+    """Divide a warp's work for 16 states. More states take more lanes, fewer tokens and one channel."""
 
     lanes: int  # that share a channel
     channels: int
@@ -49,47 +45,63 @@ MANY_WARPS = Tiles(lanes=2, channels=2, tokens=4, registers=128)  # for more war
 SHORT_CHAIN_WARPS = 2112  # above it, MANY_WARPS applies
 
 
-@triton.jit
-def _load_tokens(
-    inputs,
-    t,
-    start,
-    end,
-    channel,
-    STRIDES: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LANES: tl.constexpr,
-    COUNT: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Load x, dt and z of COUNT tokens from t on, a token per lane, and their B and C [COUNT, BLOCK_N] in fp32.
+@aggregate
+class Inputs:
+    """Hold tensors of tokens, z perhaps None, and their strides of tokens in this order."""
 
-    Unless WHOLE, the first or last token of the batch row replaces tokens outside it.
+    x: tl.tensor
+    dt: tl.tensor
+    z: tl.tensor
+    B: tl.tensor
+    C: tl.tensor
+    STRIDES: tl.tuple
+    N: tl.constexpr
+    BLOCK_N: tl.constexpr
+
+
+@aggregate
+class Target:
+    """Hold where a program's states and outputs go."""
+
+    state: tl.tensor
+    slot_stride: tl.tensor
+    element: tl.tensor  # of states in a slot
+    out: tl.tensor
+    channel: tl.tensor
+    in_dim: tl.tensor
+    OUT_STRIDE: tl.constexpr
+
+
+@triton.jit
+def _load_tokens(inputs, row, t, channel, LANES: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """Load x, dt and z of COUNT tokens, a token per lane, and B and C [COUNT, BLOCK_N] in fp32.
+
+    Unless WHOLE, tokens outside the batch row become its first or last token.
     """
-    x, dt, z, B, C = inputs
+    STRIDES: tl.constexpr = inputs.STRIDES
     wide = tl.cast(t, tl.int64)
     lane = tl.arange(0, LANES)[:, None, None]
     loaded = ()
     for i in tl.static_range(0, COUNT, LANES):
-        offset = lane if WHOLE else tl.minimum(tl.maximum(t + i + lane, start), end - 1) - t - i
-        tiles = (tl.load(x + wide * STRIDES[0] + (offset * STRIDES[0] + channel) + i * STRIDES[0]),)
-        tiles = tiles + (tl.load(dt + wide * STRIDES[1] + (offset * STRIDES[1] + channel) + i * STRIDES[1]),)
-        if z is not None:
-            tiles = tiles + (tl.load(z + wide * STRIDES[2] + (offset * STRIDES[2] + channel) + i * STRIDES[2]),)
+        offset = lane if WHOLE else tl.minimum(tl.maximum(t + i + lane, row.start), row.end - 1) - t - i
+        tiles = (tl.load(inputs.x + wide * STRIDES[0] + (offset * STRIDES[0] + channel) + i * STRIDES[0]),)
+        tiles = tiles + (tl.load(inputs.dt + wide * STRIDES[1] + (offset * STRIDES[1] + channel) + i * STRIDES[1]),)
+        if inputs.z is not None:
+            tiles = tiles + (tl.load(inputs.z + wide * STRIDES[2] + (offset * STRIDES[2] + channel) + i * STRIDES[2]),)
         loaded = loaded + (tiles,)
     offset = tl.arange(0, COUNT)[:, None]
     if not WHOLE:
-        offset = tl.minimum(tl.maximum(t + offset, start), end - 1) - t
-    n = tl.arange(0, BLOCK_N)[None, :]
-    b = tl.load(B + wide * STRIDES[3] + (offset * STRIDES[3] + n), mask=n < N, other=0).to(tl.float32)
-    c = tl.load(C + wide * STRIDES[4] + (offset * STRIDES[4] + n), mask=n < N, other=0).to(tl.float32)
+        offset = tl.minimum(tl.maximum(t + offset, row.start), row.end - 1) - t
+    n = tl.arange(0, inputs.BLOCK_N)[None, :]
+    mask = n < inputs.N
+    b = tl.load(inputs.B + wide * STRIDES[3] + (offset * STRIDES[3] + n), mask=mask, other=0).to(tl.float32)
+    c = tl.load(inputs.C + wide * STRIDES[4] + (offset * STRIDES[4] + n), mask=mask, other=0).to(tl.float32)
     return loaded, b, c
 
 
 @triton.jit
 def _rows(matrix, LANES: tl.constexpr):
-    """Split [COUNT, BLOCK_N] into a tuple of tiles [LANES, 1, 1] per token, with a state of each lane per tile."""
+    """Split [COUNT, BLOCK_N] into a tuple per token of tiles [LANES, 1, 1], a state per lane."""
     COUNT: tl.constexpr = matrix.shape[0]
     WIDTH: tl.constexpr = matrix.shape[1] // LANES
     if LANES == 8:
@@ -116,67 +128,49 @@ def _rows(matrix, LANES: tl.constexpr):
 
 
 @triton.jit
-def _scan_tokens(
-    S,
-    loaded,
-    weights,
-    out,
-    t,
-    start,
-    end,
-    channel,
-    in_dim,
-    STRIDE: tl.constexpr,
-    LANES: tl.constexpr,
-    COUNT: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Take the states through COUNT tokens from t on and store their outputs, STRIDE apart.
-
-    Tokens outside the batch row change nothing.
-    """
-    rates, skip, bias = weights
+def _scan_tokens(S, loaded, weights, target, row, t, LANES: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """Take states through COUNT tokens and store outputs. Tokens outside the batch row change nothing."""
+    STRIDE: tl.constexpr = target.OUT_STRIDE
     loaded, b, c = loaded
     b, c = _rows(b, LANES), _rows(c, LANES)
     lane = tl.arange(0, LANES)[:, None, None]
     for i in tl.static_range(0, COUNT, LANES):
         tiles = loaded[i // LANES]
         x = tiles[0].to(tl.float32)
-        step = step_size(tiles[1].to(tl.float32), bias)
-        stored = in_dim
+        step = step_size(tiles[1].to(tl.float32), weights.bias)
+        stored = target.in_dim
         if not WHOLE:
-            valid = (t + i + lane >= start) & (t + i + lane < end)
+            valid = (t + i + lane >= row.start) & (t + i + lane < row.end)
             step = tl.where(valid, step, 0.0)
-            stored = valid & in_dim
+            stored = valid & target.in_dim
         u = step * x
         y = tl.zeros_like(step)
         for j in tl.static_range(LANES):
-            S, read = advance(S, of_lane(step, j), of_lane(u, j), rates, b[i + j], c[i + j])
+            S, read = advance(S, of_lane(step, j), of_lane(u, j), weights.rates, b[i + j], c[i + j])
             y = tl.where(lane == j, read, y)
-        y = tl.fma(skip, x, y)
+        y = tl.fma(weights.skip, x, y)
         if len(tiles) == 3:
             y = y * silu(tiles[2].to(tl.float32))
-        place = out + tl.cast(t, tl.int64) * STRIDE + (lane * STRIDE + channel) + i * STRIDE
-        tl.store(place, y.to(out.dtype.element_ty), mask=stored)
+        place = target.out + tl.cast(t, tl.int64) * STRIDE + (lane * STRIDE + target.channel) + i * STRIDE
+        tl.store(place, y.to(place.dtype.element_ty), mask=stored)
     return S
 
 
 @triton.jit
-def _store(S, target, dst, N: tl.constexpr):
-    state, slot_stride, element, n, in_dim = target
+def _store(S, target, lanes, dst):
     if dst != 0:
-        store_states(state + dst * slot_stride, element, n, in_dim, S, N)
+        store_states(target.state + dst * target.slot_stride, target.element, lanes, target.in_dim, S)
 
 
 @triton.jit
-def _end_chunk(S, target, chunk_dst, chunk, t, start, origin, N: tl.constexpr):
-    """Return the states before token t. If `chunk` ends there, round them as stored, and store them in its dst."""
-    STATE: tl.constexpr = target[0].dtype.element_ty
+def _end_chunk(S, target, lanes, dst, t, start, origin):
+    """Return the states before token t, rounded and stored if a chunk ends there; position 0 is at `origin`."""
+    STATE: tl.constexpr = target.state.dtype.element_ty
     boundary = (t - origin) % CHUNK == 0
     if STATE != tl.float32 and boundary:
         S = rounded(S, STATE)
     if boundary & (t > start):
-        _store(S, target, tl.load(chunk_dst + chunk), N)
+        _store(S, target, lanes, tl.load(dst))
     return S
 
 
@@ -207,58 +201,60 @@ def _scan_kernel(
     PER_LANE: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """Carry the states of some channels through one sequence, in one warp."""
+    """Carry states through one batch row, in one warp."""
     CHANNELS: tl.constexpr = 32 // LANES
     FOURS: tl.constexpr = BLOCK_N // (4 * LANES)
-    row, tile = row_and_tile((DIM + CHANNELS * PER_LANE - 1) // (CHANNELS * PER_LANE))
+    index, tile = row_and_tile((DIM + CHANNELS * PER_LANE - 1) // (CHANNELS * PER_LANE))
     channel = (tile * CHANNELS + channels_of(CHANNELS)) * PER_LANE
     channel = channel + tl.arange(0, PER_LANE)[None, None, :]
     in_dim = channel < DIM
 
-    if row == num_prefills:
+    if index == num_prefills:
         for t in range(tl.load(query_start_loc + num_prefills), num_tokens):
             zeros = tl.zeros([1, CHANNELS, PER_LANE], out.dtype.element_ty)
             tl.store(out + tl.cast(t, tl.int64) * OUT_STRIDE + channel, zeros, mask=in_dim)
         return
 
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, row)
+    row = prefill_row(rows, index)
+    start, end, context, slot = row.start, row.end, row.context, row.slot
     if start == end:
         return
-    n = first_state(LANES, FOURS)
-    element = channel * N + n
-    rates = load_states(A, element, n, in_dim, N, FOURS)
+    lanes = Lanes(first_state(LANES, FOURS), N, FOURS)
+    element = channel * N + lanes.first
+    rates = load_states(A, element, lanes, in_dim)
     slot_stride = slot_elements(slot_stride, state)
-    S = load_states(state + slot * slot_stride, element, n, tl.where(slot != 0, in_dim, False), N, FOURS)
-    target = (state, slot_stride, element, n, in_dim)
+    S = load_states(state + slot * slot_stride, element, lanes, tl.where(slot != 0, in_dim, False))
     if DIM % (CHANNELS * PER_LANE) != 0:
         channel = tl.minimum(channel, DIM - 1)
+    target = Target(state, slot_stride, element, out, channel, in_dim, OUT_STRIDE)
     skip = tl.load(D + channel).to(tl.float32)
     bias = 0.0 if dt_bias is None else tl.load(dt_bias + channel).to(tl.float32)
 
-    inputs, weights = (x, dt, z, B, C), (in_log2(rates), skip, bias)
+    inputs, weights = Inputs(x, dt, z, B, C, STRIDES, N, BLOCK_N), Weights(in_log2(rates), skip, bias)
     origin = start - context
-    chunk = first_chunk - context // CHUNK - 1  # the chunk before position 0
-    # Groups of COUNT tokens end where chunks end. Tokens before and after them come LANES at a time.
+    chunk = row.first_chunk - context // CHUNK - 1  # the chunk before position 0
+    # Groups of COUNT tokens end where chunks end. Other tokens come LANES at a time.
     body = tl.minimum(start + (COUNT - context % COUNT) % COUNT, end)
     body_end = body + (end - body) // COUNT * COUNT
     for t in range(start - context % LANES, body, LANES):
-        loaded = _load_tokens(inputs, t, start, end, channel, STRIDES, N, BLOCK_N, LANES, LANES, False)
-        S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, LANES, False)
+        loaded = _load_tokens(inputs, row, t, channel, LANES, LANES, False)
+        S = _scan_tokens(S, loaded, weights, target, row, t, LANES, LANES, False)
     if body_end > body:
-        loaded = _load_tokens(inputs, body, start, end, channel, STRIDES, N, BLOCK_N, LANES, COUNT, True)
+        loaded = _load_tokens(inputs, row, body, channel, LANES, COUNT, True)
         for t in range(body, body_end, COUNT):
-            # Load a group ahead: the branch in `_end_chunk` keeps these loads before the scan that hides them.
-            ahead = tl.minimum(t + COUNT, end - COUNT)
-            following = _load_tokens(inputs, ahead, start, end, channel, STRIDES, N, BLOCK_N, LANES, COUNT, True)
-            S = _end_chunk(S, target, chunk_dst, chunk + (t - origin) // CHUNK, t, start, origin, N)
-            S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, COUNT, True)
+            # The branch in `_end_chunk` keeps these loads before the scan that hides them.
+            following = _load_tokens(inputs, row, tl.minimum(t + COUNT, end - COUNT), channel, LANES, COUNT, True)
+            dst = chunk_dst + (chunk + (t - origin) // CHUNK)
+            S = _end_chunk(S, target, lanes, dst, t, start, origin)
+            S = _scan_tokens(S, loaded, weights, target, row, t, LANES, COUNT, True)
             loaded = following
     if body_end < end:
-        S = _end_chunk(S, target, chunk_dst, chunk + (body_end - origin) // CHUNK, body_end, start, origin, N)
+        dst = chunk_dst + (chunk + (body_end - origin) // CHUNK)
+        S = _end_chunk(S, target, lanes, dst, body_end, start, origin)
     for t in range(body_end, end, LANES):
-        loaded = _load_tokens(inputs, t, start, end, channel, STRIDES, N, BLOCK_N, LANES, LANES, False)
-        S = _scan_tokens(S, loaded, weights, out, t, start, end, channel, in_dim, OUT_STRIDE, LANES, LANES, False)
-    _store(S, target, tl.load(chunk_dst + last_chunk - 1), N)
+        loaded = _load_tokens(inputs, row, t, channel, LANES, LANES, False)
+        S = _scan_tokens(S, loaded, weights, target, row, t, LANES, LANES, False)
+    _store(S, target, lanes, tl.load(chunk_dst + row.last_chunk - 1))
 
 
 _launch = Launcher(_scan_kernel)

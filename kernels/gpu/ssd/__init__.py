@@ -1,4 +1,4 @@
-"""Run Mamba2's state-space duality over a mixed batch: two launches for decode rows, one or two for prefill rows."""
+"""Run Mamba2's state-space duality over a mixed batch: two launches for decode, one or two for prefill."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import inf
 from torch import Tensor
 
 from ...indices import StateIndices
+from ..common.fold import fold
 from ..common.layout import check_dense, clear_from
 from .decode import decode
-from .fold import fold
 from .prefill import prefill
 
 
@@ -36,7 +36,8 @@ def ssd(
         return out
     if indices.num_decodes:
         decode(x, dt, A, B, C, D, z, dt_bias, state, log, indices, dt_limit, out)
-        fold(x, B, state, log, indices)
+        values, keys, step_sizes, sums = log
+        fold(state, keys, step_sizes, values, sums, indices)
     if indices.num_prefills:
         prefill(x, dt, A, B, C, D, z, dt_bias, state, indices, dt_limit, out)
     else:

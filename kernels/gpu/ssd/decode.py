@@ -1,4 +1,4 @@
-"""Run state-space duality over decode rows and their token logs, in one Triton launch."""
+"""Run decode over token logs in one Triton launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...indices import StateIndices
+from ..common.decode import States, Tiles, decode_program, read_states
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
 from ..common.log import (
@@ -18,100 +19,55 @@ from ..common.log import (
     ROWS,
     WINDOW,
     arrive,
-    depth_of,
+    decode_row,
     entry_scores,
-    entry_values,
     for_rows,
-    load_state,
     most_tiles,
     next_launch_may_begin,
-    prefetch_entries,
     registers,
-    row_log,
     row_sums,
     scratch,
     slot_of,
     tile_bits,
-    tile_columns,
-    tile_rows,
-    wait_for_arrivals,
     wait_for_previous_launch,
 )
-from .prepare import SCALARS, prepare
+from ..common.structs import aggregate
+from .decode_prepare import SCALARS, Inputs, Log, Scratch, Shape, prepare
 
 MAX_HEADS = 16  # per program that prepares
 
 
+@aggregate
+class Reads:
+    """Hold x and gates [F, H, P], with strides, a row's `Scratch`, and constants."""
+
+    x: tl.tensor
+    z: tl.tensor | None
+    scratch: tl.tensor
+    X_STRIDES: tuple[int, ...]
+    Z_STRIDES: tuple[int, ...]
+    shape: tl.tensor
+
+
 @triton.jit
-def _decode(
-    x,
-    z,
-    state,
-    out,
-    log_x,
-    scores,
-    vectors,
-    scalars,
-    arrivals,
-    row,
-    first_tile,
-    tiles,
-    waiting,
-    source,
-    folded,
-    length,
-    start,
-    end,
-    depths,
-    tokens_per_decode,
-    X_STRIDES: tl.constexpr,
-    Z_STRIDES: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    MOST_TILES: tl.constexpr,
-    PREPARING: tl.constexpr,
-):
-    """Compute the outputs of a batch row for `tiles` tiles of BLOCK_P lines of one head's state."""
-    TILES: tl.constexpr = P // BLOCK_P
-    ASKED: tl.constexpr = MOST_TILES * BLOCK_P
-    head, first_value = first_tile // TILES, first_tile % TILES * BLOCK_P
-    group = head // (HEADS // GROUPS)
-    log_x += head * P
-    state += (head * P + first_value) * N
-    prefetch_entries(log_x + first_value // ASKED * ASKED, start, end, HEADS * P, ASKED)
-    wait_for_arrivals(arrivals, PREPARING, waiting)
-    lane, channel, entry = tile_rows(BLOCK_P), tile_columns(BLOCK_N), tl.arange(0, WINDOW)
-    in_N = channel < N
-    element = lane[:, :, None, None] * N + channel
-    read = tl.broadcast_to(tl.where(source != 0, in_N, False), element.shape)
-    for tile in range(tiles):
-        value = first_value + tile * BLOCK_P + lane
-        S = load_state(state + tile * (BLOCK_P * N) + element, read, folded)
-        xs = entry_values(log_x, start, end, value, HEADS * P)
-        for t in range(tokens_per_decode):
-            token = row.to(tl.int64) * tokens_per_decode + t
-            computed = t < length
-            scalar = scalars + (token * HEADS + head) * SCALARS
-            raw = tl.load(x + token * X_STRIDES[0] + head * X_STRIDES[1] + value, mask=value < P)
-            own = raw.to(tl.float32)
-            met = tl.sum(S * for_rows(vectors + (token * GROUPS + group) * N, channel, in_N), axis=2) * tl.load(scalar)
-            met = row_sums(met, xs * entry_scores(scores + (token * HEADS + head) * WINDOW))
-            y = met + tl.load(scalar + 1) * own
-            if z is not None:
-                gate = tl.load(z + token * Z_STRIDES[0] + head * Z_STRIDES[1] + value, mask=value < P).to(tl.float32)
-                y *= gate / (1 + tl.exp(-gate))
-            y = tl.where(computed, y, 0.0).to(out.dtype.element_ty)
-            tl.store(out + token * OUT_STRIDE + head * P + value, y)
-            tl.store(log_x + (end + t) * (HEADS * P) + value, raw, mask=tl.where(computed, value < P, False))
-            if t + 1 < length:
-                place, following = end + depth_of(depths, t), end + depth_of(depths, t + 1)
-                xs = tl.where((entry == place)[None, None, :], own[:, :, None], xs)
-                xs = tl.where((entry < following)[None, None, :], xs, 0.0)  # entries of siblings may be NaN
+def _read(reads, token, tile):
+    """Return a token's y, and x in fp32 and raw."""
+    shape = reads.shape
+    in_P = tile.value < shape.P
+    group = tile.head // (shape.HEADS // shape.GROUPS)
+    scalar = reads.scratch.scalars + (token * shape.HEADS + tile.head) * SCALARS
+    x = reads.x + token * reads.X_STRIDES[0] + tile.head * reads.X_STRIDES[1] + tile.value
+    raw = tl.load(x, mask=in_P)
+    own = raw.to(tl.float32)
+    vector = reads.scratch.vectors + (token * shape.GROUPS + group) * shape.N
+    met = tl.sum(tile.S * for_rows(vector, tile.channel, tile.in_K), axis=2) * tl.load(scalar)
+    score = reads.scratch.scores + (token * shape.HEADS + tile.head) * WINDOW
+    y = row_sums(met, tile.entries * entry_scores(score)) + tl.load(scalar + 1) * own
+    if reads.z is not None:
+        gate = reads.z + token * reads.Z_STRIDES[0] + tile.head * reads.Z_STRIDES[1] + tile.value
+        gate = tl.load(gate, mask=in_P).to(tl.float32)
+        y *= gate / (1 + tl.exp(-gate))
+    return y, own, raw
 
 
 @triton.jit(
@@ -173,34 +129,27 @@ def _decode_kernel(
     PREPARING: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
 ):
-    """Prepare tokens in the first programs, PREPARING per batch row, and read states in the others."""
+    """Prepare tokens in the first programs, PREPARING per row; read states in the others."""
     wait_for_previous_launch()
     next_launch_may_begin()
-    TILES: tl.constexpr = HEADS * (P // BLOCK_P)
-    waiting = TILES >> tile_bits
-    program = tl.program_id(0) - num_rows * PREPARING
-    first_tile = program << tile_bits
-    row = tl.where(program < 0, tl.program_id(0) // PREPARING, first_tile // TILES)
-    slot, start, end = row_log(slots, starts, ends, row)
-    length, depths = tl.load(lengths + row), tl.load(depths + row)
-    arrivals += row * ARRIVALS_STRIDE
-    if program < 0:
-        prepare(
-            dt, A, B, C, D, dt_bias,
-            slot_of(log_B, slot, B_stride), slot_of(log_dt, slot, dt_stride), slot_of(log_G, slot, G_stride),
-            scores, vectors, scalars, row, tl.program_id(0) % PREPARING, length, start, end, depths,
-            tokens_per_decode, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES,
-            HEADS, GROUPS, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN,
-        )  # fmt: skip
-        arrive(arrivals, PREPARING, waiting)
+    program = decode_program(num_rows, tile_bits, HEADS * (P // BLOCK_P), PREPARING)
+    row = decode_row(program.row, lengths, slots, starts, ends, depths, tokens_per_decode)
+    arrivals += program.row * ARRIVALS_STRIDE
+    between = Scratch(scores, vectors, scalars)
+    shape = Shape(HEADS, GROUPS, P, N, BLOCK_N, BLOCK_HEADS, ONE_TOKEN)
+    if program.index < 0:
+        inputs = Inputs(dt, A, B, C, D, dt_bias, dt_min, dt_max, DT_STRIDES, B_STRIDES, C_STRIDES)
+        log_B, log_dt = slot_of(log_B, row.slot, B_stride), slot_of(log_dt, row.slot, dt_stride)
+        log = Log(log_B, log_dt, slot_of(log_G, row.slot, G_stride))
+        prepare(inputs, log, between, row, tl.program_id(0) % PREPARING, shape)
+        arrive(arrivals, PREPARING, program.waiting)
     else:
-        source, folded = tl.load(src + row), tl.load(dst + row) != 0
-        _decode(
-            x, z, state + source * slot_elements(slot_stride, state), out, slot_of(log_x, slot, x_stride),
-            scores, vectors, scalars, arrivals, row, first_tile % TILES, 1 << tile_bits, waiting, source, folded,
-            length, start, end, depths, tokens_per_decode, X_STRIDES, Z_STRIDES, OUT_STRIDE,
-            HEADS, GROUPS, P, N, BLOCK_N, BLOCK_P, MOST_TILES, PREPARING,
-        )  # fmt: skip
+        source, folded = tl.load(src + program.row), tl.load(dst + program.row) != 0
+        state += source * slot_elements(slot_stride, state)
+        states = States(state, source, folded, slot_of(log_x, row.slot, x_stride), out, OUT_STRIDE)
+        tiles = Tiles(HEADS, P, N, BLOCK_P, BLOCK_N, MOST_TILES, PREPARING)
+        reads = Reads(x, z, between, X_STRIDES, Z_STRIDES, shape)
+        read_states(program, row, states, arrivals, reads, tiles, _read, False)
 
 
 _launch = Launcher(_decode_kernel)
@@ -221,7 +170,7 @@ def decode(
     dt_limit: tuple[float, float],
     out: Tensor,
 ) -> None:
-    """Fill the decode tokens of `out` [F, H, P] and log them. Scratch: 72 H + 4 G N bytes per token."""
+    """Fill the decode tokens of `out` [F, H, P] and log them. Prepared: 72 H + 4 G N bytes per token."""
     heads, P = x.shape[1:]
     groups, N = B.shape[1:]
     rows, width = indices.num_decodes, indices.tokens_per_decode

@@ -1,234 +1,18 @@
-"""Run state-space duality (arXiv:2405.21060) over prefill rows in two Triton launches, or one (`scan`) for bf16.
-
-A chunk of 64 tokens, the lines of x, B and C, takes the state S [P, N] of a head through
-
-    y = decay * (C S^T) + scores x + D x;  S = decay S + (to_end * x)^T B
-
-Scores are C B^T times the decay between both tokens and the earlier token's step size. The first launch computes step
-sizes and decays of all chunks at once. The second carries the states. Its products are transposed, so that every scaled
-operand is a left operand, already in registers.
-"""
+"""Run prefill in one launch for bf16, else in two."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...device import processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, chunk_tokens, clear_padding, prefill_row, row_and_tile
-from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
-from ..common.delta_rule import dot
+from ..common.chunks import ROW_ARRAYS
 from ..common.hopper import served
-from ..common.launch import Launcher, index_pointers
-from ..common.layout import cdiv, layer_strides, power_of_2, slot_elements, slot_stride
-from ..common.prefetch import later_tile, prefetch
-from ..common.state_tile import load_tile, store_tile, tile_elements
-from .scan import scan
-
-HEADS_PER_PROGRAM = 8  # of the first launch
-ROWS = tl.constexpr(64)  # lines of a state per program of the second
-# For longer sequences, to prefetch a later program's state costs more than it hides.
-PREFETCH_CHUNKS = tl.constexpr(8)
-
-
-@triton.jit(do_not_specialize=["num_prefills", "dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_tokens"])
-def _decays_kernel(
-    dt,
-    A,
-    dt_bias,
-    vectors,
-    query_start_loc,
-    chunk_start,
-    seq_chunk_start,
-    num_prefills,
-    dt_stride,
-    dt_head_stride,
-    dt_min,
-    dt_max,
-    num_tokens,
-    HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
-    TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    chunk, tile = row_and_tile(TILES)
-    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES)
-    step = tl.arange(0, CHUNK)[None, :]
-    head = tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    in_heads = head < HEADS
-    filled = (step < count) & in_heads
-    token = start.to(tl.int64) + step
-
-    rate = tl.load(A + head, mask=in_heads, other=0).to(tl.float32)
-    size = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=filled, other=0).to(tl.float32)
-    if dt_bias is not None:
-        size += tl.load(dt_bias + head, mask=in_heads, other=0).to(tl.float32)
-    size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
-    log_decay = size * rate * LOG2_E
-    clamped = tl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
-    # A running sum loses digits that differences need. In fp32 coarse parts are summed apart, which is exact.
-    coarse = clamped
-    if VECTORS > 4:
-        coarse = tl.floor(clamped * 2048) / 2048
-    sums, fine = tl.cumsum(coarse, 1), tl.cumsum(clamped - coarse, 1)
-    last = step == CHUNK - 1  # so that the last token's difference is 0
-    to_end = tl.sum(tl.where(last, sums, 0.0), 1)[:, None] - sums
-    to_end += tl.sum(tl.where(last, fine, 0.0), 1)[:, None] - fine
-
-    vector = vectors + head.to(tl.int64) * (VECTORS * num_tokens) + token
-    tl.store(vector, tl.exp2(tl.cumsum(log_decay, 1)), mask=filled)
-    tl.store(vector + num_tokens, sums, mask=filled)
-    tl.store(vector + 2 * num_tokens, size, mask=filled)
-    tl.store(vector + 3 * num_tokens, tl.exp2(to_end) * size, mask=filled)
-    if VECTORS > 4:
-        tl.store(vector + 4 * num_tokens, fine, mask=filled)
-
-
-@triton.jit
-def _halves(x):
-    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-
-
-@triton.jit
-def _products(x, y):
-    """Return x y^T [64, 64], in halves for wide fp32 operands, which do not fit into shared memory at once."""
-    if x.dtype == tl.float32 and x.shape[1] > 128:
-        x_left, x_right = _halves(x)
-        y_left, y_right = _halves(y)
-        return dot(x_right, tl.trans(y_right), dot(x_left, tl.trans(y_left)))
-    else:
-        return dot(x, tl.trans(y))
-
-
-@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
-def _scan_kernel(
-    x,
-    B,
-    C,
-    D,
-    z,
-    vectors,
-    state,
-    out,
-    query_start_loc,
-    rows,
-    chunk_dst,
-    num_prefills,
-    slot_stride,
-    num_tokens,
-    X_STRIDES: tl.constexpr,
-    B_STRIDES: tl.constexpr,
-    C_STRIDES: tl.constexpr,
-    Z_STRIDES: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    VECTORS: tl.constexpr,
-    STAGES: tl.constexpr,
-    CONCURRENT: tl.constexpr,
-):
-    """Carry 64 lines of one head's state per program through all chunks of one sequence."""
-    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
-    OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
-    STATE: tl.constexpr = state.dtype.element_ty
-    sequence, index = row_and_tile(HEADS * TILES)
-    head = index // TILES
-    first_row = index % TILES * ROWS
-    row = tl.arange(0, ROWS)
-    step = tl.arange(0, CHUNK)
-    in_P = first_row + row < P
-    out += head * P + first_row
-
-    if sequence == num_prefills:
-        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_P, OUT_STRIDE)
-        return
-
-    start, end, context, first_chunk, last_chunk, slot = prefill_row(rows, sequence)
-    origin = start - context % CHUNK
-    slot_stride = slot_elements(slot_stride, state)
-    later_state = later_tile(
-        state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
-    )
-
-    element, inside = tile_elements(first_row, P, N, ROWS, BLOCK_N)
-    state += head * P * N
-    S = load_tile(state + slot * slot_stride + element, tl.where(slot != 0, inside, False), ROWS, BLOCK_N)
-
-    if TILES * ROWS == P and BLOCK_N == N and last_chunk - first_chunk <= PREFETCH_CHUNKS:
-        prefetch(later_state, ROWS * N)
-
-    channel = tl.arange(0, BLOCK_N)
-    x += head * X_STRIDES[1] + first_row
-    B += head // (HEADS // GROUPS) * B_STRIDES[1]
-    C += head // (HEADS // GROUPS) * C_STRIDES[1]
-    vectors += head.to(tl.int64) * (VECTORS * num_tokens)
-    skip = 0.0
-    if D is not None:
-        skip = tl.load(D + head).to(tl.float32)
-    each_step = tl.arange(0, 4 * CHUNK) % CHUNK
-    each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
-    # Offsets of 32 bits, added to a scalar pointer: 64 bits would take twice the registers.
-    x_tile = step[:, None] * X_STRIDES[0] + row[None, :]
-    B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
-    C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
-    place = step[None, :] * OUT_STRIDE + row[:, None]
-    earlier = step[:, None] <= step[None, :]
-    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
-        boundary = origin + (chunk - first_chunk) * CHUNK
-        chunk_start = tl.maximum(boundary, start)
-        count = tl.minimum(boundary + CHUNK, end) - chunk_start
-        filled = step < count
-        t = chunk_start.to(tl.int64)
-        mask_N = filled[:, None]
-        if BLOCK_N != N:
-            mask_N &= (channel < N)[None, :]
-        mask_P = filled[:, None]
-        if TILES * ROWS != P:
-            mask_P &= in_P[None, :]
-        inputs = tl.load(B + t * B_STRIDES[0] + B_tile, mask=mask_N, other=0).to(OPERAND)
-        reads = tl.load(C + t * C_STRIDES[0] + C_tile, mask=mask_N, other=0).to(OPERAND)
-        values = tl.trans(tl.load(x + t * X_STRIDES[0] + x_tile, mask=mask_P, other=0))
-        four = tl.load(vectors + t + each, mask=each_step < count, other=0)
-        total_decay = tl.load(vectors + t + count - 1)
-        dst = tl.load(chunk_dst + chunk)
-
-        low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
-        decay, sums = tl.split(low)
-        size, to_end = tl.split(high)
-        # Negated, B comes from registers. From shared memory it would need another buffer, and a processor would hold
-        # one program instead of two.
-        scores = _products(-inputs, reads)
-        differences = sums[None, :] - sums[:, None]
-        if VECTORS > 4:
-            fine = tl.load(vectors + 4 * num_tokens + t + step, mask=filled, other=0)
-            differences += fine[None, :] - fine[:, None]
-        scores *= tl.exp2(tl.where(earlier, differences, float("-inf"))) * -size[:, None]
-        scores = scores.to(OPERAND)
-        y = decay[None, :] * dot(S.to(OPERAND), tl.trans(reads))
-        y = dot(values.to(OPERAND), scores, y)
-        S = dot((to_end[None, :] * values.to(tl.float32)).to(OPERAND), inputs, total_decay * S)
-        if STATE != tl.float32:
-            S = S.to(STATE).to(tl.float32)
-        mask = filled[None, :] & in_P[:, None]
-        if D is not None:
-            y += skip * values.to(tl.float32)
-        if z is not None:
-            gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_row
-            gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + row[:, None], mask=mask, other=0).to(tl.float32)
-            y *= gate / (1 + tl.exp(-gate))
-        tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
-        # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
-        store_tile(state + dst * slot_stride + element, S, tl.where(dst != 0, inside, False))
-
-
-_launch_decays = Launcher(_decays_kernel)
-_launch_scan = Launcher(_scan_kernel)
+from ..common.launch import index_pointers
+from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
+from . import prefill_hopper, prefill_triton
+from .prefill_triton import ROWS
 
 
 def prefill(
@@ -247,53 +31,48 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, P] and store states at `chunk_dst`.
 
-    Scratch: none for `scan`, else 16 bytes per token and head for bf16 activations, 20 for others.
+    Scratch of two launches: 16 bytes per token and head for bf16, else 20.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
     x_strides, B_strides, C_strides, z_strides = layer_strides(x, B, C, x if z is None else z)
-    strides = {"X_STRIDES": x_strides, "B_STRIDES": B_strides, "C_STRIDES": C_strides, "Z_STRIDES": z_strides}
-    shape = {"OUT_STRIDE": out.stride(0), "HEADS": heads, "GROUPS": groups, "P": P, "N": N, "BLOCK_N": power_of_2(N)}
+    constants = {
+        "X_STRIDES": x_strides,
+        "B_STRIDES": B_strides,
+        "C_STRIDES": C_strides,
+        "Z_STRIDES": z_strides,
+        "OUT_STRIDE": out.stride(0),
+        "HEADS": heads,
+        "GROUPS": groups,
+        "P": P,
+        "N": N,
+        "BLOCK_N": power_of_2(N),
+    }
     numbers = indices.num_prefills, slot_stride(state), num_tokens
-    programs = heads * cdiv(P, ROWS.value)
+    tiles = heads * cdiv(P, ROWS.value)
+    programs = tiles * (indices.num_prefills + 1)
     rows = index_pointers(indices, ROW_ARRAYS)
     concurrent = processors(x.get_device())
     if N <= 128 and served((x, B, C), (x_strides, B_strides, C_strides)):
-        # Two programs share a processor, unless all can have their own.
-        stages, shared = (4, 1) if programs * indices.num_prefills <= concurrent else (2, 2)
-        scan(
-            programs * (indices.num_prefills + 1),
+        # Two programs share a processor unless all can have their own.
+        stages, shared = (4, 1) if tiles * indices.num_prefills <= concurrent else (2, 2)
+        prefill_hopper.scan(
+            programs,
             (x, dt, A, B, C, D, z, dt_bias, state, out),
             rows,
             (*numbers, *dt.stride(), *map(float, dt_limit)),
-            {**strides, **shape, "STAGES": stages, "CONCURRENT": shared * concurrent},
+            {**constants, "STAGES": stages, "CONCURRENT": shared * concurrent},
             num_warps=4,
         )
         return
     narrow = x.dtype == torch.bfloat16
     num_vectors = 4 if narrow else 5
-    vectors = x.new_empty(num_vectors * num_tokens * heads, dtype=torch.float32)
-    num_chunks = indices.chunk_seq.shape[0]
-    if num_chunks:
-        _launch_decays(
-            cdiv(heads, HEADS_PER_PROGRAM) * num_chunks,
-            (dt, A, dt_bias, vectors),
-            index_pointers(indices, CHUNK_ARRAYS),
-            (indices.num_prefills, *dt.stride(), *map(float, dt_limit), num_tokens),
-            {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
-            num_warps=1,
-        )
-    _launch_scan(
-        programs * (indices.num_prefills + 1),
+    vectors = prefill_triton.decays(dt, A, dt_bias, indices, dt_limit, num_vectors)
+    prefill_triton.scan(
+        programs,
         (x, B, C, D, z, vectors, state, out),
         rows,
         numbers,
-        {
-            **strides,
-            **shape,
-            "VECTORS": num_vectors,
-            "STAGES": 3 if narrow else 1,
-            "CONCURRENT": 2 * concurrent,  # two programs per processor
-        },
+        {**constants, "VECTORS": num_vectors, "STAGES": 3 if narrow else 1, "CONCURRENT": 2 * concurrent},
         num_warps=4,
     )

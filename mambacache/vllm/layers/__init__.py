@@ -29,7 +29,7 @@ LAYERS: dict[str, type] = {
 
 @contextmanager
 def built() -> Iterator[None]:
-    """Make vLLM build our layers. A lasting registration would change models that stay vLLM's."""
+    """Make vLLM build our layers, in this context only: other models stay vLLM's."""
     names = [name for name in LAYERS if name not in op_registry_oot]  # `check_all_ours` finds another plugin's
     for name in names:
         PluggableLayer.register_oot(name=name)(LAYERS[name])
@@ -41,11 +41,7 @@ def built() -> Iterator[None]:
 
 
 def check_all_ours(forward_context: Mapping[str, Any]) -> list[Any]:
-    """Return a model's recurrent layers, in order.
-
-    Raises:
-        ValueError: a layer's state would not be in our pool.
-    """
+    """Return a model's recurrent layers in order, or raise ValueError for a foreign layer."""
     recurrent = {name: layer for name, layer in forward_context.items() if isinstance(layer, MambaBase)}
     for name, layer in recurrent.items():
         if not isinstance(layer, StateLayer):
@@ -64,11 +60,7 @@ def check_no_drafter(layers: Sequence[Any], model: nn.Module) -> None:
 
 
 def check_stage(forward_context: Mapping[str, Any]) -> None:
-    """Check a pipeline stage.
-
-    Raises:
-        ValueError: it lacks recurrent layers for our pool, or attention layers for vLLM's KV.
-    """
+    """Raise ValueError unless a pipeline stage has recurrent layers for our pool, and attention for vLLM's KV."""
     layers = [layer for layer in forward_context.values() if isinstance(layer, AttentionLayerBase)]
     recurrent = sum([isinstance(layer, MambaBase) for layer in layers])
     if recurrent in (0, len(layers)):

@@ -17,7 +17,7 @@ from mambacache.vllm.step_context import StepContext
 
 
 class StateLayer:
-    """Keeps a vLLM layer's state in our pool. Padding tokens get zeros."""
+    """Keeps a vLLM layer's state in our pool; padding gets zeros."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,12 +27,12 @@ class StateLayer:
         return None
 
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
-        """Return vLLM's shapes; the window is [W - 1, dim] in layout DS too."""
+        """Return vLLM's shapes, with a window [W - 1, dim] in layout DS too."""
         window, *states = super().get_state_shape()
         return (window[::-1] if os.environ.get(LAYOUT) == "DS" else window, *states)
 
     def state_tensors(self) -> list[StateTensor]:
-        """Return a state's tensors in vLLM's shapes and dtypes, window first."""
+        """Return a state's tensors, window first."""
         shapes, dtypes = self.get_state_shape(), self.get_state_dtype()
         return [StateTensor(tuple(shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
@@ -43,16 +43,15 @@ class StateLayer:
         return [conv1d_log(dim, dtype), *self.recurrent_log(*self.get_state_dtype())]
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
-        """Return the recurrence's log tensors, for dtypes of activations and states."""
+        """Return the recurrence's tensors, by dtypes of activations and states."""
         return ()
 
     def bind_states(self, context: StepContext, states: tuple[Tensor, ...], logs: tuple[Tensor, ...]) -> None:
         self._context = context
         self._states = states
-        self._conv_log, *self._log = logs
+        self._conv_log, *self._token_log = logs
 
     def indices(self, x: Tensor) -> StateIndices:
-        """Return the step's indices for activations [F, ...]."""
         return self._context.indices(len(x))
 
     def project_out(self, y: Tensor, output: Tensor) -> None:
@@ -67,7 +66,7 @@ Core = Callable[..., None]
 
 
 def in_order(core: Core) -> Core:
-    """Wrap a method on activations [F, ...] that fills the last, so that it works in index order."""
+    """Run a method, which fills the last of its activations [F, ...], in index order."""
 
     @wraps(core)
     def ordered(layer: Any, *args: Tensor, **named: Tensor) -> None:
@@ -96,10 +95,7 @@ class GatedNorm(nn.Module):
 
 
 def conv_weight(conv: Any) -> Tensor:
-    """Return a convolution's weight [dim, W].
-
-    vLLM's CPU build packs bf16 weights, and keeps a copy.
-    """
+    """Return a weight [dim, W]; vLLM's CPU build packs bf16 and keeps a copy."""
     conv = getattr(conv, "base_layer", conv)  # LoRA wraps linear layers
     weight = getattr(conv, "_cpu_unpacked_conv_weight", None)
     if weight is None:

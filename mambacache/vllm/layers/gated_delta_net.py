@@ -39,7 +39,7 @@ class GatedDeltaNet(StateLayer):
             self.A_log,
             self.dt_bias,
             states,
-            self._log,
+            self._token_log,
             indices,
             beta_scale=self.beta_scale,
             out=core_attn_out[:tokens],
@@ -51,11 +51,11 @@ class QwenGatedDeltaNet(GatedDeltaNet, QwenGatedDeltaNetAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.enable_fused_gdn_spec_decode = False
-        self._forward_method = self.forward_cuda  # on a CPU too: calls _forward_core in an op
+        self._forward_method = self.forward_cuda  # on a CPU too: calls _forward_core
 
 
 class OlmoHybridGatedDeltaNet(GatedDeltaNet, OlmoHybridGatedDeltaNetAttention):
-    """Runs as one opaque op, norm included."""
+    """Runs as an opaque op, norm included."""
 
     o_norm: Any
 

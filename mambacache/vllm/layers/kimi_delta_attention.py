@@ -14,11 +14,7 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
-    """Runs the steps between projections.
-
-    Raises:
-        ValueError: the log decay has a lower bound, as in Kimi-K3.
-    """
+    """Runs the steps between projections; raises ValueError for decay with a lower bound, as in Kimi-K3."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +39,7 @@ class KimiDeltaAttention(StateLayer, KimiGatedDeltaNetAttention):
         windows, states = self._states
         x = conv1d(mixed_qkv[:tokens], conv_weight(self.conv1d), self.conv1d.bias, windows, self._conv_log, indices)
         q, k, v = x.unflatten(-1, (3, -1, self.head_dim)).unbind(1)
-        y = kda(q, k, v, g1[:tokens], beta[:tokens], self.A_log, self.dt_bias, states, self._log, indices)
+        y = kda(q, k, v, g1[:tokens], beta[:tokens], self.A_log, self.dt_bias, states, self._token_log, indices)
         gated_rms_norm(
             y,
             g2[:tokens],

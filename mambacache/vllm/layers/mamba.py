@@ -1,4 +1,4 @@
-"""Run Mamba layers of Jamba, and Mamba2 layers of Falcon-H1, Granite 4, Nemotron-H and Zamba2."""
+"""Run Mamba and Mamba2 layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class Mamba1(StateLayer, MambaMixer):
-    """Runs as one opaque op, on [tokens, channels].
+    """Runs as an opaque op, on [tokens, channels].
 
-    Projections run in batch order, since LoRA finds a token's adapter by its batch place.
+    Projections run in batch order: LoRA finds a token's adapter by its batch place.
     """
 
     def recurrent_log(self, *dtypes: torch.dtype) -> tuple[StateTensor, ...]:
@@ -42,7 +42,7 @@ class Mamba1(StateLayer, MambaMixer):
         tokens = indices.num_tokens
         x, dt, B, C, z = (each[:tokens] for each in (x, dt, B, C, z))
         bias, states = self._time_proj_bias(), self._states[1]
-        selective_scan(x, dt, self.A, B, C, self.D, z, bias, states, self._log, indices, out=out[:tokens])
+        selective_scan(x, dt, self.A, B, C, self.D, z, bias, states, self._token_log, indices, out=out[:tokens])
         out[tokens:] = 0
 
 
@@ -72,7 +72,7 @@ class Mamba2(StateLayer, MambaMixer2):
             None,
             self.dt_bias,
             states,
-            self._log,
+            self._token_log,
             indices,
             out=output[:tokens].unflatten(-1, (-1, self.head_dim)),
         )

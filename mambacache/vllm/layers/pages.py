@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
 class Pages(AttentionLayerBase):
-    """Gives each request one unused page, which is never full, so never hit."""
+    """Gives each request a page, which is never full, so never hit."""
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return PagesBackend
@@ -29,7 +29,7 @@ class Pages(AttentionLayerBase):
 
 
 class PagesBackend(AttentionBackend):
-    """Provides `PagesBuilder` to vLLM."""
+    """Provides `PagesBuilder`."""
 
     @staticmethod
     def get_name() -> str:

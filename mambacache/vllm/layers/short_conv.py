@@ -10,7 +10,7 @@ from mambacache.vllm.layers.base import StateLayer, conv_weight, in_order
 
 
 class ShortConv(StateLayer, VllmShortConv):
-    """Runs as one opaque op, with projections in batch order."""
+    """Runs as an opaque op, with projections in batch order."""
 
     def forward_cuda(self, hidden_states: Tensor, output: Tensor) -> None:
         B, C, x = self.in_proj(hidden_states)[0].chunk(3, dim=-1)

@@ -1,4 +1,4 @@
-"""Multiply a chunk's pairs of tokens in Gluon, every channel decayed from one token to the other."""
+"""Multiply pairs of tokens in Gluon, every channel decayed from one token to the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..common.delta_rule import BLOCK
 from ..common.hopper import barrier, narrow
 from ..common.inverse import rejoined
 
-# Largest log decay of half a span for all pairs to meet in its middle: keys of norm 1 take its exponential and inverse.
+# Log decay of half a span: keys of norm 1 stay in range, times its exponential or inverse.
 MAX_FACTORED_DECAY = gl.constexpr(75.0)
 
 
@@ -29,7 +29,7 @@ def add_near(scores, products, q_s, k_s, right_s):
 
 @gluon.jit
 def _from_middle(sums, SPAN: gl.constexpr):
-    """Return the log decay, at most 0, between the middle of a span and each token [64, C]."""
+    """Return log decays, at most 0, between a span's middle and each token [64, C]."""
     LAYOUT: gl.constexpr = sums.type.layout
     C: gl.constexpr = sums.shape[1]
     spans = gl.reshape(sums, [CHUNK // SPAN, SPAN, C])
@@ -41,13 +41,14 @@ def _from_middle(sums, SPAN: gl.constexpr):
 
 
 @gluon.jit
-def _from_middles(sums, span, quarters_s):
+def _from_middles(sums, span, sums_s):
     LAYOUT: gl.constexpr = sums.type.layout
     exponents = sums
     if span == 32:
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-        first, last = quarters_s[0].load(gl.SliceLayout(0, LAYOUT)), quarters_s[1].load(gl.SliceLayout(0, LAYOUT))
-        exponents -= gl.where(row < CHUNK // 2, first[None, :], last[None, :])
+        first = sums_s.to_first_middle.load(gl.SliceLayout(0, LAYOUT))
+        second = sums_s.to_second_middle.load(gl.SliceLayout(0, LAYOUT))
+        exponents -= gl.where(row < CHUNK // 2, first[None, :], second[None, :])
         exponents = gl.where(row & 16 != 0, exponents, -exponents)
     elif span == 16:
         exponents = _from_middle(sums, 16)
@@ -85,7 +86,7 @@ def _add_diagonal(blocks, left_s, right_s, start, end):
 
 @gluon.jit
 def _add_halves(blocks, left_s, right_s, SPAN: gl.constexpr):
-    """Add products of the second half of a span, 64 or 32, with its first half."""
+    """Add products of a span's second half with its first; SPAN is 64 or 32."""
     left = left_s.load(gl.DotOperandLayout(0, blocks[0].type.layout, 2))
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, blocks[0].type.layout))[:, None]
     start = row & -SPAN
@@ -110,17 +111,17 @@ def rest(x):
 
 @gluon.jit
 def _scaled(x, factor):
-    """Multiply in bf16: packed arithmetic takes a quarter of fp32's instructions."""
+    """Multiply in bf16, with a quarter of fp32's instructions."""
     code: gl.constexpr = "mul.rn.bf16x2 $0, $1, $2;"
     arguments = [x, narrow(factor)]
     return gl.inline_asm_elementwise(code, "=r,r,r", arguments, dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl.constexpr):
-    q_s, k_s, right_s = inputs_s
+def _add_level(scores, products, sums, part_s, sums_s, left_s, i, SPAN: gl.constexpr):
+    q_s, k_s, right_s = part_s.q, part_s.k, part_s.g
     LAYOUT: gl.constexpr = sums.type.layout
-    factor = gl.exp2(_from_middles(sums, SPAN, quarters_s))
+    factor = gl.exp2(_from_middles(sums, SPAN, sums_s))
     barrier()
     left_s.store(_scaled(q_s.load(LAYOUT), factor))
     right_s.store(_scaled(k_s.load(LAYOUT), factor))
@@ -137,18 +138,17 @@ def _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, SPAN: gl
 
 
 @gluon.jit
-def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, left_s):
-    """Add the pair products of a part with far decays. All inputs are overwritten.
+def add_far(scores, products, sums, halvings, part_s, sums_s, left_s):
+    """Add a part's pair products for far decays; overwrite `part_s`. See `prefill_triton._add_pair_products`.
 
-    See `prepare._add_pair_products`: `halvings` spans follow the span of 64.
-
-    `scores` and `products` are three blocks of columns [64, 16] and the diagonal blocks [4, 16, 16]. They include the
-    norms' powers of two.
+    `scores` and `products` are three blocks of columns [64, 16] and diagonal blocks [4, 16, 16], times powers of two
+    of the norms.
     """
-    q_s, k_s, right_s = inputs_s
+    q_s, k_s, right_s = part_s.q, part_s.k, part_s.g
     LAYOUT: gl.constexpr = sums.type.layout
-    q_norms, k_norms = norms_s[0].load(gl.SliceLayout(1, LAYOUT)), norms_s[1].load(gl.SliceLayout(1, LAYOUT))
-    # Both factors are at most 1 for pairs from different halves: keys need only one.
+    q_norms = part_s.q_norms.load(gl.SliceLayout(1, LAYOUT))
+    k_norms = part_s.k_norms.load(gl.SliceLayout(1, LAYOUT))
+    # At most 1 on both sides of the middle: keys are left and right operands alike.
     factor = gl.exp2(-gl.abs(sums))
     queries = _scaled(q_s.load(LAYOUT), gl.broadcast(power(q_norms)[:, None], sums)[0])
     keys = _scaled(k_s.load(LAYOUT), gl.broadcast(power(k_norms)[:, None], sums)[0])
@@ -160,13 +160,13 @@ def add_far(scores, products, sums, halvings, inputs_s, norms_s, quarters_s, lef
     scores = _add_halves(scores, left_s, right_s, CHUNK)
     products = _add_halves(products, right_s, right_s, CHUNK)
     i = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, scores[3].type.layout)))[None, :, None]
-    # Unrolled: a loop would compute the levels' values ahead and spill them.
+    # Unrolled: a loop would spill values that it computes ahead.
     for level in gl.static_range(5):
         if halvings > level:
-            scores, products = _add_level(scores, products, sums, inputs_s, quarters_s, left_s, i, CHUNK // 2 >> level)
+            scores, products = _add_level(scores, products, sums, part_s, sums_s, left_s, i, CHUNK // 2 >> level)
     span = gl.to_tensor(CHUNK // 2) >> halvings
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-    exponents = _from_middles(sums, span, quarters_s)
+    exponents = _from_middles(sums, span, sums_s)
     exponents = gl.where(row & (span // 2) != 0, exponents, -exponents)
     factor = gl.exp2(exponents)
     barrier()

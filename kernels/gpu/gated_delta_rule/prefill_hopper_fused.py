@@ -1,10 +1,9 @@
-"""Run prefill for bf16 activations in one Gluon launch, with the same bits as `prepare` and `scan`.
+"""Run prefill in one Gluon launch, with the same bits as in two.
 
-Each program carries tiles of 128 lines of states through their sequences, one tile after the other. Four of its warps
-copy chunks, compute decays and store outputs. Four prepare scores, inverses and vectors, and eight carry states. Each
-role runs ahead of the next as far as shared memory has room.
+A program carries tiles of states through their sequences, one after the other. Four warps copy chunks, compute decays
+and store outputs. Four prepare operands, and eight carry states. Roles run ahead as far as shared memory has room.
 
-The barriers of a program's chunk n:
+Barriers of a program's chunk n:
 
 | barrier | arrives | waits | meaning |
 |---|---|---|---|
@@ -28,17 +27,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
+from ..common.chunks import CHUNK
 from ..common.delta_rule import BLOCK
-from ..common.hopper import barrier, by_fours, clear_padding, copy_tile, prefetch_states, reinterpret
+from ..common.hopper import (
+    Outputs,
+    barrier,
+    by_fours,
+    clear_padding,
+    copy_tile,
+    prefetch_states,
+    prefill_row,
+    reinterpret,
+    slot_elements,
+    tokens_of_chunk,
+)
 from ..common.inverse import WARPS
 from ..common.launch import Launcher
-from ..common.layout import SLOT_UNIT
-from .prepare import FLAT, decays, gates, places, store_inverse, store_scores
+from ..common.structs import aggregate
+from .prefill_hopper_prepare import FLAT, Inputs, Scratch, decays, gates, places, store_inverse, store_scores
 
 BLOCK_V = gl.constexpr(128)
 CARRYING = gl.constexpr(8)  # warps
-REGISTERS = gl.constexpr((128, 48))  # per thread that prepares, and that copies; 168 are left to carry
+REGISTERS = gl.constexpr((128, 48))  # per thread that prepares, and that copies
 COPIES = gl.constexpr(3)  # stages of queries and keys
 STAGES = gl.constexpr(2)  # stages of everything else
 PART = gl.constexpr(8)  # lines per copy: a single copy would keep an offset for every line
@@ -47,7 +57,7 @@ PART = gl.constexpr(8)  # lines per copy: a single copy would keep an offset for
 @gluon.jit
 def _copy_chunk(tile, place, STRIDE: gl.constexpr, count, columns):
     for first in gl.static_range(0, CHUNK, PART):
-        copy_tile(tile.slice(first, PART), place + first * STRIDE, STRIDE, count - first, columns, False, WARPS)
+        copy_tile(tile.slice(first, PART), place + first * STRIDE, STRIDE, count - first, columns)
 
 
 @gluon.jit
@@ -60,121 +70,126 @@ def _store_outputs(out, tile, count, rows, OUT_STRIDE: gl.constexpr):
     gl.store(out + (step * OUT_STRIDE + row), o, mask=(step < count) & (row < rows))
 
 
+@aggregate
+class Work:
+    """Hold `num_items` tiles of states to carry."""
+
+    state: gl.tensor
+    slot_stride: gl.tensor
+    rows: gl.tensor
+    num_items: gl.tensor
+    VALUE_HEADS: gl.constexpr
+    K: gl.constexpr
+    V: gl.constexpr
+
+
+@aggregate
+class Stages:
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    inverses: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor
+    vectors: gl.shared_memory_descriptor
+    totals: gl.shared_memory_descriptor
+    read: gl.shared_memory_descriptor
+    outputs: gl.shared_memory_descriptor
+
+
+@aggregate
+class Barriers:
+    copied: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
+    decayed: gl.shared_memory_descriptor
+    prepared: gl.shared_memory_descriptor
+    done: gl.shared_memory_descriptor
+    stored: gl.shared_memory_descriptor
+
+
 @gluon.jit
-def _copy(
-    q,
-    k,
-    v,
-    a,
-    b,
-    A_log,
-    dt_bias,
-    state,
-    out,
-    rows,
-    num_items,
-    slot_stride,
-    inputs,
-    vectors,
-    totals,
-    outputs_s,
-    barriers,
-    Q_STRIDES: gl.constexpr,
-    K_STRIDES: gl.constexpr,
-    V_STRIDES: gl.constexpr,
-    A_STRIDES: gl.constexpr,
-    B_STRIDES: gl.constexpr,
-    OUT_STRIDE: gl.constexpr,
-    HEADS: gl.constexpr,
-    VALUE_HEADS: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-):
-    """Copy chunks, compute decays, and store outputs of earlier chunks."""
-    TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    ITEMS: gl.constexpr = VALUE_HEADS * TILES
+def _item(work, item):
+    """Return an item's batch row, value head and first line."""
+    TILES: gl.constexpr = (work.V + BLOCK_V - 1) // BLOCK_V
+    ITEMS: gl.constexpr = work.VALUE_HEADS * TILES
+    batch_row = prefill_row(work.rows, item // ITEMS)
+    return batch_row, item % ITEMS // TILES, item % TILES * BLOCK_V
+
+
+@gluon.jit
+def _copy(inputs, v, out, work, stages, barriers, V_STRIDES: gl.constexpr, OUT_STRIDE: gl.constexpr):
+    K: gl.constexpr = work.K
+    V: gl.constexpr = work.V
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    q_tiles, k_tiles, v_tiles = inputs
-    copied, values, decayed, done, stored = barriers
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    flat_vectors = reinterpret(vectors, gl.float32, [STAGES * 4 * CHUNK, 1], flat)
+    flat_vectors = reinterpret(stages.vectors, gl.float32, [STAGES * 4 * CHUNK, 1], flat)
     n = 0
-    # Offsets start as constants: else Triton 3.6 takes a variable for unchanged if the outer loop only passes it on.
+    # Offsets start as constants, or Triton 3.6 takes a variable that the outer loop passes on for unchanged.
     older_place, older_count, older_rows = gl.cast(0, gl.int64), 0, V
     last_place, last_count, last_rows = gl.cast(0, gl.int64), 0, V
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        fields = rows + item // ITEMS * ROW_FIELDS
-        start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
-        first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-        origin = start - context % CHUNK
-        head, first_row = item % ITEMS // TILES, item % TILES * BLOCK_V
+    for item in range(gl.program_id(0), work.num_items, gl.num_programs(0)):
+        batch_row, head, first_row = _item(work, item)
         if V % BLOCK_V == 0:
-            prefetch_states(state + (slot * slot_stride + (head * V + first_row) * K), BLOCK_V * K, WARPS)
-        for chunk in range(first_chunk, last_chunk):
-            boundary = origin + (chunk - first_chunk) * CHUNK
-            first = gl.maximum(boundary, start)
-            count = gl.minimum(boundary + CHUNK, end) - first
+            state = work.state + (batch_row.slot * work.slot_stride + (head * V + first_row) * K)
+            prefetch_states(state, BLOCK_V * K)
+        for chunk in range(batch_row.first_chunk, batch_row.last_chunk):
+            first, count = tokens_of_chunk(batch_row, chunk)
             t = first.to(gl.int64)
-            # No wait needed: waiting for room for the previous chunk's values also freed this stage of q and k.
-            q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
-            _copy_chunk(q_tiles.index(n % COPIES), q_place, Q_STRIDES[0], count, K)
-            _copy_chunk(k_tiles.index(n % COPIES), k_place, K_STRIDES[0], count, K)
-            async_copy.mbarrier_arrive(copied.index(n % COPIES), increment_count=False)
-            gate, beta, rate, bias = gates(a, b, A_log, dt_bias, first, count, head, A_STRIDES, B_STRIDES)
+            # The wait for room for the previous chunk's values also freed this stage of q and k.
+            q_place, k_place = places(inputs, t, head)
+            _copy_chunk(stages.q.index(n % COPIES), q_place, inputs.Q_STRIDES[0], count, K)
+            _copy_chunk(stages.k.index(n % COPIES), k_place, inputs.K_STRIDES[0], count, K)
+            async_copy.mbarrier_arrive(barriers.copied.index(n % COPIES), increment_count=False)
+            raw = gates(inputs, first, count, head)
 
             stage = n % STAGES
-            mbarrier.wait(done.index(stage), (n // STAGES & 1) ^ 1)
+            mbarrier.wait(barriers.done.index(stage), (n // STAGES & 1) ^ 1)
             v_place = v + t * V_STRIDES[0] + (head * V_STRIDES[1] + first_row)
-            _copy_chunk(v_tiles.index(stage), v_place, V_STRIDES[0], count, V - first_row)
-            async_copy.mbarrier_arrive(values.index(stage), increment_count=False)
-            _store_outputs(out + older_place, outputs_s, older_count, older_rows, OUT_STRIDE)
+            _copy_chunk(stages.v.index(stage), v_place, V_STRIDES[0], count, V - first_row)
+            async_copy.mbarrier_arrive(barriers.values.index(stage), increment_count=False)
+            _store_outputs(out + older_place, stages.outputs, older_count, older_rows, OUT_STRIDE)
             barrier()
-            mbarrier.arrive(stored, count=1)
+            mbarrier.arrive(barriers.stored, count=1)
 
-            four = vectors.index(stage)
-            decay, _ = decays(gate, beta, rate, bias, count, four.slice(3 * CHUNK, CHUNK), four.slice(CHUNK, CHUNK))
+            four = stages.vectors.index(stage)
+            decay, _ = decays(raw, count, four.slice(3 * CHUNK, CHUNK), four.slice(CHUNK, CHUNK))
             four.slice(0, CHUNK).store(decay)
             barrier()
-            # Not the sum of all: zeros past the last token would change its order.
-            totals.index(stage).store(flat_vectors.index(stage * (4 * CHUNK) + count - 1).load(ONE))
+            # Not the sum of all: zeros would change its order.
+            stages.totals.index(stage).store(flat_vectors.index(stage * (4 * CHUNK) + count - 1).load(ONE))
             barrier()
-            mbarrier.arrive(decayed.index(stage), count=1)
+            mbarrier.arrive(barriers.decayed.index(stage), count=1)
             older_place, older_count, older_rows = last_place, last_count, last_rows
             last_place = t * OUT_STRIDE + (head * V + first_row)
             last_count, last_rows = count, V - first_row
             n += 1
     async_copy.wait_group(0)
-    mbarrier.wait(done.index(n % STAGES), (n // STAGES & 1) ^ 1)
-    _store_outputs(out + older_place, outputs_s, older_count, older_rows, OUT_STRIDE)
+    mbarrier.wait(barriers.done.index(n % STAGES), (n // STAGES & 1) ^ 1)
+    _store_outputs(out + older_place, stages.outputs, older_count, older_rows, OUT_STRIDE)
     barrier()
-    mbarrier.arrive(stored, count=1)
+    mbarrier.arrive(barriers.stored, count=1)
     n += 1
-    mbarrier.wait(done.index(n % STAGES), (n // STAGES & 1) ^ 1)
-    _store_outputs(out + last_place, outputs_s, last_count, last_rows, OUT_STRIDE)
+    mbarrier.wait(barriers.done.index(n % STAGES), (n // STAGES & 1) ^ 1)
+    _store_outputs(out + last_place, stages.outputs, last_count, last_rows, OUT_STRIDE)
 
 
 @gluon.jit
-def _prepare(rows, num_items, inputs, results, scratch, barriers, ITEMS: gl.constexpr, K: gl.constexpr):
-    q_tiles, k_tiles = inputs
-    inverses, score_tiles, vectors = results
-    copied, decayed, prepared = barriers
-    blocks_s, q_norms_s, k_norms_s = scratch
+def _prepare(work, stages, barriers, blocks_s, q_norms_s, k_norms_s):
     n = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        fields = rows + item // ITEMS * ROW_FIELDS
-        for _ in range(gl.load(fields + 3), gl.load(fields + 4)):
+    for item in range(gl.program_id(0), work.num_items, gl.num_programs(0)):
+        batch_row, _, _ = _item(work, item)
+        for _ in range(batch_row.first_chunk, batch_row.last_chunk):
             stage = n % STAGES
-            four = vectors.index(stage)
+            four = stages.vectors.index(stage)
             betas_s, sums_s = four.slice(CHUNK, CHUNK), four.slice(3 * CHUNK, CHUNK)
-            mbarrier.wait(copied.index(n % COPIES), n // COPIES & 1)
-            mbarrier.wait(decayed.index(stage), n // STAGES & 1)
+            scratch = Scratch(sums_s, betas_s, q_norms_s, k_norms_s, blocks_s)
+            mbarrier.wait(barriers.copied.index(n % COPIES), n // COPIES & 1)
+            mbarrier.wait(barriers.decayed.index(stage), n // STAGES & 1)
             fence_async_shared()
             barrier()
-            q_s, k_s = q_tiles.index(n % COPIES), k_tiles.index(n % COPIES)
-            score_tile = score_tiles.index(stage)
-            products, pairwise, k_norm = store_scores(score_tile, q_s, k_s, sums_s, q_norms_s, k_norms_s, K)
+            q_s, k_s = stages.q.index(n % COPIES), stages.k.index(n % COPIES)
+            found = store_scores(stages.scores.index(stage), q_s, k_s, scratch, work.K)
             barrier()
-            store_inverse(inverses.index(stage), products, pairwise, k_norm, k_norms_s, betas_s, blocks_s)
+            store_inverse(stages.inverses.index(stage), found, scratch)
             decay = four.slice(0, CHUNK).load(FLAT)
             to_end = gl.exp2(sums_s.slice(CHUNK - 1, 1).load(FLAT) - sums_s.load(FLAT))
             barrier()
@@ -183,90 +198,71 @@ def _prepare(rows, num_items, inputs, results, scratch, barriers, ITEMS: gl.cons
             four.slice(3 * CHUNK, CHUNK).store(to_end)
             fence_async_shared()
             barrier()
-            mbarrier.arrive(prepared.index(stage), count=1)
+            mbarrier.arrive(barriers.prepared.index(stage), count=1)
             n += 1
 
 
 @gluon.jit
-def _carry(
-    state,
-    rows,
-    chunk_dst,
-    num_items,
-    slot_stride,
-    inputs,
-    results,
-    totals,
-    read_s,
-    outputs_s,
-    barriers,
-    VALUE_HEADS: gl.constexpr,
-    K: gl.constexpr,
-    V: gl.constexpr,
-):
-    TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    ITEMS: gl.constexpr = VALUE_HEADS * TILES
+def _carry(work, chunk_dst, stages, barriers):
+    K: gl.constexpr = work.K
+    V: gl.constexpr = work.V
     BF16: gl.constexpr = gl.bfloat16
-    STATE: gl.constexpr = state.dtype.element_ty
-    BLOCK_K: gl.constexpr = read_s.shape[1]
+    STATE: gl.constexpr = work.state.dtype.element_ty
+    BLOCK_K: gl.constexpr = stages.read.shape[1]
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CARRYING, 1], [16, CHUNK, 16])
     CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [CARRYING, 1], [16, BLOCK_K, 16])
     OF_STEP: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     LEFT_CARRIED: gl.constexpr = gl.DotOperandLayout(0, CARRIED, 2)
     FOURS: gl.constexpr = by_fours(BLOCK_V, BLOCK_K, CARRYING)
-    q_tiles, k_tiles, v_tiles = inputs
-    inverses, score_tiles, vectors = results
-    values, prepared, done, stored = barriers
     row = gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, FOURS))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, FOURS))[None, :]
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
     n = 0
-    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        head, first_row = item % ITEMS // TILES, item % TILES * BLOCK_V
-        fields = rows + item // ITEMS * ROW_FIELDS
-        first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-        source = state + (slot * slot_stride + (head * V + first_row) * K)
+    for item in range(gl.program_id(0), work.num_items, gl.num_programs(0)):
+        batch_row, head, first_row = _item(work, item)
+        slot = batch_row.slot
+        source = work.state + (slot * work.slot_stride + (head * V + first_row) * K)
         inside = (row < V - first_row) & (channel < K)
         S = gl.load(source + row * K + channel, mask=inside & (slot != 0), other=0)
         S = gl.convert_layout(S, CARRIED).to(gl.float32)
-        for chunk in range(first_chunk, last_chunk):
+        for chunk in range(batch_row.first_chunk, batch_row.last_chunk):
             dst = gl.load(chunk_dst + chunk)
             stage = n % STAGES
-            read_s.store(S.to(BF16))
-            mbarrier.wait(values.index(stage), n // STAGES & 1)
-            mbarrier.wait(prepared.index(stage), n // STAGES & 1)
+            stages.read.store(S.to(BF16))
+            mbarrier.wait(barriers.values.index(stage), n // STAGES & 1)
+            mbarrier.wait(barriers.prepared.index(stage), n // STAGES & 1)
             fence_async_shared()
             barrier()
-            queries, keys = q_tiles.index(n % COPIES), k_tiles.index(n % COPIES)
-            inverse = inverses.index(stage).permute((1, 0))
-            four = vectors.index(stage)
-            known = warpgroup_mma(read_s, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
+            queries, keys = stages.q.index(n % COPIES), stages.k.index(n % COPIES)
+            inverse = stages.inverses.index(stage).permute((1, 0))
+            four = stages.vectors.index(stage)
+            known = warpgroup_mma(stages.read, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            u = warpgroup_mma(stages.v.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
             key_decay = four.slice(CHUNK, CHUNK).load(OF_STEP)[None, :]
             known = warpgroup_mma_wait(1, deps=[known])
             known = gl.convert_layout((-key_decay * known).to(BF16), LEFT)
             u = warpgroup_mma(known, inverse, u, is_async=True)
-            S = totals.index(stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
+            S = stages.totals.index(stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
             to_end = four.slice(3 * CHUNK, CHUNK).load(OF_STEP)[None, :]
             u = warpgroup_mma_wait(0, deps=[u])
             S = warpgroup_mma(gl.convert_layout((to_end * u).to(BF16), LEFT_CARRIED), keys, S, is_async=True)
             u = gl.convert_layout(u.to(BF16), LEFT)
             # Late, so that registers do not hold o beside both forms of u.
-            o = warpgroup_mma(read_s, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            o = warpgroup_mma(stages.read, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
             query_decay = four.slice(2 * CHUNK, CHUNK).load(OF_STEP)[None, :]
             o = query_decay * warpgroup_mma_wait(0, deps=[o])
-            o = warpgroup_mma(u, score_tiles.index(stage).permute((1, 0)), o, is_async=True)
+            o = warpgroup_mma(u, stages.scores.index(stage).permute((1, 0)), o, is_async=True)
             S, o = warpgroup_mma_wait(0, deps=[S, o])
-            mbarrier.wait(stored, (n + 1) & 1)
-            outputs_s.permute((1, 0)).store(o.to(BF16))
+            mbarrier.wait(barriers.stored, (n + 1) & 1)
+            stages.outputs.permute((1, 0)).store(o.to(BF16))
             barrier()
-            mbarrier.arrive(done.index(stage), count=1)
+            mbarrier.arrive(barriers.done.index(stage), count=1)
             n += 1
             if STATE != gl.float32:
                 S = S.to(STATE).to(gl.float32)
             if dst != 0:
-                target = state + (dst * slot_stride + (head * V + first_row) * K)
+                target = work.state + (dst * work.slot_stride + (head * V + first_row) * K)
                 gl.store(target + row * K + channel, gl.convert_layout(S.to(STATE), FOURS), mask=inside)
 
 
@@ -299,10 +295,8 @@ def _delta_prefill_kernel(
     BLOCK_K: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Carry tiles of value heads' states through their sequences, several tiles per program."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     BF16: gl.constexpr = gl.bfloat16
-    STATE: gl.constexpr = state.dtype.element_ty
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
     of_state: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_V, BLOCK_K], BF16)
@@ -343,41 +337,28 @@ def _delta_prefill_kernel(
     fence_async_shared()
     barrier()
     num_items = num_prefills * (VALUE_HEADS * TILES)
-    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
-    inputs, results = (q_tiles, k_tiles, v_tiles), (inverses, score_tiles, vectors)
+    slot_stride = slot_elements(slot_stride, state)
+    inputs = Inputs(
+        q, k, a, b, A_log, dt_bias, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, VALUE_HEADS // HEADS
+    )  # fmt: skip
+    work = Work(state, slot_stride, rows, num_items, VALUE_HEADS, K, V)
+    stages = Stages(q_tiles, k_tiles, v_tiles, inverses, score_tiles, vectors, totals, read_s, outputs_s)
+    barriers = Barriers(copied, values, decayed, prepared, done, stored)
     gl.warp_specialize(
         [
-            (
-                _carry,
-                (
-                    state, rows, chunk_dst, num_items, slot_stride, inputs, results, totals, read_s, outputs_s,
-                    (values, prepared, done, stored), VALUE_HEADS, K, V,
-                ),
-            ),
-            (
-                _prepare,
-                (
-                    rows, num_items, (q_tiles, k_tiles), results, (blocks_s, q_norms_s, k_norms_s),
-                    (copied, decayed, prepared), VALUE_HEADS * TILES, K,
-                ),
-            ),
-            (
-                _copy,
-                (
-                    q, k, v, a, b, A_log, dt_bias, state, out, rows, num_items, slot_stride, inputs, vectors, totals,
-                    outputs_s, (copied, values, decayed, done, stored), Q_STRIDES, K_STRIDES, V_STRIDES, A_STRIDES,
-                    B_STRIDES, OUT_STRIDE, HEADS, VALUE_HEADS, K, V,
-                ),
-            ),
+            (_carry, (work, chunk_dst, stages, barriers)),
+            (_prepare, (work, stages, barriers, blocks_s, q_norms_s, k_norms_s)),
+            (_copy, (inputs, v, out, work, stages, barriers, V_STRIDES, OUT_STRIDE)),
         ],
         [WARPS, WARPS],
         REGISTERS,
-    )  # fmt: skip
+    )
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [CARRYING, 1], [1, 0])
     end_of_tokens = gl.load(query_start_loc + num_prefills)
     for index in range(gl.program_id(0), VALUE_HEADS * TILES, gl.num_programs(0)):
         head, first_row = index // TILES, index % TILES * BLOCK_V
-        clear_padding(out + (head * V + first_row), end_of_tokens, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        outputs = Outputs(out + (head * V + first_row), V - first_row, OUT_STRIDE, OUT)
+        clear_padding(outputs, end_of_tokens, num_tokens, BLOCK_V)
 
 
 fused = Launcher(_delta_prefill_kernel)

@@ -1,25 +1,22 @@
-"""Prepare all chunks of a batch for Kimi Delta Attention: decays, pair products and inverses.
+"""Run both launches of prefill in Triton.
 
 The inverse of a decay per channel may overflow. So a pair of tokens meets at a token between them: both decays up to
-there are at most 1.
+there are at most 1. Products of the second launch are transposed, so left operands are already in registers.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...indices import StateIndices
-from ..common.chunks import CHUNK, CHUNK_ARRAYS, chunk_tokens, row_and_tile
+from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import LOG2_E, log2_softplus
 from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
-from ..common.hopper import served
-from ..common.launch import Launcher, index_pointers
-from ..common.layout import layer_strides, power_of_2
-from .hopper_pairs import MAX_FACTORED_DECAY
-from .hopper_prepare import prepare as hopper_prepare
+from ..common.launch import Launcher
+from ..common.layout import slot_elements
+from ..common.prefetch import later_tile, prefetch
+from ..common.state_tile import load_tile, state_tile, store_tile
+from .prefill_hopper_pairs import MAX_FACTORED_DECAY
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # per token: 2^-256 is 0 in fp32, and sums stay finite
 # Small in fp32, since exponents are rounded too.
@@ -28,7 +25,7 @@ MAX_PRECISE_FACTORED_DECAY = tl.constexpr(4.0)
 
 @triton.jit
 def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
-    """Return bounded `log2_decay`, without its logarithm if operands are rounded to 16 bits."""
+    """Return bounded `log2_decay`, without a logarithm for 16-bit operands."""
     if PRECISE:
         return tl.maximum(log2_decay(g, A_log, dt_bias), MIN_LOG2_DECAY)
     else:
@@ -38,7 +35,7 @@ def _log2_decays(g, A_log, dt_bias, PRECISE: tl.constexpr):
 
 @triton.jit
 def _two_factors(x):
-    """Split x into a power of two, exact in every dtype, and a factor from 1 to 2."""
+    """Split x into a power of two, exact in every dtype, and the rest."""
     power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return power, x / power
 
@@ -63,7 +60,7 @@ def _sums(signs, parts):
 
 @triton.jit
 def _from_middle(parts, span):
-    """Return log decays between the middle of a span and each of its tokens [64, C], negated before the middle."""
+    """Return log decays between a span's middle and each token [64, C], negated before the middle."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = column & -span
     middle = start + tl.maximum(span // 2, 1)
@@ -78,8 +75,8 @@ def _from_middle(parts, span):
 def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
     """Add q k^T and k k^T [64, 64] for j <= i, every channel decayed from token j (columns) to token i.
 
-    Pairs from different halves of a span of 64, 32, ... tokens meet in its middle. Halving ends once the factors of all
-    pairs of a span are in range. Only the chunk's decays decide, not the batch.
+    Pairs from different halves of a span of 64, 32, ... tokens meet in its middle. Halving ends once all factors are in
+    range. Other chunks must not matter.
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     span = CHUNK
@@ -118,16 +115,15 @@ def _prepare_kernel(
     seq_chunk_start,
     num_prefills,
     num_tokens,
-    Q_STRIDES: tl.constexpr,
-    K_STRIDES: tl.constexpr,
-    G_STRIDES: tl.constexpr,
-    B_STRIDES: tl.constexpr,
     HEADS: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
 ):
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
+    BLOCK_C: tl.constexpr = min(BLOCK_K, 64 if PRECISE else 128)
     chunk, head = row_and_tile(HEADS)
     start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, HEADS)
     step = tl.arange(0, CHUNK)
@@ -135,12 +131,12 @@ def _prepare_kernel(
     t = start.to(tl.int64)
     row, column = step[:, None], step[None, :]
 
-    q += t * Q_STRIDES[0] + head * Q_STRIDES[1]
-    k += t * K_STRIDES[0] + head * K_STRIDES[1]
-    g += t * G_STRIDES[0] + head * G_STRIDES[1]
+    q += t * STRIDES[0][0] + head * STRIDES[0][1]
+    k += t * STRIDES[1][0] + head * STRIDES[1][1]
+    g += t * STRIDES[2][0] + head * STRIDES[2][1]
     b += t * B_STRIDES[0] + head * B_STRIDES[1]
     beta = tl.load(b + row * B_STRIDES[0], mask=filled[:, None], other=0).to(tl.float32)
-    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # the sum prevents a computation in every layout
+    beta = tl.sum(1 / (1 + tl.exp(-beta)), axis=1)  # else computed in every layout
     rate = tl.load(A_log + head).to(tl.float32)
     place = head.to(tl.int64) * num_tokens + t
     operands += place * K
@@ -149,9 +145,9 @@ def _prepare_kernel(
     one, zero = tl.full([1, 1], 1, tl.float16), tl.zeros([1, 1], tl.float16)
     before, after = tl.where(column <= row, one, zero), tl.where(column > row, one, zero)
     LIMIT: tl.constexpr = (MAX_PRECISE_FACTORED_DECAY if PRECISE else MAX_FACTORED_DECAY) * LOG2_E
-    q += row * Q_STRIDES[0]
-    k += row * K_STRIDES[0]
-    g += row * G_STRIDES[0]
+    q += row * STRIDES[0][0]
+    k += row * STRIDES[1][0]
+    g += row * STRIDES[2][0]
     operands += row * K
     qq, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     qk = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -199,74 +195,100 @@ def _prepare_kernel(
     tl.store(tile, inverse.to(OPERAND), mask=stored)
 
 
-_prepare = Launcher(_prepare_kernel)
+prepare = Launcher(_prepare_kernel)
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    indices: StateIndices,
-    programs: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return `inverse` and `scores`; k_in, q_in and k_out; `decay`; and flags or None.
+@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
+def _scan_kernel(
+    v,
+    tiles,
+    operands,
+    totals,
+    state,
+    out,
+    query_start_loc,
+    rows,
+    chunk_dst,
+    num_prefills,
+    slot_stride,
+    num_tokens,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    CONCURRENT: tl.constexpr,
+):
+    """Carry BLOCK_V lines of one head's state per program through one row's chunks."""
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    OPERAND: tl.constexpr = tiles.dtype.element_ty
+    STATE: tl.constexpr = state.dtype.element_ty
+    sequence, index = row_and_tile(HEADS * TILES)
+    head = index // TILES
+    first_row = index % TILES * BLOCK_V
+    row = tl.arange(0, BLOCK_V)
+    step = tl.arange(0, CHUNK)
+    in_V = first_row + row < V
+    out += head * V + first_row
 
-    Flags, a turn counter and then a flag per chunk and head, let the second launch begin early. Scratch in bytes: 256 +
-    6 K per token and head for bf16 activations, else 512 + 12 K; at most 4 K + 4 per chunk and head.
-    """
-    num_tokens, heads, K = q.shape
-    num_chunks = indices.chunk_seq.shape[0]
-    operand = q.dtype if q.dtype == torch.bfloat16 else torch.float32
-    tiles = q.new_empty(2 * num_tokens * heads * 64, dtype=operand)
-    operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)
-    totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)
-    q_strides, k_strides, g_strides, b_strides = layer_strides(q, k, g, b)
-    tasks = heads * num_chunks
-    if tasks and K <= 128 and served((q, k, g), (q_strides, k_strides, g_strides)):
-        flags = q.new_empty(1 + tasks, dtype=torch.int32)
-        hopper_prepare(
-            min(tasks, max(programs, 1)),
-            (q, k, g, b, A_log, dt_bias, tiles, operands, totals, flags),
-            index_pointers(indices, CHUNK_ARRAYS),
-            (indices.num_prefills, num_tokens, num_chunks),
-            {
-                "STRIDES": (q_strides, k_strides, g_strides),
-                "B_STRIDES": b_strides,
-                "HEADS": heads,
-                "K": K,
-                "BLOCK_K": padded_width(K, operand),
-            },
-            num_warps=4,
-            maxnreg=168,
-        )
-        return tiles, operands, totals, flags
-    if tasks:
-        _prepare(
-            tasks,
-            (q, k, g, b, A_log, dt_bias, tiles, operands, totals),
-            index_pointers(indices, CHUNK_ARRAYS),
-            (indices.num_prefills, num_tokens),
-            {
-                "Q_STRIDES": q_strides,
-                "K_STRIDES": k_strides,
-                "G_STRIDES": g_strides,
-                "B_STRIDES": b_strides,
-                "HEADS": heads,
-                "K": K,
-                "BLOCK_C": min(padded_width(K, operand), 128 if operand == torch.bfloat16 else 64),
-            },
-            num_warps=4,
-        )
-    return tiles, operands, totals, None
+    if sequence == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, row, in_V, OUT_STRIDE)
+        return
+
+    batch_row = prefill_row(rows, sequence)
+    slot_stride = slot_elements(slot_stride, state)
+    later_state = later_tile(state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, V * K, CONCURRENT)
+
+    held = state_tile(state, slot_stride, head, first_row, V, K, BLOCK_V, BLOCK_K)
+    S = load_tile(held, batch_row.slot)
+
+    if BLOCK_V == V and BLOCK_K == K:
+        prefetch(later_state, V * K)
+
+    channel = tl.arange(0, BLOCK_K)
+    in_K = channel < K
+    wide_tokens = tl.cast(num_tokens, tl.int64)
+    v += head * V_STRIDES[1] + first_row
+    tiles += head * wide_tokens * CHUNK
+    operands += head * wide_tokens * K
+    totals += head * K
+    wide_step = step.to(tl.int64)[:, None]
+    v_tile = wide_step * V_STRIDES[0] + row[None, :]
+    operand_tile = wide_step * K + channel[None, :]
+    tile = wide_step * CHUNK + step[None, :]
+    place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
+    triangle = step[None, :] // 8 <= step[:, None] // 8
+    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=1):
+        chunk_start, count = tokens_of_chunk(batch_row, chunk)
+        filled = step < count
+        t = chunk_start.to(tl.int64)
+        mask = filled[:, None] & in_K[None, :]
+        lower = filled[:, None] & triangle
+        mask_V = filled[:, None] & in_V[None, :]
+        k_in = tl.load(operands + t * K + operand_tile, mask=mask, other=0)
+        q_in = tl.load(operands + wide_tokens * (HEADS * K) + t * K + operand_tile, mask=mask, other=0)
+        k_out = tl.load(operands + wide_tokens * (2 * HEADS * K) + t * K + operand_tile, mask=mask, other=0)
+        values = tl.load(v + t * V_STRIDES[0] + v_tile, mask=mask_V, other=0)
+        inverse = tl.load(tiles + t * CHUNK + tile, mask=lower, other=0)
+        scores = tl.load(tiles + (wide_tokens * HEADS + t) * CHUNK + tile, mask=lower, other=0)
+        decay = tl.load(totals + tl.cast(chunk, tl.int64) * (HEADS * K) + channel, mask=in_K, other=0)
+        dst = tl.load(chunk_dst + chunk)
+
+        read = S.to(OPERAND)
+        known = -dot(read, tl.trans(k_in))
+        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+        u = dot(known.to(OPERAND), tl.trans(inverse), u)
+        o = dot(read, tl.trans(q_in))
+        u = u.to(OPERAND)
+        o = dot(u, tl.trans(scores), o)
+        S = dot(u, k_out, decay[None, :] * S)
+        if STATE != tl.float32:
+            S = S.to(STATE).to(tl.float32)
+        tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])
+        if dst != 0:
+            store_tile(held, dst, S)
 
 
-def padded_width(K: int, operand: torch.dtype) -> int:
-    """Return the channels of a tile: at least 64 in fp32, at least 16 in bf16.
-
-    For narrower fp32 tiles, ptxas 12.8 (in Triton 3.6) assembles the first launch wrongly: it reads a uniform register
-    that nothing has written. `tests/sass.py` finds such reads.
-    """
-    return max(power_of_2(K), 16 if operand == torch.bfloat16 else 64)
+scan = Launcher(_scan_kernel)

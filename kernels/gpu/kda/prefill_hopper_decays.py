@@ -1,6 +1,6 @@
-"""Compute decays of a chunk's tokens and channels in Gluon, and decayed operands.
+"""Compute decays and decayed operands of a chunk in Gluon.
 
-Each thread has a run of tokens in a few channels, and adds up most of a running sum alone.
+A thread sums its own run of tokens; then runs are added.
 """
 
 from __future__ import annotations
@@ -13,10 +13,45 @@ from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E
 from ..common.hopper import barrier, wide
 from ..common.inverse import WARPS
+from ..common.structs import aggregate
 
-# Per token: flushed to 0 as a power, and a sum of 64 still leaves 10 bits for fractions.
+# Per token: its power is 0, and a sum of 64 keeps 10 bits for fractions.
 MIN_LOG2_DECAY = gl.constexpr(-128.0)
 log2_softplus = gluon.jit(decays.log2_softplus.fn)
+
+
+@aggregate
+class Part:
+    """Hold up to 64 channels: inputs, then operands of pairs, the right operand in `g`."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    g: gl.shared_memory_descriptor
+    q_norms: gl.shared_memory_descriptor
+    k_norms: gl.shared_memory_descriptor
+
+
+@aggregate
+class Sums:
+    """Hold log decays: of runs, up to runs, of halves, and to the halves' middles."""
+
+    runs: gl.shared_memory_descriptor
+    starts: gl.shared_memory_descriptor
+    first: gl.shared_memory_descriptor
+    second: gl.shared_memory_descriptor
+    to_first_middle: gl.shared_memory_descriptor
+    to_second_middle: gl.shared_memory_descriptor
+
+
+@aggregate
+class Operands:
+    """Point to a chunk's k_in, q_in and k_out, `size` apart, and to its decay."""
+
+    start: gl.tensor
+    size: gl.tensor
+    decay: gl.tensor
+    count: gl.tensor
+    K: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -43,7 +78,8 @@ def _inverse(x):
 
 
 @gluon.jit
-def _store(place, x, count, channels, K: gl.constexpr):
+def _store(place, x, channels, operands):
+    K: gl.constexpr = operands.K
     RUN: gl.constexpr = x.type.layout.size_per_thread[0]
     BY_RUN: gl.constexpr = _by_run(x.type.layout)
     C: gl.constexpr = x.shape[1]
@@ -52,7 +88,7 @@ def _store(place, x, count, channels, K: gl.constexpr):
     channel = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(1, BY_RUN)))[None, None, :]
     place += run * (RUN * K) + channel
     x = gl.convert_layout(gl.reshape(x.to(gl.bfloat16), [CHUNK // RUN, RUN, C]), BY_RUN)
-    gl.store(place + step * K, x, mask=(run * RUN + step < count) & (channel < channels))
+    gl.store(place + step * K, x, mask=(run * RUN + step < operands.count) & (channel < channels))
 
 
 @gluon.jit
@@ -64,7 +100,7 @@ def log_decays(g_s, bias, rate, count, VEC: gl.constexpr):
 
 @gluon.jit
 def _runs(decays, runs_s):
-    """Return running sums [runs, tokens of a run, C]. Store their totals in `runs_s`."""
+    """Return running sums [runs, tokens of a run, C]; store totals in `runs_s`."""
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
     RUN: gl.constexpr = VEC.size_per_thread[0]
@@ -79,22 +115,22 @@ def _runs(decays, runs_s):
 
 @gluon.jit
 def _halves(runs):
-    """Sum runs [runs, C] over each half of the chunk."""
+    """Sum runs [runs, C] over each half."""
     RUNS: gl.constexpr = runs.shape[0]
     in_first = gl.arange(0, RUNS, layout=gl.SliceLayout(1, runs.type.layout))[:, None] < RUNS // 2
     return gl.sum(gl.where(in_first, runs, -0.0), axis=0), gl.sum(gl.where(in_first, -0.0, runs), axis=0)
 
 
 @gluon.jit
-def near_sums(decays, runs_s):
+def near_sums(decays, sums_s):
     """Return sums from the chunk's middle to each token [64, C], and of its halves [C]."""
     VEC: gl.constexpr = decays.type.layout
-    RUNS: gl.constexpr = runs_s.shape[0]
+    RUNS: gl.constexpr = sums_s.runs.shape[0]
     CHANNELS: gl.constexpr = gl.SliceLayout(0, VEC)
     BY_RUN: gl.constexpr = _by_run(VEC)
     ALL: gl.constexpr = _all_runs(VEC, RUNS)
-    sums = _runs(decays, runs_s)
-    runs = runs_s.load(gl.SliceLayout(0, ALL))
+    sums = _runs(decays, sums_s.runs)
+    runs = sums_s.runs.load(gl.SliceLayout(0, ALL))
     first, second = _halves(runs)
     own = gl.arange(0, RUNS, layout=gl.SliceLayout(1, gl.SliceLayout(2, ALL)))[:, None, None]
     run = gl.arange(0, RUNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, ALL)))[None, :, None]
@@ -105,32 +141,32 @@ def near_sums(decays, runs_s):
 
 
 @gluon.jit
-def far_sums(decays, runs_s, starts_s, halves_s, quarters_s):
-    """Return the sums [64, C] of `near_sums`, rounded differently. Store sums of the halves, and to their middles."""
+def far_sums(decays, sums_s):
+    """Return the sums of `near_sums`, rounded differently; fill `sums_s`."""
     VEC: gl.constexpr = decays.type.layout
-    RUNS: gl.constexpr = runs_s.shape[0]
+    RUNS: gl.constexpr = sums_s.runs.shape[0]
     BY_RUN: gl.constexpr = _by_run(VEC)
     BY_CHANNEL: gl.constexpr = gl.BlockedLayout([RUNS, 1], [1, 32], [1, WARPS], [1, 0])
-    sums = _runs(decays, runs_s)
-    runs = runs_s.load(BY_CHANNEL)
+    sums = _runs(decays, sums_s.runs)
+    runs = sums_s.runs.load(BY_CHANNEL)
     run = gl.arange(0, RUNS, layout=gl.SliceLayout(1, BY_CHANNEL))[:, None]
     first, second = _halves(runs)
     starts = gl.associative_scan(runs, 0, _add) - runs - first[None, :]
-    starts_s.store(starts)
-    halves_s[0].store(first)
-    halves_s[1].store(second)
-    quarters_s[0].store(gl.sum(gl.where(run == RUNS // 4, starts, -0.0), axis=0))
-    quarters_s[1].store(gl.sum(gl.where(run == 3 * RUNS // 4, starts, -0.0), axis=0))
+    sums_s.starts.store(starts)
+    sums_s.first.store(first)
+    sums_s.second.store(second)
+    sums_s.to_first_middle.store(gl.sum(gl.where(run == RUNS // 4, starts, -0.0), axis=0))
+    sums_s.to_second_middle.store(gl.sum(gl.where(run == 3 * RUNS // 4, starts, -0.0), axis=0))
     barrier()
-    sums += starts_s.load(gl.SliceLayout(1, BY_RUN))[:, None, :]
+    sums += sums_s.starts.load(gl.SliceLayout(1, BY_RUN))[:, None, :]
     return gl.convert_layout(gl.reshape(sums, [CHUNK, decays.shape[1]]), VEC)
 
 
 @gluon.jit
-def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
-    """Return how often to halve spans of 32 tokens, until no half decays by more than LIMIT.
+def halvings(decays, sums_s, LIMIT: gl.constexpr):
+    """Return how often to halve spans of 32 tokens until no half decays by more than LIMIT.
 
-    Only the chunk's decays decide, not the batch.
+    Other chunks must not matter.
     """
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
@@ -138,8 +174,8 @@ def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
     RUNS: gl.constexpr = CHUNK // RUN
     CHANNELS: gl.constexpr = gl.SliceLayout(0, VEC)
     OF_RUN: gl.constexpr = gl.SliceLayout(1, _by_run(VEC))
-    second, third = -quarters_s[0].load(CHANNELS), quarters_s[1].load(CHANNELS)
-    first, fourth = halves_s[0].load(CHANNELS) - second, halves_s[1].load(CHANNELS) - third
+    second, third = -sums_s.to_first_middle.load(CHANNELS), sums_s.to_second_middle.load(CHANNELS)
+    first, fourth = sums_s.first.load(CHANNELS) - second, sums_s.second.load(CHANNELS) - third
     least = gl.min(gl.minimum(gl.minimum(first, second), gl.minimum(third, fourth)), axis=0)
     # A bound for more tokens than a thread has.
     sums = gl.reshape(decays, [RUNS, RUN, C])
@@ -154,28 +190,52 @@ def halvings(decays, halves_s, quarters_s, LIMIT: gl.constexpr):
 
 
 @gluon.jit
-def store_operands(outputs, operands_s, queries, keys, sums, halves, count, channels, K: gl.constexpr):
-    """Store k_in, q_in and k_out, and operands of pairs that meet in the chunk's middle."""
-    k_in, q_in, k_out = outputs
-    q_s, k_s, right_s = operands_s
-    to_start, to_end = gl.exp2(halves[0])[None, :], gl.exp2(halves[1])[None, :]
-    from_middle = gl.exp2(sums)
-    queries *= from_middle
-    q_s.store(queries.to(gl.bfloat16))
-    _store(q_in, queries * to_start, count, channels, K)
-    left = keys * from_middle
-    k_s.store(left.to(gl.bfloat16))
-    _store(k_in, left * to_start, count, channels, K)
-    right = keys * _inverse(from_middle)
-    right_s.store(right.to(gl.bfloat16))
-    _store(k_out, right * to_end, count, channels, K)
+def _normalised(x_s, norms_s, LAYOUT: gl.constexpr):
+    return wide(x_s.load(LAYOUT)) * norms_s.load(gl.SliceLayout(1, LAYOUT))[:, None]
 
 
 @gluon.jit
-def store_far(outputs, queries, keys, sums, halves, count, channels, K: gl.constexpr):
-    """Store k_in, q_in and k_out without factors of the chunk's middle."""
-    k_in, q_in, k_out = outputs
+def _store_total(total, halves, channels):
+    channel = gl.arange(0, halves[0].shape[0], layout=halves[0].type.layout)
+    gl.store(total + channel, gl.exp2(halves[0] + halves[1]), mask=channel < channels)
+
+
+@gluon.jit
+def store_near(operands, part_s, sums, halves, part):
+    """Store a part's operands, and operands of pairs that meet in the chunk's middle."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    queries = _normalised(part_s.q, part_s.q_norms, LAYOUT)
+    keys = _normalised(part_s.k, part_s.k_norms, LAYOUT)
+    first = part * sums.shape[1]
+    channels = operands.K - first
+    k_in = operands.start + first
+    q_in, k_out = k_in + operands.size, k_in + 2 * operands.size
+    to_start, to_end = gl.exp2(halves[0])[None, :], gl.exp2(halves[1])[None, :]
+    from_middle = gl.exp2(sums)
+    queries *= from_middle
+    part_s.q.store(queries.to(gl.bfloat16))
+    _store(q_in, queries * to_start, channels, operands)
+    left = keys * from_middle
+    part_s.k.store(left.to(gl.bfloat16))
+    _store(k_in, left * to_start, channels, operands)
+    right = keys * _inverse(from_middle)
+    part_s.g.store(right.to(gl.bfloat16))
+    _store(k_out, right * to_end, channels, operands)
+    _store_total(operands.decay + first, halves, channels)
+
+
+@gluon.jit
+def store_far(operands, part_s, sums, halves, part):
+    """Store a part's operands without factors of the chunk's middle."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    queries = _normalised(part_s.q, part_s.q_norms, LAYOUT)
+    keys = _normalised(part_s.k, part_s.k_norms, LAYOUT)
+    first = part * sums.shape[1]
+    channels = operands.K - first
+    k_in = operands.start + first
+    q_in, k_out = k_in + operands.size, k_in + 2 * operands.size
     from_start = gl.exp2(sums + halves[0][None, :])
-    _store(k_in, keys * from_start, count, channels, K)
-    _store(q_in, queries * from_start, count, channels, K)
-    _store(k_out, keys * gl.exp2(halves[1][None, :] - sums), count, channels, K)
+    _store(k_in, keys * from_start, channels, operands)
+    _store(q_in, queries * from_start, channels, operands)
+    _store(k_out, keys * gl.exp2(halves[1][None, :] - sums), channels, operands)
+    _store_total(operands.decay + first, halves, channels)

@@ -1,7 +1,4 @@
-"""Compute `inverse`, `scores` and the vectors of chunks in Gluon, as a first launch or inside `fused`.
-
-Each of four warps has 16 lines of a chunk.
-"""
+"""Compute `inverse`, `scores` and the vectors of chunks in Gluon; each of four warps has 16 lines."""
 
 from __future__ import annotations
 
@@ -14,15 +11,57 @@ from ..common import delta_rule
 from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY
 from ..common.delta_rule import BLOCK, NORM_EPS
-from ..common.hopper import barrier, clear_flags, copy_tile, set_flag, tokens_of_task
+from ..common.hopper import Chunks, barrier, clear_flags, copy_tile, set_flag, tokens_of_task
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
+from ..common.structs import aggregate
 
 log2_decay = gluon.jit(delta_rule.log2_decay.fn)
 
 WIDE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, CHUNK.value, 16]))
 NARROW = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS.value, 1], [16, 8]))
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [WARPS.value], [0]))
+
+
+@aggregate
+class Inputs:
+    q: gl.tensor
+    k: gl.tensor
+    a: gl.tensor
+    b: gl.tensor
+    A_log: gl.tensor
+    dt_bias: gl.tensor
+    Q_STRIDES: gl.constexpr
+    K_STRIDES: gl.constexpr
+    A_STRIDES: gl.constexpr
+    B_STRIDES: gl.constexpr
+    GROUP: gl.constexpr
+
+
+@aggregate
+class Gates:
+    gate: gl.tensor
+    beta: gl.tensor
+    rate: gl.tensor
+    bias: gl.tensor
+
+
+@aggregate
+class Scratch:
+    sums: gl.shared_memory_descriptor
+    betas: gl.shared_memory_descriptor
+    q_norms: gl.shared_memory_descriptor
+    k_norms: gl.shared_memory_descriptor
+    blocks: gl.tuple
+
+
+@aggregate
+class Products:
+    """Hold k k^T, decays between tokens, and norms of keys."""
+
+    products: gl.tensor
+    pairwise: gl.tensor
+    k_norm: gl.tensor
 
 
 @gluon.jit
@@ -37,68 +76,71 @@ def _inverse_norms(blocks, same):
 
 
 @gluon.jit
-def places(q, k, t, head, Q_STRIDES: gl.constexpr, K_STRIDES: gl.constexpr, GROUP: gl.constexpr):
-    q_place = q + t * Q_STRIDES[0] + head // GROUP * Q_STRIDES[1]
-    return q_place, k + t * K_STRIDES[0] + head // GROUP * K_STRIDES[1]
+def places(inputs, t, head):
+    """Return pointers to a token's query and key."""
+    q = inputs.q + t * inputs.Q_STRIDES[0] + head // inputs.GROUP * inputs.Q_STRIDES[1]
+    return q, inputs.k + t * inputs.K_STRIDES[0] + head // inputs.GROUP * inputs.K_STRIDES[1]
 
 
 @gluon.jit
-def gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES: gl.constexpr, B_STRIDES: gl.constexpr):
+def gates(inputs, t, count, head):
     step = gl.arange(0, CHUNK, layout=FLAT)
     token = (t + step).to(gl.int64)  # cast late: 32 bits take half the registers of `fused`
-    gate = gl.load(a + head * A_STRIDES[1] + token * A_STRIDES[0], mask=step < count, other=0)
-    beta = gl.load(b + head * B_STRIDES[1] + token * B_STRIDES[0], mask=step < count, other=0)
-    return gate, beta, gl.load(A_log + head), gl.load(dt_bias + head)
+    gate = gl.load(inputs.a + head * inputs.A_STRIDES[1] + token * inputs.A_STRIDES[0], mask=step < count, other=0)
+    beta = gl.load(inputs.b + head * inputs.B_STRIDES[1] + token * inputs.B_STRIDES[0], mask=step < count, other=0)
+    return Gates(gate, beta, gl.load(inputs.A_log + head), gl.load(inputs.dt_bias + head))
 
 
 @gluon.jit
-def decays(gate, beta, rate, bias, count, sums_s, betas_s):
+def decays(raw, count, sums_s, betas_s):
     """Return decays up to each token and sums of bounded log decays. Store these sums and the betas."""
-    gate = log2_decay(gate.to(gl.float32), rate.to(gl.float32), bias.to(gl.float32))
+    gate = log2_decay(raw.gate.to(gl.float32), raw.rate.to(gl.float32), raw.bias.to(gl.float32))
     gate = gl.where(gl.arange(0, CHUNK, layout=FLAT) < count, gate, 0.0)
     least = gl.maximum(gate, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
     total, sums = gl.associative_scan((gate, least), 0, _add_pairs)
     sums_s.store(sums)
-    betas_s.store(1 / (1 + gl.exp(-beta.to(gl.float32))))
+    betas_s.store(1 / (1 + gl.exp(-raw.beta.to(gl.float32))))
     return gl.exp2(total), sums
 
 
 @gluon.jit
-def store_scores(tile, q_s, k_s, sums_s, q_norms_s, k_norms_s, K: gl.constexpr):
-    """Store scores and norms; all warps must wait for them. Return k k^T, pairwise decays and norms of keys."""
+def store_scores(tile, q_s, k_s, scratch, K: gl.constexpr):
+    """Store scores and norms; all warps must wait for them. Return `Products`."""
     zeros = gl.zeros([CHUNK, CHUNK], gl.float32, layout=WIDE)
     squares = warpgroup_mma(q_s, q_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, WIDE))[:, None]
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, WIDE))[None, :]
+    sums_s = scratch.sums
     pairwise = sums_s.load(gl.SliceLayout(1, WIDE))[:, None] - sums_s.load(gl.SliceLayout(0, WIDE))[None, :]
     pairwise = gl.exp2(gl.where(row >= column, pairwise, float("-inf")))
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
     block, same = row // BLOCK, row % BLOCK == gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
     squares = warpgroup_mma_wait(1, deps=[squares])
     q_norm = _inverse_norms(diagonal(columns(squares, NARROW), block), same) * K**-0.5
-    q_norms_s.store(q_norm)
+    scratch.q_norms.store(q_norm)
     products = warpgroup_mma(k_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=[scores])
     scores *= pairwise * gl.convert_layout(q_norm, gl.SliceLayout(1, WIDE))[:, None]
     tile.store(scores.to(gl.bfloat16))
     products = warpgroup_mma_wait(0, deps=[products])
     k_norm = _inverse_norms(diagonal(columns(products, NARROW), block), same)
-    k_norms_s.store(k_norm)
-    return products, pairwise, k_norm
+    scratch.k_norms.store(k_norm)
+    return Products(products, pairwise, k_norm)
 
 
 @gluon.jit
-def store_inverse(tile, products, pairwise, k_norm, k_norms_s, betas_s, blocks_s):
+def store_inverse(tile, found, scratch):
     """Store the inverse of the chunk's system, each line times its beta and norm."""
-    scale = k_norms_s.load(gl.SliceLayout(0, WIDE)) * betas_s.load(gl.SliceLayout(0, WIDE))
-    products *= pairwise * gl.convert_layout(k_norm, gl.SliceLayout(1, WIDE))[:, None] * scale[None, :]
+    scale = scratch.k_norms.load(gl.SliceLayout(0, WIDE)) * scratch.betas.load(gl.SliceLayout(0, WIDE))
+    k_norm = gl.convert_layout(found.k_norm, gl.SliceLayout(1, WIDE))[:, None]
+    products = found.products * (found.pairwise * k_norm * scale[None, :])
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, NARROW))[:, None]
     block, i = row // BLOCK, row % BLOCK
     j = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, NARROW))[None, :]
     blocks = columns(products, NARROW)
-    inverse = unit_lower_inverse(blocks, diagonal(blocks, block), blocks_s, block, i, j, False)
-    scale = (k_norm * betas_s.load(gl.SliceLayout(1, NARROW)))[:, None]
+    inverse = unit_lower_inverse(blocks, diagonal(blocks, block), scratch.blocks, block, i, j, False)
+    scale = (found.k_norm * scratch.betas.load(gl.SliceLayout(1, NARROW)))[:, None]
     inverse = inverse[0] * scale, inverse[1] * scale, inverse[2] * scale, inverse[3] * scale
     tile.store(rejoined(inverse).to(gl.bfloat16))
 
@@ -150,37 +192,39 @@ def _delta_prepare_kernel(
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
-    indices = query_start_loc, chunk_start, seq_chunk_start
+    chunks = Chunks(query_start_loc, chunk_start, seq_chunk_start, num_prefills, num_chunks)
+    inputs = Inputs(
+        q, k, a, b, A_log, dt_bias, Q_STRIDES, K_STRIDES, A_STRIDES, B_STRIDES, VALUE_HEADS // HEADS
+    )  # fmt: skip
+    scratch = Scratch(sums_s, betas_s, q_norms_s, k_norms_s, blocks_s)
     num_tasks = num_chunks * VALUE_HEADS
-    clear_flags(flags, num_tasks, WARPS)
+    clear_flags(flags, num_tasks)
     task = gl.program_id(0)
-    t, count, head, place = tokens_of_task(task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS)
-    q_place, k_place = places(q, k, t, head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
-    copy_tile(q_s, q_place, Q_STRIDES[0], count, K, False, WARPS)
-    copy_tile(k_s, k_place, K_STRIDES[0], count, K, False, WARPS)
+    t, count, head, place = tokens_of_task(task, chunks, VALUE_HEADS, BACKWARDS)
+    q_place, k_place = places(inputs, t, head)
+    copy_tile(q_s, q_place, Q_STRIDES[0], count, K)
+    copy_tile(k_s, k_place, K_STRIDES[0], count, K)
     async_copy.commit_group()
-    gate, beta, rate, bias = gates(a, b, A_log, dt_bias, t, count, head, A_STRIDES, B_STRIDES)
+    raw = gates(inputs, t, count, head)
     while task < num_tasks:
         next_task = task + gl.num_programs(0)
-        next_t, next_count, next_head, next_place = tokens_of_task(
-            next_task, indices, num_prefills, num_chunks, VALUE_HEADS, BACKWARDS
-        )
+        next_t, next_count, next_head, next_place = tokens_of_task(next_task, chunks, VALUE_HEADS, BACKWARDS)
         step = gl.arange(0, CHUNK, layout=FLAT)
         filled = step < count
         token = t + step
-        decay, sums = decays(gate, beta, rate, bias, count, sums_s, betas_s)
+        decay, sums = decays(raw, count, sums_s, betas_s)
 
         async_copy.wait_group(0)
         barrier()
         fence_async_shared()
-        products, pairwise, k_norm = store_scores(tile_s, q_s, k_s, sums_s, q_norms_s, k_norms_s, K)
+        found = store_scores(tile_s, q_s, k_s, scratch, K)
         barrier()
         # No product reads q and k any more: copy the next task's.
-        q_place, k_place = places(q, k, next_t, next_head, Q_STRIDES, K_STRIDES, VALUE_HEADS // HEADS)
-        copy_tile(q_s, q_place, Q_STRIDES[0], next_count, K, False, WARPS)
-        copy_tile(k_s, k_place, K_STRIDES[0], next_count, K, False, WARPS)
+        q_place, k_place = places(inputs, next_t, next_head)
+        copy_tile(q_s, q_place, Q_STRIDES[0], next_count, K)
+        copy_tile(k_s, k_place, K_STRIDES[0], next_count, K)
         async_copy.commit_group()
-        gate, beta, rate, bias = gates(a, b, A_log, dt_bias, next_t, next_count, next_head, A_STRIDES, B_STRIDES)
+        raw = gates(inputs, next_t, next_count, next_head)
 
         tile = tiles + (t * VALUE_HEADS + head) * CHUNK
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
@@ -190,7 +234,7 @@ def _delta_prepare_kernel(
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (VALUE_HEADS * CHUNK)
         gl.store(score_tile + entry, tile_s.load(OUT), mask=stored)
 
-        store_inverse(tile_s, products, pairwise, k_norm, k_norms_s, betas_s, blocks_s)
+        store_inverse(tile_s, found, scratch)
         barrier()
         gl.store(tile + entry, tile_s.load(OUT), mask=stored)
 

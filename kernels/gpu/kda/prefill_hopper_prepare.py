@@ -1,6 +1,6 @@
-"""Run the first launch of prefill for bf16 activations in Gluon: see `prepare`.
+"""Run the first launch in Gluon, for bf16 activations: see `prefill_triton`.
 
-A part has up to 64 channels. The operands of pairs replace the inputs in shared memory.
+A part has up to 64 channels. Operands of pairs replace the inputs in shared memory.
 
 Pairs meet in the chunk's middle: log decays are sums from there, negated before it. One factor per channel takes
 operands to the chunk's start or end. Parts that decay too far for this take `add_far`.
@@ -17,6 +17,7 @@ from ..common.chunks import CHUNK
 from ..common.decays import LOG2_E
 from ..common.delta_rule import BLOCK, NORM_EPS
 from ..common.hopper import (
+    Chunks,
     barrier,
     clear_flags,
     copy_tile,
@@ -27,36 +28,73 @@ from ..common.hopper import (
     starts_of_task,
     tokens_between,
     tokens_of_task,
-    wide,
 )
 from ..common.inverse import WARPS, columns, diagonal, rejoined, unit_lower_inverse
 from ..common.launch import Launcher
-from .hopper_decays import far_sums, halvings, log_decays, near_sums, store_far, store_operands
-from .hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, rest
+from ..common.structs import aggregate
+from .prefill_hopper_decays import (
+    Operands,
+    Part,
+    Sums,
+    far_sums,
+    halvings,
+    log_decays,
+    near_sums,
+    store_far,
+    store_near,
+)
+from .prefill_hopper_pairs import MAX_FACTORED_DECAY, add_far, add_near, joined_blocks, rest
+
+
+@aggregate
+class Inputs:
+    """Point to q, k and g (`activations`), and to the other inputs."""
+
+    activations: gl.tuple
+    b: gl.tensor
+    A_log: gl.tensor
+    dt_bias: gl.tensor
+    STRIDES: gl.constexpr
+    B_STRIDES: gl.constexpr
+    K: gl.constexpr
+
+
+@aggregate
+class Tokens:
+    """Hold a chunk's first token, token count and head."""
+
+    t: gl.tensor
+    count: gl.tensor
+    head: gl.tensor
 
 
 @gluon.jit
-def _copy_inputs(inputs_s, sources, t, count, head, STRIDES: gl.constexpr, K: gl.constexpr):
+def _copy_inputs(inputs_s, inputs, tokens):
+    """Begin to copy q, k and g of a chunk to `inputs_s`."""
     PARTS: gl.constexpr = inputs_s[0].shape[0]
     PART: gl.constexpr = inputs_s[0].shape[2]
     for part in gl.static_range(PARTS):
         for i in gl.static_range(3):
-            place = sources[i] + t * STRIDES[i][0] + head * STRIDES[i][1] + part * PART
-            copy_tile(inputs_s[i].index(part), place, STRIDES[i][0], count, K - part * PART, False, WARPS)
+            start = inputs.activations[i] + tokens.t * inputs.STRIDES[i][0] + tokens.head * inputs.STRIDES[i][1]
+            tile, channels = inputs_s[i].index(part), inputs.K - part * PART
+            copy_tile(tile, start + part * PART, inputs.STRIDES[i][0], tokens.count, channels)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _gates(b, A_log, dt_bias, t, count, head, STRIDES: gl.constexpr, K: gl.constexpr, PART: gl.constexpr):
+def _gates(inputs, tokens, PART: gl.constexpr):
     """Load inputs of decays and betas, except g. Channels from K on must not decay."""
+    K: gl.constexpr = inputs.K
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     step = gl.arange(0, CHUNK, layout=FLAT)
-    beta = gl.load(b + head * STRIDES[1] + (t + step) * STRIDES[0], mask=step < count, other=0)
+    STRIDE: gl.constexpr = inputs.B_STRIDES[0]
+    b, head = inputs.b, tokens.head
+    beta = gl.load(b + head * inputs.B_STRIDES[1] + (tokens.t + step) * STRIDE, mask=step < tokens.count, other=0)
     channel = gl.arange(0, PART, layout=FLAT)
-    dt_bias += head * K + channel
+    dt_bias = inputs.dt_bias + (head * K + channel)
     first = gl.load(dt_bias, mask=channel < K, other=float("-inf"))
     second = gl.load(dt_bias + PART, mask=channel + PART < K, other=float("-inf"))
-    return beta, first, second, gl.load(A_log + head)
+    return beta, first, second, gl.load(inputs.A_log + head)
 
 
 @gluon.jit
@@ -69,7 +107,7 @@ def _diagonals(blocks):
 
 @gluon.jit
 def _norms_and_own_scores(q_s, k_s, SCALE: gl.constexpr):
-    """Return SCALE / |q|, 1 / |k| and their product with q k, which no decay rounds, for every token."""
+    """Return SCALE / |q|, 1 / |k| and their product with q k, which no decay rounds [64]."""
     BATCH: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, BATCH, 2)
@@ -86,42 +124,6 @@ def _norms_and_own_scores(q_s, k_s, SCALE: gl.constexpr):
     q_norm = gl.rsqrt(_diagonals(qq) + NORM_EPS) * SCALE
     k_norm = gl.rsqrt(_diagonals(kk) + NORM_EPS)
     return q_norm, k_norm, _diagonals(qk) * (q_norm * k_norm)
-
-
-@gluon.jit
-def _store_total(total, halves, channels):
-    channel = gl.arange(0, halves[0].shape[0], layout=halves[0].type.layout)
-    gl.store(total + channel, gl.exp2(halves[0] + halves[1]), mask=channel < channels)
-
-
-@gluon.jit
-def _normalised(x_s, norms_s, LAYOUT: gl.constexpr):
-    return wide(x_s.load(LAYOUT)) * norms_s.load(gl.SliceLayout(1, LAYOUT))[:, None]
-
-
-@gluon.jit
-def _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K: gl.constexpr):
-    """Store a part's operands of the second launch, and of pairs in place of the inputs."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    queries = _normalised(parts_s[0], norms_s[0], LAYOUT)
-    keys = _normalised(parts_s[1], norms_s[1], LAYOUT)
-    channels = K - part * sums.shape[1]
-    operand += part * sums.shape[1]
-    outputs = operand, operand + size, operand + 2 * size
-    store_operands(outputs, parts_s, queries, keys, sums, halves, count, channels, K)
-    _store_total(total + part * sums.shape[1], halves, channels)
-
-
-@gluon.jit
-def _store_far(operand, size, total, parts_s, norms_s, sums, halves, part, count, K: gl.constexpr):
-    LAYOUT: gl.constexpr = sums.type.layout
-    queries = _normalised(parts_s[0], norms_s[0], LAYOUT)
-    keys = _normalised(parts_s[1], norms_s[1], LAYOUT)
-    channels = K - part * sums.shape[1]
-    operand += part * sums.shape[1]
-    outputs = operand, operand + size, operand + 2 * size
-    store_far(outputs, queries, keys, sums, halves, count, channels, K)
-    _store_total(total + part * sums.shape[1], halves, channels)
 
 
 @gluon.jit(do_not_specialize=["num_prefills", "num_tokens", "num_chunks"])
@@ -142,11 +144,11 @@ def _kda_prepare_kernel(
     num_prefills,
     num_tokens,
     num_chunks,
-    STRIDES: gl.constexpr,
-    B_STRIDES: gl.constexpr,
     HEADS: gl.constexpr,
     K: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    STRIDES: gl.constexpr,
+    B_STRIDES: gl.constexpr,
 ):
     BF16: gl.constexpr = gl.bfloat16
     PART: gl.constexpr = min(BLOCK_K, 64)  # channels
@@ -175,7 +177,7 @@ def _kda_prepare_kernel(
     g_s = gl.allocate_shared_memory(BF16, [PARTS, CHUNK, PART], by_key)
     tile_s = gl.allocate_shared_memory(BF16, [CHUNK, CHUNK], square)
     left_s = tile_s if PART == CHUNK else gl.allocate_shared_memory(BF16, [CHUNK, PART], by_key)
-    # Separate allocations show the compiler that stores and loads do not overlap.
+    # Separate, so the compiler sees that stores and loads do not overlap.
     C0_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     C1_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
     C2_s = gl.allocate_shared_memory(BF16, [CHUNK, BLOCK], of_blocks)
@@ -184,33 +186,31 @@ def _kda_prepare_kernel(
     runs_s = reinterpret(C0_s, gl.float32, [RUNS, PART], plain)
     starts_s = reinterpret(C1_s, gl.float32, [RUNS, PART], plain)
     vectors_s = reinterpret(C2_s, gl.float32, [8, PART], flat)
-    first_s, second_s = vectors_s.index(0), vectors_s.index(1)
-    middle_of_first_s, middle_of_second_s = vectors_s.index(2), vectors_s.index(3)
+    sums_s = Sums(runs_s, starts_s, vectors_s.index(0), vectors_s.index(1), vectors_s.index(2), vectors_s.index(3))
     first_bias_s, second_bias_s = vectors_s.index(4), vectors_s.index(5)
     q_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     k_norms_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     betas_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
     own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], flat)
-    inputs_s, halves_s = (q_s, k_s, g_s), (first_s, second_s)
-    quarters_s, norms_s = (middle_of_first_s, middle_of_second_s), (q_norms_s, k_norms_s)
-    sources = q, k, g
-    indices = query_start_loc, chunk_start, seq_chunk_start
+    inputs_s, inputs = (q_s, k_s, g_s), Inputs((q, k, g), b, A_log, dt_bias, STRIDES, B_STRIDES, K)
+    chunks = Chunks(query_start_loc, chunk_start, seq_chunk_start, num_prefills, num_chunks)
     size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
     num_tasks = num_chunks * HEADS
     gl.store(flags, 0, mask=gl.program_id(0) == 0)  # where `persistent_scan` counts turns
     flags += 1
-    clear_flags(flags, num_tasks, WARPS)
+    clear_flags(flags, num_tasks)
     task = gl.program_id(0)
-    t, count, head, _ = tokens_of_task(task, indices, num_prefills, num_chunks, HEADS, False)
-    _copy_inputs(inputs_s, sources, t, count, head, STRIDES, K)
-    beta, first_bias, second_bias, rate = _gates(b, A_log, dt_bias, t, count, head, B_STRIDES, K, PART)
-    ends = ends_of_prefills(indices, num_prefills)
+    t, count, head, _ = tokens_of_task(task, chunks, HEADS, False)
+    tokens = Tokens(t, count, head)
+    _copy_inputs(inputs_s, inputs, tokens)
+    beta, first_bias, second_bias, rate = _gates(inputs, tokens, PART)
+    ends = ends_of_prefills(chunks)
     far_parts = 0
     while task < num_tasks:
-        # Guess that a task is far if the previous was; a wrong guess changes no result.
+        # Guess that a far task follows another; a wrong guess changes no result.
         far_parts = gl.where(far_parts != 0, (1 << PARTS) - 1, 0)
         next_task = task + gl.num_programs(0)
-        starts = starts_of_task(next_task, indices, num_chunks, HEADS, False)
+        starts = starts_of_task(next_task, chunks, HEADS, False)
         rate = -gl.exp(rate.to(gl.float32))
         first_bias_s.store(first_bias.to(gl.float32) * LOG2_E)
         if PARTS == 2:
@@ -222,18 +222,18 @@ def _kda_prepare_kernel(
         q_norms_s.store(q_norm)
         k_norms_s.store(k_norm)
         own_s.store(own_scores)
-        place = head.to(gl.int64) * num_tokens + t
-        operand = operands + place * K
-        total = totals + task.to(gl.int64) * K
+        count = tokens.count
+        place = tokens.head.to(gl.int64) * num_tokens + tokens.t
+        operands_of_chunk = Operands(operands + place * K, size, totals + task.to(gl.int64) * K, count, K)
         if far_parts == 0:
             for part in range(PARTS):
-                decays = log_decays(g_s.index(part), vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
-                sums, halves = near_sums(decays, runs_s)
+                part_s = Part(q_s.index(part), k_s.index(part), g_s.index(part), q_norms_s, k_norms_s)
+                decays = log_decays(part_s.g, vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
+                sums, halves = near_sums(decays, sums_s)
                 if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
                     far_parts += 1 << part
                 else:
-                    parts_s = q_s.index(part), k_s.index(part), g_s.index(part)
-                    _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
+                    store_near(operands_of_chunk, part_s, sums, halves, part)
         scores = gl.zeros([CHUNK, CHUNK], gl.float32, layout=WIDE)
         products = scores
         if far_parts != 0:
@@ -244,23 +244,23 @@ def _kda_prepare_kernel(
             left_parts = far_parts
             for part in range(PARTS):
                 if left_parts >> part & 1 != 0:
-                    parts_s = q_s.index(part), k_s.index(part), g_s.index(part)
-                    decays = log_decays(parts_s[2], vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
-                    sums = far_sums(decays, runs_s, starts_s, halves_s, quarters_s)
-                    halves = first_s.load(CHANNELS), second_s.load(CHANNELS)
+                    part_s = Part(q_s.index(part), k_s.index(part), g_s.index(part), q_norms_s, k_norms_s)
+                    decays = log_decays(part_s.g, vectors_s.index(4 + part).load(CHANNELS), rate, count, VEC)
+                    sums = far_sums(decays, sums_s)
+                    halves = sums_s.first.load(CHANNELS), sums_s.second.load(CHANNELS)
                     if gl.min(gl.minimum(halves[0], halves[1]), axis=0) < -LIMIT:
-                        further = halvings(decays, halves_s, quarters_s, LIMIT)
-                        _store_far(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
+                        further = halvings(decays, sums_s, LIMIT)
+                        store_far(operands_of_chunk, part_s, sums, halves, part)
                         score_blocks, product_blocks = add_far(
-                            score_blocks, product_blocks, sums, further, parts_s, norms_s, quarters_s, left_s
+                            score_blocks, product_blocks, sums, further, part_s, sums_s, left_s
                         )
                         # Zeros add nothing below.
                         barrier()
-                        parts_s[2].store(gl.zeros([CHUNK, PART], BF16, layout=VEC))
+                        part_s.g.store(gl.zeros([CHUNK, PART], BF16, layout=VEC))
                     else:
                         far_parts -= 1 << part
-                        sums, halves = near_sums(decays, runs_s)
-                        _store_near(operand, size, total, parts_s, norms_s, sums, halves, part, count, K)
+                        sums, halves = near_sums(decays, sums_s)
+                        store_near(operands_of_chunk, part_s, sums, halves, part)
             of_column = rest(k_norms_s.load(OF_COLUMN))[None, :]
             scores = joined_blocks(score_blocks, WIDE) * rest(q_norms_s.load(OF_ROW))[:, None] * of_column
             products = joined_blocks(product_blocks, WIDE) * rest(k_norms_s.load(OF_ROW))[:, None] * of_column
@@ -271,18 +271,17 @@ def _kda_prepare_kernel(
         column = gl.arange(0, CHUNK, layout=OF_COLUMN)[None, :]
         tile_s.store(narrow(gl.where(column <= row, scores, 0.0)))
         barrier()
-        next_t, next_count, next_head, _ = tokens_between(next_task, starts, ends, num_chunks, HEADS)
+        t, count, head, _ = tokens_between(next_task, starts, ends, num_chunks, HEADS)
+        next_tokens = Tokens(t, count, head)
         # No product reads operands any more: copy the next task's inputs.
-        _copy_inputs(inputs_s, sources, next_t, next_count, next_head, STRIDES, K)
-        beta, first_bias, second_bias, rate = _gates(
-            b, A_log, dt_bias, next_t, next_count, next_head, B_STRIDES, K, PART
-        )
+        _copy_inputs(inputs_s, inputs, next_tokens)
+        beta, first_bias, second_bias, rate = _gates(inputs, next_tokens, PART)
         products *= betas_s.load(OF_COLUMN)[None, :]
 
         tile = tiles + place * CHUNK
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
-        stored = (row < count) & (column // 8 <= row // 8)  # as the second launch masks
+        stored = (row < tokens.count) & (column // 8 <= row // 8)  # as the second launch masks
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (HEADS * CHUNK)
         gl.store(score_tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
 
@@ -299,9 +298,9 @@ def _kda_prepare_kernel(
         gl.store(tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
         # Overwrites entries that other threads stored before several barriers.
         step = gl.arange(0, CHUNK, layout=FLAT)
-        gl.store(score_tile + step * (CHUNK + 1), own_s.load(FLAT).to(BF16), mask=step < count)
+        gl.store(score_tile + step * (CHUNK + 1), own_s.load(FLAT).to(BF16), mask=step < tokens.count)
         set_flag(flags + task)
-        task, t, count, head = next_task, next_t, next_count, next_head
+        task, tokens = next_task, next_tokens
     async_copy.wait_group(0)
 
 

@@ -1,7 +1,6 @@
-"""Run the second launch of prefill for bf16 activations in Gluon, with the same bits as `prefill._scan_kernel`.
+"""Run the second launch of prefill in Gluon, with the same bits as `prefill_triton`.
 
-Independent products are in flight together; scaling, copies and stores overlap with them. Shared memory holds three
-chunks, two of them still being copied.
+Products are transposed, with left operands in registers. Shared memory holds three chunks, two of them being copied.
 """
 
 from __future__ import annotations
@@ -11,64 +10,79 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.chunks import CHUNK, ROW_FIELDS, SRC_FIELD
+from ..common.chunks import CHUNK
 from ..common.hopper import (
+    Outputs,
     clear_padding,
     copy_async,
     copy_tile,
+    later_tile,
     prefetch_states,
+    prefill_row,
+    slot_elements,
     store_outputs,
+    tokens_of_chunk,
     wait_for_flags,
 )
 from ..common.launch import Launcher
-from ..common.layout import SLOT_UNIT
+from ..common.structs import aggregate
+
+
+@aggregate
+class Sources:
+    """Hold a head's tensors in global memory, and their strides of tokens."""
+
+    q: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
+    inverse: gl.tensor
+    scores: gl.tensor
+    vectors: gl.tensor
+    rows_left: gl.tensor
+    num_tokens: gl.tensor
+    Q_STRIDE: gl.constexpr
+    K_STRIDE: gl.constexpr
+    V_STRIDE: gl.constexpr
+    TILE_STRIDE: gl.constexpr
+    K: gl.constexpr
+
+
+@aggregate
+class Copies:
+    """Hold STAGES chunks of the sources in shared memory."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    inverse: gl.shared_memory_descriptor
+    scores: gl.shared_memory_descriptor
+    vectors: gl.shared_memory_descriptor
 
 
 @gluon.jit
-def _copy_first(
-    copies,
-    stage,
-    sources,
-    t,
-    count,
-    rows_left,
-    K_STRIDE: gl.constexpr,
-    V_STRIDE: gl.constexpr,
-    TILE_STRIDE: gl.constexpr,
-    K: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    """Begin to copy the operands of a chunk's first products to a stage: `count` tokens from t on."""
-    k_tiles, v_tiles, inverses = copies
-    k, v, inverse = sources
+def _copy_first(copies, stage, sources, t, count):
+    """Begin to copy the operands of a chunk's first products to a stage."""
     t = t.to(gl.int64)
-    copy_tile(k_tiles.index(stage), k + t * K_STRIDE, K_STRIDE, count, K, False, WARPS)
-    copy_tile(v_tiles.index(stage), v + t * V_STRIDE, V_STRIDE, count, rows_left, False, WARPS)
-    copy_tile(inverses.index(stage), inverse + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    copy_tile(copies.k.index(stage), sources.k + t * sources.K_STRIDE, sources.K_STRIDE, count, sources.K)
+    copy_tile(copies.v.index(stage), sources.v + t * sources.V_STRIDE, sources.V_STRIDE, count, sources.rows_left)
+    STRIDE: gl.constexpr = sources.TILE_STRIDE
+    copy_tile(copies.inverse.index(stage), sources.inverse + t * STRIDE, STRIDE, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _copy_last(
-    copies,
-    stage,
-    sources,
-    t,
-    count,
-    num_tokens,
-    Q_STRIDE: gl.constexpr,
-    TILE_STRIDE: gl.constexpr,
-    K: gl.constexpr,
-    WARPS: gl.constexpr,
-):
-    q_tiles, score_tiles, fours = copies
-    q, scores, vectors = sources
+def _copy_last(copies, stage, sources, t, count):
     t = t.to(gl.int64)
-    each = gl.arange(0, 4 * CHUNK, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    each = gl.arange(0, 4 * CHUNK, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     step = each % CHUNK
-    copy_async(fours.index(stage), vectors + t + (each // CHUNK * num_tokens + step), mask=step < count)
-    copy_tile(q_tiles.index(stage), q + t * Q_STRIDE, Q_STRIDE, count, K, False, WARPS)
-    copy_tile(score_tiles.index(stage), scores + t * TILE_STRIDE, TILE_STRIDE, count, CHUNK, True, WARPS)
+    copy_async(
+        copies.vectors.index(stage),
+        sources.vectors + t + (each // CHUNK * sources.num_tokens + step),
+        mask=step < count,
+    )
+    copy_tile(copies.q.index(stage), sources.q + t * sources.Q_STRIDE, sources.Q_STRIDE, count, sources.K)
+    STRIDE: gl.constexpr = sources.TILE_STRIDE
+    copy_tile(copies.scores.index(stage), sources.scores + t * STRIDE, STRIDE, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
@@ -100,10 +114,7 @@ def _delta_scan_kernel(
     BLOCK_V: gl.constexpr,
     CONCURRENT: gl.constexpr,
 ):
-    """Carry BLOCK_V lines of one value head's state per program through all chunks of one sequence.
-
-    CONCURRENT programs run at a time; 0 means all.
-    """
+    """Carry BLOCK_V lines of a value head's state through a sequence."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     STAGES: gl.constexpr = 3
     WARPS: gl.constexpr = BLOCK_V // 16
@@ -123,19 +134,16 @@ def _delta_scan_kernel(
 
     if sequence == num_prefills:
         end = gl.load(query_start_loc + num_prefills)
-        clear_padding(out, end, num_tokens, V - first_row, OUT_STRIDE, BLOCK_V, OUT)
+        clear_padding(Outputs(out, V - first_row, OUT_STRIDE, OUT), end, num_tokens, BLOCK_V)
         return
 
-    fields = rows + sequence * ROW_FIELDS
-    start, end, context = gl.load(fields), gl.load(fields + 1), gl.load(fields + 2)
-    first_chunk, last_chunk, slot = gl.load(fields + 3), gl.load(fields + 4), gl.load(fields + SRC_FIELD)
-    origin = start - context % CHUNK
-    slot_stride = gl.cast(slot_stride, gl.int64) * (SLOT_UNIT * 8 // STATE.primitive_bitwidth)
-    # Load the later program's slot before this program's state: see `later_tile`.
-    later = index + CONCURRENT
-    later_row = gl.minimum(sequence + later // (VALUE_HEADS * TILES), num_prefills - 1)
-    later_slot = gl.load(rows + later_row * ROW_FIELDS + SRC_FIELD)
-    later_state = state + later_slot * slot_stride + later % (VALUE_HEADS * TILES) * (BLOCK_V * K)
+    batch_row = prefill_row(rows, sequence)
+    end, origin = batch_row.end, batch_row.origin
+    first_chunk, last_chunk, slot = batch_row.first_chunk, batch_row.last_chunk, batch_row.slot
+    slot_stride = slot_elements(slot_stride, state)
+    later_state = later_tile(
+        state, rows, num_prefills, slot_stride, sequence, index, VALUE_HEADS * TILES, BLOCK_V * K, CONCURRENT
+    )
     state_row = first_row + gl.arange(0, BLOCK_V, layout=gl.SliceLayout(1, CARRIED))[:, None]
     channel = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, CARRIED))[None, :]
     inside = (state_row < V) & (channel < K)
@@ -143,7 +151,7 @@ def _delta_scan_kernel(
     state += head * V * K
     S = gl.load(state + slot * slot_stride + element, mask=inside & (slot != 0), other=0).to(gl.float32)
     if CONCURRENT > 0 and V % BLOCK_V == 0:
-        prefetch_states(later_state, BLOCK_V * K, WARPS)
+        prefetch_states(later_state, BLOCK_V * K)
 
     by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
     by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
@@ -161,33 +169,32 @@ def _delta_scan_kernel(
     tiles += head * CHUNK
     vectors += head.to(gl.int64) * (4 * num_tokens)
     TILE_STRIDE: gl.constexpr = VALUE_HEADS * CHUNK
-    first_copies, first_sources = (k_tiles, v_tiles, inverses), (k, v, tiles)
-    last_copies = q_tiles, score_tiles, fours
-    last_sources = q, tiles + gl.cast(num_tokens, gl.int64) * TILE_STRIDE, vectors
+    copies = Copies(q_tiles, k_tiles, v_tiles, inverses, score_tiles, fours)
+    scores = tiles + gl.cast(num_tokens, gl.int64) * TILE_STRIDE
     rows_left = V - first_row
+    sources = Sources(
+        q, k, v, tiles, scores, vectors, rows_left, num_tokens, Q_STRIDES[0], K_STRIDES[0], V_STRIDES[0], TILE_STRIDE, K
+    )
+    outputs = Outputs(out, rows_left, OUT_STRIDE, OUT)
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
         if flags is not None:
             ready = wait_for_flags(flags + head, VALUE_HEADS, first_chunk + i, last_chunk, ready)
-        t = gl.maximum(origin + i * CHUNK, start)
-        count = gl.minimum(origin + (i + 1) * CHUNK, end) - t
-        _copy_first(
-            first_copies, i, first_sources, t, count, rows_left, K_STRIDES[0], V_STRIDES[0], TILE_STRIDE, K, WARPS
-        )
-        _copy_last(last_copies, i, last_sources, t, count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS)
+        t, count = tokens_of_chunk(batch_row, first_chunk + i)
+        _copy_first(copies, i, sources, t, count)
+        _copy_last(copies, i, sources, t, count)
     there = first_chunk < last_chunk
     dst = gl.load(chunk_dst + first_chunk, mask=there, other=0)
     decay = gl.load(vectors + gl.minimum(origin + CHUNK, end) - 1, mask=there, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    outputs, last_t, last_count = zeros.to(BF16), start, 0
+    last_o, last_t, last_count = zeros.to(BF16), batch_row.start, 0
     for chunk in range(first_chunk, last_chunk):
         boundary = origin + (chunk - first_chunk) * CHUNK
-        t = gl.maximum(boundary, start)
-        count = gl.minimum(boundary + CHUNK, end) - t
+        t, count = tokens_of_chunk(batch_row, chunk)
         stage = (chunk - first_chunk) % STAGES
         free = (chunk - first_chunk + STAGES - 1) % STAGES
-        ahead = gl.maximum(boundary + (STAGES - 1) * CHUNK, start)
+        ahead = gl.maximum(boundary + (STAGES - 1) * CHUNK, batch_row.start)
         ahead_count = gl.minimum(boundary + STAGES * CHUNK, end) - ahead
         async_copy.wait_group(2)
         fence_async_shared()
@@ -196,7 +203,7 @@ def _delta_scan_kernel(
         known = warpgroup_mma(read, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
         u = warpgroup_mma(v_tiles.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
 
-        store_outputs(out, v_tiles.index(free), outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+        store_outputs(outputs, v_tiles.index(free), last_o, last_t, last_count)
 
         there = chunk + 1 < last_chunk
         next_dst = gl.load(chunk_dst + chunk + 1, mask=there, other=0)
@@ -218,22 +225,10 @@ def _delta_scan_kernel(
 
         if flags is not None:
             ready = wait_for_flags(flags + head, VALUE_HEADS, chunk + STAGES - 1, last_chunk, ready)
-        _copy_first(
-            first_copies,
-            free,
-            first_sources,
-            ahead,
-            ahead_count,
-            rows_left,
-            K_STRIDES[0],
-            V_STRIDES[0],
-            TILE_STRIDE,
-            K,
-            WARPS,
-        )
-        _copy_last(last_copies, free, last_sources, ahead, ahead_count, num_tokens, Q_STRIDES[0], TILE_STRIDE, K, WARPS)
+        _copy_first(copies, free, sources, ahead, ahead_count)
+        _copy_last(copies, free, sources, ahead, ahead_count)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        outputs = o.to(BF16)
+        last_o = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
@@ -241,7 +236,7 @@ def _delta_scan_kernel(
         dst, decay, last_t, last_count = next_dst, next_decay, t, count
     async_copy.wait_group(0)
     last_values = v_tiles.index((last_chunk - first_chunk + STAGES - 1) % STAGES)
-    store_outputs(out, last_values, outputs, last_t, last_count, rows_left, OUT_STRIDE, OUT)
+    store_outputs(outputs, last_values, last_o, last_t, last_count)
 
 
 scan = Launcher(_delta_scan_kernel)

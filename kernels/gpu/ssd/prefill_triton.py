@@ -1,0 +1,259 @@
+"""Run prefill (arXiv:2405.21060) in two Triton launches.
+
+A chunk of 64 tokens, the lines of x, B and C, takes the state S [P, N] of a head through
+
+    y = decay * (C S^T) + scores x + D x;  S = decay S + (to_end * x)^T B
+
+Scores are C B^T times the decay between both tokens and the earlier token's step size. The first launch computes step
+sizes and decays. The second carries states. Its products are transposed: every scaled operand is a left operand, in
+registers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...indices import StateIndices
+from ..common.chunks import (
+    CHUNK,
+    CHUNK_ARRAYS,
+    chunk_tokens,
+    clear_padding,
+    prefill_row,
+    row_and_tile,
+    tokens_of_chunk,
+)
+from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
+from ..common.delta_rule import dot
+from ..common.launch import Launcher, index_pointers
+from ..common.layout import cdiv, slot_elements
+from ..common.prefetch import later_tile, prefetch
+from ..common.state_tile import load_tile, state_tile, store_tile
+
+HEADS_PER_PROGRAM = 8  # of the first launch
+ROWS = tl.constexpr(64)  # state lines per program of the second launch
+# With more chunks, prefetching a later program's state costs more than it hides.
+PREFETCH_CHUNKS = tl.constexpr(8)
+
+
+@triton.jit(do_not_specialize=["num_prefills", "dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_tokens"])
+def _decays_kernel(
+    dt,
+    A,
+    dt_bias,
+    vectors,
+    query_start_loc,
+    chunk_start,
+    seq_chunk_start,
+    num_prefills,
+    dt_stride,
+    dt_head_stride,
+    dt_min,
+    dt_max,
+    num_tokens,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    VECTORS: tl.constexpr,
+):
+    TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    chunk, tile = row_and_tile(TILES)
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES)
+    step = tl.arange(0, CHUNK)[None, :]
+    head = tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    in_heads = head < HEADS
+    filled = (step < count) & in_heads
+    token = start.to(tl.int64) + step
+
+    rate = tl.load(A + head, mask=in_heads, other=0).to(tl.float32)
+    size = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=filled, other=0).to(tl.float32)
+    if dt_bias is not None:
+        size += tl.load(dt_bias + head, mask=in_heads, other=0).to(tl.float32)
+    size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
+    log_decay = size * rate * LOG2_E
+    clamped = tl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
+    # Differences of one running sum lose digits: in fp32 coarse parts are summed exactly, apart from the rest.
+    coarse = clamped
+    if VECTORS > 4:
+        coarse = tl.floor(clamped * 2048) / 2048
+    sums, fine = tl.cumsum(coarse, 1), tl.cumsum(clamped - coarse, 1)
+    last = step == CHUNK - 1  # the last token's difference must be 0
+    to_end = tl.sum(tl.where(last, sums, 0.0), 1)[:, None] - sums
+    to_end += tl.sum(tl.where(last, fine, 0.0), 1)[:, None] - fine
+
+    vector = vectors + head.to(tl.int64) * (VECTORS * num_tokens) + token
+    tl.store(vector, tl.exp2(tl.cumsum(log_decay, 1)), mask=filled)
+    tl.store(vector + num_tokens, sums, mask=filled)
+    tl.store(vector + 2 * num_tokens, size, mask=filled)
+    tl.store(vector + 3 * num_tokens, tl.exp2(to_end) * size, mask=filled)
+    if VECTORS > 4:
+        tl.store(vector + 4 * num_tokens, fine, mask=filled)
+
+
+@triton.jit
+def _halves(x):
+    return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@triton.jit
+def _products(x, y):
+    """Return x y^T [64, 64]; wide fp32 operands fit into shared memory only in halves."""
+    if x.dtype == tl.float32 and x.shape[1] > 128:
+        x_left, x_right = _halves(x)
+        y_left, y_right = _halves(y)
+        return dot(x_right, tl.trans(y_right), dot(x_left, tl.trans(y_left)))
+    else:
+        return dot(x, tl.trans(y))
+
+
+@triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
+def _scan_kernel(
+    x,
+    B,
+    C,
+    D,
+    z,
+    vectors,
+    state,
+    out,
+    query_start_loc,
+    rows,
+    chunk_dst,
+    num_prefills,
+    slot_stride,
+    num_tokens,
+    X_STRIDES: tl.constexpr,
+    B_STRIDES: tl.constexpr,
+    C_STRIDES: tl.constexpr,
+    Z_STRIDES: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VECTORS: tl.constexpr,
+    STAGES: tl.constexpr,
+    CONCURRENT: tl.constexpr,
+):
+    """Carry 64 lines of a head's state through a row's chunks."""
+    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
+    OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
+    STATE: tl.constexpr = state.dtype.element_ty
+    sequence, index = row_and_tile(HEADS * TILES)
+    head = index // TILES
+    first_line = index % TILES * ROWS
+    line = tl.arange(0, ROWS)
+    step = tl.arange(0, CHUNK)
+    in_P = first_line + line < P
+    out += head * P + first_line
+
+    if sequence == num_prefills:
+        clear_padding(out, query_start_loc, num_prefills, num_tokens, line, in_P, OUT_STRIDE)
+        return
+
+    row = prefill_row(rows, sequence)
+    slot_stride = slot_elements(slot_stride, state)
+    later_state = later_tile(
+        state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
+    )
+
+    held = state_tile(state, slot_stride, head, first_line, P, N, ROWS, BLOCK_N)
+    S = load_tile(held, row.slot)
+
+    if TILES * ROWS == P and BLOCK_N == N and row.last_chunk - row.first_chunk <= PREFETCH_CHUNKS:
+        prefetch(later_state, ROWS * N)
+
+    channel = tl.arange(0, BLOCK_N)
+    x += head * X_STRIDES[1] + first_line
+    B += head // (HEADS // GROUPS) * B_STRIDES[1]
+    C += head // (HEADS // GROUPS) * C_STRIDES[1]
+    vectors += head.to(tl.int64) * (VECTORS * num_tokens)
+    skip = 0.0
+    if D is not None:
+        skip = tl.load(D + head).to(tl.float32)
+    each_step = tl.arange(0, 4 * CHUNK) % CHUNK
+    each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
+    # 32-bit offsets, added to a scalar pointer: 64 bits take twice the registers.
+    x_tile = step[:, None] * X_STRIDES[0] + line[None, :]
+    B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
+    C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
+    place = step[None, :] * OUT_STRIDE + line[:, None]
+    earlier = step[:, None] <= step[None, :]
+    for chunk in tl.range(row.first_chunk, row.last_chunk, num_stages=STAGES):
+        chunk_start, count = tokens_of_chunk(row, chunk)
+        filled = step < count
+        t = chunk_start.to(tl.int64)
+        mask_N = filled[:, None]
+        if BLOCK_N != N:
+            mask_N &= (channel < N)[None, :]
+        mask_P = filled[:, None]
+        if TILES * ROWS != P:
+            mask_P &= in_P[None, :]
+        inputs = tl.load(B + t * B_STRIDES[0] + B_tile, mask=mask_N, other=0).to(OPERAND)
+        reads = tl.load(C + t * C_STRIDES[0] + C_tile, mask=mask_N, other=0).to(OPERAND)
+        values = tl.trans(tl.load(x + t * X_STRIDES[0] + x_tile, mask=mask_P, other=0))
+        four = tl.load(vectors + t + each, mask=each_step < count, other=0)
+        total_decay = tl.load(vectors + t + count - 1)
+        dst = tl.load(chunk_dst + chunk)
+
+        low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
+        decay, sums = tl.split(low)
+        size, to_end = tl.split(high)
+        # Negated, B comes from registers. In shared memory it needs a buffer more: one program per processor, not two.
+        scores = _products(-inputs, reads)
+        differences = sums[None, :] - sums[:, None]
+        if VECTORS > 4:
+            fine = tl.load(vectors + 4 * num_tokens + t + step, mask=filled, other=0)
+            differences += fine[None, :] - fine[:, None]
+        scores *= tl.exp2(tl.where(earlier, differences, float("-inf"))) * -size[:, None]
+        scores = scores.to(OPERAND)
+        y = decay[None, :] * dot(S.to(OPERAND), tl.trans(reads))
+        y = dot(values.to(OPERAND), scores, y)
+        S = dot((to_end[None, :] * values.to(tl.float32)).to(OPERAND), inputs, total_decay * S)
+        if STATE != tl.float32:
+            S = S.to(STATE).to(tl.float32)
+        mask = filled[None, :] & in_P[:, None]
+        if D is not None:
+            y += skip * values.to(tl.float32)
+        if z is not None:
+            gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_line
+            gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + line[:, None], mask=mask, other=0).to(tl.float32)
+            y *= gate / (1 + tl.exp(-gate))
+        tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
+        # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
+        store_tile(held, dst, S, MAY_BE_NULL=True)
+
+
+_launch_decays = Launcher(_decays_kernel)
+scan = Launcher(_scan_kernel)
+
+
+def decays(
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None,
+    indices: StateIndices,
+    dt_limit: tuple[float, float],
+    num_vectors: int,
+) -> Tensor:
+    """Return fp32 vectors [H, num_vectors, F], of chunks.
+
+    A token has its decay from the chunk's start, the log2 sum, its step size, and this times the decay to the chunk's
+    end. The fifth vector has the sum's fine part.
+    """
+    num_tokens, heads = dt.shape
+    vectors = dt.new_empty(num_vectors * num_tokens * heads, dtype=torch.float32)
+    num_chunks = indices.chunk_seq.shape[0]
+    if num_chunks:
+        _launch_decays(
+            cdiv(heads, HEADS_PER_PROGRAM) * num_chunks,
+            (dt, A, dt_bias, vectors),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, *dt.stride(), *map(float, dt_limit), num_tokens),
+            {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
+            num_warps=1,
+        )
+    return vectors
