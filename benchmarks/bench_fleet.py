@@ -4,9 +4,9 @@
         [--replicas 1 2 4 8] [--jobs 2] [--json OUT.json]
 
 Each replica is a `PrefixCache` with room for 20 GiB of states and 40 GiB of KV. Its steps take as long as the plugin's
-steps of Qwen3.5-9B on an H100 (results/vllm-qwen3.5-9b-h100.json), and do nothing else. Requests come as often for each
-replica as in the trace. The router reads each replica's events after each step. It sends a request where the fewest
-tokens are left before the answer: the tokens that are not expected to be hit, and those of earlier requests.
+steps of Qwen3.5-9B on an H100 (results/vllm-qwen3.5-9b-h100.json). Requests come half as often for each replica as in
+the trace. The router reads each replica's events after each step. It sends a request where the fewest tokens are left
+before the answer: all of the request that is not expected to be hit, and of earlier requests.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from pathlib import Path
 
 import numpy as np
 from simulators.parts import BLOCK, GIB, prefixes
+from table import ROUTINGS
 from trace_tokens import Request, requests
 
 from mambacache import CacheConfig, Hit, PrefixCache
 
 MEASURED = Path(__file__).parent / "results" / "vllm-qwen3.5-9b-h100.json"
-ROUTINGS = "round robin", "by chat", "pages", "pages and states"
 STATE_BYTES, PAGE_BYTES = 51_511_296, 32_768 * BLOCK  # of Qwen3.5-9B: 24 recurrent layers in fp32, 8 with attention
 STATES, PAGES = 20 * GIB // STATE_BYTES, 40 * GIB // PAGE_BYTES
 STEP, RUNNING = 8192, 64  # most tokens of a step, and requests
+SLOWER = 2.0  # at the trace's own rate a replica has more to compute than it can
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def measure(trace: Path, count: int, replicas: int, routing: str) -> Row:
     for number, request in enumerate(requests(trace)):
         if number == count:
             break
-        arrival = request.arrival / replicas
+        arrival = SLOWER * request.arrival / replicas
         for replica in fleet:
             replica.run(arrival)
         names = prefixes(np.concatenate([request.prompt, request.answer]))

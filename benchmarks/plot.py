@@ -1,4 +1,4 @@
-"""Draw the picture of README.md and docs/ from a committed result, for light and dark pages.
+"""Draw the pictures of README.md and docs/ from committed results, for light and dark pages.
 
     python benchmarks/plot.py
 
@@ -14,12 +14,12 @@ from typing import Any
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from table import faster
+from table import ROUTINGS, faster
 
 RESULTS = Path(__file__).parent / "results"
-NAME = "vllm-qwen3.5-9b-h100"
 BAR = 0.4
 OURS, PEER = "#2a8fb3", "#a9a9a9"
+SHADES = "#a9a9a9", "#6f6f6f", "#8fc7dc", OURS
 THEMES = {"": {}, "-dark": dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), "#e6e6e6")}
 EDGES = {"": "#333333", "-dark": "#9a9a9a"}
 
@@ -59,15 +59,36 @@ def said(row: dict[str, Any]) -> str:
     return f"{row['seconds']:.2f} s{hit}"
 
 
+def fleet(run: dict[str, Any]) -> Figure:
+    """Draw the share of prompt tokens hit and the mean time to the first token, by routing and number of replicas."""
+    rows = {(row["replicas"], row["routing"]): row for row in run["rows"]}
+    counts = sorted({replicas for replicas, _ in rows if replicas > 1})
+    figure, sides = pyplot.subplots(1, 2, figsize=(10, 2.8), layout="constrained")
+    for number, (routing, color) in enumerate(zip(ROUTINGS, SHADES, strict=True)):
+        own = [rows[count, routing] for count in counts]
+        places = [place + 0.2 * (number - 1.5) for place in range(len(counts))]
+        sides[0].bar(places, [100 * row["hit_tokens"] / row["prompt_tokens"] for row in own], 0.2, color=color)
+        sides[1].bar(places, [row["mean"] for row in own], 0.2, color=color, label=routing)
+    for axes, label in zip(sides, ("hit, % of prompt tokens", "seconds to the first token, mean"), strict=True):
+        axes.set_xticks(range(len(counts)), [f"{count} replicas" for count in counts], fontsize=8)
+        axes.set_ylabel(label, fontsize=9)
+    figure.legend(loc="outside upper right", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+PICTURES = {"vllm-qwen3.5-9b-h100": against_vllm, "fleet": fleet}
+
+
 def main() -> None:
-    run = json.loads((RESULTS / f"{NAME}.json").read_text())
-    for theme, colors in THEMES.items():
-        frame = {"axes.edgecolor": EDGES[theme], "axes.spines.top": False, "axes.spines.right": False}
-        with pyplot.rc_context({**colors, **frame, "svg.fonttype": "none", "svg.hashsalt": NAME}):
-            figure = against_vllm(run)
-            metadata = {"Date": None}  # keeps the file equal for equal figures
-            figure.savefig(RESULTS / f"{NAME}{theme}.svg", transparent=True, metadata=metadata)
-            pyplot.close(figure)
+    for name, draw in PICTURES.items():
+        run = json.loads((RESULTS / f"{name}.json").read_text())
+        for theme, colors in THEMES.items():
+            frame = {"axes.edgecolor": EDGES[theme], "axes.spines.top": False, "axes.spines.right": False}
+            with pyplot.rc_context({**colors, **frame, "svg.fonttype": "none", "svg.hashsalt": name}):
+                figure = draw(run)
+                metadata = {"Date": None}  # keeps the file equal for equal figures
+                figure.savefig(RESULTS / f"{name}{theme}.svg", transparent=True, metadata=metadata)
+                pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python benchmarks/table.py benchmarks/results/kernels-h200.json
 
-Results come from bench_kernels.py, bench_engine.py, bench_serving.py, replay_trace.py and `make test-vllm-gpu`.
+Results come from bench_kernels.py, bench_engine.py, bench_serving.py, bench_fleet.py, replay_trace.py and
+`make test-vllm-gpu`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ REPLAYED = {
     "lru-joint": "LRU, one budget",
     "clairvoyant": "clairvoyant bound",
 }
+ROUTINGS = "round robin", "by chat", "pages", "pages and states"
 REPLAYED_MODELS = {"qwen3-next": "Qwen3-Next", "nemotron-h-8b": "Nemotron-H-8B"}
 
 
@@ -197,6 +199,18 @@ def replay_table(result: dict) -> str:
     return markdown(["model, memory", *REPLAYED.values()], lines)
 
 
+def fleet_table(result: dict) -> str:
+    """Return a table of each routing: hits, wrong predictions by pages and by states too, and times."""
+    lines = []
+    for row in result["rows"]:
+        hits, wrong = f"{row['hit_tokens'] / row['prompt_tokens']:.1%}", [f"{n:,}" for n in row["wrong"].values()]
+        times = [f"{row[key]:.2f}" for key in ("mean", "median", "p99")]
+        routing = row["routing"] if row["replicas"] > 1 else "none"
+        lines.append([str(row["replicas"]), routing, hits, *wrong, *times])
+    head = ["replicas", "routing", "hit", "wrong by pages", "wrong by pages and states"]
+    return markdown([*head, "seconds to the first token, mean", "median", "99th percentile"], lines)
+
+
 def tables(figures: dict) -> list[str]:
     """Return the tables of a result; its keys identify the benchmark."""
     if "models" in figures:
@@ -205,6 +219,7 @@ def tables(figures: dict) -> list[str]:
     if "runs" in figures:
         return [engine_table(run) for run in figures["runs"]]
     makers = {"policy": replay_table, "workload": engine_table, "first_token_median": serving_table, "op": kernel_table}
+    makers["routing"] = fleet_table
     return [make(figures) for key, make in makers.items() if key in figures["rows"][0]]
 
 

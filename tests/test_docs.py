@@ -174,6 +174,21 @@ def test_vllm_errors_match_the_measurements() -> None:
     assert all(rms["plugin"] <= 1.005 * rms["vllm"] for rms in models)
 
 
+@pytest.mark.usefixtures("benchmarks")
+def test_fleet_figures_match_the_benchmark() -> None:
+    from table import ROUTINGS, fleet_table
+
+    page, figures = PAGES["docs/routers.md"], result("fleet.json")
+    assert fleet_table(figures) in page
+    rows = {(row["replicas"], row["routing"]): row for row in figures["rows"]}
+    assert all(row["requests"] == 3000 for row in rows.values())
+    wrong = [[row["wrong"][kind] for row in rows.values()] for kind in ROUTINGS[2:]]
+    assert f"{min(wrong[0])} to {max(wrong[0])} of 3,000 requests" in page
+    assert f"{min(wrong[1])} to {max(wrong[1])} by pages and states" in page
+    step, row, token = (1e3 * figures["cost"][key] for key in ("step", "row", "token"))
+    assert f"{step:.2f} ms, {row:.3f} ms for each row that decodes, and {token:.4f} ms for each" in page
+
+
 def test_tier_figures_match_the_benchmark() -> None:
     [row] = result("host-tier-h200.json")["rows"]
     longer = (row["host_hit_ms"] - row["device_hit_ms"]) / row["plain_ms"]
@@ -225,6 +240,8 @@ def test_bounds_and_lengths_match_the_code() -> None:
     lines = str(len((ROOT / "examples" / "host_engine.py").read_text().splitlines()))
     assert re.findall(r"an engine in (\d+)\s+lines", README) == [lines]
     assert re.findall(r"a host in (\d+) lines", PAGES["docs/embedding.md"]) == [lines]
+    lines = str(len((ROOT / "examples" / "router.py").read_text().splitlines()))
+    assert re.findall(r"a router in (\d+) lines", PAGES["docs/routers.md"]) == [lines] and int(lines) <= 100
 
 
 def test_plugin_log_lines_match_the_code() -> None:

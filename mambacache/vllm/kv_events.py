@@ -42,14 +42,14 @@ class ChunkHashes:
 class StateEvents:
     """Announces states as one more group of kind mamba, each by the hash of the prefix that it ends.
 
-    vLLM publishes amid `update_from_output`, when a step's states are not stored yet. So its events stay in the block
-    pool's queue until `take`.
+    Events stay in the block pool's queue until `take`: vLLM publishes amid `update_from_output`, before a step's states
+    are stored.
 
     Args:
         manager: vLLM's KV cache manager.
         hashes_of: returns a request's hashes of blocks of `size` tokens.
         has_attention: whether there are pages to report.
-        alone: whether consumers know one group: pages are announced up to the deepest state, and no states.
+        alone: whether consumers know one group. Pages are then announced up to the deepest state, and no states.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StateEvents:
         queue = self._pool.kv_event_queue
         if gone:
             queue.append(BlockRemoved([*map(maybe_convert_block_hash, gone)], self._pool.medium, self._group))
-        queue += [self._stored(s.request, s.index, s.index + 1, self._group) for s in new if s.theirs is not None]
+        queue += [self._stored(s.request, s.block, s.block + 1, self._group) for s in new if s.theirs is not None]
 
     def report(self, request: Any, hit: int) -> None:
         """Announce a hit of `hit` tokens, once, if the request asks for that."""
@@ -102,6 +102,7 @@ class StateEvents:
         """Return the event for a request's blocks from `first` to `end`."""
         hashes, size, lora = self._hashes_of(request), self._size, request.lora_request
         keys_of = getattr(self._pool, "_generate_event_extra_keys", generate_block_hash_extra_keys)  # vLLM 0.33
+        keys = [keys_of(request, start, start + size, 0)[0] for start in range(first * size, end * size, size)]
         event = BlockStored(
             block_hashes=[maybe_convert_block_hash(each) for each in hashes[first:end]],
             parent_block_hash=maybe_convert_block_hash(hashes[first - 1]) if first else None,
@@ -110,7 +111,7 @@ class StateEvents:
             lora_id=lora.adapter_id if lora else None,
             medium=self._pool.medium,
             lora_name=lora.name if lora else None,
-            extra_keys=to_event_extra_keys([keys_of(request, i * size, (i + 1) * size, 0)[0] for i in range(first, end)]),
+            extra_keys=to_event_extra_keys(keys),
             group_idx=group,
             kv_cache_spec_kind=self._metadata[group][0],
             session_id=request.session_id,

@@ -17,14 +17,14 @@ class Stored(NamedTuple):
         ours: its prefix hash.
         theirs: vLLM's hash; None before vLLM hashes the block.
         request: the request that stored it.
-        index: of its last block in the request's hashes.
+        block: number of its last block in the request.
         waited: whether it had no name in an earlier `follow`.
     """
 
     ours: bytes
     theirs: bytes | None
     request: Any
-    index: int
+    block: int
     waited: bool
 
 
@@ -38,7 +38,7 @@ class HashMap:
     def __init__(self, prefix_cache: PrefixCache, hashes_of: Callable[[Any], Sequence[bytes]], size: int) -> None:
         self.ours: dict[bytes, bytes] = {}
         self.theirs: dict[bytes, bytes] = {}
-        self.unnamed: dict[bytes, tuple[Any, int]] = {}  # request and index by prefix hash
+        self.unnamed: dict[bytes, tuple[Any, int]] = {}  # request and block by prefix hash
         self._prefix_cache, self._hashes_of, self._size = prefix_cache, hashes_of, size
         self._last = 0
 
@@ -71,14 +71,14 @@ class HashMap:
 
     def _name(self, ours: bytes, waited: bool) -> Stored:
         """Enter a new state if vLLM has its hash; with MTP drafts that may cover a token behind the block."""
-        request, index = self.unnamed[ours]
+        request, block = self.unnamed[ours]
         hashes = self._hashes_of(request)
-        theirs = hashes[index] if index < len(hashes) else None
+        theirs = hashes[block] if block < len(hashes) else None
         if theirs is not None:
             self.ours[theirs], self.theirs[ours] = ours, theirs
         if theirs is not None or request.is_finished():
             del self.unnamed[ours]
-        return Stored(ours, theirs, request, index, waited)
+        return Stored(ours, theirs, request, block, waited)
 
 
 class KVWatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from operator import attrgetter
 from typing import Any
@@ -99,9 +99,9 @@ class Mixin:
 
     def _follow_states(self, num_groups: int) -> None:
         pool = self.kv_cache_manager.block_pool
-        if self._has_attention:
-            hashes_of, size = attrgetter("block_hashes"), pool.hash_block_size
-        else:
+        hashes_of: Callable[[Any], Sequence[bytes]] = attrgetter("block_hashes")
+        size = pool.hash_block_size
+        if not self._has_attention:
             hashes_of, size = ChunkHashes(self.cache_config.prefix_caching_hash_algo), CHUNK
         self._hashes = HashMap(self.prefix_cache, hashes_of, size)
         if self._has_attention:

@@ -18,7 +18,7 @@ class Settings:
         state_bytes: memory of states and token logs on each GPU; None for half of the memory left by the weights.
         num_state_blocks: number of states, in place of `state_bytes`; token logs take memory on top.
         checkpoint_interval: tokens between extra states, a multiple of 64; 0 for none.
-        kv_event_groups: groups in KV events: 2 for pages and states, 1 for pages up to the deepest state.
+        kv_event_groups: 2 for KV events of pages and states, 1 for pages up to the deepest state.
     """
 
     state_bytes: int | None = None

@@ -46,7 +46,7 @@ class Consumer:
         self.alone = self.scheduler.vllm_config.additional_config["mambacache"].get("kv_event_groups") == 1
         self._hasher = get_request_block_hasher(self.size, sha256)
         self._unread = 0  # tokens in steps whose events are not published
-        self._lost: list[set[Any]] = []  # hashes of which the next batch must withdraw some
+        self._lost: list[set[Any]] = []  # the next batch must withdraw a hash of each set
         self._parents: dict[Any, Any] = {}
         self._whole: dict[Any, bytes | None] = {None: None}
         self.scheduler.kv_event_publisher.publish = self.publish
@@ -90,7 +90,7 @@ class Consumer:
             parent = name
 
     def _learn_hashes(self, names: set[Any]) -> None:
-        """Note the hashes of which events tell 64 bits."""
+        """Note whole hashes: events tell 64 bits."""
         if names <= self._whole.keys():
             return
         for request in self.simulation.requests.values():
@@ -164,9 +164,9 @@ class Consumer:
 
     # --- requests that are sent alone ---
 
-    def send(self, name: str, prompt: list[int], **params: Any) -> tuple[int, int]:
+    def send(self, name: str, prompt: list[int], max_tokens: int = 2, **params: Any) -> tuple[int, int]:
         """Send a request that nothing runs beside. Return the tokens expected and hit."""
-        self.simulation.add(name, prompt, 2, **params)
+        self.simulation.add(name, prompt, max_tokens, **params)
         expected = self.expected(self.simulation.requests[name])
         self.simulation.drain()
         return expected, self.simulation.cached[name]
@@ -221,8 +221,8 @@ def test_a_consumer_of_one_group_expects_no_less_than_is_hit(seed: int) -> None:
     consumer.simulation.check_end()
 
 
-def consumer_of(**settings: Any) -> Consumer:
-    return Consumer(Simulation(make_scheduler(budget=2048, events=True, **settings)))
+def consumer_of(*, ahead: bool = False, **settings: Any) -> Consumer:
+    return Consumer(Simulation(make_scheduler(budget=2048, events=True, ahead=ahead, **settings), ahead=ahead))
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -289,6 +289,30 @@ def test_lost_events_withdraw_all_states_and_no_page() -> None:
     [[event]] = consumer.batches[-1:]
     assert isinstance(event, BlockRemoved) and event.group_idx == STATES
     assert {group for group, _ in +consumer.held} == {PAGES}
+
+
+def test_a_state_of_an_aborted_request_is_told() -> None:
+    """The request ends before the tokens of its step are read."""
+    consumer = consumer_of(ahead=True, v2=True)
+    simulation, prompt = consumer.simulation, random_tokens(200)
+    simulation.add("a", prompt, 5)
+    simulation.step()
+    simulation.abort("a")
+    simulation.drain()
+    assert consumer.send("b", prompt) == (192, 192)
+
+
+def test_a_state_that_is_stored_as_its_request_ends_is_told() -> None:
+    """The 64th token ends a request, and a step that consumes it is out: the state behind it is known by then."""
+    prompt = random_tokens(60)
+    first = consumer_of(attention=False)
+    first.send("a", prompt, max_tokens=4)
+    answer = first.simulation.answers["a"]
+    assert answer[3] not in answer[:3]
+    consumer = consumer_of(ahead=True, v2=True, attention=False)
+    consumer.send("a", prompt, max_tokens=9, stop_token_ids=[answer[3]])
+    assert consumer.simulation.answers["a"] == answer
+    assert consumer.send("b", [*prompt, *answer, 1]) == (64, 64)
 
 
 @pytest.mark.parametrize("attention", [True, False])
