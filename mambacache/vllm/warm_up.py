@@ -69,7 +69,7 @@ def expert_sizes(experts: int, top_k: int, room: int) -> Iterable[int]:
     """
     unsorted, sparse, grouped = experts // (4 * top_k), experts // top_k, 129 * experts - 1
     ends = sorted(end for end in {*TILE_ENDS, unsorted, sparse, grouped, room} if 0 < end <= room)
-    sizes = {}
+    sizes: dict[tuple[int, bool, bool], int] = {}
     for start, end in pairwise([0, *ends]):
         for tokens in range(end, max(start, end - DIVISOR), -1):
             pairs = tokens * top_k
