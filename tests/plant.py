@@ -52,7 +52,7 @@ class Mutant(NamedTuple):
 def mutants(text: str) -> list[Mutant]:
     """Return the mistakes of a text in the format of mutants.txt."""
     found = []
-    for paragraph in text.split("\n\n"):
+    for paragraph in text.strip().split("\n\n"):
         header, *changed = [line for line in paragraph.splitlines() if not line.startswith("#")] or [""]
         if changed:
             path, test = header.split(" ", 1)
