@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import processors
+from ...device import is_hopper, processors, takes_large_tiles
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
 from ..common.hopper import served
@@ -49,10 +49,13 @@ def prefill(
     numbers = num_prefills, slot_stride(state), num_tokens
     hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
     hopper_prepare = hopper and beta_scale <= 1
-    concurrent = processors(q.get_device())  # a program of 128 lines each
+    device = q.get_device()
+    concurrent = processors(device)  # a program of 128 lines each
     # Tiles of 64 lines only if all run at once: they read q and k twice as often.
     few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
+    if not (large := takes_large_tiles(device)):
+        block_V = 32
     tiles_of_row = value_heads * cdiv(V, block_V)
 
     # One launch takes nearly twice the second's time per chunk: it needs busy processors.
@@ -90,14 +93,15 @@ def prefill(
             maxnreg=168,
         )
     elif tasks:
+        warps, registers = (4, 128) if is_hopper(device) else (8, 255)
         prefill_triton.prepare(
             tasks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
             chunks,
             (num_prefills, num_tokens),
             {"BETA_SCALE": beta_scale, **keys, **gates, **shape},
-            num_warps=4,
-            maxnreg=128,
+            num_warps=warps,
+            maxnreg=registers,
         )
 
     programs = tiles_of_row * (num_prefills + 1)
@@ -114,12 +118,13 @@ def prefill(
             launch_pdl=flags is not None,
         )
     else:
-        stages = (3 if K <= 128 else 2) if narrow else 1
+        stages = (2 if K <= 128 else 1) + large if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,
             rows,
             numbers,
             constants | {"CONCURRENT": concurrent, "STAGES": stages},
-            num_warps=block_V // 16,
+            num_warps=max(block_V // 16, 4),
+            maxnreg=None if is_hopper(device) else 255,  # ptxas gives the widest tile 32 on an A100
         )

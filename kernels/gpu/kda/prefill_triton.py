@@ -120,10 +120,10 @@ def _prepare_kernel(
     BLOCK_K: tl.constexpr,
     STRIDES: tl.constexpr,
     B_STRIDES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
-    BLOCK_C: tl.constexpr = min(BLOCK_K, 64 if PRECISE else 128)
     chunk, head = row_and_tile(HEADS)
     start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, HEADS)
     step = tl.arange(0, CHUNK)
