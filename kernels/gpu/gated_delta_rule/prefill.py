@@ -36,7 +36,8 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, HV, V] and store states at `chunk_dst`.
 
-    Scratch of two launches: 272 bytes per token and value head for bf16, else 528; 4 per chunk and value head.
+    Scratch of two launches: 272 bytes per token and value head for 16-bit activations, 528 for fp32; 4 per chunk
+    and value head.
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
@@ -74,8 +75,8 @@ def prefill(
         )
         return
 
-    narrow = q.dtype == torch.bfloat16
-    tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value, dtype=q.dtype if narrow else torch.float32)
+    narrow = q.element_size() == 2
+    tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     tasks = value_heads * num_chunks
     flags = q.new_empty(tasks, dtype=torch.int32) if hopper_prepare and tasks else None

@@ -35,14 +35,13 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, V] and store states at `chunk_dst`.
 
-    Scratch per head, in bytes: 256 + 6 K a token in bf16, else 512 + 12 K, and 4 K + 4 a chunk.
+    Scratch per head, in bytes: 256 + 6 K a token for 16 bits, else 512 + 12 K, and 4 K + 4 a chunk.
     """
     num_tokens, heads, K = q.shape
     V, num_chunks, num_prefills = v.shape[2], indices.chunk_seq.shape[0], indices.num_prefills
     q_strides, k_strides, v_strides, g_strides, b_strides = layer_strides(q, k, v, g, b)
     hopper = num_chunks and K <= 128 and served((q, k, v, g), (q_strides, k_strides, v_strides, g_strides))
-    narrow = q.dtype == torch.bfloat16
-    operand = q.dtype if narrow else torch.float32
+    narrow = q.element_size() == 2
     device = q.get_device()
     concurrent = max(processors(device), 1)  # a processor runs one program of 128 lines
     # Tiles of 64 lines if all run at once: larger tiles read operands half as often.
@@ -52,8 +51,8 @@ def prefill(
         block_V = 32
     tiles_of_row = heads * cdiv(V, block_V)
 
-    tiles = q.new_empty(2 * num_tokens * heads * 64, dtype=operand)  # inverse and scores
-    operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)  # k_in, q_in and k_out
+    tiles = q.new_empty(2 * num_tokens * heads * 64)  # inverse and scores
+    operands = q.new_empty(3 * num_tokens * heads * K)  # k_in, q_in and k_out
     totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)  # decay
     first = q, k, g, b, A_log, dt_bias, tiles, operands, totals
     second = v, tiles, operands, totals, state, out

@@ -1,8 +1,7 @@
-"""Run prefill in one launch for bf16, else in two."""
+"""Run prefill in one launch for bf16 on a Hopper, else in two."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...device import is_hopper, processors
@@ -31,7 +30,7 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, P] and store states at `chunk_dst`.
 
-    Scratch of two launches: 16 bytes per token and head for bf16, else 20.
+    Scratch of two launches: 16 bytes per token and head for 16-bit activations, else 20.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
@@ -66,7 +65,7 @@ def prefill(
             num_warps=4,
         )
         return
-    narrow = x.dtype == torch.bfloat16
+    narrow = x.element_size() == 2
     num_vectors = 4 if narrow else 5
     stages, warps = (3 if narrow else 1, 4) if is_hopper(device) else (1, 8)
     vectors = prefill_triton.decays(dt, A, dt_bias, indices, dt_limit, num_vectors)
