@@ -63,9 +63,7 @@ def overlaps_launches(index: int) -> bool:
 def shared_memory(index: int) -> int:
     """Return the most bytes of shared memory that a block may have."""
     known = SHARED_MEMORY.get(capability_of(index))
-    if known:
-        return known * 1024
-    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return known * 1024 if known else torch.cuda.get_device_properties(index).shared_memory_per_block_optin
 
 
 def takes_large_tiles(index: int) -> bool:
