@@ -227,9 +227,9 @@ def consumer_of(*, ahead: bool = False, **settings: Any) -> Consumer:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_few_states_by_hand(alone: bool) -> None:
-    """Twelve documents come three times. There is room for eight states, and for the KV of all.
+    """Twelve documents of 960 tokens come three times. There is room for eight states, and for the KV of all.
 
-    A router that follows pages alone expects 21,504 tokens.
+    The pages of 23,040 tokens come again, and no state does: each time other documents took its place.
     """
     consumer = consumer_of(num_states=9, num_pages=1200, kv_event_groups=2 - alone)
     documents = [random_tokens(960, seed) for seed in range(12)]
@@ -238,7 +238,7 @@ def test_few_states_by_hand(alone: bool) -> None:
         for again in range(3)
         for number, document in enumerate(documents)
     ]
-    assert all(expected == hit for expected, hit in found) and sum(hit for _, hit in found) < 5000
+    assert found == [(0, 0)] * 36
     removed = [event.group_idx for batch in consumer.batches for event in batch if isinstance(event, BlockRemoved)]
     assert {*removed} == ({PAGES} if alone else {STATES})
 
