@@ -16,7 +16,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # constants stay plain
 def aggregate(cls: type[Struct]) -> type[Struct]:
     """Return a struct with the annotated fields: tensors, constants, None or structs.
 
-    Annotations are for readers. The interpreter runs no methods.
+    The interpreter runs no methods.
     """
     fields = tuple(cls.__annotations__)
 
