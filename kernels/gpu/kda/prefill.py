@@ -67,12 +67,13 @@ def prefill(
         room = concurrent + concurrent // 2 if few else 3 * concurrent
         counts = num_prefills, num_tokens, num_chunks
         hopper_prepare(min(heads * num_chunks, room), (*first, flags), chunks, counts, layout, num_warps=4, maxnreg=168)
-        arguments, options = ((*second, flags), rows, numbers), {"num_warps": warps, "launch_pdl": True}
+        arguments = (*second, flags), rows, numbers
         if tiles_of_row * num_prefills >= MIN_TURNS * concurrent and keep_busy(indices, tiles_of_row, concurrent):
-            persistent_scan(concurrent, *arguments, tiling, **options)
+            persistent_scan(concurrent, *arguments, tiling, num_warps=warps, launch_pdl=True)
             return
         tiling |= {"CONCURRENT": concurrent, "STAGES": 2 if few else 3}
-        hopper_scan(tiles_of_row * (num_prefills + 1), *arguments, tiling, **options)
+        programs = tiles_of_row * (num_prefills + 1)
+        hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
     else:
         if num_chunks:
             triton_prepare(heads * num_chunks, first, chunks, (num_prefills, num_tokens), layout, num_warps=4)

@@ -18,6 +18,7 @@ from ..common.hopper import (
     by_fours,
     clear_padding,
     prefetch_states,
+    slot_elements,
     store_outputs,
     wait_for_flags,
 )
@@ -33,7 +34,6 @@ from .prefill_hopper_scan import (
     copy_last,
     first_products,
     last_products,
-    slot_elements,
 )
 
 STAGES = gl.constexpr(3)  # as many turns are claimed
