@@ -63,7 +63,7 @@ def prefill(
     warps = block_V // 16
     if hopper:
         flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
-        # Few programs of the second launch run beside the first.
+        # A second launch of few programs runs beside the first, which leaves it room.
         room = concurrent + concurrent // 2 if few else 3 * concurrent
         counts = num_prefills, num_tokens, num_chunks
         hopper_prepare(min(heads * num_chunks, room), (*first, flags), chunks, counts, layout, num_warps=4, maxnreg=168)
