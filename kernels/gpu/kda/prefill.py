@@ -52,7 +52,7 @@ def prefill(
     operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)  # k_in, q_in and k_out
     totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)  # decay
     first = q, k, g, b, A_log, dt_bias, tiles, operands, totals
-    second: tuple[Tensor, ...] = v, tiles, operands, totals, state, out
+    second = v, tiles, operands, totals, state, out
     chunks, rows = index_pointers(indices, CHUNK_ARRAYS), index_pointers(indices, ROW_ARRAYS)
     numbers = num_prefills, slot_stride(state), num_tokens
     # With fewer fp32 channels, ptxas 12.8 (Triton 3.6) reads a register that nothing wrote: see `tests/sass.py`.
@@ -63,17 +63,17 @@ def prefill(
     warps = block_V // 16
     if hopper:
         flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
-        # Few programs of the second launch run beside the first.
+        # A second launch of few programs runs beside the first, which leaves it room.
         room = concurrent + concurrent // 2 if few else 3 * concurrent
         counts = num_prefills, num_tokens, num_chunks
         hopper_prepare(min(heads * num_chunks, room), (*first, flags), chunks, counts, layout, num_warps=4, maxnreg=168)
-        second = *second, flags
+        arguments = (*second, flags), rows, numbers
         if tiles_of_row * num_prefills >= MIN_TURNS * concurrent and keep_busy(indices, tiles_of_row, concurrent):
-            persistent_scan(concurrent, second, rows, numbers, tiling, num_warps=warps, launch_pdl=True)
+            persistent_scan(concurrent, *arguments, tiling, num_warps=warps, launch_pdl=True)
             return
         tiling |= {"CONCURRENT": concurrent, "STAGES": 2 if few else 3}
         programs = tiles_of_row * (num_prefills + 1)
-        hopper_scan(programs, second, rows, numbers, tiling, num_warps=warps, launch_pdl=True)
+        hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
     else:
         if num_chunks:
             triton_prepare(heads * num_chunks, first, chunks, (num_prefills, num_tokens), layout, num_warps=4)
