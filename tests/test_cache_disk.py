@@ -44,12 +44,12 @@ def keep(cache: PrefixCache, transfer: Transfer, failed: bool = False) -> None:
 def stored(count: int = 2) -> SymbolicFiles:
     """Return the files of a closed process that answered `count` prompts."""
     files = SymbolicFiles()
-    cache = on(files)
+    cache = on(files, state_bytes=100, page_bytes=10)
     for seed in range(count):
         answer(cache, str(seed), seed)
-    assert not files.kept
+    assert not files.kept and cache.stats.bytes_to_disk == 0
     end_all(cache, flush=True)
-    assert len(files.kept) == 4 * count  # a state and 3 pages each
+    assert len(files.kept) == 4 * count and cache.stats.bytes_to_disk == 130 * count  # a state and 3 pages each
     assert end_all(cache, flush=True) == [], "the files are there already"
     files.restarted()
     return files

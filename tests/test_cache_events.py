@@ -26,6 +26,8 @@ def test_events_are_numbered_without_a_gap() -> None:
         assert (event.action == "removed") is ((event.kind, event.block_hash) in held)
         held ^= {(event.kind, event.block_hash)}
     assert not held and len(events) > 30
+    stored = [event for event in events if (event.action, event.kind) == ("stored", "state")]
+    assert len(stored) == cache.stats.states_stored > 0
     all_free(cache)
 
 

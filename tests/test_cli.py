@@ -326,6 +326,7 @@ def test_exit_code_of_the_process(tmp_path: Path) -> None:
     assert done.stderr.startswith("mambacache: ") and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_reader_that_leaves(text_model: Path) -> None:
     """As `| head` does: no traceback, and nothing said."""
     command = [*PROCESS, *generate(text_model, "--jsonl", *("prompt",) * 40, "--max-tokens", "60")]

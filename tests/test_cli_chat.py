@@ -109,6 +109,7 @@ def test_ctrl_c_ends_the_answer(
     assert asked == f"<user>{LINES[0].strip()}</><assistant>{cut}</><user>why</><assistant>"
 
 
+@pytest.mark.full
 def test_a_terminal(text_model: Path) -> None:
     """It asks for lines, beside the answers; Ctrl-C there leaves with 130, Ctrl-D with 0."""
     for ending, code in ((b"\x04", 0), (signal.SIGINT, 130)):

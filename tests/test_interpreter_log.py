@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from log_cases import BLOCKS, CASES, DEVICE, LOW, NAMES, ROWS, SOURCES, TOKENS, Case, delta_rule, state_space
+from log_cases import BLOCKS, CASES, DEVICE, LOW, ROWS, SOURCES, TOKENS, Case, delta_rule, state_space
 from mambacache.kernels import StateIndices, api, gpu, reference
 from mambacache.kernels.gpu.common.launch import Launcher
 from selection import full
@@ -115,7 +115,9 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(api, "backend", lambda x: reference if x.dtype == torch.float64 else gpu)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", ["selective scan", "conv1d", *full(*(name for name in CASES if name not in ("selective scan", "conv1d")))]
+)
 def test_outputs_and_folds_equal_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = import_module("mambacache.kernels.gpu.ssd.decode")
     monkeypatch.setattr(decode, "MAX_HEADS", 2)  # a group of three takes two programs
@@ -138,7 +140,9 @@ def test_16_bits_are_the_same_however_tokens_are_cut(name: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the order of a GPU's programs is its own")
-@pytest.mark.parametrize("name", ["gated delta rule", "kda", "ssd, plain and uneven", "selective scan", "conv1d"])
+@pytest.mark.parametrize(
+    "name", ["ssd, plain and uneven", *full("gated delta rule", "kda", "selective scan", "conv1d")]
+)
 def test_programs_side_by_side_may_run_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All programs of a launch run at once, except that some wait for the first programs of their row."""
     from triton.runtime.interpreter import interpreter_builder
@@ -164,7 +168,7 @@ def test_programs_side_by_side_may_run_in_any_order(name: str, monkeypatch: pyte
     assert_same(run(case, 5, 1), forwards)
 
 
-@pytest.mark.parametrize("op", ["delta rule", "state space"])
+@pytest.mark.parametrize("op", [*full("delta rule"), "state space"])
 def test_a_program_takes_a_tile_or_all_tiles(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program takes all tiles where not all programs of fewer tiles can run at once."""
     for module in ("test_interpreter_log", "log_cases"):

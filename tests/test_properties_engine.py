@@ -395,6 +395,6 @@ def test_a_fault_costs_no_other_request() -> None:
         steps += user.steps
         sites |= {fault.site for fault in user.faults.raised}
         ends |= {completion.finish_reason for output in user.outputs.values() for completion in output.outputs}
-    assert steps > 2000 * PART and len(sites) > 100 * PART, "few places raised"
-    assert PART < 1 or sites >= set(SITES)
-    assert ends >= {"stop", "length", "error", "abort"}
+    assert steps > 2000 * PART and ends >= {"stop", "length", "error", "abort"}
+    if PART >= 1:
+        assert sites >= set(SITES) and len(sites) > 100, "few lines of these folders raised"
