@@ -53,7 +53,7 @@ def mutants(text: str) -> list[Mutant]:
     """Return the mistakes of a text in the format of mutants.txt."""
     found = []
     for paragraph in text.split("\n\n"):
-        header, *changed = [line for line in paragraph.splitlines() if not line.startswith("#")] or [""]
+        header, *changed = [line for line in paragraph.splitlines() if line and not line.startswith("#")] or [""]
         if changed:
             path, test = header.split(" ", 1)
             old, new = ("\n".join(line[1:] for line in changed if line[0] == sign) for sign in "-+")
