@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from msgspec.structs import replace
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
@@ -179,7 +179,8 @@ class UsablePages:
         page = self._pages.pop(name)
         if not self._uses[name]:
             return []
-        return [replace(event, block_hashes=[name]), *self._unused(page.parent_block_hash, event)]
+        gone = BlockRemoved([name], event.medium, event.group_idx)
+        return [gone, *self._unused(page.parent_block_hash, event)]
 
     def _used(self, name: Any) -> list[BlockStored]:
         """Count a use of a page. Return the pages that became usable by it, from the first on."""
@@ -203,22 +204,20 @@ class UsablePages:
             del self._uses[name]
             if page is None:
                 break
-            found.append(replace(event, block_hashes=[name], group_idx=page.group_idx))
+            found.append(BlockRemoved([name], event.medium, page.group_idx))
             name = page.parent_block_hash
         return found
 
 
 def _split(event: BlockStored) -> list[BlockStored]:
     """Return an event for each block."""
-    size, names = event.block_size, event.block_hashes
-    lists = [field for field in ("extra_keys", "lookahead_token_ids") if getattr(event, field, None)]
-    return [
-        replace(
-            event,
-            block_hashes=[name],
-            parent_block_hash=names[i - 1] if i else event.parent_block_hash,
-            token_ids=event.token_ids[i * size : (i + 1) * size],
-            **{field: [getattr(event, field)[i]] for field in lists},
-        )
-        for i, name in enumerate(names)
-    ]
+    size, names, pages = event.block_size, event.block_hashes, []
+    for i, name in enumerate(names):
+        page = copy(event)
+        page.block_hashes, page.parent_block_hash = [name], names[i - 1] if i else event.parent_block_hash
+        page.token_ids = event.token_ids[i * size : (i + 1) * size]
+        for field in ("extra_keys", "lookahead_token_ids"):
+            if each := getattr(event, field, None):
+                setattr(page, field, [each[i]])
+        pages.append(page)
+    return pages
