@@ -65,7 +65,7 @@ DISTRIBUTIONS: dict[str, set[str]] = {
     "engine.prompts": {"numpy", "torch"},
     "demo": {"tqdm"},
     "demo.task": {"numpy"},
-    "vllm": {"msgspec", "numpy", "prometheus_client", "torch", "tqdm", "vllm"},
+    "vllm": {"numpy", "prometheus_client", "torch", "tqdm", "vllm"},
 }
 
 
