@@ -101,7 +101,8 @@ class StateEvents:
     def _stored(self, request: Any, first: int, end: int, group: int) -> BlockStored:
         """Return the event for a request's blocks from `first` to `end`."""
         hashes, size, lora = self._hashes_of(request), self._size, request.lora_request
-        keys_of = getattr(self._pool, "_generate_event_extra_keys", generate_block_hash_extra_keys)  # vLLM 0.33
+        pool = self._pool if self._page_groups else None  # `ChunkHashes` cover no token behind a block
+        keys_of = getattr(pool, "_generate_event_extra_keys", generate_block_hash_extra_keys)  # vLLM 0.33
         keys = [keys_of(request, start, start + size, 0)[0] for start in range(first * size, end * size, size)]
         event = BlockStored(
             block_hashes=[maybe_convert_block_hash(each) for each in hashes[first:end]],
@@ -116,7 +117,7 @@ class StateEvents:
             kv_cache_spec_kind=self._metadata[group][0],
             session_id=request.session_id,
         )
-        if ahead := getattr(self._pool, "num_hash_lookahead_tokens", 0):
+        if ahead := getattr(pool, "num_hash_lookahead_tokens", 0):
             ends = range((first + 1) * size, (end + 1) * size, size)
             event.lookahead_token_ids = [request.all_token_ids[each : each + ahead] for each in ends]
         return event
