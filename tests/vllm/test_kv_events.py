@@ -304,11 +304,14 @@ def test_a_state_of_an_aborted_request_is_told() -> None:
 
 def test_a_state_that_is_stored_as_its_request_ends_is_told() -> None:
     """The 64th token ends a request, and a step that consumes it is out: the state behind it is known by then."""
-    prompt = random_tokens(60)
-    first = consumer_of(attention=False)
-    first.send("a", prompt, max_tokens=4)
-    answer = first.simulation.answers["a"]
-    assert answer[3] not in answer[:3]
+
+    def answer_to(prompt: list[int]) -> list[int]:
+        first = consumer_of(attention=False)
+        first.send("a", prompt, max_tokens=4)
+        return first.simulation.answers["a"]
+
+    prompts = [random_tokens(60, seed) for seed in range(20)]
+    prompt, answer = next((each, found) for each in prompts if (found := answer_to(each))[3] not in found[:3])
     consumer = consumer_of(ahead=True, v2=True, attention=False)
     consumer.send("a", prompt, max_tokens=9, stop_token_ids=[answer[3]])
     assert consumer.simulation.answers["a"] == answer
