@@ -25,7 +25,7 @@ SMALL = {
     "rope_parameters": {**real_shapes.ROTATION["rope_parameters"], "mrope_section": [4, 2, 2]},
 }
 PROMPTS = [[token % 500 + 1 for token in tokens_of(seed, 150)] for seed in range(3)]
-NEAR = 0.05  # of log-probabilities, with activations in bf16
+NEAR = 0.1  # of log-probabilities, with activations in bf16: vLLM alone errs by 0.081 on a CPU with AMX
 
 
 def main(form: str, directory: Path) -> None:
