@@ -11,6 +11,7 @@ import torch
 
 HOPPER = (9, 0)  # compute capability
 OLDEST_GPU = (8, 0)
+LARGE_TILES = 163 * 1024  # bytes of shared memory that they may take
 SHARED_MEMORY = {
     (8, 0): 163,
     (8, 6): 99,
@@ -63,6 +64,11 @@ def shared_memory(index: int) -> int:
     """Return the most bytes of shared memory that a block may have."""
     known = SHARED_MEMORY.get(capability_of(index))
     return known * 1024 if known else torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+def takes_large_tiles(index: int) -> bool:
+    """Return whether a block has at least an A100's shared memory."""
+    return shared_memory(index) >= LARGE_TILES
 
 
 @cache

@@ -47,7 +47,7 @@ class Launcher:
         indices: Pointers,
         numbers: Sequence[int | float],
         constants: Mapping[str, object],
-        **options: int | str,
+        **options: int | str | None,
     ) -> None:
         """Launch with `tensors`, `indices`, `numbers` and `constants` in turn; `options` go to the compiler.
 
