@@ -160,7 +160,7 @@ def test_a_warm_up_with_drafts_gathers_every_batch_too(drafts: int) -> None:
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
         model_config=SimpleNamespace(max_model_len=4096),
     )
-    warm_up(SimpleNamespace(_dummy_run=run), states, config)
+    warm_up(SimpleNamespace(_dummy_run=run, get_model=torch.nn.Module), states, config)
     batches = [sum(row.num_tokens for row in rows) for rows in warm_up_batches(8192, 4096, 64, 1 + drafts)]
     wanted = [(tokens, gathered) for tokens in batches for gathered in [False, True][: 1 + bool(drafts)]]
     assert runs == 2 * wanted
