@@ -156,14 +156,9 @@ class CacheConfig:
             value = getattr(self, name)
             require(value >= 0, f"{name} is {value}: set it to 0 or more")
         require(
-            not (self.num_host_states and self.host_keeps_kv),
-            f"num_host_states is {self.num_host_states} and the host engine keeps the KV: set num_kv_blocks, or "
-            "num_host_states to 0: a state needs the KV before it",
-        )
-        require(
             (self.num_host_pages > 0) == (self.num_host_states > 0 and self.num_kv_blocks > 0),
             f"num_host_states is {self.num_host_states} and num_host_pages is {self.num_host_pages}: set both, or only "
-            "num_host_states for a model without attention",
+            "num_host_states in a cache without KV pages",
         )
 
 

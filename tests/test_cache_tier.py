@@ -23,8 +23,8 @@ def answer(cache: PrefixCache, name: str, seed: int, **options: bool | str) -> i
     return finish(cache, name)
 
 
-def finish(cache: PrefixCache, name: str) -> int:
-    found = cache.admit(name)
+def finish(cache: PrefixCache, name: str, kv_tokens: int | None = None) -> int:
+    found = cache.admit(name, kv_tokens=kv_tokens)
     assert isinstance(found, Hit), found
     run_step(cache, name, LENGTH - found.num_tokens, 1)
     cache.free(name, finished=True)
@@ -243,3 +243,54 @@ def test_without_attention_only_states_are_copied() -> None:
     assert len(transfer.states) == 1 and not transfer.pages
     cache.transferred(transfer)
     assert finish(cache, "a") == 192
+
+
+OUTSIDE = {"num_kv_blocks": 0, "num_host_pages": 0}
+"""The host engine keeps the KV."""
+
+
+def filled_outside(**options: int) -> PrefixCache:
+    """Return a cache whose KV the host engine keeps; it ran six prompts, the first of which are on the host alone."""
+    cache = watched(**ROOM | OUTSIDE | options)
+    for seed in range(6):
+        cache.add(str(seed), text(LENGTH, seed))
+        finish(cache, str(seed), kv_tokens=0)
+        copy_all(cache)
+    return cache
+
+
+@pytest.mark.parametrize(("covered", "hit"), [(LENGTH, 192), (192, 192), (191, 0), (0, 0)])
+def test_a_state_comes_back_if_the_host_engine_has_its_kv(covered: int, hit: int) -> None:
+    cache = filled_outside()
+    cache.add("again", text(LENGTH, 0))
+    if not hit:
+        assert finish(cache, "again", kv_tokens=covered) == 0 and cache.stats.loads == 0
+        return
+    assert cache.admit("again", kv_tokens=covered) == Wait("loading", "again", 192)
+    [transfer] = [each for each in cache.transfers() if not each.to_host]
+    assert len(transfer.states) == 1 and not transfer.pages
+    cache.transferred(transfer)
+    assert finish(cache, "again", kv_tokens=covered) == 192
+    assert (cache.stats.loads, cache.stats.host_hit_tokens) == (1, 192)
+
+
+def test_a_state_whose_kv_goes_while_it_comes_back_costs_a_miss() -> None:
+    cache = filled_outside()
+    cache.add("again", text(LENGTH, 0))
+    assert isinstance(cache.admit("again", kv_tokens=LENGTH), Wait)
+    [transfer] = [each for each in cache.transfers() if not each.to_host]
+    cache.transferred(transfer)
+    assert finish(cache, "again", kv_tokens=100) == 0
+    copy_all(cache)
+    cache.check()
+
+
+def test_states_in_host_memory_without_kv_are_evicted_first() -> None:
+    cache = filled_outside()
+    tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 1)), "", {})
+    slot, next_slot = tier.states.lookup(chain[3]), tier.states.idle.first(True)
+    assert slot not in (None, next_slot)
+    cache.kv_evicted([chain[3]])
+    assert tier.states.idle.first(True) == slot
+    cache.kv_stored([chain[3]])
+    assert tier.states.idle.first(True) == next_slot

@@ -24,6 +24,7 @@ from symbolic_jobs import Job, Mix
 from symbolic_tier import HostMemory, TieredCache, TieredDriver, tiered
 from test_properties import any_mix
 from test_properties_faults import PACKAGE, Faults, FaultyDriver, faulty_mixes
+from test_properties_host import Host
 from test_properties_illegal import IllegalHost
 
 TIER = (str(PACKAGE / "cache" / "host_tier.py"),)
@@ -175,6 +176,53 @@ class IllegalTieredHost(IllegalHost):
         for name in [each for each in self.cache.request_ids if self.cache.knows(each)]:
             self.cache._admission.requests[name].may_load = False  # the base class does not wait for loads
         super().finish()
+
+
+class TieredHost(Host):
+    """Keep the KV outside of the cache, any part of which may be gone at any admission."""
+
+    def __init__(self, seed: int, config: CacheConfig, ahead: bool, **chance: Any) -> None:
+        super().__init__(seed, config, ahead)
+        self.cache: TieredCache = TieredCache(config, seed, **chance)
+
+    def step(self) -> None:
+        self.cache.finish()
+        super().step()
+        self.cache.launch()
+        if not self.running and not self.plans:
+            self.cache.finish(all_transfers=True)
+
+
+@st.composite
+def hosts_with_kv(draw: st.DrawFn) -> tuple[int, CacheConfig, bool, dict[str, float]]:
+    drafts = draw(st.sampled_from([0, 0, 3]))
+    config = CacheConfig(
+        num_state_blocks=draw(st.sampled_from([drafts + 3, 6, 8])),
+        max_draft_tokens=drafts,
+        checkpoint_interval=draw(st.sampled_from([0, 64])),
+        strict_reuse=draw(st.sampled_from([False, False, True])),
+        **draw(tiers(attention=False)),
+    )
+    chance = {"failing": draw(st.sampled_from([0.0, 0.3, 1.0])), "slow": draw(st.sampled_from([0.0, 0.5, 0.9]))}
+    return draw(st.integers(0, 1 << 30)), config, not drafts and draw(st.booleans()), chance
+
+
+@mixes(300)
+@given(hosts_with_kv())
+def test_any_host_with_kv_and_a_tier_of_states(host: tuple[int, CacheConfig, bool, dict[str, float]]) -> None:
+    seed, config, ahead, chance = host
+    TieredHost(seed, config, ahead, **chance).run(8)
+
+
+def test_hosts_with_kv_load_states() -> None:
+    hosts = [
+        TieredHost(seed, CacheConfig(num_state_blocks=4, num_host_states=9, checkpoint_interval=64), False)
+        for seed in range(20)
+    ]
+    for host in hosts:
+        host.run(12)
+    assert sum(host.cache.stats.loads for host in hosts) > 20
+    assert sum(host.cache.stats.host_hit_tokens for host in hosts) > 400
 
 
 @st.composite

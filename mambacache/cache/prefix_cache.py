@@ -338,11 +338,12 @@ class PrefixCache:
         return self._known(request_id).report
 
     def kv_evicted(self, hashes: Iterable[bytes]) -> None:
-        """Evict first the states at these prefix hashes: the host's KV is gone."""
+        """Evict first the states at these prefix hashes, also in host memory: the host engine's KV is gone."""
         gone = prefix_hashes(hashes)
         with self._admission as admission:
-            for block in filter(None, map(admission.pool.lookup, gone)):
-                admission.pool.evict_first(block)
+            for pool in (admission.pool, admission.tier.states):
+                for block in filter(None, map(pool.lookup, gone)):
+                    pool.evict_first(block)
 
     def kv_stored(self, hashes: Iterable[bytes]) -> None:
         """Take back `kv_evicted`: the host has the KV again."""
@@ -350,6 +351,7 @@ class PrefixCache:
         with self._admission as admission:
             for block_hash in back:
                 admission.pool.restore(block_hash)
+                admission.tier.states.restore(block_hash)
 
     def reset(self) -> None:
         """Drop all cached blocks, as after a change of weights. Running requests commit nothing more."""
