@@ -294,3 +294,28 @@ def test_states_in_host_memory_without_kv_are_evicted_first() -> None:
     assert tier.states.idle.first(True) == slot
     cache.kv_stored([chain[3]])
     assert tier.states.idle.first(True) == next_slot
+
+
+def test_a_load_is_told_under_a_request_that_waits_for_it() -> None:
+    """A host engine knows the KV behind a state by the request of its event."""
+    cache = filled_outside()
+    for name in "ab":
+        cache.add(name, text(LENGTH, 0))
+        assert cache.admit(name, kv_tokens=LENGTH) == Wait("loading", "a", 192)
+    cache.free("a", finished=False)
+    cache.take_events()
+    [transfer] = [each for each in cache.transfers() if not each.to_host]
+    cache.transferred(transfer)
+    assert [(each.action, each.request_id) for each in cache.take_events()] == [("stored", "b")]
+
+
+def test_a_load_that_nobody_waits_for_arrives_for_nobody() -> None:
+    cache = filled_outside()
+    cache.add("a", text(LENGTH, 0))
+    assert isinstance(cache.admit("a", kv_tokens=LENGTH), Wait)
+    cache.free("a", finished=False)
+    cache.take_events()
+    [transfer] = [each for each in cache.transfers() if not each.to_host]
+    cache.transferred(transfer)
+    assert not cache.take_events()
+    cache.check()

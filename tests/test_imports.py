@@ -45,7 +45,17 @@ LAYERS: dict[str, set[str]] = {
     "demo": {"config", "report", "engine", "demo"},
     "demo.task": set(),
     "cli": {"config", "models", "runner", "engine", "demo", "units", "vllm.sizing"},
-    "vllm": {"cache.prefix_cache", "config", "plan", "warm_up", "report", "units", "kernels"},
+    "vllm": {
+        "cache.prefix_cache",
+        "config",
+        "plan",
+        "warm_up",
+        "report",
+        "units",
+        "kernels",
+        "runner.host_tier",
+        "runner.host_memory",
+    },
 }
 # The distributions that these parts may import.
 DISTRIBUTIONS: dict[str, set[str]] = {

@@ -264,14 +264,17 @@ class Loads:
     def ended(self, load: Load, arrivals: Sequence[Arrival]) -> None:
         """Commit the arrivals, and hold them while requests wait."""
         self.done(load)
+        names = sorted(request.request_id for request in load.waiting)
+        if not names and self._config.host_keeps_kv:
+            arrivals = ()  # the host engine knows their KV by a request alone
         for arrival in arrivals:
-            self._arrive(arrival, load)
+            self._arrive(arrival, load, names[0] if names else load.request_id)
         if arrivals and load.waiting:
             self._arrived[load] = None
         else:
             load.let_go()
 
-    def _arrive(self, arrival: Arrival, load: Load) -> None:
+    def _arrive(self, arrival: Arrival, load: Load, request_id: str) -> None:
         if arrival.pool in self._host.values():
             arrival.name()
             return
@@ -282,7 +285,7 @@ class Loads:
         if arrival.name():
             if kind == "state":
                 self._device.prefix[arrival.block] = load.chain, arrival.depth
-            self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, load.request_id)
+            self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, request_id)
 
     def leave(self, request: CachedRequest) -> None:
         """Take a request off its load; the last gives back its blocks."""

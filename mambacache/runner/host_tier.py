@@ -31,12 +31,18 @@ class HostTier:
     """Runs transfers beside the steps; raises ValueError if memory cannot be pinned.
 
     GPU copies run on a separate stream, behind all earlier work. A failed transfer costs only a hit.
+
+    Args:
+        option: the setting that errors name.
     """
 
-    def __init__(self, pools: Sequence[StatePool], slots: Sequence[int], disk: DiskTier | None = None) -> None:
+    def __init__(
+        self, pools: Sequence[StatePool], slots: Sequence[int], disk: DiskTier | None = None, *,
+        option: str = "host_cache_bytes",
+    ) -> None:  # fmt: skip
         self._device = pools[0].buffer.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._memory = HostMemory(self._device)
+        self._memory = HostMemory(self._device, option)
         self._pools = [  # slot 0 holds no block
             (pool.slabs, self._memory.slots(count + 1, pool.block_bytes))
             for pool, count in zip(pools, slots, strict=True)

@@ -18,6 +18,7 @@ from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, LEA
 from mambacache.kernels import state_bytes
 from mambacache.kernels.device import check_hopper, check_triton
 from mambacache.models.adapt import Model
+from mambacache.runner.host_memory import available_bytes
 from mambacache.runner.kv_pages import Slab, kv_block_bytes, slab_of
 from mambacache.runner.ngram import history_bytes
 
@@ -354,8 +355,7 @@ def present_device(device: str) -> str:
 def free_memory(device: str) -> int:
     """Return a device's free bytes, system caches included."""
     if present_device(device) == "cpu":
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024
+        return available_bytes()
     return torch.cuda.mem_get_info(device)[0]
 
 

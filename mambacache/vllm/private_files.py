@@ -6,6 +6,7 @@ Each process keeps a shared lock on it. The next start removes unlocked folders.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import re
 import stat
@@ -15,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 PREFIX = "mambacache-vllm-"
-NAME = re.compile(r"\d+\.(blocks|prom)(\.new)?")
+NAME = re.compile(r"\d+\.((blocks|prom)(\.new)?|\d+\.ends)")
 """Names of files that may be removed."""
 
 
@@ -41,10 +42,24 @@ class PrivateFolder:
         """Return the contents of this user's file."""
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)  # do not wait at pipes
         with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                raise PermissionError(f"{self._path / name} is no file of this user")
+            self._check_own(descriptor, name)
             return file.read()
+
+    def map(self, name: str, size: int, *, new: bool) -> mmap.mmap:
+        """Map this user's file of `size` bytes into memory that processes share; `new`: replace it with zeros."""
+        if new:
+            self.delete(name)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT | os.O_EXCL if new else 0)
+        with open(os.open(name, flags, 0o600, dir_fd=self._fd), "r+b", buffering=0) as file:
+            self._check_own(file.fileno(), name)
+            if new:
+                file.truncate(size)
+            return mmap.mmap(file.fileno(), size)
+
+    def _check_own(self, descriptor: int, name: str) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(f"{self._path / name} is no file of this user")
 
     def delete(self, name: str) -> None:
         with suppress(FileNotFoundError):

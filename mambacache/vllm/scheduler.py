@@ -26,8 +26,9 @@ from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.settings import Settings
-from mambacache.vllm.sizing import log_slots, read_blocks
+from mambacache.vllm.sizing import log_slots, read_sizes
 from mambacache.vllm.soundness import Question
+from mambacache.vllm.transfers import Copies
 
 REPORT_SECONDS = 60.0
 FINISHED = (
@@ -55,20 +56,25 @@ class Mixin:
         self._caching = bool(self.cache_config.enable_prefix_caching)
         groups = self.kv_cache_config.kv_cache_groups
         self._has_attention = [group.layer_names for group in groups] != [[PAGES]]
-        blocks = read_blocks(self.vllm_config)
-        slots = log_slots(self.vllm_config, blocks)
+        sizes = read_sizes(self.vllm_config)
+        slots = log_slots(self.vllm_config, sizes.blocks)
         self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each needs a token log
         self.prefix_cache = PrefixCache(
             CacheConfig(
-                num_state_blocks=blocks,
+                num_state_blocks=sizes.blocks,
                 num_log_slots=slots,
                 max_draft_tokens=self.num_spec_tokens,
                 block_size=lcm(CHUNK, self.block_size) if self._has_attention else CHUNK,
                 has_attention=self._has_attention,
                 max_checkpoints=None if self._caching else 0,
                 checkpoint_interval=Settings.of(self.vllm_config).checkpoint_interval,
+                num_host_states=sizes.host_slots,
+                state_bytes=sizes.state_bytes,
             )
         )
+        if not self._caching and Settings.of(self.vllm_config).state_host_bytes is not None:
+            logger.warning("mambacache: state_host_bytes has no effect: prefix caching is off")
+        self._copies = Copies.of(self.vllm_config, self.prefix_cache) if sizes.host_slots else None
         self.need_mamba_block_aligned_split = True  # calls _mamba_block_aligned_split for every chunk
         self._runner_v2 = not is_cpu()
         self._rows: dict[str, SequenceStep] = {}  # of this schedule()
@@ -254,6 +260,8 @@ class Mixin:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._hits.clear()
         self._held = False
+        if self._copies is not None:
+            self._copies.end()
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         steps = [self._rows.pop(name) for name in scheduled if name in self._rows]
@@ -264,6 +272,8 @@ class Mixin:
         for name in self._later.keys() - scheduled.keys():  # else workers would advance it
             self._tell(self.requests[name])
         rows = self.prefix_cache.plan_rows(steps)
+        # Before `issued`: workers launch these copies before this step.
+        output.mambacache_transfers = self._copies.begin() if self._copies is not None else ()
         self.prefix_cache.issued(rows)  # workers run in order, and a failed step ends the engine
         self._follow(self.requests)
         if self._events is not None:

@@ -17,12 +17,14 @@ class Settings:
     Args:
         state_bytes: memory of states and token logs on each GPU; None for half of the memory left by the weights.
         num_state_blocks: number of states, in place of `state_bytes`; token logs take memory on top.
+        state_host_bytes: host memory for states that the GPUs evict, all ranks together; None for none.
         checkpoint_interval: tokens between extra states, a multiple of 64; 0 for none.
         kv_event_groups: 2 for KV events of pages and states, 1 for pages up to the deepest state.
     """
 
     state_bytes: int | None = None
     num_state_blocks: int | None = None
+    state_host_bytes: int | None = None
     checkpoint_interval: int = 0
     kv_event_groups: int = 2
 
@@ -37,25 +39,26 @@ class Settings:
         names = [field.name for field in fields(cls)]
         if isinstance(given, Mapping) and "host_cache_bytes" in given:
             raise ValueError(
-                "mambacache: states in host memory are of no use without their KV, which a KV connector would "
-                "hold, and none is supported: leave host_cache_bytes out of --additional-config"
+                "mambacache: vLLM keeps the KV: give state_host_bytes in place of host_cache_bytes in "
+                "--additional-config"
             )
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ValueError(f"mambacache takes {', '.join(names)} in --additional-config, and got {given!r}")
         values = {name: value for name, value in given.items() if value is not None}
-        if "state_bytes" in values:
+        for name in values.keys() & {"state_bytes", "state_host_bytes"}:
             try:
-                values["state_bytes"] = parse_bytes(values["state_bytes"])
+                values[name] = parse_bytes(values[name])
             except ValueError as error:
-                given_bytes = f"state_bytes is {values['state_bytes']!r} in --additional-config"
+                given_bytes = f"{name} is {values[name]!r} in --additional-config"
                 raise ValueError(f'mambacache: {given_bytes}: give bytes, or "20GiB"') from error
         for name, value in values.items():
             if type(value) is not int or value < (0 if name == "checkpoint_interval" else 1):
                 raise ValueError(f"mambacache: {name} is {value!r} in --additional-config: give a positive integer")
         if values.get("kv_event_groups", 2) > 2:
             raise ValueError("mambacache: kv_event_groups in --additional-config is 2 for pages and states, or 1")
-        if len(values.keys() & {"state_bytes", "num_state_blocks"}) == 2:
-            raise ValueError("mambacache: give state_bytes or num_state_blocks in --additional-config, not both")
+        for name in ("state_bytes", "state_host_bytes"):
+            if name in values and "num_state_blocks" in values:
+                raise ValueError(f"mambacache: give {name} or num_state_blocks in --additional-config, not both")
         settings = cls(**values)
         CacheConfig(  # checks values before a model is loaded
             num_state_blocks=settings.num_state_blocks or 2, checkpoint_interval=settings.checkpoint_interval

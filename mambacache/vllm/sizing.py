@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from mambacache.runner.host_memory import available_bytes
 from mambacache.vllm.private_files import folder_of, made_folder_of
 from mambacache.vllm.settings import Settings
 
 CPU_BYTES = 1 << 30
 """Default pool on a CPU."""
+
+
+class Sizes(NamedTuple):
+    """Holds the sizes that all ranks share.
+
+    Attributes:
+        blocks: states in the pool.
+        host_slots: states in host memory.
+        state_bytes: bytes of a state on the first rank.
+    """
+
+    blocks: int
+    host_slots: int = 0
+    state_bytes: int = 0
 
 
 def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:
@@ -35,6 +50,25 @@ def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torc
     return blocks
 
 
+def host_slots(vllm_config: Any, block_bytes: int) -> int:
+    """Count the states of `block_bytes` that fit in this rank's share of host memory, or raise ValueError."""
+    given, ranks = Settings.of(vllm_config).state_host_bytes, vllm_config.parallel_config.world_size
+    if given is None or not vllm_config.cache_config.enable_prefix_caching:
+        return 0
+    if given > (free := available_bytes()):
+        raise ValueError(
+            f"mambacache: state_host_bytes is {given:,} in --additional-config and the host has {free:,} bytes free: "
+            "lower it"
+        )
+    slots = given // ranks // block_bytes - 1  # slot 0 holds no state
+    if slots < 1:
+        raise ValueError(
+            f"mambacache: state_host_bytes is {given:,} in --additional-config, which must hold two states of "
+            f"{block_bytes:,} on each of {ranks} ranks: raise it"
+        )
+    return slots
+
+
 def log_slots(vllm_config: Any, blocks: int) -> int:
     """Count token logs, a limit of running requests."""
     running = blocks if Settings.of(vllm_config).num_state_blocks is not None else max(blocks // 2, 1)
@@ -53,12 +87,12 @@ def least_of_all_ranks(blocks: int) -> int:
     return int(least)
 
 
-def write_blocks(vllm_config: Any, blocks: int) -> None:
-    """Tell the scheduler the number of states, or raise ValueError."""
+def write_sizes(vllm_config: Any, sizes: Sizes) -> None:
+    """Tell the scheduler the sizes, or raise ValueError."""
     if Settings.of(vllm_config).num_state_blocks is not None:
         return
     try:
-        made_folder_of(vllm_config.instance_id).write(_name(vllm_config), str(blocks).encode())
+        made_folder_of(vllm_config.instance_id).write(_name(vllm_config), " ".join(map(str, sizes)).encode())
     except OSError as error:
         raise ValueError(
             f"mambacache: the workers cannot write the number of states ({error}): set TMPDIR to another folder, or "
@@ -66,21 +100,21 @@ def write_blocks(vllm_config: Any, blocks: int) -> None:
         ) from error
 
 
-def read_blocks(vllm_config: Any) -> int:
-    """Return the number of states, from settings or a file to delete, or raise ValueError."""
+def read_sizes(vllm_config: Any) -> Sizes:
+    """Return the sizes, from settings or a file to delete, or raise ValueError."""
     given, name = Settings.of(vllm_config).num_state_blocks, _name(vllm_config)
     if given is not None:
-        return given
+        return Sizes(given)
     try:
         folder = folder_of(vllm_config.instance_id)
-        blocks = int(folder.read(name))
+        sizes = Sizes(*map(int, folder.read(name).split()))
         folder.delete(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"mambacache: the scheduler found no number of states from its workers ({error}), which may run on another "
             "machine: set num_state_blocks in --additional-config"
         ) from error
-    return blocks
+    return sizes
 
 
 def _name(vllm_config: Any) -> str:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 from mambacache.kernels.state_pool import StatePool, state_bytes
+from mambacache.plan import Transfer
+from mambacache.runner.host_tier import HostTier
 from mambacache.vllm.config import is_cpu
 from mambacache.vllm.layers import check_all_ours, check_no_drafter, check_stage
 from mambacache.vllm.log import logger
-from mambacache.vllm.sizing import least_of_all_ranks, log_slots, pool_blocks, write_blocks
+from mambacache.vllm.sizing import Sizes, host_slots, least_of_all_ranks, log_slots, pool_blocks, write_sizes
 from mambacache.vllm.soundness import Answer, answer, attach
 from mambacache.vllm.step_context import StepContext
+from mambacache.vllm.transfers import Ends
 from mambacache.vllm.warm_up import warm_up
 
 
@@ -20,6 +24,7 @@ class Mixin:
     """Extends a vLLM worker."""
 
     _answer: Answer | None = None
+    _host_tier: HostTier | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -33,8 +38,9 @@ class Mixin:
         size, token_log_size = state_bytes(tensors), state_bytes(token_log)
         blocks = least_of_all_ranks(pool_blocks(self.vllm_config, size, token_log_size, runner.device))
         slots = log_slots(self.vllm_config, blocks)
+        on_host = least_of_all_ranks(host_slots(self.vllm_config, size))
         if self.rank == 0:
-            write_blocks(self.vllm_config, blocks)
+            write_sizes(self.vllm_config, Sizes(blocks, on_host, size))
         tagged = getattr(self, "_maybe_get_memory_pool_context", None)  # sleep mode frees this memory
         with tagged(tag="kv_cache") if tagged is not None else nullcontext():
             pools = StatePool(tensors, blocks, runner.device), StatePool(token_log, slots, runner.device)
@@ -43,6 +49,8 @@ class Mixin:
             "mambacache: %d states of %.2f MB in %.2f GB, and %d token logs in %.2f GB, on each rank",
             blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * token_log_size / 1e9,
         )  # fmt: skip
+        if on_host:
+            self._keep_on_host(on_host)
         runner.get_model().mambacache = self.step_context
         if is_cpu():
             _attach_v1(runner, self.step_context)
@@ -51,6 +59,15 @@ class Mixin:
 
             runner.rejection_sampler = UpToTheLog(runner.rejection_sampler)
 
+    def _keep_on_host(self, slots: int) -> None:
+        try:
+            self._host_tier = HostTier([self.step_context.pool], [slots], option="state_host_bytes")
+            self._ends = Ends(self.vllm_config, self.rank, new=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"mambacache: no states in host memory: {error}") from error
+        size = self.step_context.pool.block_bytes
+        logger.info("mambacache: %d states in %.2f GB of host memory, on each rank", slots, (slots + 1) * size / 1e9)
+
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         if not is_cpu() and self.vllm_config.kernel_config.enable_jit_warmup:
             warm_up(self.model_runner, self.step_context, self.vllm_config)
@@ -58,6 +75,7 @@ class Mixin:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step_context.receive(getattr(scheduler_output, "mambacache", None), scheduler_output.finished_req_ids)
+        self._copy(getattr(scheduler_output, "mambacache_transfers", ()))
         question = getattr(scheduler_output, "mambacache_question", None)
         if question is not None:
             self._answer = answer(question, self.step_context.pool, self.model_runner.kv_caches, self.cache_config)
@@ -65,6 +83,16 @@ class Mixin:
             return self._answered(super().execute_model(scheduler_output, *args, **kwargs))
         finally:
             self.step_context.end()
+
+    def _copy(self, transfers: Sequence[Transfer]) -> None:
+        """Launch transfers behind all steps so far, and note transfers that are over."""
+        if self._host_tier is None:
+            return
+        self._host_tier.launch(transfers)
+        ended = self._host_tier.ended()
+        for transfer, failed in ended.items():
+            self._ends.note(transfer.number, failed)
+        self._host_tier.forget(ended)
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         return self._answered(super().sample_tokens(*args, **kwargs))

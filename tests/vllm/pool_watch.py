@@ -23,10 +23,11 @@ class PoolWatch:
     Attributes:
         mixed: steps with rows of both kinds.
         most_rows: the most rows in one step.
+        loaded: states that came back from host memory.
     """
 
     def __init__(self, core: Any) -> None:
-        self.mixed = self.most_rows = 0
+        self.mixed = self.most_rows = self.loaded = 0
         self._core = core
         worker = core.model_executor.driver_worker.worker
         self._states = worker.step_context
@@ -53,10 +54,12 @@ class PoolWatch:
         self._slabs[fresh] = NAN
         before = self._slabs.clone()
         result = self._execute(output, *args, **kwargs)
+        loaded = [block for each in output.mambacache_transfers if not each.to_host for block, _ in each.states]
+        self.loaded += len(loaded)
         changed = (before.view(torch.int64) != self._slabs.view(torch.int64)).any(1).nonzero().flatten().tolist()
-        assert set(changed) <= set(written), f"blocks {changed} changed in a step that writes {written}"
+        assert set(changed) <= {*written, *loaded}, f"blocks {changed} changed in a step that writes {written}"
         for tensor in (tensor for layer in self._states.pool.layers for tensor in layer):
-            assert tensor[written].isfinite().all(), f"a block of {written} was not written, or from NaN"
+            assert tensor[written + loaded].isfinite().all(), f"a block of {written} was not written, or from NaN"
         self.mixed += 0 < sum(row.prefill for row in rows) < len(scheduled)
         self.most_rows = max(self.most_rows, len(scheduled))
         return result
@@ -67,6 +70,8 @@ class PoolWatch:
         while scheduler.has_requests() or self._core.batch_queue:  # workers still learn which requests have gone
             self._core.step_fn()
         states = scheduler.prefix_cache
+        if scheduler._copies is not None:
+            scheduler._copies.end()
         states.check()
         assert states.request_ids == [] and not scheduler.requests
         blocks = states.stats.state_blocks

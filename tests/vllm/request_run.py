@@ -308,6 +308,28 @@ def submit_changed(served: Served, name: str, changes: dict[str, Any]) -> None:
     served.engine.engine_core.add_request(request)
 
 
+# --- states in host memory ---
+
+
+def host_states(served: Served) -> None:
+    """The pool holds a few of the states, and host memory all of them; vLLM keeps the KV."""
+    prompts = [tokens_of(seed, 200) for seed in range(100, 124)]
+    assert served.scheduler.prefix_cache.config.num_state_blocks < 16
+    assert served.hits_one_by_one(prompts) == [0] * 24
+    assert served.hits_one_by_one(prompts) == [192] * 24
+    stats = served.scheduler.prefix_cache.stats
+    assert served.watch.loaded == stats.loads > 8 and not stats.failed_transfers
+    served.watch.check_idle()
+    assert served.hits(prompts[:6]) == [192] * 6, "loads and rows of others share steps"
+    for seed in range(SEEDS):
+        abort_some(served, random.Random(seed))
+        served.watch.check_idle()
+    served.reset()
+    assert not served.scheduler.prefix_cache.stats.host_states["committed"]
+    assert served.hits_one_by_one(prompts[:2]) == [0, 0]
+
+
+HOST_STATES = {"additional_config": {"mambacache": {"state_bytes": "700KB", "state_host_bytes": "20MB"}}}
 FEW_STATES = {"additional_config": {"mambacache": {"num_state_blocks": 5}}}
 FEW_PAGES = {"max_model_len": 512, "num_gpu_blocks_override": 14}
 # Steps are long, so that a state is where the cache puts it, and not where a step ends.
@@ -316,6 +338,7 @@ CASES: dict[str, tuple[Callable[[Served], None], dict[str, Any]]] = {
     "few_pages": (few_pages, FEW_PAGES),
     "few_states": (few_states, FEW_STATES),
     "few_of_both": (few_of_both, FEW_STATES | FEW_PAGES),
+    "host_states": (host_states, HOST_STATES),
 }
 
 

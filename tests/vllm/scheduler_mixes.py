@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 from sequences import VOCABULARY
 from simulation import HAS_LOOKAHEAD, STOP, Simulation, make_scheduler
@@ -15,9 +16,9 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 
 def random_mix(
-    seed: int, begin: Callable[[Simulation], object] = lambda simulation: None, **settings: int
+    seed: int, begin: Callable[[Simulation], object] = lambda simulation: None, *, again: bool = False, **settings: Any
 ) -> Simulation:
-    """Run 20 requests with shared prefixes and little memory, to their end.
+    """Run 20 requests, or 40 if prompts come `again`, with shared prefixes and little memory, to their end.
 
     Aborts, preemptions, priorities, stops, resets, adapters and images are among them. A fifth of the mixes has no
     attention, half of them have drafts, and half of these run a step ahead.
@@ -42,12 +43,16 @@ def random_mix(
         **settings,
     )
     simulation = Simulation(
-        scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0, lookahead=int(HAS_LOOKAHEAD and seed % 8 == 3)
-    )
+        scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0, lookahead=int(HAS_LOOKAHEAD and seed % 8 == 3),
+        failing=(0.0, 0.0, 0.2)[seed // 3 % 3], slow=(0.0, 0.5, 0.9)[seed // 9 % 3], seed=seed,
+    )  # fmt: skip
     begin(simulation)
     shared = [[rng.randrange(VOCABULARY) for _ in range(rng.choice([64, 128, 300, 640]))] for _ in range(3)]
-    for number in range(20):
+    prompts: list[list[int]] = []
+    for number in range(40 if again else 20):
         prompt = rng.choice([*shared, []]) + [rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 1, 20, 65, 200]))]
+        prompt = rng.choice(prompts) if again and prompts and rng.random() < 0.6 else prompt
+        prompts.append(prompt)
         params = {"prompt_logprobs": 0} if rng.random() < 0.05 else {}
         simulation.add(
             str(number),

@@ -46,10 +46,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
 from mambacache.kernels import StateIndices, place_decodes
-from mambacache.plan import FOLD, SequenceStep, layout
+from mambacache.plan import FOLD, SequenceStep, Transfer, layout
+from mambacache.vllm import sizing
 from mambacache.vllm.config import PAGES
 from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
+from mambacache.vllm.transfers import Ends
 
 STOP = 7
 HAS_LOOKAHEAD = "num_hash_lookahead_tokens" in signature(get_request_block_hasher).parameters
@@ -87,13 +89,17 @@ def make_scheduler(
     drafts: int = 0,
     v2: bool = False,
     events: bool = False,
+    host_states: int = 0,
+    ranks: int = 1,
     **settings: int,
 ) -> Any:
     """Return our scheduler on vLLM's, with memory for `num_states` states and `num_pages` KV pages of `page` tokens.
 
     Without attention there is a page for each of 8 requests that may run. `v2` chooses model runner V2 on any device.
-    With `events` it publishes KV events, to nobody.
+    With `events` it publishes KV events, to nobody. Each of `ranks` workers keeps `host_states` states in host memory.
     """
+    if not host_states:
+        settings["num_state_blocks"] = num_states
     speculative = None
     if drafts:
         speculative = SpeculativeConfig(
@@ -111,8 +117,12 @@ def make_scheduler(
         device_config=DeviceConfig("cpu"),
         speculative_config=speculative,
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
-        additional_config={"mambacache": {"num_state_blocks": num_states, **settings}},
+        additional_config={"mambacache": settings},
     )
+    config.parallel_config.world_size = ranks
+    if host_states:
+        sizing.write_sizes(config, sizing.Sizes(num_states, host_states))
+        made = [Ends(config, rank, new=True) for rank in range(ranks)]
     config.scheduler_config.async_scheduling = ahead  # vLLM's choice depends on the device
     config.cache_config.num_gpu_blocks = num_pages
     spec = FullAttentionSpec(block_size=page, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -124,11 +134,66 @@ def make_scheduler(
         block_size=page,
         log_stats=True,
     )
+    scheduler.ends_of_ranks = made if host_states else []
     scheduler._runner_v2 |= v2
     # A model with images has these. vLLM believes that no text model has images.
     scheduler.max_num_encoder_input_tokens = budget + IMAGE
     scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=8 * IMAGE)
     return scheduler
+
+
+class HostStates:
+    """Keep states in host memory on all ranks. A transfer takes a while on each rank, and may fail on some of them.
+
+    Args:
+        states: the pool, by block.
+        failing, slow: chances that a transfer fails on a rank, and that it goes on for another step.
+    """
+
+    def __init__(self, states: dict[int, int], ranks: list[Ends], failing: float, slow: float, seed: int) -> None:
+        self._states, self._ranks, self._failing, self._slow = states, ranks, failing, slow
+        self._slots: dict[int, int] = {}
+        self._under_way: list[tuple[Transfer, set[int]]] = []
+        self._rng = random.Random(seed)
+        self.loaded = self.failed = 0
+
+    def launch(self, transfers: tuple[Transfer, ...]) -> None:
+        for transfer in transfers:
+            assert transfer.states and all(map(all, transfer.states)) and not transfer.pages
+            blocks = {block for block, _ in transfer.states}
+            assert not blocks & self.busy(), "two transfers use a block"
+            for block, slot in transfer.states:
+                if transfer.to_host:
+                    assert block in self._states, "a block without a state goes out"
+                    self._slots.pop(slot, None)
+                else:
+                    self._states.pop(block, None)
+            self._under_way.append((transfer, set(range(len(self._ranks)))))
+
+    def busy(self, reading: bool = True) -> set[int]:
+        """Return the blocks that transfers write, and if `reading` those that they read."""
+        return {b for each, _ in self._under_way if reading or not each.to_host for b, _ in each.states}
+
+    def end(self, all_transfers: bool = False) -> None:
+        for transfer, left in [*self._under_way]:
+            for rank in [*left]:
+                if not all_transfers and self._rng.random() < self._slow:
+                    continue
+                left.remove(rank)
+                failed = self._rng.random() < self._failing
+                self.failed += failed
+                self._ranks[rank].note(transfer.number, failed)
+            if not left:
+                self._under_way.remove((transfer, left))
+                self._copy(transfer)
+
+    def _copy(self, transfer: Transfer) -> None:
+        self.loaded += not transfer.to_host
+        for block, slot in transfer.states:
+            if transfer.to_host:
+                self._slots[slot] = self._states[block]
+            elif slot in self._slots:
+                self._states[block] = self._slots[slot]
 
 
 class Worker:
@@ -141,10 +206,14 @@ class Worker:
         self.kv: dict[int, list[int]] = {}
         self.sequences: dict[str, Sequence] = {}
         self.receiver = Receiver()
+        self.host: HostStates | None = None
         self.late = 0  # rows that may have begun later than the scheduler knew
         self._rng = random.Random(0)
 
     def run(self, output: SchedulerOutput, rows: tuple[SequenceStep, ...], requests: dict[str, Request]) -> Any:
+        if self.host is not None:
+            self.host.launch(output.mambacache_transfers)
+            self.host.end()
         starts = self._take(output, requests)
         if (columns := getattr(output, "mambacache", None)) is not None:
             self.receiver.take(columns, output.finished_req_ids)
@@ -279,6 +348,9 @@ class Worker:
         assert len(set(slots)) == len(slots), "two rows write one log"
         assert len(set(written)) == len(written), "two rows write one state block"
         assert not read & set(written), "a row writes a state that another one reads"
+        if self.host is not None:
+            assert not self.host.busy() & set(written), "a row writes a state amid its copy"
+            assert not self.host.busy(reading=False) & read, "a row reads a state amid its copy"
         assert len(set(pages)) == len(pages), "two rows write one page"
         self.states |= states
 
@@ -301,7 +373,7 @@ class Simulation:
 
     With `ahead`, two steps are out before the first step's tokens are read. With `drafts`, the worker guesses up to
     that many tokens. If it is `secretive`, it tells the scheduler their number alone. vLLM's block hashes cover
-    `lookahead` tokens behind their blocks.
+    `lookahead` tokens behind their blocks. Copies of states fail and take long by the chances `failing` and `slow`.
 
     Attributes:
         answers: the tokens of each request, as they came; `finish_reasons` says why they ended.
@@ -313,11 +385,14 @@ class Simulation:
     """
 
     def __init__(
-        self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False, lookahead: int = 0
-    ) -> None:
+        self, scheduler: Any, *, ahead: bool = False, drafts: int = 0, secretive: bool = False, lookahead: int = 0,
+        failing: float = 0.0, slow: float = 0.5, seed: int = 0,
+    ) -> None:  # fmt: skip
         self.scheduler, self.lookahead = scheduler, lookahead
         page = scheduler.block_size if scheduler.prefix_cache.config.has_attention else None
         self.worker = Worker(page, scheduler._runner_v2)
+        if scheduler.ends_of_ranks:
+            self.worker.host = HostStates(self.worker.states, scheduler.ends_of_ranks, failing, slow, seed)
         self.answers: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
@@ -495,6 +570,9 @@ class Simulation:
             assert answer == wanted[: len(answer)], f"{name} got {answer} in place of {wanted}"
             assert name in self.aborted or len(answer) == len(wanted), f"{name} got {len(answer)} of {len(wanted)}"
         states = self.scheduler.prefix_cache
+        if self.worker.host is not None:
+            self.worker.host.end(all_transfers=True)
+            self.scheduler._copies.end()
         states.check()
         assert states.request_ids == []
         hashes = self.scheduler._hashes

@@ -33,7 +33,7 @@ from mambacache.vllm import metrics, sizing
 config = SimpleNamespace(additional_config={}, instance_id=sys.argv[1],
     parallel_config=SimpleNamespace(data_parallel_index=0), model_config=SimpleNamespace(served_model_name="tiny"))
 metrics.show(config.instance_id)
-sizing.write_blocks(config, 7)
+sizing.write_sizes(config, sizing.Sizes(7))
 metrics.Counters(config).tell(PrefixCache(CacheConfig(num_state_blocks=4)), idle=True)
 print("up", flush=True)
 sys.stdin.read()
@@ -91,7 +91,7 @@ def server(instance: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_link_in_place_of_a_file_leaves_its_target_alone(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("9")
-    sizing.write_blocks(configured(), 7)
+    sizing.write_sizes(configured(), sizing.Sizes(7))
     tell()
     for path in files(tmp_path):
         if path != victim:
@@ -100,19 +100,19 @@ def test_a_link_in_place_of_a_file_leaves_its_target_alone(tmp_path: Path) -> No
                 if not planted.is_symlink():
                     planted.symlink_to(victim)
     with pytest.raises(ValueError, match="the scheduler found no number of states from its workers"):
-        sizing.read_blocks(configured())
+        sizing.read_sizes(configured())
     assert not shown()
-    sizing.write_blocks(configured(), 8)
+    sizing.write_sizes(configured(), sizing.Sizes(8))
     tell()
     assert victim.read_text() == "9" and not victim.is_symlink()
-    assert sizing.read_blocks(configured()) == 8
+    assert sizing.read_sizes(configured()).blocks == 8
     assert 'mambacache:hit_tokens_total{engine="0"' in shown()
 
 
 def test_nobody_else_may_read_the_files(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
-        sizing.write_blocks(configured(), 7)
+        sizing.write_sizes(configured(), sizing.Sizes(7))
         tell()
     finally:
         os.umask(old)
@@ -138,10 +138,10 @@ def test_a_foreign_folder_is_refused_in_a_sentence(kind: str, tmp_path: Path, mo
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(ValueError, match=r"the workers cannot write the number of states \(.*\): set TMPDIR") as raised:
-        sizing.write_blocks(configured(), 7)
+        sizing.write_sizes(configured(), sizing.Sizes(7))
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="the scheduler found no number of states from its workers"):
-        sizing.read_blocks(configured())
+        sizing.read_sizes(configured())
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
     counters, states = metrics.Counters(configured()), PrefixCache(CacheConfig(num_state_blocks=4))
@@ -152,12 +152,12 @@ def test_a_foreign_folder_is_refused_in_a_sentence(kind: str, tmp_path: Path, mo
 
 
 def test_a_file_of_another_user_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizing.write_blocks(configured(), 7)
+    sizing.write_sizes(configured(), sizing.Sizes(7))
     tell()
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert not shown()
     with pytest.raises(ValueError, match=r"0\.blocks is no file of this user"):
-        sizing.read_blocks(configured())
+        sizing.read_sizes(configured())
 
 
 @pytest.mark.parametrize("seed", range(20))

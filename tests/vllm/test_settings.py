@@ -16,13 +16,15 @@ from mambacache.vllm.settings import Settings
 CPU = torch.device("cpu")
 
 
-def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNamespace:
+def configured(
+    given: Any, *, rank: int = 0, instance: str = "test", ranks: int = 1, caching: bool = True
+) -> SimpleNamespace:
     """Return the part of a vLLM configuration that settings and sizes are read from."""
     return SimpleNamespace(
         additional_config={"mambacache": given},
         instance_id=instance,
-        parallel_config=SimpleNamespace(data_parallel_index=rank),
-        cache_config=SimpleNamespace(gpu_memory_utilization=0.9),
+        parallel_config=SimpleNamespace(data_parallel_index=rank, world_size=ranks),
+        cache_config=SimpleNamespace(gpu_memory_utilization=0.9, enable_prefix_caching=caching),
         scheduler_config=SimpleNamespace(max_num_seqs=256),
     )
 
@@ -34,6 +36,7 @@ def configured(given: Any, *, rank: int = 0, instance: str = "test") -> SimpleNa
         ({"state_bytes": "20GiB"}, Settings(state_bytes=20 << 30)),
         ({"state_bytes": None, "num_state_blocks": 7}, Settings(num_state_blocks=7)),
         ({"checkpoint_interval": 0}, Settings()),
+        ({"state_host_bytes": "2KiB"}, Settings(state_host_bytes=2048)),
         ({"kv_event_groups": 1}, Settings(kv_event_groups=1)),
         ({"state_bytes": 5000, "checkpoint_interval": 128}, Settings(state_bytes=5000, checkpoint_interval=128)),
     ],
@@ -50,8 +53,14 @@ def test_no_settings_at_all() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"host_cache_bytes": "200GiB"}, "host memory are of no use without their KV"),
-        ({"states": 5}, "takes state_bytes, num_state_blocks, checkpoint_interval, kv_event_groups in"),
+        (
+            {"host_cache_bytes": "200GiB"},
+            "vLLM keeps the KV: give state_host_bytes in place of host_cache_bytes",
+        ),
+        (
+            {"states": 5},
+            "takes state_bytes, num_state_blocks, state_host_bytes, checkpoint_interval, kv",
+        ),
         ("20GiB", "checkpoint_interval, kv_event_groups in --additional-config, and got '20GiB'"),
         ({"num_state_blocks": 0}, "num_state_blocks is 0 in --additional-config: give a positive integer"),
         ({"num_state_blocks": True}, "num_state_blocks is True in --additional-config: give a positive integer"),
@@ -64,6 +73,9 @@ def test_no_settings_at_all() -> None:
         ({"kv_event_groups": 0}, "kv_event_groups is 0 in --additional-config: give a positive integer"),
         ({"num_state_blocks": 1}, "num_state_blocks is 1: a request needs at least 2"),
         ({"checkpoint_interval": 100}, "checkpoint_interval is 100: set it to 0 or a multiple of 64"),
+        ({"state_host_bytes": "many"}, "state_host_bytes is 'many' in --additional-config: give bytes, or \"20GiB\""),
+        ({"state_host_bytes": 0}, "state_host_bytes is 0 in --additional-config: give a positive integer"),
+        ({"state_host_bytes": 10, "num_state_blocks": 5}, "give state_host_bytes or num_state_blocks in --additional"),
         ({"state_bytes": 10, "num_state_blocks": 5}, "give state_bytes or num_state_blocks in --additional-config, no"),
     ],
 )
@@ -113,6 +125,26 @@ def test_states_take_half_of_the_memory_that_weights_leave_on_a_gpu(monkeypatch:
     ) // (2 * 1000 + 2000)
 
 
+def test_ranks_share_host_memory() -> None:
+    """Slot 0 of each rank holds no state."""
+    assert sizing.host_slots(configured({}), 1000) == 0
+    assert sizing.host_slots(configured({"state_host_bytes": 10_000}), 1000) == 9
+    assert sizing.host_slots(configured({"state_host_bytes": 10_000}, ranks=2), 1000) == 4
+    assert sizing.host_slots(configured({"state_host_bytes": 10_000}, caching=False), 1000) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (3999, r"is 3,999 in --additional-config, which must hold two states of 1,000 on each of 2 ranks: raise it"),
+        ("9TiB", r"is 9,895,604,649,984 in --additional-config and the host has [0-9,]+ bytes free: lower it"),
+    ],
+)
+def test_host_memory_of_a_wrong_size_is_refused(given: object, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"state_host_bytes {sentence}"):
+        sizing.host_slots(configured({"state_host_bytes": given}, ranks=2), 1000)
+
+
 def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(world_size=2, cpu_group="both")
     monkeypatch.setattr(vllm.distributed, "get_world_group", lambda: group)
@@ -129,9 +161,9 @@ def test_least_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_scheduler_reads_the_number_that_the_first_rank_wrote(tmp_path: Path) -> None:
     for rank in (0, 1):
-        sizing.write_blocks(configured({}, rank=rank), 100 + rank)
-    assert [sizing.read_blocks(configured({}, rank=rank)) for rank in (1, 0)] == [101, 100]
+        sizing.write_sizes(configured({}, rank=rank), sizing.Sizes(100 + rank, 7, 5000))
+    assert [sizing.read_sizes(configured({}, rank=rank)) for rank in (1, 0)] == [(101, 7, 5000), (100, 7, 5000)]
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     with pytest.raises(ValueError, match="found no number of states from its workers"):
-        sizing.read_blocks(configured({}))
-    assert sizing.read_blocks(configured({"num_state_blocks": 12})) == 12
+        sizing.read_sizes(configured({}))
+    assert sizing.read_sizes(configured({"num_state_blocks": 12})) == (12, 0, 0)

@@ -1,0 +1,76 @@
+"""Follow copies between device and host memory on all ranks.
+
+Each rank notes the ends of its copies in a file that the scheduler maps: vLLM returns the output of one rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.plan import Transfer
+from mambacache.vllm.private_files import folder_of, made_folder_of
+
+MOST = 1 << 12
+"""Most transfers under way, and entries of a file."""
+
+
+class Ends:
+    """Maps the ended transfers of a rank: int64 [MOST], each twice the number of a transfer, plus 1 if it failed.
+
+    Args:
+        new: make the file, as the rank itself does.
+
+    Raises:
+        OSError: the file cannot be made or opened.
+    """
+
+    def __init__(self, vllm_config: Any, rank: int, *, new: bool) -> None:
+        folder = (made_folder_of if new else folder_of)(vllm_config.instance_id)
+        name = f"{vllm_config.parallel_config.data_parallel_index}.{rank}.ends"
+        self._ends = np.frombuffer(folder.map(name, MOST * np.int64().nbytes, new=new), np.int64)
+
+    def note(self, number: int, failed: bool) -> None:
+        self._ends[number % MOST] = 2 * number + failed
+
+    def failed(self, number: int) -> bool | None:
+        """Tell whether a transfer failed; None while it is under way."""
+        noted, failed = divmod(int(self._ends[number % MOST]), 2)
+        return bool(failed) if noted == number else None
+
+
+class Copies:
+    """Hands the cache's transfers to all ranks, and ends a transfer once it is over on all of them."""
+
+    def __init__(self, prefix_cache: PrefixCache, ranks: Sequence[Ends]) -> None:
+        self._prefix_cache, self._ranks = prefix_cache, ranks
+        self._under_way: dict[int, Transfer] = {}
+
+    @classmethod
+    def of(cls, vllm_config: Any, prefix_cache: PrefixCache) -> Copies:
+        """Return the copies of all ranks, or raise ValueError."""
+        try:
+            ranks = [Ends(vllm_config, rank, new=False) for rank in range(vllm_config.parallel_config.world_size)]
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"mambacache: the scheduler cannot follow the copies of its workers ({error}), which may run on "
+                "another machine: leave state_host_bytes out of --additional-config"
+            ) from error
+        return cls(prefix_cache, ranks)
+
+    def begin(self) -> tuple[Transfer, ...]:
+        """Return the transfers to launch behind all steps before this step."""
+        found = self._prefix_cache.transfers()
+        new = [each for each in found if each.number not in self._under_way and each.number < found[0].number + MOST]
+        self._under_way.update((each.number, each) for each in new)
+        return tuple(new)
+
+    def end(self) -> None:
+        for number, transfer in [*self._under_way.items()]:
+            failed = [rank.failed(number) for rank in self._ranks]
+            if None not in failed:
+                del self._under_way[number]
+                self._prefix_cache.transferred(transfer, failed=any(failed))
