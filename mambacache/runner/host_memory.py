@@ -20,9 +20,7 @@ class HostMemory:
     """Owns pinned slots in host memory until `close`.
 
     `mmap` gives separate pages, since none is pinned twice; `pin_memory` would round sizes up.
-
-    Args:
-        option: the setting that errors name.
+    Errors name `option`.
     """
 
     def __init__(self, device: torch.device, option: str = "host_cache_bytes") -> None:

@@ -31,9 +31,6 @@ class HostTier:
     """Runs transfers beside the steps; raises ValueError if memory cannot be pinned.
 
     GPU copies run on a separate stream, behind all earlier work. A failed transfer costs only a hit.
-
-    Args:
-        option: the setting that errors name.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from mambacache.vllm.settings import Settings
 SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
 DRAFTS = "ngram", "mtp"
+CONNECTORS = "OffloadingConnector", "ExampleConnector"
 PAGES = "mambacache.0"
 """Layer that gives a model without attention a KV cache; vLLM wants a number in each name."""
 LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
@@ -68,7 +69,7 @@ _NO_EFFECT_OF_ENVIRONMENT = {
 
 def refuse(config: Any) -> None:
     """Raise ValueError for a wrong option."""
-    refuse_connectors(config)
+    settle_connector(config)
     parallel = config.parallel_config
     for what, on in {
         **_wrong_drafts(config),
@@ -96,13 +97,25 @@ def refuse(config: Any) -> None:
             raise _refusal(what)
 
 
-def refuse_connectors(config: Any) -> None:
-    """Raise ValueError for a KV connector, which would load KV without states.
+def settle_connector(config: Any) -> None:
+    """Have failed loads computed, or raise ValueError for another connector.
 
     With --kv-offloading-size vLLM makes a connector only after the hook.
     """
-    if config.kv_transfer_config is not None or getattr(config.cache_config, "kv_offloading_size", None) is not None:
-        raise _refusal("KV connectors (--kv-transfer-config, --kv-offloading-size)")
+    transfer, known = config.kv_transfer_config, f"known are {', '.join(CONNECTORS)}"
+    if transfer is None:
+        if _offloads(config) and config.cache_config.kv_offloading_backend != "native":
+            raise _refusal(f"another connector than vLLM's own (--kv-offloading-backend; {known})")
+        return
+    if transfer.kv_connector not in CONNECTORS and transfer.kv_connector_module_path is None:
+        raise _refusal(f"{transfer.kv_connector} (kv_connector in --kv-transfer-config; {known})")
+    if transfer.kv_role != "kv_both":
+        raise _refusal("prefill and decode apart (kv_role in --kv-transfer-config)")
+    transfer.kv_load_failure_policy = "recompute"
+
+
+def _offloads(config: Any) -> bool:
+    return getattr(config.cache_config, "kv_offloading_size", None) is not None
 
 
 def _refusal(what: str) -> ValueError:
@@ -178,8 +191,12 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
 
     def settle(vllm_config: Any) -> None:
         refuse(vllm_config)
-        if Settings.of(vllm_config).kv_event_groups == 1 and not has_attention:
-            raise _refusal("kv_event_groups 1 in --additional-config for a model without KV pages")
+        connects = vllm_config.kv_transfer_config is not None or _offloads(vllm_config)
+        if connects and not has_attention:
+            raise _refusal("KV connectors (--kv-transfer-config, --kv-offloading-size) for a model without KV pages")
+        if Settings.of(vllm_config).kv_event_groups == 1 and (connects or not has_attention):
+            what = "beside a KV connector" if connects else "for a model without KV pages"
+            raise _refusal(f"kv_event_groups 1 in --additional-config {what}")
         cache = vllm_config.cache_config
         cache.mamba_cache_mode, cache.mamba_block_size = "none", None  # vLLM's own hooks may set both
         if not has_attention:

@@ -31,6 +31,9 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Scheduler.schedule": ("self throttle_prefills",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
+        "Scheduler.connector": ("",),
+        "Scheduler.running": ("",),
+        "Scheduler.prev_step_scheduled_req_ids": ("",),
         "Scheduler.enable_kv_cache_events": ("",),
         "Scheduler.kv_event_publisher": ("",),
     },
@@ -78,6 +81,7 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "KVCacheManager.truncate_computed_blocks": ("self blocks num_computed_tokens",),
         "KVCacheManager.get_block_ids": ("self request_id",),
         "KVCacheManager.evict_blocks": ("self block_ids",),
+        "KVCacheManager.free": ("self request",),
     },
     "v1/core/kv_cache_coordinator.py": {
         "KVCacheCoordinator.emit_cached_block_events": ("self request computed_blocks",)
@@ -100,10 +104,21 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
         "_ModelRegistry.models": ("",),
         "_ModelRegistry.register_model": ("self model_arch model_cls",),
     },
+    "distributed/kv_transfer/kv_connector/v1/base.py": {
+        "KVConnectorBase_V1.get_num_new_matched_tokens": ("self request num_computed_tokens",),
+    },
+    "config/kv_transfer.py": {
+        "KVTransferConfig.kv_role": ("",),
+        "KVTransferConfig.kv_load_failure_policy": ("",),
+        "KVTransferConfig.kv_connector_module_path": ("",),
+    },
+    "config/cache.py": {"CacheConfig.kv_offloading_size": ("",), "CacheConfig.kv_offloading_backend": ("",)},
     "config/kernel.py": {"KernelConfig.enable_jit_warmup": ("",)},
     "config/speculative.py": {"SpeculativeConfig.disable_eagle_block_drop": ("",)},
     "v1/outputs.py": {
         "ModelRunnerOutput.num_nans_in_logits": ("",),
+        "ModelRunnerOutput.kv_connector_output": ("",),
+        "KVConnectorOutput.invalid_block_ids": ("",),
         "AsyncModelRunnerOutput.get_output": ("self",),
     },
     "v1/worker/gpu_worker.py": {

@@ -19,7 +19,8 @@ from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.config import CacheConfig
 from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
-from mambacache.vllm.config import PAGES, is_cpu, refuse_connectors
+from mambacache.vllm.config import PAGES, is_cpu, settle_connector
+from mambacache.vllm.connector import External
 from mambacache.vllm.kv_events import ChunkHashes, StateEvents
 from mambacache.vllm.kv_watch import HashMap, KVWatch
 from mambacache.vllm.log import logger
@@ -81,6 +82,7 @@ class Mixin:
         self._later: dict[str, int] = {}  # `_step` of the last row in the cache
         self._step = 0  # calls of schedule()
         self._hits: dict[str, tuple[object, int]] = {}  # admitted in this schedule()
+        self._external = External(self.connector) if self.connector is not None else None
         self._held = False  # no room: all wait
         self._gone: list[Any] | None = None  # of update_from_output
         self._refused_streams: set[str] = set()
@@ -93,8 +95,9 @@ class Mixin:
         self._hashes: HashMap | None = None
         self._watch: KVWatch | None = None
         self._events: StateEvents | None = None
-        if self._caching and (self._has_attention or self.enable_kv_cache_events):
-            self._follow_states(len(groups))
+        watches = self._has_attention and self._external is None  # else it may have evicted KV
+        if self._caching and (watches or self.enable_kv_cache_events):
+            self._follow_states(len(groups), watches)
         self._allocate_kv = self.kv_cache_manager.allocate_slots
         self.kv_cache_manager.allocate_slots = self._allocate_slots
         logger.info(
@@ -103,14 +106,14 @@ class Mixin:
             f"KV blocks of {self.block_size} tokens" if self._has_attention else "no KV",
         )  # fmt: skip
 
-    def _follow_states(self, num_groups: int) -> None:
+    def _follow_states(self, num_groups: int, watches: bool) -> None:
         pool = self.kv_cache_manager.block_pool
         hashes_of: Callable[[Any], Sequence[bytes]] = attrgetter("block_hashes")
         size = pool.hash_block_size
         if not self._has_attention:
             hashes_of, size = ChunkHashes(self.cache_config.prefix_caching_hash_algo), CHUNK
         self._hashes = HashMap(self.prefix_cache, hashes_of, size)
-        if self._has_attention:
+        if watches:
             self._watch = KVWatch(self.prefix_cache, self._hashes, pool, num_groups)
         if self.enable_kv_cache_events:
             alone = Settings.of(self.vllm_config).kv_event_groups == 1
@@ -143,23 +146,45 @@ class Mixin:
         super().add_request(request)
 
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
-        """Return whether both caches admit a request."""
+        """Return whether both caches admit a request, and its KV is loaded."""
         if not super()._handle_blocked_waiting_request(request):
             return False
         name = request.request_id
-        if self._held or not self.prefix_cache.knows(name) or self.prefix_cache.waits(name):
+        if not self.prefix_cache.knows(name):
             return False
-        blocks, covered = self.kv_cache_manager.empty_kv_cache_blocks, None
+        if self.prefix_cache.runs(name):
+            if request.num_computed_tokens == self.prefix_cache.progress(name).computed:
+                return True
+            self._give_up_load(request)
+            self._external.failed.add(name)
+        if self._held or self.prefix_cache.waits(name):
+            return False
+        blocks, local, covered = self.kv_cache_manager.empty_kv_cache_blocks, 0, None
         if self._has_attention:
-            blocks, covered, *_ = self.kv_cache_manager.get_computed_blocks(request)
+            blocks, local, *_ = self.kv_cache_manager.get_computed_blocks(request)
+            external = self._external.ask(request, local) if self._external is not None else 0
+            if external is None:
+                return False
+            covered = local + external
         found = self.prefix_cache.admit(name, kv_tokens=covered)
         if isinstance(found, Wait):
             self._held = found.reason == "no room"
             return False
+        hit = found.num_tokens
         if self._has_attention:
-            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, found.num_tokens)
-        self._hits[name] = (blocks, found.num_tokens)
+            hit = min(local, hit)
+            blocks = self.kv_cache_manager.truncate_computed_blocks(blocks, hit)
+        if self._external is not None:
+            self._external.take(name, found.num_tokens - hit)
+        self._hits[name] = (blocks, hit)
         return True
+
+    def _give_up_load(self, request: Any) -> None:
+        """Undo an admission whose KV did not come."""
+        self.prefix_cache.withdraw(request.request_id)
+        if request.num_computed_tokens:
+            self.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
 
     def _get_local_prefix_cache_hit(self, request: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return (*self._hits[request.request_id], 0, False)
@@ -218,7 +243,7 @@ class Mixin:
         """Allocate state, then KV; None makes vLLM preempt and retry. Rows that only add to a log wait for `_tell`."""
         name = request.request_id
         adds = name in self._later and num_new_tokens == 1 and request.num_computed_tokens % FOLD < FOLD - 1
-        if not adds and name not in self._rows:  # else a retry
+        if num_new_tokens and not adds and name not in self._rows:  # else a load between steps, or a retry
             self._tell(request)
             row = self._allocate_row(request, num_new_tokens)
             if row is None:
@@ -259,15 +284,21 @@ class Mixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._hits.clear()
+        if self._external is not None:
+            self._external.start_over()
         self._held = False
         if self._copies is not None:
             self._copies.end()
         output = super().schedule(*args, **kwargs)
         scheduled = output.num_scheduled_tokens
         steps = [self._rows.pop(name) for name in scheduled if name in self._rows]
-        self._rows.clear()  # rows left got no KV
+        for name, row in self._rows.items():  # rows left got no KV
+            if name not in self._hits:
+                self.prefix_cache.drop(row)
+        self._rows.clear()
         for name in self._hits:
-            if name not in scheduled and self.prefix_cache.runs(name):
+            loads = self.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if name not in scheduled and not loads and self.prefix_cache.runs(name):
                 self.prefix_cache.withdraw(name)
         for name in self._later.keys() - scheduled.keys():  # else workers would advance it
             self._tell(self.requests[name])
@@ -287,12 +318,20 @@ class Mixin:
         if scheduled and self._suspects:
             output.mambacache_question = self._ask()
             self._asked[id(output)], self._suspects = list(self._suspects), {}
+        if self._external is not None:
+            self._external.sent(output, self.kv_cache_manager)
         if not self.num_spec_tokens:
             self._later |= {row.request_id: self._step for row in rows if row.samples and not row.prefill}
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._gone = []
+        if self._external is not None:
+            told = model_runner_output.kv_connector_output
+            bad = told.invalid_block_ids if told is not None else set()
+            self._forget_failed_loads(
+                self._external.bad_pages(scheduler_output, bad, self.running, self.kv_cache_manager)
+            )
         rows = self._steps_out.get(id(scheduler_output), [])
         self._take_answer(self._asked.pop(id(scheduler_output), []), model_runner_output)
         not_finite = self._suspect(rows, getattr(model_runner_output, "num_nans_in_logits", None) or {})
@@ -312,6 +351,21 @@ class Mixin:
             self._follow(ChainMap(ended, self.requests))
             self._publish()
             self._report()
+
+    def _forget_failed_loads(self, pages: Mapping[str, Sequence[int]]) -> None:
+        """Forget all that requests computed from pages that failed to load, and start these requests anew."""
+        if not pages:
+            return
+        for name in [*self._later]:
+            self._tell(self.requests[name])
+        self.kv_cache_manager.evict_blocks({page for own in pages.values() for page in own})
+        rows = [row for rows in self._steps_out.values() for row in rows if row.request_id in pages]
+        self.prefix_cache.cancel(rows)  # preempts requests that resumed from their states, too
+        for request in [each for each in self.running if not self.prefix_cache.runs(each.request_id)]:
+            self.running.remove(request)
+            self._forget_pages(request.request_id, 0)
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _follow(self, requests: Mapping[str, Any]) -> None:
         """Take note of states that were stored or lost; `requests` include requests that end now."""
@@ -358,6 +412,8 @@ class Mixin:
         if self.prefix_cache.knows(request.request_id):
             self._tell(request)
             self.prefix_cache.free(request.request_id, finished=request.status in FINISHED)
+        if self._external is not None:
+            self._external.failed.discard(request.request_id)
 
     def _report(self) -> None:
         if self._counters is not None:
@@ -384,6 +440,6 @@ class AsyncStateScheduler(Mixin, AsyncScheduler):
 
 def make(*, vllm_config: Any, **kwargs: Any) -> Scheduler:
     """Make the scheduler; vLLM decides on asynchronous scheduling after the config hook."""
-    refuse_connectors(vllm_config)
+    settle_connector(vllm_config)
     cls = AsyncStateScheduler if vllm_config.scheduler_config.async_scheduling else StateScheduler
     return cls(vllm_config=vllm_config, **kwargs)

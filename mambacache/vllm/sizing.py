@@ -15,17 +15,11 @@ CPU_BYTES = 1 << 30
 
 
 class Sizes(NamedTuple):
-    """Holds the sizes that all ranks share.
-
-    Attributes:
-        blocks: states in the pool.
-        host_slots: states in host memory.
-        state_bytes: bytes of a state on the first rank.
-    """
+    """Holds sizes that all ranks share."""
 
     blocks: int
     host_slots: int = 0
-    state_bytes: int = 0
+    state_bytes: int = 0  # on the first rank
 
 
 def pool_blocks(vllm_config: Any, block_bytes: int, log_bytes: int, device: torch.device) -> int:

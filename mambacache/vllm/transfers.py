@@ -1,7 +1,4 @@
-"""Follow copies between device and host memory on all ranks.
-
-Each rank notes the ends of its copies in a file that the scheduler maps: vLLM returns the output of one rank alone.
-"""
+"""Follow copies between device and host memory on all ranks: vLLM returns the output of one rank alone."""
 
 from __future__ import annotations
 
@@ -15,17 +12,14 @@ from mambacache.plan import Transfer
 from mambacache.vllm.private_files import folder_of, made_folder_of
 
 MOST = 1 << 12
-"""Most transfers under way, and entries of a file."""
+"""Most transfers under way."""
 
 
 class Ends:
-    """Maps the ended transfers of a rank: int64 [MOST], each twice the number of a transfer, plus 1 if it failed.
+    """Maps a rank's file of ended transfers, int64 [MOST]: twice the number, plus 1 for a failure; may raise OSError.
 
     Args:
-        new: make the file, as the rank itself does.
-
-    Raises:
-        OSError: the file cannot be made or opened.
+        new: make the file, as the rank does.
     """
 
     def __init__(self, vllm_config: Any, rank: int, *, new: bool) -> None:
@@ -43,7 +37,7 @@ class Ends:
 
 
 class Copies:
-    """Hands the cache's transfers to all ranks, and ends a transfer once it is over on all of them."""
+    """Hands transfers to all ranks, and ends those that are over on all ranks."""
 
     def __init__(self, prefix_cache: PrefixCache, ranks: Sequence[Ends]) -> None:
         self._prefix_cache, self._ranks = prefix_cache, ranks
@@ -51,7 +45,7 @@ class Copies:
 
     @classmethod
     def of(cls, vllm_config: Any, prefix_cache: PrefixCache) -> Copies:
-        """Return the copies of all ranks, or raise ValueError."""
+        """Join all ranks, or raise ValueError."""
         try:
             ranks = [Ends(vllm_config, rank, new=False) for rank in range(vllm_config.parallel_config.world_size)]
         except (OSError, ValueError) as error:
@@ -62,7 +56,7 @@ class Copies:
         return cls(prefix_cache, ranks)
 
     def begin(self) -> tuple[Transfer, ...]:
-        """Return the transfers to launch behind all steps before this step."""
+        """Return transfers to launch before this step."""
         found = self._prefix_cache.transfers()
         new = [each for each in found if each.number not in self._under_way and each.number < found[0].number + MOST]
         self._under_way.update((each.number, each) for each in new)

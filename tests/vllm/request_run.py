@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from family_run import OPTIONS  # sets the environment
 from pool_watch import PoolWatch
 from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from watched import LAST_ANSWER
 
 from engine_driver import Original, tokens_of
@@ -329,6 +332,43 @@ def host_states(served: Served) -> None:
     assert served.hits_one_by_one(prompts[:2]) == [0, 0]
 
 
+# --- a KV connector ---
+
+
+def connector(served: Served) -> None:
+    """Few states and few pages are on the device. vLLM's ExampleConnector keeps the KV of whole prompts."""
+    prompts = [tokens_of(seed, 200) for seed in range(100, 116)]
+    assert served.hits_one_by_one(prompts) == [0] * 16
+    assert served.hits_one_by_one(prompts) == [192] * 16
+    assert served.watch.loaded > 8
+    assert served.hits(prompts[:4]) == [192] * 4
+    served.watch.check_idle()
+
+
+def failing_connector(served: Served) -> None:
+    """The tokens of requests are right whatever comes back of their KV."""
+    prompts = [tokens_of(seed, 200) for seed in range(100, 112)]
+    served.ask(prompts)
+    for _ in range(3):
+        found = served.hits_one_by_one(prompts[:6]) + served.hits(prompts[6:])
+        assert set(found) <= {0, 192}
+        served.watch.check_idle()
+    for seed in range(SEEDS):
+        abort_some(served, random.Random(seed))
+        served.watch.check_idle()
+    assert get_kv_transfer_group().failures > 5
+
+
+def connecting(name: str, **chances: Any) -> dict[str, Any]:
+    own = {"kv_connector_module_path": "example_connectors"} if name.startswith("Faulty") else {}
+    transfer = KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", **own,
+        kv_connector_extra_config={"shared_storage_path": tempfile.mkdtemp(), **chances},
+    )  # fmt: skip
+    # The connector believes that a prompt runs in one step.
+    return HOST_STATES | FEW_PAGES | {"kv_transfer_config": transfer, "max_num_batched_tokens": 4096}
+
+
 HOST_STATES = {"additional_config": {"mambacache": {"state_bytes": "700KB", "state_host_bytes": "20MB"}}}
 FEW_STATES = {"additional_config": {"mambacache": {"num_state_blocks": 5}}}
 FEW_PAGES = {"max_model_len": 512, "num_gpu_blocks_override": 14}
@@ -339,6 +379,13 @@ CASES: dict[str, tuple[Callable[[Served], None], dict[str, Any]]] = {
     "few_states": (few_states, FEW_STATES),
     "few_of_both": (few_of_both, FEW_STATES | FEW_PAGES),
     "host_states": (host_states, HOST_STATES),
+    "connector": (connector, connecting("ExampleConnector")),
+    "connector_between_steps": (connector, connecting("FaultyExampleConnector", between_steps=True)),
+    "connector_failing": (failing_connector, connecting("FaultyExampleConnector", failing=0.5)),
+    "connector_failing_between_steps": (
+        failing_connector,
+        connecting("FaultyExampleConnector", failing=0.5, between_steps=True),
+    ),
 }
 
 

@@ -29,15 +29,18 @@ def random_mix(
     """
     rng = random.Random(seed)
     ahead, drafts = bool(seed % 2), (1, 3, 7)[seed % 3] if seed % 4 in (0, 3) else 0
+    states, pages, page = rng.choice([3, 4, 5, 8, 16, 40]), rng.randint(96, 400), rng.choice([8, 16, 32, 64])
+    if "connector" in settings:  # a request takes up to 930 tokens
+        pages = 1000 // page + pages % 16
     scheduler = make_scheduler(
-        rng.choice([3, 4, 5, 8, 16, 40]),
-        rng.randint(96, 400),
-        page=rng.choice([8, 16, 32, 64]),
+        states,
+        pages,
+        page=page,
         budget=rng.choice([70, 200, 500]),
         ahead=ahead,
         policy=rng.choice(["fcfs", "priority"]),
         checkpoint_interval=rng.choice([0, 0, 128]),
-        attention=seed % 5 != 4,
+        attention=seed % 5 != 4 or "connector" in settings,
         drafts=drafts,
         v2=ahead or seed % 16 == 0,
         **settings,
@@ -81,4 +84,5 @@ def disturb(simulation: Simulation, rng: random.Random) -> None:
     if rng.random() < 0.02:
         simulation.abort(rng.choice(list(scheduler.requests) or ["0"]))
     if rng.random() < 0.01:
-        scheduler.reset_prefix_cache(reset_running_requests=rng.random() < 0.5)
+        with_running = rng.random() < 0.5 and scheduler.connector is None  # vLLM raises if a connector loads
+        scheduler.reset_prefix_cache(reset_running_requests=with_running)

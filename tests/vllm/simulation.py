@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from connectors import GARBAGE, FaultyConnector
 from sequences import VOCABULARY, Sequence, expected, extend, keys_of, prefixes
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
     KVEventsConfig,
+    KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -91,12 +93,14 @@ def make_scheduler(
     events: bool = False,
     host_states: int = 0,
     ranks: int = 1,
+    connector: dict[str, Any] | None = None,
     **settings: int,
 ) -> Any:
     """Return our scheduler on vLLM's, with memory for `num_states` states and `num_pages` KV pages of `page` tokens.
 
     Without attention there is a page for each of 8 requests that may run. `v2` chooses model runner V2 on any device.
     With `events` it publishes KV events, to nobody. Each of `ranks` workers keeps `host_states` states in host memory.
+    `connector` has the chances of a `FaultyConnector`.
     """
     if not host_states:
         settings["num_state_blocks"] = num_states
@@ -116,6 +120,14 @@ def make_scheduler(
         ),
         device_config=DeviceConfig("cpu"),
         speculative_config=speculative,
+        kv_transfer_config=None
+        if connector is None
+        else KVTransferConfig(
+            kv_connector="FaultyConnector",
+            kv_connector_module_path="connectors",
+            kv_role="kv_both",
+            kv_connector_extra_config=connector,
+        ),
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         additional_config={"mambacache": settings},
     )
@@ -207,6 +219,8 @@ class Worker:
         self.sequences: dict[str, Sequence] = {}
         self.receiver = Receiver()
         self.host: HostStates | None = None
+        self.connector: FaultyConnector | None = None
+        self.may_read_garbage = False
         self.late = 0  # rows that may have begun later than the scheduler knew
         self._rng = random.Random(0)
 
@@ -214,12 +228,16 @@ class Worker:
         if self.host is not None:
             self.host.launch(output.mambacache_transfers)
             self.host.end()
+        told = None
+        if self.connector is not None:
+            told = self.connector.run(output.kv_connector_metadata.loads, self.kv)
+            self.may_read_garbage |= bool(told.invalid_block_ids)
         starts = self._take(output, requests)
         if (columns := getattr(output, "mambacache", None)) is not None:
             self.receiver.take(columns, output.finished_req_ids)
         scheduled = output.num_scheduled_tokens
-        told = {row.request_id for row in rows}
-        added = [self.receiver.row(name) for name in scheduled if name not in told]  # each adds a token to its log
+        known = {row.request_id for row in rows}
+        added = [self.receiver.row(name) for name in scheduled if name not in known]  # each adds a token to its log
         assert not any(row.prefill or row.dst or row.checkpoints or row.num_tokens > 1 for row in added)
         rows = (*rows, *added)
         order = self._rng.sample(list(scheduled), len(scheduled))  # requests keep their places while others come and go
@@ -234,18 +252,22 @@ class Worker:
                 starts[row.request_id], sequence.drafts = row.start, sequence.drafts[: row.num_tokens - 1]
             for token in sequence.drafts:
                 sequence.prefix.append(extend(sequence.prefix[-1], token))
-        self._read_and_write({row.request_id: row for row in placed}, starts)
-        tokens = []
+        garbage = self._read_and_write({row.request_id: row for row in placed}, starts)
+        tokens: list[list[int]] = []
         for name in order:
             sequence, end = self.sequences[name], starts[name] + scheduled[name] - len(drafted.get(name, ()))
             tokens.append(sequence.verified() if end == len(sequence.tokens) else [])
+            if name in garbage:
+                tokens[-1] = [(token + 1) % VOCABULARY for token in tokens[-1][:1]]
         for name, new in zip(order, tokens, strict=True):
             sequence = self.sequences[name]
             del sequence.prefix[len(sequence.tokens) + 1 :]
             sequence.tokens += new
             for token in new:
                 sequence.prefix.append(extend(sequence.prefix[-1], token))
-        return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens)
+        if self.connector is not None:
+            self.connector.keep(self.kv)
+        return ModelRunnerOutput(order, {name: i for i, name in enumerate(order)}, tokens, kv_connector_output=told)
 
     def _placed(self, rows: tuple[SequenceStep, ...]) -> list[SequenceStep]:
         """Return the rows where the device has them: late rows begin with a sequence's last token."""
@@ -320,7 +342,9 @@ class Worker:
         for name, values in wanted.items():
             assert np.array_equal(values, arrived[name]), name
 
-    def _read_and_write(self, rows: dict[str, SequenceStep], starts: dict[str, int]) -> None:
+    def _read_and_write(self, rows: dict[str, SequenceStep], starts: dict[str, int]) -> set[str]:
+        """Return the requests that read garbage; they write nothing else."""
+        garbage: set[str] = set()
         written: list[int] = []
         pages: list[int] = []
         slots: list[int] = []
@@ -330,20 +354,28 @@ class Worker:
             assert row.start == starts[name], f"{name} runs from {starts[name]}, its row from {row.start}"
             held = self.states[row.src] if row.src else prefixes([], sequence.keys)[0]
             stands = row.start if row.prefill else row.start // FOLD * FOLD + row.log_start
-            assert held == sequence.prefix[stands], f"{name} does not find its state at {stands}"
             logged = [self.logs[row.log_slot, position % FOLD] for position in range(stands, row.start)]
-            assert logged == sequence.prefix[stands + 1 : row.start + 1], f"{name} does not find its log"
+            if GARBAGE in (held, *logged, *self._kv_before(sequence, row.start)):
+                assert self.may_read_garbage, f"{name} reads garbage"
+                garbage.add(name)
+            else:
+                assert held == sequence.prefix[stands], f"{name} does not find its state at {stands}"
+                assert logged == sequence.prefix[stands + 1 : row.start + 1], f"{name} does not find its log"
             if not row.prefill:
                 assert row.log_slot and row.num_tokens == 1 + len(sequence.drafts)
                 for position in range(row.start, end):
                     assert position // FOLD == row.start // FOLD, f"{name} goes beyond its log"
-                    self.logs[row.log_slot, position % FOLD] = sequence.prefix[position + 1]
+                    self.logs[row.log_slot, position % FOLD] = (
+                        GARBAGE if name in garbage else sequence.prefix[position + 1]
+                    )
                 slots.append(row.log_slot)
-            pages += self._attend(name, row.start, end)
+            pages += self._attend(name, row.start, end, name in garbage)
             ends = {position: block for position, block in {end: row.dst, **row.checkpoints}.items() if block}
             assert all(row.start < position <= end for position in ends) and (ends or end % FOLD)
             written += ends.values()
-            states |= {block: sequence.prefix[position] for position, block in ends.items()}
+            states |= {
+                block: GARBAGE if name in garbage else sequence.prefix[position] for position, block in ends.items()
+            }
         read = {row.src for row in rows.values() if row.dst != row.src}
         assert len(set(slots)) == len(slots), "two rows write one log"
         assert len(set(written)) == len(written), "two rows write one state block"
@@ -353,19 +385,31 @@ class Worker:
             assert not self.host.busy(reading=False) & read, "a row reads a state amid its copy"
         assert len(set(pages)) == len(pages), "two rows write one page"
         self.states |= states
+        return garbage
 
-    def _attend(self, name: str, start: int, end: int) -> list[int]:
+    def _kv_before(self, sequence: Sequence, start: int) -> list[int]:
+        """Return a sequence's KV before `start`."""
+        pages = sequence.pages[: -(-start // self.page)] if self.page is not None else []
+        return [value for page in pages for value in self.kv[page]][:start]
+
+    def _attend(self, name: str, start: int, end: int, garbage: bool) -> list[int]:
         """Check a sequence's KV before `start`, and write the KV up to `end`. Return the written pages."""
         if self.page is None:
             return []
         sequence, first = self.sequences[name], start // self.page
-        known = [value for page in sequence.pages[: -(-start // self.page)] for value in self.kv[page]]
-        assert known[:start] == sequence.prefix[1 : start + 1], f"{name} does not find its KV before {start}"
-        values = known[first * self.page : start] + sequence.prefix[start + 1 : end + 1]
+        known = self._kv_before(sequence, start)
+        assert garbage or known == sequence.prefix[1 : start + 1], f"{name} does not find its KV before {start}"
+        new = [GARBAGE] * (end - start) if garbage else sequence.prefix[start + 1 : end + 1]
+        values = known[first * self.page :] + new
         own = sequence.pages[first : -(-end // self.page)]
         for i, page in enumerate(own):
             self.kv[page] = values[i * self.page : (i + 1) * self.page]
         return own
+
+
+def _has_failed(given: ModelRunnerOutput) -> bool:
+    """Tell whether a step ran on KV that was not loaded, or told of a load between steps that failed."""
+    return given.kv_connector_output is not None and bool(given.kv_connector_output.invalid_block_ids)
 
 
 class Simulation:
@@ -393,6 +437,7 @@ class Simulation:
         self.worker = Worker(page, scheduler._runner_v2)
         if scheduler.ends_of_ranks:
             self.worker.host = HostStates(self.worker.states, scheduler.ends_of_ranks, failing, slow, seed)
+        self.worker.connector = scheduler.connector
         self.answers: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
@@ -471,6 +516,7 @@ class Simulation:
         if self.scheduler.has_requests():
             self._planned = ()
             output = self.scheduler.schedule()
+            self.worker.may_read_garbage = any(_has_failed(given) for _, given in self._out)
             self._out.append((output, self.worker.run(output, self._planned, self.scheduler.requests)))
             for sequence in self.worker.sequences.values() if self.drafts and self._depth > 1 else ():
                 sequence.draft(self._rng, self.drafts)
@@ -506,7 +552,7 @@ class Simulation:
         Another state is evicted first only if its next turn does not need it. Where hashes cover a token more, vLLM may
         have other KV of the prefix, for another next token.
         """
-        if not self.scheduler.prefix_cache.config.has_attention:
+        if self.scheduler._watch is None:
             return
         for name in self.scheduler.prefix_cache.request_ids:
             self._note_prefixes(name)
@@ -527,6 +573,9 @@ class Simulation:
             if block.block_hash is not None:
                 content = self.worker.kv.get(block.block_id, [])
                 assert len(content) == self.worker.page, f"page {block.block_id} has a hash and {len(content)} tokens"
+                if GARBAGE in content and any(_has_failed(given) for _, given in self._out):
+                    continue
+                assert GARBAGE not in content, f"page {block.block_id} has a hash, and was never loaded"
                 assert self._meanings.setdefault(block.block_hash, content[-1]) == content[-1]
 
     def _draft(self, names: list[str]) -> None:

@@ -17,6 +17,7 @@ from simulation import model_config
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVTransferConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -48,7 +49,9 @@ def stand_in(**changes: object) -> SimpleNamespace:
         ),
         "scheduler_config": SimpleNamespace(scheduler_cls=None, async_scheduling=None),
         "model_config": SimpleNamespace(enable_prompt_embeds=False, dtype="torch.bfloat16", multimodal_config=None),
-        "cache_config": SimpleNamespace(use_replayssm=False, mamba_cache_dtype="auto", kv_offloading_size=None),
+        "cache_config": SimpleNamespace(
+            use_replayssm=False, mamba_cache_dtype="auto", kv_offloading_size=None, kv_offloading_backend="lmcache"
+        ),
         "aux_output_config": SimpleNamespace(enabled=False),
     }
     for name, value in changes.items():
@@ -89,14 +92,37 @@ def test_drafts_run_ahead_on_a_gpu_without_a_pipeline(
         config.refuse(ahead)
 
 
+def connecting(kv_connector: str = "OffloadingConnector", kv_role: str = "kv_both") -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=kv_connector, kv_role=kv_role)
+
+
+def test_loads_that_fail_are_computed() -> None:
+    given = connecting()
+    assert given.kv_load_failure_policy == "fail", "vLLM's default"
+    config.refuse(stand_in(kv_transfer_config=given))
+    assert given.kv_load_failure_policy == "recompute"
+
+
+def test_a_connector_of_a_users_module_may_be_tried() -> None:
+    config.refuse(
+        stand_in(kv_transfer_config=KVTransferConfig(
+            kv_connector="Own", kv_role="kv_both", kv_connector_module_path="own"
+        ))
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
         ({"speculative_config": drafting(method="draft_model")}, "'draft_model' (method in --speculative-config"),
         ({"speculative_config": drafting(num_speculative_tokens=8)}, "more than 7 drafts (num_speculative_tokens)"),
         ({"speculative_config": drafting(enable_adaptive_verification=True)}, "(enable_adaptive_verification)"),
-        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
-        ({"cache_config__kv_offloading_size": 0.0}, "--kv-offloading-size"),
+        (
+            {"kv_transfer_config": connecting("NixlConnector")},
+            "NixlConnector (kv_connector in --kv-transfer-config; known",
+        ),
+        ({"kv_transfer_config": connecting(kv_role="kv_consumer")}, "decode apart (kv_role in --kv-transfer-config)"),
+        ({"cache_config__kv_offloading_size": 1.0}, "vLLM's own (--kv-offloading-backend; known are OffloadingConn"),
         ({"model_config__multimodal_config": SimpleNamespace(mm_encoder_only=True)}, "--mm-encoder-only"),
         ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),

@@ -14,9 +14,12 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def answer(folder: Path, mode: str, *gpus: str) -> None:
+    run_to_its_end(folder / f"{mode}.log", "recall_run.py", mode, folder / f"{mode}.pt", *gpus)
+
+
+def run_to_its_end(log: Path, script: str, *arguments: str | Path) -> None:
     """Fail unless all answers are right, and all processes end."""
-    log = folder / f"{mode}.log"
-    with started(FOLDER / "recall_run.py", mode, folder / f"{mode}.pt", *gpus, log=log) as process:
+    with started(FOLDER / script, *arguments, log=log) as process:
         wait_for(LAST_ANSWER, process, log)
         check_end(process, time.monotonic(), log)
 
@@ -52,3 +55,13 @@ def test_an_engine_that_slept_answers_as_before(tmp_path: Path) -> None:
 
 def test_a_request_with_bad_logits_costs_itself_alone(tmp_path: Path) -> None:
     run("nan_run.py", "nan", tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["connector", "size", "sleep"])
+def test_states_and_kv_come_back_from_host_memory(mode: str, tmp_path: Path) -> None:
+    run_to_its_end(tmp_path / "log", "offload_run.py", mode)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_have_states_and_kv_in_host_memory(tmp_path: Path) -> None:
+    run_to_its_end(tmp_path / "log", "offload_run.py", "connector", "2")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import vllm
 from simulation import MODEL, make_scheduler
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, MambaModelConfig
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -118,14 +119,17 @@ def test_the_default_layout_gives_no_warning(
 
 
 CONNECTOR = '{"kv_connector":"OffloadingConnector","kv_role":"kv_both"}'
+NIXL = CONNECTOR.replace("Offloading", "Nixl")
 DRAFTS = '{"method":"ngram","num_speculative_tokens":8}'
 REFUSED = {
-    "--kv-transfer-config, --kv-offloading-size": [
-        f"--kv-transfer-config {CONNECTOR}",
-        "--kv-transfer-config.kv_connector OffloadingConnector --kv-transfer-config.kv_role kv_both",
-        "--kv-offloading-size 1",
-        "--kv_offloading_size=0",
-        "--kv-offloading-size 1 --kv-offloading-backend lmcache",
+    "NixlConnector (kv_connector in --kv-transfer-config": [
+        f"--kv-transfer-config {NIXL}",
+        "--kv-transfer-config.kv_connector NixlConnector --kv-transfer-config.kv_role kv_both",
+    ],
+    "kv_role in --kv-transfer-config": [f"--kv-transfer-config {CONNECTOR.replace('both', 'producer')}"],
+    "--kv-offloading-backend": ["--kv-offloading-size 1 --kv-offloading-backend lmcache"],
+    "kv_event_groups 1 in --additional-config beside a KV connector": [
+        "--kv-offloading-size 1 --additional-config.mambacache.kv_event_groups 1",
     ],
     "--enable-dbo, --ubatch-size": ["--enable-dbo", "--ubatch-size 2", "--ubatch-size=4"],
     "--decode-context-parallel-size": ["-tp 2 -dcp 2", "-tp 2 --decode-context-parallel-size 2"],
@@ -181,6 +185,10 @@ WORKS = [
     "--scheduling-policy priority",
     "--max-num-seqs 16",
     "--ubatch-size 1",
+    f"--kv-transfer-config {CONNECTOR}",
+    "--kv-transfer-config.kv_connector ExampleConnector --kv-transfer-config.kv_role kv_both",
+    "--kv-offloading-size 1",
+    "--kv_offloading_size=0",
     '--speculative-config {"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":3}',
 ]
 
@@ -189,6 +197,14 @@ WORKS = [
 def test_an_option_that_works_gives_no_warning(words: str, configure: Configure, said: list[str]) -> None:
     settled = configure(*words.split())
     assert config.serves(settled) and not said
+
+
+def test_vllms_own_offloading_has_its_connector_after_the_hook(configure: Configure) -> None:
+    """The scheduler has failed loads computed, since vLLM makes the connector's configuration late."""
+    transfer = configure("--kv-offloading-size", "1").kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role) == ("OffloadingConnector", "kv_both")
+    config.settle_connector(SimpleNamespace(kv_transfer_config=transfer))
+    assert transfer.kv_load_failure_policy == "recompute"
 
 
 @pytest.mark.parametrize(
@@ -207,8 +223,8 @@ def test_a_setting_is_read_in_each_spelling(words: str, settings: Settings, conf
 
 def test_the_scheduler_refuses_a_connector_that_came_after_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_config = make_scheduler().vllm_config
-    vllm_config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector")
-    with pytest.raises(ValueError, match="KV connectors"):
+    vllm_config.kv_transfer_config = KVTransferConfig(kv_connector="SimpleCPUOffloadConnector", kv_role="kv_both")
+    with pytest.raises(ValueError, match="SimpleCPUOffloadConnector"):
         scheduler.make(vllm_config=vllm_config)
 
 

@@ -60,6 +60,7 @@ REFUSED = {  # with any other options
     for cell in re.findall(r"^\| (`[^`|]+`(?:, `[^`|]+`)*) \|", section("What is refused"), re.M)
     for name in re.findall(r"`([^`]+)`", cell)
 }
+CONNECTORS = set(re.findall(r"`(\w+Connector)`", section("KV connectors")))
 DRAFTS = set(re.findall(r"`(\w+)`", re.search(r"works with the methods (.*?), and", PAGE)[1]))
 
 
@@ -68,7 +69,7 @@ def test_the_page_names_every_architecture_and_option_that_the_code_names() -> N
     assert {re.findall(r"`(\w+)`", line)[0] for line in re.findall(r"^- (.*)", section("Models"), re.M)} == set(
         models.LEFT
     )
-    assert set(config.DRAFTS) == DRAFTS
+    assert set(config.DRAFTS) == DRAFTS and set(config.CONNECTORS) == CONNECTORS
     unused = {*config._NO_EFFECT, *config._BACKENDS, *config._NO_EFFECT_OF_ENVIRONMENT}
     assert unused == {name for name in first_column("Options") if re.search(f"`{name}`.*no effect", PAGE)}
 
@@ -78,7 +79,9 @@ def by_the_page(recipe: Any) -> str:
         return "left"
     method = recipe.drafts.split(" ")[0].replace("qwen3_next_mtp", "mtp").replace("qwen3_5_mtp", "mtp")
     given = [option.split(" ")[0] for option in recipe.options.split("|")]
-    return "refused" if REFUSED & set(given) or method not in DRAFTS | {""} else "served"
+    connectors = re.findall(r"--kv-transfer-config [^|]*?(\w+Connector)", recipe.options)
+    unknown = method not in DRAFTS | {""} or not CONNECTORS.issuperset(connectors)
+    return "refused" if REFUSED & set(given) or unknown else "served"
 
 
 def platform_of(capability: str) -> Any:

@@ -10,17 +10,13 @@ from pathlib import Path
 import pytest
 from watched import FULL, run
 
-CASES = (
-    "hits",
-    "few_of_both",
-    "host_states",
-    "few_pages",
-    "few_states",
-)  # the first three always, all with MAMBACACHE_FAMILIES=all
+ALWAYS = "hits", "few_of_both", "host_states", "connector", "connector_failing_between_steps"
+CASES = (*ALWAYS, "few_pages", "few_states", "connector_between_steps", "connector_failing")
+"""All of them run with MAMBACACHE_FAMILIES=all."""
 
 
 @pytest.mark.parametrize("steps", ["one at a time", "ahead"] if FULL else ["one at a time"])
-@pytest.mark.parametrize("case", CASES if FULL else CASES[:3])
+@pytest.mark.parametrize("case", CASES if FULL else ALWAYS)
 def test_requests(case: str, steps: str, tmp_path: Path) -> None:
     run("request_run.py", case, tmp_path, steps)
 

@@ -1,0 +1,142 @@
+"""A KV connector on the simulated scheduler whose loads are late, partial, failed or lost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.outputs import KVConnectorOutput
+
+GARBAGE = -1
+"""KV that was not loaded, and all that is computed from it."""
+
+
+@dataclass
+class Chances:
+    """Say how often a connector does not know yet, loads between steps, fails, forgets a page, and goes on for a step.
+
+    Attributes:
+        partly: a load that fails has failed from its first page on, unless `partly`.
+    """
+
+    unknown: float = 0.0
+    between_steps: float = 0.5
+    failing: float = 0.0
+    partly: float = 0.5
+    lost: float = 0.0
+    slow: float = 0.5
+
+
+@dataclass
+class LoadOfPages:
+    name: str
+    hashes: list[bytes]
+    pages: list[int]
+    between_steps: bool
+    fails_from: int | None
+
+
+@dataclass
+class Loads(KVConnectorMetadata):
+    loads: list[LoadOfPages]
+
+
+class FaultyConnector(KVConnectorBase_V1):
+    """Keep the KV of every page that the scheduler named, by its hash. It is scheduler and worker in one."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = dict(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.rng = random.Random(extra.pop("seed", 0))
+        self.chances = Chances(**extra)
+        self.kept: dict[bytes, list[int]] = {}  # the KV of a page
+        self.size = vllm_config.cache_config.block_size
+        self.pool: Any = None
+        self.under_way: list[LoadOfPages] = []
+        self.asked: dict[str, tuple[list[bytes], bool]] = {}
+        self.planned: list[LoadOfPages] = []
+        self.loaded = self.failures = self.parked = 0
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        self.pool = gpu_block_pool
+
+    # --- scheduler ---
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.rng.random() < self.chances.unknown:
+            return None, False
+        first, found = num_computed_tokens // self.size, []
+        for block_hash in request.block_hashes[first : (request.num_tokens - 1) // self.size]:
+            if block_hash not in self.kept:
+                break
+            found.append(block_hash)
+        between_steps = bool(found) and self.rng.random() < self.chances.between_steps
+        self.asked[request.request_id] = found, between_steps
+        return len(found) * self.size, between_steps
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if not num_external_tokens:
+            return
+        hashes, between_steps = self.asked.pop(request.request_id)
+        count = num_external_tokens // self.size
+        assert num_external_tokens % self.size == 0 and count <= len(hashes)
+        first = request.block_hashes.index(hashes[0])
+        pages = [block.block_id for block in blocks.blocks[0]][first : first + count]
+        fails_from = None
+        if self.rng.random() < self.chances.failing:
+            fails_from = self.rng.randrange(count) if self.rng.random() < self.chances.partly else 0
+        self.planned.append(LoadOfPages(request.request_id, hashes[:count], pages, between_steps, fails_from))
+        self.parked += between_steps
+
+    def build_connector_meta(self, scheduler_output: Any) -> Loads:
+        planned, self.planned = self.planned, []
+        return Loads(planned)
+
+    # --- worker ---
+
+    def run(self, loads: list[LoadOfPages], kv: dict[int, list[int]]) -> KVConnectorOutput:
+        """Load KV for this step, and end some loads of earlier steps. Pages that failed hold garbage."""
+        output = KVConnectorOutput()
+        for load in loads:
+            for page in load.pages:
+                kv[page] = [GARBAGE] * self.size
+            if load.between_steps:
+                self.under_way.append(load)
+            else:
+                self._end(load, kv, output)
+        for load in [*self.under_way]:
+            if self.rng.random() >= self.chances.slow:
+                self.under_way.remove(load)
+                self._end(load, kv, output)
+                output.finished_recving = {*(output.finished_recving or ()), load.name}
+        return output
+
+    def _end(self, load: LoadOfPages, kv: dict[int, list[int]], output: KVConnectorOutput) -> None:
+        good = len(load.pages) if load.fails_from is None else load.fails_from
+        for number, (block_hash, page) in enumerate(zip(load.hashes, load.pages, strict=True)):
+            if number < good and block_hash in self.kept:
+                kv[page] = list(self.kept[block_hash])
+            else:
+                output.invalid_block_ids.add(page)
+        self.loaded += not output.invalid_block_ids
+        self.failures += bool(output.invalid_block_ids)
+
+    def keep(self, kv: dict[int, list[int]]) -> None:
+        """Keep all pages that have a name, and lose some that it kept before."""
+        for block_hash in [each for each in self.kept if self.rng.random() < self.chances.lost]:
+            del self.kept[block_hash]
+        for block in self.pool.blocks:
+            content = kv.get(block.block_id, [])
+            if block.block_hash is not None and len(content) == self.size and GARBAGE not in content:
+                self.kept[get_block_hash(block.block_hash)] = list(content)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...

@@ -1,0 +1,78 @@
+"""Ask the trained recall model about a document that the GPU has no room for: `python offload_run.py MODE [2]`.
+
+States come back from host memory, and KV by vLLM's OffloadingConnector. MODE is `connector` (--kv-transfer-config),
+`size` (--kv-offloading-size), or `sleep`, where the engine also sleeps and wakes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+from recall_run import asked, generate, prompt
+from watched import LAST_ANSWER
+
+from mambacache.demo import MODEL
+from mambacache.demo.task import ANSWER_TOKENS
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 4608,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 90,  # the document and little else
+    "gpu_memory_utilization": 0.2,
+    "additional_config": {
+        "mambacache": {"state_bytes": "2MB", "state_host_bytes": "200MB"},
+        "gdn_prefill_backend": "triton",
+    },
+}
+
+
+def serve(mode: str, gpus: int) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    own: dict[str, Any] = {"enable_sleep_mode": mode == "sleep", "tensor_parallel_size": gpus}
+    if mode == "size":
+        own["kv_offloading_size"] = 2.0
+    else:
+        own["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="OffloadingConnector", kv_role="kv_both",
+            kv_connector_extra_config={"cpu_bytes_to_use": 2 << 30},
+        )  # fmt: skip
+    return LLM(str(MODEL), **OPTIONS, **own)
+
+
+def check_recall(llm: Any) -> None:
+    """Ask questions one by one. Between them other prompts take all pages, and states."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    for number, (question, answer) in enumerate(asked()):
+        [output] = llm.generate(question, params, use_tqdm=False)
+        assert output.outputs[0].text.strip() == answer, number
+        assert output.num_cached_tokens == (4096 if number else 0), number
+        generate(llm, [prompt(1000 * number + seed, 1500) for seed in range(12)], 2)
+
+
+def main(mode: str, gpus: int = 1) -> None:
+    llm = serve(mode, gpus)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    check_recall(llm)
+    stats = scheduler.prefix_cache.stats
+    assert stats.loads >= 15 and not stats.failed_transfers, stats
+    if mode == "sleep":
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert llm.reset_prefix_cache(reset_connector=True)
+        check_recall(llm)
+    scheduler.prefix_cache.check()
+    assert not scheduler.prefix_cache.request_ids
+    print(LAST_ANSWER, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,101 @@
+"""A KV connector beside states: vLLM's scheduler with ours around it, loads that come late, in part or not at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scheduler_mixes import random_mix, random_tokens
+from simulation import Simulation, make_scheduler
+
+PROMPTS = [random_tokens(200, seed) for seed in range(8)]
+HIT = 192
+
+
+def asked(*, num_pages: int = 9, ahead: bool = False, host_states: int = 100, **chances: Any) -> Simulation:
+    """Send prompts one by one, twice, with room for few pages on the device; the connector keeps all of them."""
+    scheduler = make_scheduler(
+        5, num_pages, budget=512, ahead=ahead, host_states=host_states, connector=chances, v2=ahead
+    )
+    simulation = Simulation(scheduler, ahead=ahead)
+    for number, prompt in enumerate(PROMPTS + PROMPTS):
+        simulation.add(str(number), prompt, 2)
+        simulation.drain()
+    return simulation
+
+
+def hits(simulation: Simulation) -> list[int]:
+    return [simulation.cached[str(number)] for number in range(8, 16)]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("between_steps", [0.0, 1.0])
+def test_state_and_kv_come_back_together(between_steps: float, ahead: bool) -> None:
+    simulation = asked(between_steps=between_steps, ahead=ahead)
+    connector = simulation.worker.connector
+    assert connector is not None
+    assert hits(simulation) == [HIT] * 8
+    assert connector.loaded >= 6 and connector.parked == between_steps * connector.loaded
+    simulation.check_end()
+
+
+def test_kv_without_its_state_is_not_loaded() -> None:
+    simulation = asked(host_states=0)
+    connector = simulation.worker.connector
+    assert connector is not None
+    assert sum(hits(simulation)) < 4 * HIT
+    simulation.check_end()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("partly", [0.0, 1.0])
+@pytest.mark.parametrize("between_steps", [0.0, 1.0])
+def test_a_failed_load_costs_a_recomputation(between_steps: float, partly: float, ahead: bool) -> None:
+    simulation = asked(between_steps=between_steps, failing=1.0, partly=partly, ahead=ahead)
+    connector = simulation.worker.connector
+    assert connector is not None and connector.failures >= 6
+    simulation.check_end()
+
+
+def test_a_load_that_fails_for_an_aborted_request_leaves_nothing() -> None:
+    simulation = asked(between_steps=0.0, ahead=True)
+    connector = simulation.worker.connector
+    assert connector is not None
+    connector.chances.failing = 1.0
+    simulation.add("aborted", PROMPTS[0], 2)
+    while not connector.failures:
+        simulation.step()
+    simulation.abort("aborted")
+    simulation.drain()
+    connector.chances.failing = 0.0
+    for name in ("again", "and again"):
+        simulation.add(name, PROMPTS[0], 2)
+        simulation.drain()
+    assert simulation.cached["and again"] == HIT
+    simulation.check_end()
+
+
+def test_an_answer_may_come_late() -> None:
+    simulation = asked(unknown=0.7)
+    assert hits(simulation) == [HIT] * 8
+    simulation.check_end()
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_requests(part: int) -> None:
+    loaded = failures = parked = 0
+    for seed in range(10 * part, 10 * part + 10):
+        chances = {
+            "seed": seed,
+            "unknown": (0.0, 0.3)[seed % 2],
+            "failing": (0.2, 0.5, 0.8, 0.0)[seed // 2 % 4],
+            "lost": (0.0, 0.02)[seed // 3 % 2],
+            "slow": (0.2, 0.8)[seed // 5 % 2],
+            "between_steps": (0.0, 0.5, 1.0)[seed // 4 % 3],
+        }
+        simulation = random_mix(seed, again=True, host_states=(50, 3, 50, 0)[seed % 4], connector=chances)
+        simulation.check_end()
+        if (connector := simulation.worker.connector) is not None:
+            loaded, failures = loaded + connector.loaded, failures + connector.failures
+            parked += connector.parked
+    assert loaded > 3 and failures > 3 and parked > 1, (loaded, failures, parked)
