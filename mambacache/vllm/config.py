@@ -156,13 +156,15 @@ def unserved_device() -> str | None:
 
     if is_cpu():
         return None
-    served = f"its kernels are for NVIDIA GPUs of compute capability {HOPPER}.x (Hopper) and for CPUs"
+    served = f"its kernels are for NVIDIA GPUs of compute capability {HOPPER[0]}.x (Hopper) and for CPUs"
     if not current_platform.is_cuda():
         return f"{served}, and this is {type(current_platform).__name__}"
     capability = current_platform.get_device_capability()
     if capability is None:
         return f"{served}, and this GPU does not tell its own"
-    return None if capability.major == HOPPER else f"{served}, and this GPU has {capability.major}.{capability.minor}"
+    if capability.major == HOPPER[0]:
+        return None
+    return f"{served}, and this GPU has {capability.major}.{capability.minor}"
 
 
 def serves(config: Any) -> bool:

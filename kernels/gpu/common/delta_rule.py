@@ -10,6 +10,7 @@ from .decays import LOG2_E, softplus
 
 BLOCK = tl.constexpr(16)  # size of diagonal blocks
 NORM_EPS = tl.constexpr(1e-6)
+MAX_FP16 = tl.constexpr(65504.0)
 TERMS = tl.constexpr(32)  # of an fp32 product
 
 
@@ -53,6 +54,14 @@ def dot(x, y, acc=None):
         return product if acc is None else acc + product
     else:
         return tl.dot(x, y, acc)
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr):
+    """Return x as a product's operand; fp16 takes its largest number for all beyond."""
+    if DTYPE == tl.float16:
+        x = tl.clamp(x, -MAX_FP16, MAX_FP16, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(DTYPE)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import processors
+from ...device import is_hopper, processors, takes_large_tiles
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
 from ..common.hopper import served
@@ -36,7 +36,8 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, HV, V] and store states at `chunk_dst`.
 
-    Scratch of two launches: 272 bytes per token and value head for bf16, else 528; 4 per chunk and value head.
+    Scratch of two launches: 272 bytes per token and value head for 16-bit activations, 528 for fp32; 4 per chunk
+    and value head.
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
@@ -49,10 +50,13 @@ def prefill(
     numbers = num_prefills, slot_stride(state), num_tokens
     hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
     hopper_prepare = hopper and beta_scale <= 1
-    concurrent = processors(q.get_device())  # a program of 128 lines each
+    device = q.get_device()
+    concurrent = processors(device)  # a program of 128 lines each
     # Tiles of 64 lines only if all run at once: they read q and k twice as often.
     few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
     block_V = 64 if V <= 64 or few else 128
+    if not (large := takes_large_tiles(device)):
+        block_V = 32
     tiles_of_row = value_heads * cdiv(V, block_V)
 
     # One launch takes nearly twice the second's time per chunk: it needs busy processors.
@@ -71,8 +75,8 @@ def prefill(
         )
         return
 
-    narrow = q.dtype == torch.bfloat16
-    tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value, dtype=q.dtype if narrow else torch.float32)
+    narrow = q.element_size() == 2
+    tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     tasks = value_heads * num_chunks
     flags = q.new_empty(tasks, dtype=torch.int32) if hopper_prepare and tasks else None
@@ -90,14 +94,15 @@ def prefill(
             maxnreg=168,
         )
     elif tasks:
+        warps, registers = (4, 128) if is_hopper(device) else (8, 255)
         prefill_triton.prepare(
             tasks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
             chunks,
             (num_prefills, num_tokens),
             {"BETA_SCALE": beta_scale, **keys, **gates, **shape},
-            num_warps=4,
-            maxnreg=128,
+            num_warps=warps,
+            maxnreg=registers,
         )
 
     programs = tiles_of_row * (num_prefills + 1)
@@ -114,12 +119,13 @@ def prefill(
             launch_pdl=flags is not None,
         )
     else:
-        stages = (3 if K <= 128 else 2) if narrow else 1
+        stages = (2 if K <= 128 else 1) + large if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,
             rows,
             numbers,
             constants | {"CONCURRENT": concurrent, "STAGES": stages},
-            num_warps=block_V // 16,
+            num_warps=max(block_V // 16, 4),
+            maxnreg=None if is_hopper(device) else 255,  # ptxas gives the widest tile 32 on an A100
         )

@@ -27,7 +27,7 @@ from ..common.chunks import (
     tokens_of_chunk,
 )
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
-from ..common.delta_rule import dot
+from ..common.delta_rule import dot, operand
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, slot_elements
 from ..common.prefetch import later_tile, prefetch
@@ -140,7 +140,7 @@ def _scan_kernel(
 ):
     """Carry 64 lines of a head's state through a row's chunks."""
     TILES: tl.constexpr = (P + ROWS - 1) // ROWS
-    OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
+    OPERAND: tl.constexpr = x.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
     sequence, index = row_and_tile(HEADS * TILES)
     head = index // TILES
@@ -209,10 +209,10 @@ def _scan_kernel(
             fine = tl.load(vectors + 4 * num_tokens + t + step, mask=filled, other=0)
             differences += fine[None, :] - fine[:, None]
         scores *= tl.exp2(tl.where(earlier, differences, float("-inf"))) * -size[:, None]
-        scores = scores.to(OPERAND)
-        y = decay[None, :] * dot(S.to(OPERAND), tl.trans(reads))
+        scores = operand(scores, OPERAND)
+        y = decay[None, :] * dot(operand(S, OPERAND), tl.trans(reads))
         y = dot(values.to(OPERAND), scores, y)
-        S = dot((to_end[None, :] * values.to(tl.float32)).to(OPERAND), inputs, total_decay * S)
+        S = dot(operand(to_end[None, :] * values.to(tl.float32), OPERAND), inputs, total_decay * S)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         mask = filled[None, :] & in_P[:, None]
