@@ -68,7 +68,7 @@ class Launcher:
         if variant is not None and not is_compiling():
             variant[grid](*pointers, *indices.addresses, *numbers, *values)
             return
-        options["enable_fp_fusion"] = True  # Triton 3.10 changes the default
+        options.setdefault("enable_fp_fusion", True)  # Triton 3.10 changes the default
         if not is_hopper(first.get_device()):
             options["arch"] = "sm80"
         arguments = *tensors, *indices.tensors, *numbers

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...device import is_hopper, processors, takes_large_tiles
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
+from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -52,11 +53,9 @@ def prefill(
     hopper_prepare = hopper and beta_scale <= 1
     device = q.get_device()
     concurrent = processors(device)  # a program of 128 lines each
-    # Tiles of 64 lines only if all run at once: they read q and k twice as often.
     few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
-    block_V = 64 if V <= 64 or few else 128
-    if not (large := takes_large_tiles(device)):
-        block_V = 32
+    portable, narrow = not is_hopper(device), q.element_size() == 2
+    block_V, warps = scan_tile(V, few, narrow, device)
     tiles_of_row = value_heads * cdiv(V, block_V)
 
     # One launch takes nearly twice the second's time per chunk: it needs busy processors.
@@ -75,7 +74,6 @@ def prefill(
         )
         return
 
-    narrow = q.element_size() == 2
     tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     tasks = value_heads * num_chunks
@@ -94,15 +92,14 @@ def prefill(
             maxnreg=168,
         )
     elif tasks:
-        warps, registers = (4, 128) if is_hopper(device) else (8, 255)
         prefill_triton.prepare(
             tasks,
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
             chunks,
             (num_prefills, num_tokens),
             {"BETA_SCALE": beta_scale, **keys, **gates, **shape},
-            num_warps=warps,
-            maxnreg=registers,
+            num_warps=8 if portable else 4,
+            maxnreg=255 if portable else 128,
         )
 
     programs = tiles_of_row * (num_prefills + 1)
@@ -115,17 +112,17 @@ def prefill(
             rows,
             numbers,
             constants | {"CONCURRENT": 0 if few else concurrent},
-            num_warps=block_V // 16,
+            num_warps=warps,
             launch_pdl=flags is not None,
         )
     else:
-        stages = (2 if K <= 128 else 1) + large if narrow else 1
+        stages = (2 if K <= 128 else 1) + takes_large_tiles(device) if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,
             rows,
             numbers,
             constants | {"CONCURRENT": concurrent, "STAGES": stages},
-            num_warps=max(block_V // 16, 4),
-            maxnreg=None if is_hopper(device) else 255,  # ptxas gives the widest tile 32 on an A100
+            num_warps=warps,
+            maxnreg=255 if portable else None,  # ptxas gives the widest tile 32 on an A100
         )

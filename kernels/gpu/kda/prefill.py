@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import is_hopper, processors, takes_large_tiles
+from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
+from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -41,14 +42,11 @@ def prefill(
     V, num_chunks, num_prefills = v.shape[2], indices.chunk_seq.shape[0], indices.num_prefills
     q_strides, k_strides, v_strides, g_strides, b_strides = layer_strides(q, k, v, g, b)
     hopper = num_chunks and K <= 128 and served((q, k, v, g), (q_strides, k_strides, v_strides, g_strides))
-    narrow = q.element_size() == 2
     device = q.get_device()
+    portable, narrow = not is_hopper(device), q.element_size() == 2
     concurrent = max(processors(device), 1)  # a processor runs one program of 128 lines
-    # Tiles of 64 lines if all run at once: larger tiles read operands half as often.
     few = heads * cdiv(V, 64) * num_prefills <= concurrent
-    block_V = 64 if V <= 64 or few else 128
-    if not takes_large_tiles(device):
-        block_V = 32
+    block_V, warps = scan_tile(V, few, narrow, device)
     tiles_of_row = heads * cdiv(V, block_V)
 
     tiles = q.new_empty(2 * num_tokens * heads * 64)  # inverse and scores
@@ -63,7 +61,6 @@ def prefill(
     shape = {"HEADS": heads, "K": K, "BLOCK_K": block_K}
     layout = shape | {"STRIDES": (q_strides, k_strides, g_strides), "B_STRIDES": b_strides}
     tiling = shape | {"V": V, "BLOCK_V": block_V, "V_STRIDES": v_strides, "OUT_STRIDE": out.stride(0)}
-    warps = max(block_V // 16, 4)
     if hopper:
         flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
         # A second launch of few programs runs beside the first, which leaves it room.
@@ -79,11 +76,10 @@ def prefill(
         hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
     else:
         if num_chunks:
-            width, prepare_warps = 128 if narrow else 64, 4
-            if narrow and not is_hopper(device):
-                width, prepare_warps = 32, 8
+            width, prepare_warps = (32 if narrow else 16, 8) if portable else (128 if narrow else 64, 4)
             layout |= {"BLOCK_C": min(block_K, width)}
             counts = num_prefills, num_tokens
             triton_prepare(heads * num_chunks, first, chunks, counts, layout, num_warps=prepare_warps)
         tiling |= {"CONCURRENT": concurrent}
-        triton_scan(tiles_of_row * (num_prefills + 1), second, rows, numbers, tiling, num_warps=warps)
+        programs, registers = tiles_of_row * (num_prefills + 1), 255 if portable else None
+        triton_scan(programs, second, rows, numbers, tiling, num_warps=warps, maxnreg=registers)

@@ -49,7 +49,6 @@ def prefill(
     }
     numbers = indices.num_prefills, slot_stride(state), num_tokens
     tiles = heads * cdiv(P, ROWS.value)
-    programs = tiles * (indices.num_prefills + 1)
     rows = index_pointers(indices, ROW_ARRAYS)
     device = x.get_device()
     concurrent = processors(device)
@@ -57,7 +56,7 @@ def prefill(
         # Two programs share a processor unless all can have their own.
         stages, shared = (4, 1) if tiles * indices.num_prefills <= concurrent else (2, 2)
         prefill_hopper.scan(
-            programs,
+            tiles * (indices.num_prefills + 1),
             (x, dt, A, B, C, D, z, dt_bias, state, out),
             rows,
             (*numbers, *dt.stride(), *map(float, dt_limit)),
@@ -65,15 +64,23 @@ def prefill(
             num_warps=4,
         )
         return
-    narrow = x.element_size() == 2
+    portable, narrow = not is_hopper(device), x.element_size() == 2
     num_vectors = 4 if narrow else 5
-    stages, warps = (3 if narrow else 1, 4) if is_hopper(device) else (1, 8)
+    block_P = 32 if portable and not narrow else ROWS.value
+    tiles = heads * cdiv(P, block_P)
     vectors = prefill_triton.decays(dt, A, dt_bias, indices, dt_limit, num_vectors)
     prefill_triton.scan(
-        programs,
+        tiles * (indices.num_prefills + 1),
         (x, B, C, D, z, vectors, state, out),
         rows,
         numbers,
-        {**constants, "VECTORS": num_vectors, "STAGES": stages, "CONCURRENT": 2 * concurrent},
-        num_warps=warps,
+        {
+            **constants,
+            "BLOCK_P": block_P,
+            "VECTORS": num_vectors,
+            "STAGES": 3 if narrow and not portable else 1,
+            "CONCURRENT": 2 * concurrent,
+        },
+        num_warps=8 if portable else 4,
+        maxnreg=255 if portable else None,
     )
