@@ -6,23 +6,33 @@ import os
 import re
 import warnings
 from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 
 HOPPER = (9, 0)  # compute capability
 OLDEST_GPU = (8, 0)
 LARGE_TILES = 163 * 1024  # bytes of shared memory that they may take
-SHARED_MEMORY = {
-    (8, 0): 163,
-    (8, 6): 99,
-    (8, 9): 99,
-    HOPPER: 227,
-    (10, 0): 227,
-    (10, 3): 227,
-    (12, 0): 99,
-    (12, 1): 99,
+
+
+class Gpu(NamedTuple):
+    names: str
+    shared_memory: int  # KiB per block
+    proof: Literal["run", "emulated", "compiled"]
+    """The GPU tests ran on it, a Hopper ran them with its code, or all kernels were compiled for it."""
+
+
+GPUS = {
+    (8, 0): Gpu("A100, A30", 163, "compiled"),
+    (8, 6): Gpu("A10, A40, RTX 3090", 99, "compiled"),
+    (8, 9): Gpu("L4, L40S, RTX 4090", 99, "compiled"),
+    HOPPER: Gpu("H100, H200", 227, "run"),
+    (10, 0): Gpu("B200, GB200", 227, "compiled"),
+    (10, 3): Gpu("B300, GB300", 227, "compiled"),
+    (12, 0): Gpu("RTX 5090, RTX PRO 6000", 99, "compiled"),
+    (12, 1): Gpu("DGX Spark", 99, "compiled"),
 }
-"""KiB per block of compute capabilities for which all kernels were compiled."""
+"""This maps compute capabilities to GPUs."""
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """Tested releases: the oldest on GPUs, the later releases in the interpreter."""
@@ -40,7 +50,7 @@ def capability_of(index: int) -> tuple[int, int]:
 
     MAMBACACHE_GPU, sm80 for instance, names a capability instead, so that tests on a Hopper run its kernels.
     """
-    names = {f"sm{major}{minor}": (major, minor) for major, minor in SHARED_MEMORY}
+    names = {f"sm{major}{minor}": (major, minor) for major, minor in GPUS}
     wanted = os.environ.get("MAMBACACHE_GPU", "")
     if wanted:
         if wanted not in names:
@@ -62,9 +72,9 @@ def overlaps_launches(index: int) -> bool:
 @cache
 def shared_memory(index: int) -> int:
     """Return the most bytes of shared memory that a block may have."""
-    known = SHARED_MEMORY.get(capability_of(index))
+    known = GPUS.get(capability_of(index))
     if known:
-        return known * 1024
+        return known.shared_memory * 1024
     return torch.cuda.get_device_properties(index).shared_memory_per_block_optin  # type: ignore[attr-defined]
 
 
@@ -85,7 +95,7 @@ def check_gpu(index: int) -> None:
             f"cuda:{index} is an {torch.cuda.get_device_name(index)} of {kind}, and the kernels are made for NVIDIA"
             f" GPUs of compute capability {oldest} and later: choose such a GPU, or the CPU."
         )
-    if capability not in SHARED_MEMORY:
+    if capability not in GPUS:
         name = torch.cuda.get_device_name(index)
         warnings.warn(
             f"The kernels were not tested for compute capability {version}, which cuda:{index} ({name}) has.",

@@ -58,7 +58,7 @@ def test_a_gpu_for_which_nothing_was_compiled_is_warned_of_once(capability: tupl
         device.check_gpu(0)
         device.check_gpu(0)
     untested = "The kernels were not tested for compute capability {}.{}, which cuda:0 (NVIDIA GPU) has."
-    expected = [] if capability in device.SHARED_MEMORY else [untested.format(*capability)]
+    expected = [] if capability in device.GPUS else [untested.format(*capability)]
     assert [str(warning.message) for warning in said] == expected
 
 
@@ -110,3 +110,9 @@ def test_all_gpus_but_hopper_get_code_for_ampere(monkeypatch: pytest.MonkeyPatch
     launch.Launcher(kernel)(1, [torch.zeros(4)], launch.NO_POINTERS, [], {}, num_warps=2)
     arch = {} if name == "sm90" else {"arch": "sm80"}
     assert kernel.options == [{"num_warps": 2, "enable_fp_fusion": True, **arch}]
+
+
+def test_a_kernel_may_forbid_fused_products() -> None:
+    kernel = Kernel()
+    launch.Launcher(kernel)(1, [torch.zeros(4)], launch.NO_POINTERS, [], {}, enable_fp_fusion=False)
+    assert kernel.options == [{"enable_fp_fusion": False}]
