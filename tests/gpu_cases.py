@@ -93,8 +93,8 @@ SHARED_BY = {model: DIVISORS[max(3 - i, 1)] for models in MODELS.values() for i,
 """This is the number of GPUs that share a model in tests that do not try all numbers: each number compiles kernels."""
 
 DTYPES: dict[str, tuple[Dtypes, ...]] = {
-    "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
-    "kda": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "kda": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
     "ssd": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "selective_scan": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
