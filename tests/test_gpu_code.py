@@ -54,7 +54,7 @@ LARGE_TILES = {
     "kda of kimi-linear / 1, mixed: _scan": 300,
     "kda of kimi-linear / 1, many: _scan": 180,
     "kda of kimi-linear / 1, float16: _scan": 300,
-    "paged_attention of qwen3-next: _attention_prefill": 300,
+    "paged_attention of qwen3-next: _attention_prefill": 600,
 }
 OWN = {
     "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 750,

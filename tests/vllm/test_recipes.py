@@ -168,5 +168,7 @@ def test_the_hook_decides_on_every_recipe_as_the_page_says(monkeypatch: pytest.M
     decided = {name(recipe): by_the_hook(recipe, monkeypatch) for recipe in RECIPES}
     assert len(decided) == len(RECIPES) == 447
     assert decided == {name(recipe): by_the_page(recipe) for recipe in RECIPES}
+    total = Counter(decided.values())
+    assert (total["served"], total["left"], total["refused"]) == (314, 118, 15)
     on_hopper = Counter(decided[name(recipe)] for recipe in RECIPES if recipe.capability == "9.0")
     assert on_hopper == {"served": 102, "left": 13, "refused": 4}
