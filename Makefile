@@ -9,6 +9,10 @@ OLDEST_VENV := .venv-transformers
 OLDEST_PY := $(OLDEST_VENV)/bin/python
 OLDEST_READY := $(OLDEST_VENV)/.ready
 
+# The oldest Triton that the kernels take.
+OLDEST_TRITON := 3.6.0
+OLDEST_TRITON_FILES := build/triton-$(OLDEST_TRITON)
+
 # vLLM's own package, of which one version runs on a CPU, and the scheduler of the next one.
 VLLM_VENV := .venv-vllm
 VLLM_PY := $(VLLM_VENV)/bin/python
@@ -61,7 +65,7 @@ test-fast: $(READY)
 # The tests that `test` leaves out, all random mixes, and models with the oldest transformers: `test` has the newest.
 test-full: export OMP_NUM_THREADS ?= 1
 test-full: export MAMBACACHE_MIXES ?= 1
-test-full: $(READY) $(OLDEST_READY) mutants api
+test-full: $(READY) $(OLDEST_READY) $(OLDEST_TRITON_FILES) mutants api
 	$(PY) $(PYTEST) -m 'full or mixes'
 	$(OLDEST_PY) $(PYTEST) -m 'not gpu' tests/test_models_*.py tests/test_engine_tokenizers.py
 
@@ -69,6 +73,12 @@ $(OLDEST_READY): $(READY)
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_PY) -m pip install --quiet --constraint constraints.txt --editable '.[dev]' 'transformers==$(OLDEST)'
 	touch $@
+
+# Beside the installed Triton: tests/test_gpu_code.py compiles with both.
+$(OLDEST_TRITON_FILES): | $(READY)
+	rm -rf $@.part
+	$(PY) -m pip install --quiet --no-deps --target $@.part 'triton==$(OLDEST_TRITON)'
+	mv $@.part $@
 
 # Plant each mistake of tests/mutants.txt: the test named with it must fail.
 mutants: export OMP_NUM_THREADS ?= 1

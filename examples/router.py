@@ -1,6 +1,6 @@
 """Send each request to the vLLM server that has the most of its prompt cached, by KV events of pages and states.
 
-MAMBACACHE=1 vllm serve MODEL --port 8001 --kv-events-config \
+vllm serve MODEL --port 8001 --kv-events-config \
     '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5551"}'  # another with 8002 and 5552
 python examples/router.py 8000 http://localhost:8001=tcp://localhost:5551 http://localhost:8002=tcp://localhost:5552
 """

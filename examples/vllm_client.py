@@ -1,6 +1,6 @@
 """Two questions about one document over the API of vLLM with the plugin: the second hits what the first computed.
 
-MAMBACACHE=1 vllm serve MODEL --enable-prompt-tokens-details
+vllm serve MODEL --enable-prompt-tokens-details
 python examples/vllm_client.py [http://localhost:8000/v1]
 """
 

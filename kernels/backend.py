@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import reference
 from .compilation import Zeros, is_compiling
-from .device import check_hopper, check_triton
+from .device import check_gpu, check_triton
 
 
 def backend(x: Tensor) -> ModuleType | Zeros:
@@ -20,7 +20,7 @@ def backend(x: Tensor) -> ModuleType | Zeros:
     if not x.is_cuda or x.dtype == torch.float64:
         return reference
     index, current = x.get_device(), torch.cuda.current_device()
-    check_hopper(index)
+    check_gpu(index)
     if index != current:
         raise ValueError(
             f"The tensors are on cuda:{index}, but the current device is cuda:{current}: call the op under"

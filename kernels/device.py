@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 
-HOPPER = 9  # major compute capability
+HOPPER = (9, 0)  # compute capability
+OLDEST_GPU = (8, 0)
+LARGE_TILES = 163 * 1024  # bytes of shared memory that they may take
+
+
+class Gpu(NamedTuple):
+    names: str
+    shared_memory: int  # KiB per block
+    proof: Literal["run", "emulated", "compiled"]
+    """The GPU tests ran on it, a Hopper ran them with its code, or all kernels were compiled for it."""
+
+
+GPUS = {
+    (8, 0): Gpu("A100, A30", 163, "compiled"),
+    (8, 6): Gpu("A10, A40, RTX 3090", 99, "compiled"),
+    (8, 9): Gpu("L4, L40S, RTX 4090", 99, "compiled"),
+    HOPPER: Gpu("H100, H200", 227, "run"),
+    (10, 0): Gpu("B200, GB200", 227, "compiled"),
+    (10, 3): Gpu("B300, GB300", 227, "compiled"),
+    (12, 0): Gpu("RTX 5090, RTX PRO 6000", 99, "compiled"),
+    (12, 1): Gpu("DGX Spark", 99, "compiled"),
+}
+"""This maps compute capabilities to GPUs."""
 
 OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 """Tested releases: the oldest on GPUs, the later releases in the interpreter."""
@@ -21,14 +45,61 @@ def processors(index: int) -> int:
 
 
 @cache
-def check_hopper(index: int) -> None:
-    """Raise ValueError unless the GPU is a Hopper; ROCm also reports 9.x."""
-    major, minor = torch.cuda.get_device_capability(index)
-    if major != HOPPER or torch.version.hip is not None:
-        kind = "ROCm" if torch.version.hip is not None else f"compute capability {major}.{minor}"
+def capability_of(index: int) -> tuple[int, int]:
+    """Return a GPU's compute capability; for the interpreter (-1), Hopper's.
+
+    MAMBACACHE_GPU, sm80 for instance, names a capability instead, so that tests on a Hopper run its kernels.
+    """
+    names = {f"sm{major}{minor}": (major, minor) for major, minor in GPUS}
+    wanted = os.environ.get("MAMBACACHE_GPU", "")
+    if wanted:
+        if wanted not in names:
+            raise ValueError(f"MAMBACACHE_GPU is {wanted!r}: set it to one of {', '.join(names)}, or unset it.")
+        return names[wanted]
+    return HOPPER if index < 0 else torch.cuda.get_device_capability(index)
+
+
+def is_hopper(index: int) -> bool:
+    """Return whether a GPU runs the kernels in Gluon."""
+    return capability_of(index)[0] == HOPPER[0]
+
+
+def overlaps_launches(index: int) -> bool:
+    """Return whether a GPU can begin a launch before the previous launch ends."""
+    return capability_of(index) >= HOPPER
+
+
+@cache
+def shared_memory(index: int) -> int:
+    """Return the most bytes of shared memory that a block may have."""
+    known = GPUS.get(capability_of(index))
+    if known:
+        return known.shared_memory * 1024
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def takes_large_tiles(index: int) -> bool:
+    """Return whether a block has at least an A100's shared memory."""
+    return shared_memory(index) >= LARGE_TILES
+
+
+@cache
+def check_gpu(index: int) -> None:
+    """Raise ValueError for a GPU older than Ampere or of AMD; warn of a GPU for which no kernel was compiled."""
+    capability = capability_of(index)
+    version, oldest = (f"{major}.{minor}" for major, minor in (capability, OLDEST_GPU))
+    rocm = torch.version.hip is not None
+    if capability < OLDEST_GPU or rocm:
+        kind = "ROCm" if rocm else f"compute capability {version}"
         raise ValueError(
-            f"cuda:{index} is an {torch.cuda.get_device_name(index)} of {kind}, and the kernels"
-            f" are made for {HOPPER}.x, which is Hopper: choose an H100 or H200, or the CPU."
+            f"cuda:{index} is an {torch.cuda.get_device_name(index)} of {kind}, and the kernels are made for NVIDIA"
+            f" GPUs of compute capability {oldest} and later: choose such a GPU, or the CPU."
+        )
+    if capability not in GPUS:
+        name = torch.cuda.get_device_name(index)
+        warnings.warn(
+            f"The kernels were not tested for compute capability {version}, which cuda:{index} ({name}) has.",
+            stacklevel=2,
         )
 
 

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations, product
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kernel_cases import Inputs, Log, Op, Pool, Row, assert_bitwise, int32, plan_arrays, random, row_starts
 from kernel_ops import RULERS
-from mambacache.kernels import FOLD, StateIndices, gated_rms_norm, reference
+from mambacache.kernels import FOLD, StateIndices, device, gated_rms_norm, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
@@ -90,8 +93,8 @@ SHARED_BY = {model: DIVISORS[max(3 - i, 1)] for models in MODELS.values() for i,
 """This is the number of GPUs that share a model in tests that do not try all numbers: each number compiles kernels."""
 
 DTYPES: dict[str, tuple[Dtypes, ...]] = {
-    "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
-    "kda": ((BF16, FP32), (BF16, BF16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "gated_delta_rule": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
+    "kda": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "conv1d": ((BF16, BF16), (FP16, FP16), (FP32, FP32)),
     "ssd": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
     "selective_scan": ((BF16, FP32), (BF16, BF16), (BF16, FP16), (FP16, FP32), (FP16, FP16), (FP32, FP32)),
@@ -354,16 +357,43 @@ def run_once(make: Make, dtypes: Dtypes, dense: bool = False) -> None:
         torch.cuda.empty_cache()  # all processes and tests share one GPU, which may have 80 GB only
 
 
-def variant(make: Make, dtypes: Dtypes, dense: bool) -> str:
+@contextmanager
+def served_as(gpu: str) -> Iterator[None]:
+    """Choose kernels as on another GPU, sm80 for instance, or as on the GPU that is present, named ""."""
+    cached = device.capability_of, device.shared_memory, device.check_gpu
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAMBACACHE_GPU", gpu)
+        for launcher in launchers():
+            patch.setattr(launcher, "variants", {})
+        for function in cached:
+            function.cache_clear()
+        yield
+    for function in cached:
+        function.cache_clear()
+
+
+def launchers() -> list[Any]:
+    from mambacache.kernels.gpu.common.launch import Launcher
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("mambacache.kernels.gpu.")]
+    return [x for module in modules for x in vars(module).values() if isinstance(x, Launcher)]
+
+
+def compile_once(make: Make, dtypes: Dtypes, dense: bool, gpu: str) -> None:
+    with served_as(gpu):
+        run_once(make, dtypes, dense)
+
+
+def variant(make: Make, dtypes: Dtypes, dense: bool, gpu: str) -> str:
     """Return a text that tells which kernels an op runs: its shapes and options, not its values."""
     op = make()
     parts = op.inputs(1, dtypes[0]) | vars(op) | getattr(op, "parameters", {})
     parts = {name: part.shape if isinstance(part, Tensor) else part for name, part in parts.items()}
     plain = {name: part for name, part in parts.items() if name != "parameters" and not callable(part)}
-    return repr((op.name, plain, dtypes, dense))
+    return repr((op.name, plain, dtypes, dense, gpu))
 
 
-def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
+def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool, str]]) -> None:
     """Fill Triton's cache with the kernels of these ops, in as many processes as cores and GPU memory allow.
 
     Each process runs tiny batches, so it compiles the kernels that serving compiles. The slowest ops come first, so
@@ -374,18 +404,19 @@ def compile_ahead(kernels: Iterable[tuple[Make, Dtypes, bool]]) -> None:
     jobs = sorted(different.values(), key=lambda kernel: SLOWEST_FIRST.index(kernel[0]().name))
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(processes, 1), mp_context=spawn) as workers:
-        for job in [workers.submit(run_once, *kernel) for kernel in jobs]:
+        for job in [workers.submit(compile_once, *kernel) for kernel in jobs]:
             job.result()
 
 
-def kernels_of(parameters: Mapping[str, Any]) -> Iterator[tuple[Make, Dtypes, bool]]:
-    """Yield the ops that a test with these parameters runs, and whether their inputs are dense."""
+def kernels_of(parameters: Mapping[str, Any]) -> Iterator[tuple[Make, Dtypes, bool, str]]:
+    """Yield the ops that a test with these parameters runs, whether their inputs are dense, and the GPU."""
+    gpu = parameters.get("gpu", "")
     if "case" in parameters:
-        yield parameters["case"].make, parameters["case"].dtypes, False
+        yield parameters["case"].make, parameters["case"].dtypes, False, gpu
     elif "make" in parameters and "dtypes" in parameters:
-        yield parameters["make"], parameters["dtypes"], False
+        yield parameters["make"], parameters["dtypes"], False, gpu
     elif "make" in parameters:
-        yield parameters["make"], (parameters["dtype"], parameters["state_dtype"]), True
+        yield parameters["make"], (parameters["dtype"], parameters["state_dtype"]), True, gpu
     elif "op" in parameters:
         first = next(iter(MODELS[parameters["op"]].values()))
-        yield from ((first(divisor), DTYPES[parameters["op"]][0], False) for divisor in DIVISORS)
+        yield from ((first(divisor), DTYPES[parameters["op"]][0], False, gpu) for divisor in DIVISORS)

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_driver import TIE
 from mambacache.demo.run import expected_hits
 from mambacache.kernels import state_bytes
+from mambacache.kernels.device import GPUS
 from mambacache.models.adapt import MODEL_TYPES, adapt
 from mambacache.models.attention import ATTENTION
 from mambacache.report import Loss
@@ -263,6 +264,19 @@ def test_options_that_the_plugin_refuses_are_listed() -> None:
     options = set(re.findall(r"--[a-z][a-z-]+|VLLM_[A-Z0-9_]+", refusing))
     section = PAGES["docs/vllm.md"].partition("## What is refused")[2].partition("## How it stays")[0]
     assert len(options) > 10 and {each for each in options if f"`{each}`" not in section} == set()
+
+
+def test_the_readme_tells_what_proves_the_kernels_of_each_gpu() -> None:
+    meanings = {
+        "run": "the GPU tests ran on it",
+        "emulated": "a Hopper ran the GPU tests with its code",
+        "compiled": "every kernel, on a CPU",
+    }
+    rows = []
+    for proof, meaning in meanings.items():
+        found = [f"{gpu.names} ({major}.{minor})" for (major, minor), gpu in GPUS.items() if gpu.proof == proof]
+        rows += [f"| {'; '.join(found)} | {proof}: {meaning} |"] * bool(found)
+    assert "\n".join(rows) in README
 
 
 def test_all_model_types_and_losses_are_listed() -> None:

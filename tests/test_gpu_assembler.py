@@ -5,7 +5,6 @@ ptxas 12.8 assembled a variant wrongly (see `sass`): KDA's first launch in fp32,
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gpu_cases import DTYPES, FP32, MODELS, SHARED_BY, Batch, Case, Dtypes, Make, Mix, run_once
+from gpu_cases import DTYPES, FP32, MODELS, SHARED_BY, Batch, Case, Dtypes, Make, Mix, launchers, run_once
 from mambacache.kernels.gpu.common.launch import Launcher
 from op_gated_delta_rule import DeltaRuleOp
 from op_kda import KDAOp
@@ -52,11 +51,6 @@ def _spoil_kernel(nan, out):
     i, j = tl.arange(0, 128)[:, None], tl.arange(0, 128)[None, :]
     x = tl.load(nan + i * 128 + j)
     tl.store(out + i * 128 + j, tl.dot(x, tl.trans(x)))
-
-
-def launchers() -> list[Launcher]:
-    modules = [module for name, module in sys.modules.items() if name.startswith("mambacache.kernels.gpu.")]
-    return [x for module in modules for x in vars(module).values() if isinstance(x, Launcher)]
 
 
 @pytest.fixture

@@ -27,22 +27,24 @@ class FakeGpuTensor:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pretend to have two H200 and an A100; the first H200 is the current device."""
+    """Pretend to have two H200 and a T4; the first H200 is the current device."""
     names = {"is_available": lambda: True, "device_count": lambda: 3, "current_device": lambda: 0}
-    names["get_device_capability"] = lambda index: (8, 0) if index == 2 else (9, 0)
-    names["get_device_name"] = lambda index: "NVIDIA A100" if index == 2 else "NVIDIA H200"
+    names["get_device_capability"] = lambda index: (7, 5) if index == 2 else (9, 0)
+    names["get_device_name"] = lambda index: "NVIDIA T4" if index == 2 else "NVIDIA H200"
     for name, function in names.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    device.check_hopper.cache_clear()
+    device.check_gpu.cache_clear()
+    device.capability_of.cache_clear()
     yield
-    device.check_hopper.cache_clear()
+    device.check_gpu.cache_clear()
+    device.capability_of.cache_clear()
 
 
-NOT_HOPPER = "^cuda:2 is an NVIDIA A100 of compute capability 8.0, and the kernels are made for 9.x, which is Hopper: "
+TOO_OLD = "^cuda:2 is an NVIDIA T4 of compute capability 7.5, and the kernels .* compute capability 8.0 and later: "
 
 
-def test_ops_refuse_a_gpu_that_is_not_hopper(gpus: None) -> None:
-    with pytest.raises(ValueError, match=NOT_HOPPER):
+def test_ops_refuse_a_gpu_that_is_too_old(gpus: None) -> None:
+    with pytest.raises(ValueError, match=TOO_OLD):
         backend.backend(FakeGpuTensor(2))
     assert backend.backend(FakeGpuTensor(2, torch.float64)) is reference  # plain torch
 
@@ -52,7 +54,7 @@ def test_ops_refuse_a_gpu_of_rocm(capability: tuple[int, int], gpus: None, monke
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "AMD Instinct")
-    with pytest.raises(ValueError, match=r"^cuda:0 is an AMD Instinct of ROCm, and the kernels are made for 9\.x"):
+    with pytest.raises(ValueError, match=r"^cuda:0 is an AMD Instinct of ROCm, and the kernels are made for NVIDIA"):
         backend.backend(FakeGpuTensor(0))
 
 
@@ -68,7 +70,7 @@ def test_ops_refuse_a_gpu_that_is_not_current(gpus: None, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("cuda:2", NOT_HOPPER),
+        ("cuda:2", TOO_OLD),
         ("cuda:3", "device is 'cuda:3', but the last of the 3 CUDA devices here is cuda:2"),
         ("cuda:one", "device is 'cuda:one': set it to auto, cpu or cuda, or to one of several such as cuda:1"),
     ],

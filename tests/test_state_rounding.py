@@ -50,3 +50,20 @@ def test_the_page_on_vllm_gives_the_errors_that_were_measured() -> None:
     assert f"{min(noisy):.1f} to {max(noisy):.1f} times nearer to float64" in page
     assert f"up to {1 / min(gains['little noise']):.1f} times as much" in page
     assert f"up to {1 / min(gains['constant']):.0f} times as large, {worst:.0%} of the state".replace("%", " %") in page
+
+
+def test_the_page_on_vllm_gives_the_errors_of_each_dtype() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "state-dtypes-cpu.json").read_text())
+    page = (ROOT / "docs" / "vllm.md").read_text().replace("e-", "e-0")
+    assert f"after a prompt of {result['tokens']:,} random tokens" in page
+    for dtypes in result["errors"].values():
+        assert " | ".join(f"{each['state']:.1e}, {each['outputs']:.1e}" for each in dtypes.values()) in page
+
+
+@pytest.mark.parametrize("op", ["gated_delta_rule", "kda", "ssd", "selective_scan"])
+def test_narrow_states_cost_a_rounding_a_chunk(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import state_dtypes
+
+    errors = state_dtypes.measure(op, 192)
+    assert errors["float32"]["state"] < 1.01 * errors["float16"]["state"] < errors["bfloat16"]["state"] < 2**-7

@@ -70,7 +70,7 @@ def test_the_installed_release_serves(unchecked: None) -> None:
 
 def test_the_engine_refuses_at_its_start(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.5.1")
-    monkeypatch.setattr(sizing, "check_hopper", lambda index: None)
+    monkeypatch.setattr(sizing, "check_gpu", lambda index: None)
     for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     with pytest.raises(ValueError, match=r"not tested with Triton 3\.5\.1"):

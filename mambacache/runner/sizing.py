@@ -16,7 +16,7 @@ from torch import nn
 
 from mambacache.config import KV_TOKENS_PER_HOST_STATE, KV_TOKENS_PER_STATE, LEAST_STATES, EngineConfig
 from mambacache.kernels import state_bytes
-from mambacache.kernels.device import check_hopper, check_triton
+from mambacache.kernels.device import check_gpu, check_triton
 from mambacache.models.adapt import Model
 from mambacache.runner.host_memory import available_bytes
 from mambacache.runner.kv_pages import Slab, kv_block_bytes, slab_of
@@ -347,7 +347,7 @@ def present_device(device: str) -> str:
         index = torch.cuda.current_device()
     if index >= count:
         raise ValueError(f"device is {device!r}, but the last of the {count} CUDA devices here is cuda:{count - 1}")
-    check_hopper(index)
+    check_gpu(index)
     check_triton()
     return resolved
 

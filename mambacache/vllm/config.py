@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from mambacache.kernels.device import HOPPER
+from mambacache.kernels.device import GPUS, OLDEST_GPU
 from mambacache.plan import CHUNK, MAX_DRAFT_TOKENS
 from mambacache.vllm import metrics
 from mambacache.vllm.log import logger
@@ -169,13 +169,20 @@ def unserved_device() -> str | None:
 
     if is_cpu():
         return None
-    served = f"its kernels are for NVIDIA GPUs of compute capability {HOPPER}.x (Hopper) and for CPUs"
+    oldest = ".".join(map(str, OLDEST_GPU))
+    served = f"its kernels are for NVIDIA GPUs of compute capability {oldest} and later, and for CPUs"
     if not current_platform.is_cuda():
         return f"{served}, and this is {type(current_platform).__name__}"
-    capability = current_platform.get_device_capability()
-    if capability is None:
+    found = current_platform.get_device_capability()
+    if found is None:
         return f"{served}, and this GPU does not tell its own"
-    return None if capability.major == HOPPER else f"{served}, and this GPU has {capability.major}.{capability.minor}"
+    capability, name = (found.major, found.minor), f"{found.major}.{found.minor}"
+    if capability < OLDEST_GPU:
+        return f"{served}, and this GPU has {name}"
+    ran = capability in GPUS and GPUS[capability].proof != "compiled"
+    if ran or os.environ.get("MAMBACACHE") == "1":
+        return None
+    return f"its kernels never ran on a GPU of compute capability {name}, and MAMBACACHE=1 uses them"
 
 
 def serves(config: Any) -> bool:

@@ -52,6 +52,22 @@ _CLASSES = {
     "NemotronHPuzzleForCausalLM": "NemotronHForCausalLM",
 }
 ARCHITECTURES = {name: module for module, names in _MODULES.items() for name in names}
+RAN_ON_A_GPU = {
+    "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "KimiLinearForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "Lfm2VlForConditionalGeneration",
+    "NemotronHForCausalLM",
+    "OlmoHybridForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+}
+"""Architectures that are served without MAMBACACHE=1."""
 ATTENTION_FREE = {*_MODULES["mamba"], *_MODULES["mamba2"]}
 
 _FOREIGN = {

@@ -1,4 +1,4 @@
-"""Check opting in, the refused options, and the settings of the hook in vLLM's configuration."""
+"""Check the registration, the refused options, and the settings of the hook in vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu import attn_utils
 
+from mambacache.kernels.device import GPUS
 from mambacache.vllm import config
 from mambacache.vllm.layers.pages import Pages
 
@@ -201,9 +202,7 @@ def test_the_mode_of_vllms_state_cache_is_none(given: Any, original: Any, monkey
     [
         (device("CpuPlatform"), None),
         (device("CudaPlatform", (9, 0)), None),
-        (device("CudaPlatform", (8, 9)), "and this GPU has 8.9"),
-        (device("CudaPlatform", (10, 0)), "and this GPU has 10.0"),
-        (device("CudaPlatform", (12, 1)), "and this GPU has 12.1"),
+        (device("CudaPlatform", (7, 5)), "and this GPU has 7.5"),
         (device("CudaPlatform"), "and this GPU does not tell its own"),
         (device("RocmPlatform", (9, 4)), "and this is RocmPlatform"),  # of an MI300
         (device("RocmPlatform", (9, 5)), "and this is RocmPlatform"),
@@ -229,6 +228,20 @@ def test_on_a_device_that_the_kernels_do_not_serve_a_model_is_vllms(
         assert lines[-1].startswith(f"mambacache leaves {ARCHITECTURE} to vLLM: ") and lines[-1].endswith(why)
         for part in ("scheduler_config", "parallel_config", "cache_config"):
             assert repr(getattr(settled, part)) == repr(getattr(alone, part))
+
+
+@pytest.mark.parametrize("wanted", [None, "1"])
+@pytest.mark.parametrize("capability", [*GPUS, (13, 0)], ids=str)
+def test_a_gpu_that_only_compiled_waits_to_be_asked_for(
+    capability: tuple[int, int], wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm.platforms, "current_platform", device("CudaPlatform", capability))
+    monkeypatch.delenv("MAMBACACHE", raising=False)
+    if wanted:
+        monkeypatch.setenv("MAMBACACHE", wanted)
+    ran = capability in GPUS and GPUS[capability].proof in ("run", "emulated")
+    reason = "its kernels never ran on a GPU of compute capability {}.{}, and MAMBACACHE=1 uses them"
+    assert config.unserved_device() == (None if ran or wanted else reason.format(*capability))
 
 
 @pytest.mark.parametrize("lookahead", [True, False])
@@ -305,30 +318,39 @@ if hook is not None and registered.startswith("vllm."):
 """
 OURS, VLLMS = "mambacache.vllm.models", "vllm.model_executor.models.qwen3_next"
 LEFT = "mambacache leaves Qwen3NextForCausalLM to vLLM: "
-OFF = f"{LEFT}mambacache is off, and MAMBACACHE=1 turns it on"
+OFF = f"{LEFT}MAMBACACHE turns mambacache off"
 IN_A_WORKER = "import mambacache.vllm; mambacache.vllm.parent_process = lambda: 'the front end'"
-BLACKWELL = (
+GPU = (
     "from types import SimpleNamespace; from vllm.platforms import current_platform as device;"
     "device.is_cpu, device.is_cuda = lambda: False, lambda: True;"
-    "device.get_device_capability = lambda: SimpleNamespace(major=10, minor=0)"
+    "device.get_device_capability = lambda: SimpleNamespace(major={}, minor=0)"
 )
+TURING, HOPPER, FUTURE = GPU.format(7), GPU.format(9), GPU.format(13)
+NEVER_RAN = "from mambacache.vllm import models; models.RAN_ON_A_GPU.clear()"
 DIFFERS = "contract.difference = lambda: 'vLLM 0.99 changed all'"
 
 
 @pytest.mark.parametrize(
     ("value", "before", "registered", "line"),
     [
-        (None, "", VLLMS, OFF),
+        (None, "", OURS, ""),
+        (None, IN_A_WORKER, OURS, ""),
+        (None, NEVER_RAN, VLLMS, f"{LEFT}it never ran on a GPU with mambacache, and MAMBACACHE=1 serves it"),
+        (None, HOPPER, OURS, ""),
+        (None, FUTURE, VLLMS, f"{LEFT}its kernels never ran on a GPU of compute capability 13.0, and MAMBACACHE=1"),
+        (None, DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
         ("0", "", VLLMS, OFF),
         ("0", IN_A_WORKER, VLLMS, ""),
         ("0", DIFFERS, VLLMS, ""),
         ("1", "", OURS, ""),
-        ("1", BLACKWELL, VLLMS, f"{LEFT}its kernels are for NVIDIA GPUs of compute capability 9.x (Hopper)"),
+        ("1", NEVER_RAN, OURS, ""),
+        ("1", FUTURE, OURS, ""),
+        ("1", TURING, VLLMS, f"{LEFT}its kernels are for NVIDIA GPUs of compute capability 8.0 and later"),
         ("1", DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
-        ("yes", "", VLLMS, "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0"),
+        ("yes", "", VLLMS, "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0, or unset it"),
     ],
 )
-def test_opt_in(value: str | None, before: str, registered: str, line: str) -> None:
+def test_registration(value: str | None, before: str, registered: str, line: str) -> None:
     """Register in a process of its own: a registration stays."""
     environment = {name: text for name, text in os.environ.items() if name != "MAMBACACHE"}
     if value is not None:

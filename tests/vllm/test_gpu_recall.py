@@ -13,13 +13,13 @@ MODES = ("eager", "FULL_DECODE_ONLY", "default")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def answer(folder: Path, mode: str, *gpus: str) -> None:
-    run_to_its_end(folder / f"{mode}.log", "recall_run.py", mode, folder / f"{mode}.pt", *gpus)
+def answer(folder: Path, mode: str, *gpus: str, **settings: str) -> None:
+    run_to_its_end(folder / f"{mode}.log", "recall_run.py", mode, folder / f"{mode}.pt", *gpus, **settings)
 
 
-def run_to_its_end(log: Path, script: str, *arguments: str | Path) -> None:
+def run_to_its_end(log: Path, script: str, *arguments: str | Path, **settings: str) -> None:
     """Fail unless all answers are right, and all processes end."""
-    with started(FOLDER / script, *arguments, log=log) as process:
+    with started(FOLDER / script, *arguments, log=log, **settings) as process:
         wait_for(LAST_ANSWER, process, log)
         check_end(process, time.monotonic(), log)
 
@@ -37,6 +37,12 @@ def test_replayed_graphs_leave_the_states_that_eager_steps_leave(states: dict[st
     """Compare modes where nothing is compiled: torch.compile rounds the inputs of our kernels otherwise."""
     for eager, replayed in zip(states["eager"], states["FULL_DECODE_ONLY"], strict=True):
         assert eager.any() and torch.equal(eager, replayed)
+
+
+@pytest.mark.parametrize("gpu", ["sm80", "sm89"])
+def test_code_of_another_gpu_gives_right_answers(gpu: str, tmp_path: Path) -> None:
+    """Run vLLM's Triton kernels as that GPU's too."""
+    answer(tmp_path, "FULL_DECODE_ONLY", MAMBACACHE_GPU=gpu, TRITON_OVERRIDE_ARCH=gpu)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

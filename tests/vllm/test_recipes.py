@@ -55,6 +55,7 @@ def first_column(title: str) -> list[str]:
 
 
 SERVED = {name for name in first_column("Models") if name.isidentifier()}
+NEVER = "not run", "its layer alone"
 REFUSED = {  # with any other options
     name
     for cell in re.findall(r"^\| (`[^`|]+`(?:, `[^`|]+`)*) \|", section("What is refused"), re.M)
@@ -75,7 +76,7 @@ def test_the_page_names_every_architecture_and_option_that_the_code_names() -> N
 
 
 def by_the_page(recipe: Any) -> str:
-    if recipe.architecture not in SERVED or recipe.capability not in ("9.0", "cpu", "none listed"):
+    if recipe.architecture not in SERVED or recipe.capability in OTHER.keys() - {"cpu"}:
         return "left"
     method = recipe.drafts.split(" ")[0].replace("qwen3_next_mtp", "mtp").replace("qwen3_5_mtp", "mtp")
     given = [option.split(" ")[0] for option in recipe.options.split("|")]
@@ -158,10 +159,19 @@ def name(recipe: Any) -> str:
     return f"{recipe.checkpoint}, {recipe.drafts or 'no drafts'}, {recipe.gpu}, {recipe.options}"
 
 
+def test_the_page_tells_which_architectures_ran_on_a_gpu() -> None:
+    rows = re.findall(r"^\| (`.*?) \| .* \| (.*) \|$", section("Models"), re.M)
+    ran = {name for names, on_gpu in rows if on_gpu not in NEVER for name in re.findall(r"`(\w+)`", names)}
+    assert ran & SERVED == models.RAN_ON_A_GPU
+
+
 def test_the_hook_decides_on_every_recipe_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config.metrics, "show", lambda instance: None)
+    monkeypatch.setenv("MAMBACACHE", "1")
     decided = {name(recipe): by_the_hook(recipe, monkeypatch) for recipe in RECIPES}
     assert len(decided) == len(RECIPES) == 447
     assert decided == {name(recipe): by_the_page(recipe) for recipe in RECIPES}
+    total = Counter(decided.values())
+    assert (total["served"], total["left"], total["refused"]) == (314, 118, 15)
     on_hopper = Counter(decided[name(recipe)] for recipe in RECIPES if recipe.capability == "9.0")
     assert on_hopper == {"served": 102, "left": 13, "refused": 4}

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import overlaps_launches
 from ...indices import StateIndices
 from .decode import States, Tiles, decode_program, read_states
 from .delta_prepare import SCALARS, Inputs, Log, Scratch, Shape, prepare
@@ -118,9 +119,10 @@ def _decode_kernel(
     MOST_TILES: tl.constexpr,
     CHANNELS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    wait_for_previous_launch()
-    next_launch_may_begin()
+    wait_for_previous_launch(PDL)
+    next_launch_may_begin(PDL)
     TILES: tl.constexpr = VALUE_HEADS * (V // BLOCK_V)  # per row
     program = decode_program(num_rows, tile_bits, TILES, HEADS)
     row = program.row
@@ -170,7 +172,8 @@ def decode(
     q_strides, k_strides, v_strides, a_strides, b_strides = layer_strides(q, k, v, a, b)
     sizes = 2 * WINDOW.value * value_heads, 2 * heads * K, SCALARS.value * value_heads
     block_K = max(power_of_2(K), LEAST_WIDTH)
-    bits = tile_bits(V, block_K, rows * value_heads, q.get_device())
+    device = q.get_device()
+    bits, pdl = tile_bits(V, block_K, rows * value_heads, device), overlaps_launches(device)
     _launch(
         rows * (heads + (value_heads * (V // ROWS) >> bits)),
         (q, k, v, a, b, A_log, dt_bias, state, out, *log, *scratch(v, [rows * width * size for size in sizes])),
@@ -193,8 +196,9 @@ def decode(
             "MOST_TILES": most_tiles(V),
             "CHANNELS": a.dim() == 3,
             "ONE_TOKEN": width == 1,
+            "PDL": pdl,
         },
         num_warps=1,
         maxnreg=registers(block_K),
-        launch_pdl=True,
+        launch_pdl=pdl,
     )

@@ -5,12 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...device import is_hopper, takes_large_tiles
 from .chunks import CHUNK
 from .decays import LOG2_E, softplus
 
 BLOCK = tl.constexpr(16)  # size of diagonal blocks
 NORM_EPS = tl.constexpr(1e-6)
+MAX_FP16 = tl.constexpr(65504.0)
 TERMS = tl.constexpr(32)  # of an fp32 product
+
+
+def scan_tile(V: int, few: bool, narrow: bool, device: int) -> tuple[int, int]:
+    """Return the state lines and the warps of a program that carries states.
+
+    If `few`, all programs with 64 lines run at once. `narrow` activations have 16 bits.
+    """
+    if not narrow and not is_hopper(device):
+        return 16, 8  # more lines spill thousands of bytes
+    if not takes_large_tiles(device):
+        return 32, 4
+    # Tiles of 64 lines only if all run at once: they read q and k twice as often.
+    return (64, 4) if V <= 64 or few else (128, 8)
 
 
 @triton.jit
@@ -53,6 +68,14 @@ def dot(x, y, acc=None):
         return product if acc is None else acc + product
     else:
         return tl.dot(x, y, acc)
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr):
+    """Return x as a product's operand; fp16 takes its largest number for all beyond."""
+    if DTYPE == tl.float16:
+        x = tl.clamp(x, -MAX_FP16, MAX_FP16, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(DTYPE)
 
 
 @triton.jit

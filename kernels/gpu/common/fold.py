@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import overlaps_launches
 from ...indices import StateIndices
 from .delta_rule import dot
 from .launch import Launcher, index_pointers
@@ -101,8 +102,9 @@ def _fold_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    next_launch_may_begin()
+    next_launch_may_begin(PDL)
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     entry, channel, lane = tl.arange(0, WINDOW), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     in_K = channel < K
@@ -116,7 +118,7 @@ def _fold_kernel(
         S = tl.load(place + fold.source * stride, mask=tl.where(fold.source != 0, there, False), other=0)
         S = _to_tile(S)
 
-        wait_for_previous_launch()
+        wait_for_previous_launch(PDL)
         inside = (entry >= fold.start) & (entry <= last)
         keys = slot_of(log_keys, slot, keys_stride) + (entry * (GROUPS * K) + group * K)[:, None] + channel[None, :]
         keys = tl.load(keys, mask=inside[:, None] & in_K[None, :], other=0)
@@ -129,7 +131,7 @@ def _fold_kernel(
         scale = factors * tl.exp2(total - tl.load(sums + entry * HEADS, mask=inside, other=0))
         S = _from_tile(_add_product(values * scale[None, :], _permuted_columns(keys), S * tl.exp2(total)))
         tl.store(place + fold.target * stride, S.to(state.dtype.element_ty), mask=there)
-    wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
 
 
 _launch = Launcher(_fold_kernel)
@@ -144,6 +146,7 @@ def fold(state: Tensor, keys: Tensor, factors: Tensor, values: Tensor, sums: Ten
     heads, V, K = state.shape[1:]
     rows, warps = (64, 4) if K <= 128 else (32, 8)
     tensors = state, keys, factors, values, sums
+    pdl = overlaps_launches(state.get_device())
     _launch(
         min(cdiv(V, rows) * heads * cdiv(indices.num_decodes, FOLD_SHARE), PROGRAMS),
         tensors,
@@ -157,8 +160,9 @@ def fold(state: Tensor, keys: Tensor, factors: Tensor, values: Tensor, sums: Ten
             "V": V,
             "BLOCK_K": max(power_of_2(K), LEAST_WIDTH),
             "BLOCK_V": rows,
+            "PDL": pdl,
         },
         num_warps=warps,
         num_stages=1,  # more would read a log before the wait
-        launch_pdl=True,
+        launch_pdl=pdl,
     )

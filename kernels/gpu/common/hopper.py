@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ...device import is_hopper
 from . import chunks, layout, prefetch
 from .chunks import CHUNK
 from .structs import aggregate
@@ -25,7 +26,9 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def served(tensors: Sequence[Tensor], strides: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether activations are bf16 and aligned to 16 bytes."""
+    """Return whether activations are on a Hopper, bf16 and aligned to 16 bytes."""
+    if not is_hopper(tensors[0].get_device()):
+        return False
     aligned = all(x.dtype == torch.bfloat16 and x.data_ptr() % 16 == 0 for x in tensors)
     return aligned and not any(stride % 8 for each in strides for stride in each[:-1])
 

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from ...compilation import is_compiling
+from ...device import is_hopper
 from ...indices import StateIndices
 
 
@@ -46,12 +47,14 @@ class Launcher:
         indices: Pointers,
         numbers: Sequence[int | float],
         constants: Mapping[str, object],
-        **options: int,
+        **options: int | str | None,
     ) -> None:
         """Launch with `tensors`, `indices`, `numbers` and `constants` in turn; `options` go to the compiler.
 
         All programs are on axis 0: other axes end at 65,535. Dtypes and 16-byte alignment of `tensors` choose the
         variant; the first gives the device. Index arrays are int32 and aligned, and numbers unspecialised.
+
+        All GPUs but Hopper share code for Ampere: Blackwell's own, by Triton 3.6, races.
         """
         first = tensors[0]
         assert first is not None
@@ -65,6 +68,9 @@ class Launcher:
         if variant is not None and not is_compiling():
             variant[grid](*pointers, *indices.addresses, *numbers, *values)
             return
+        options.setdefault("enable_fp_fusion", True)  # Triton 3.10 changes the default
+        if not is_hopper(first.get_device()):
+            options["arch"] = "sm80"
         arguments = *tensors, *indices.tensors, *numbers
         assert [*constants] == self.kernel.arg_names[len(arguments) :]
         if is_compiling():

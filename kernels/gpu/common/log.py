@@ -117,19 +117,19 @@ def task_of_fold(folds, task, HEADS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def wait_for_previous_launch():
-    """Wait for the launch before; until then read nothing that it writes.
+def wait_for_previous_launch(PDL: tl.constexpr):
+    """Wait for the launch before, if launches overlap; until then read nothing that it writes.
 
     Programs without work wait too, or this launch could end first. The fold may read at once everything that decode
     does not write.
     """
-    if not INTERPRETED:
+    if PDL and not INTERPRETED:
         gdc_wait()
 
 
 @triton.jit
-def next_launch_may_begin():
-    if not INTERPRETED:
+def next_launch_may_begin(PDL: tl.constexpr):
+    if PDL and not INTERPRETED:
         gdc_launch_dependents()
 
 

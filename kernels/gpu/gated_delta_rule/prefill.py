@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import processors
+from ...device import is_hopper, processors, takes_large_tiles
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
+from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -36,7 +37,8 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, HV, V] and store states at `chunk_dst`.
 
-    Scratch of two launches: 272 bytes per token and value head for bf16, else 528; 4 per chunk and value head.
+    Scratch of two launches: 272 bytes per token and value head for 16-bit activations, 528 for fp32; 4 per chunk
+    and value head.
     """
     num_tokens, heads, K = q.shape
     value_heads, V = v.shape[1:]
@@ -49,10 +51,11 @@ def prefill(
     numbers = num_prefills, slot_stride(state), num_tokens
     hopper = K <= 128 and served((q, k, v), (q_strides, k_strides, v_strides))
     hopper_prepare = hopper and beta_scale <= 1
-    concurrent = processors(q.get_device())  # a program of 128 lines each
-    # Tiles of 64 lines only if all run at once: they read q and k twice as often.
+    device = q.get_device()
+    concurrent = processors(device)  # a program of 128 lines each
     few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
-    block_V = 64 if V <= 64 or few else 128
+    portable, narrow = not is_hopper(device), q.element_size() == 2
+    block_V, warps = scan_tile(V, few, narrow, device)
     tiles_of_row = value_heads * cdiv(V, block_V)
 
     # One launch takes nearly twice the second's time per chunk: it needs busy processors.
@@ -71,8 +74,7 @@ def prefill(
         )
         return
 
-    narrow = q.dtype == torch.bfloat16
-    tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value, dtype=q.dtype if narrow else torch.float32)
+    tiles = q.new_empty(2 * num_tokens * value_heads * CHUNK.value)
     vectors = q.new_empty(4 * num_tokens * value_heads, dtype=torch.float32)
     tasks = value_heads * num_chunks
     flags = q.new_empty(tasks, dtype=torch.int32) if hopper_prepare and tasks else None
@@ -96,8 +98,8 @@ def prefill(
             chunks,
             (num_prefills, num_tokens),
             {"BETA_SCALE": beta_scale, **keys, **gates, **shape},
-            num_warps=4,
-            maxnreg=128,
+            num_warps=8 if portable else 4,
+            maxnreg=255 if portable else 128,
         )
 
     programs = tiles_of_row * (num_prefills + 1)
@@ -110,16 +112,17 @@ def prefill(
             rows,
             numbers,
             constants | {"CONCURRENT": 0 if few else concurrent},
-            num_warps=block_V // 16,
+            num_warps=warps,
             launch_pdl=flags is not None,
         )
     else:
-        stages = (3 if K <= 128 else 2) if narrow else 1
+        stages = (2 if K <= 128 else 1) + takes_large_tiles(device) if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,
             rows,
             numbers,
             constants | {"CONCURRENT": concurrent, "STAGES": stages},
-            num_warps=block_V // 16,
+            num_warps=warps,
+            maxnreg=255 if portable else None,  # ptxas gives the widest tile 32 on an A100
         )

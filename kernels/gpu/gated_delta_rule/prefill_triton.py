@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import pairwise_decays
-from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from ..common.delta_rule import dot, inverse_norms, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
 from ..common.prefetch import later_tile, prefetch
@@ -191,13 +191,13 @@ def _scan_kernel(
         low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
         _, key_decay = tl.split(low)
         query_decay, to_end = tl.split(high)
-        keys, queries, read = keys.to(OPERAND), queries.to(OPERAND), S.to(OPERAND)
+        keys, queries, read = keys.to(OPERAND), queries.to(OPERAND), operand(S, OPERAND)
         known = -key_decay[None, :] * dot(read, tl.trans(keys))
         u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
-        u = dot(known.to(OPERAND), tl.trans(inverse), u)
+        u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = query_decay[None, :] * dot(read, tl.trans(queries))
-        o = dot(u.to(OPERAND), tl.trans(scores), o)
-        S = dot((to_end[None, :] * u).to(OPERAND), keys, decay * S)
+        o = dot(operand(u, OPERAND), tl.trans(scores), o)
+        S = dot(operand(to_end[None, :] * u, OPERAND), keys, decay * S)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import overlaps_launches
 from ...indices import StateIndices
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, power_of_2, slot_elements, slot_stride
@@ -48,12 +49,13 @@ def _fold_kernel(
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Fold token logs into tiles of BLOCK_V lines of one head's state.
 
     In a step of one token, only the last entry must wait for decode.
     """
-    next_launch_may_begin()
+    next_launch_may_begin(PDL)
     TILES: tl.constexpr = V // BLOCK_V
     ASKED: tl.constexpr = K if K == BLOCK_K else BLOCK_K // 2  # a power of 2 within the log
     channel, lane = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
@@ -70,7 +72,7 @@ def _fold_kernel(
         there = tl.broadcast_to(in_K[None, :], [BLOCK_V, BLOCK_K])
         S = tl.load(place + fold.source * stride, mask=tl.where(fold.source != 0, there, False), other=0).to(tl.float32)
         if tokens_per_decode > 1:
-            wait_for_previous_launch()
+            wait_for_previous_launch(PDL)
         keys = slot_of(log_k, slot, k_stride) + head * K + channel
         norms = slot_of(log_norm, slot, norm_stride) + head
         us = slot_of(log_u, slot, u_stride) + first_row + lane
@@ -82,12 +84,12 @@ def _fold_kernel(
             key = tl.load(keys + entry * (HEADS * K), mask=in_K, other=0).to(tl.float32)
             key *= decay * tl.load(norms + entry * HEADS)
             S += tl.load(us + entry * (HEADS * V))[:, None] * key[None, :]
-        wait_for_previous_launch()
+        wait_for_previous_launch(PDL)
         key = tl.load(keys + last * (HEADS * K), mask=in_K, other=0).to(tl.float32) * tl.load(norms + last * HEADS)
         S *= tl.exp2(tl.load(Gs + last * (HEADS * K), mask=in_K, other=0) - before)[None, :]
         S += tl.load(us + last * (HEADS * V))[:, None] * key[None, :]
         tl.store(place + fold.target * stride, S.to(state.dtype.element_ty), mask=there)
-    wait_for_previous_launch()
+    wait_for_previous_launch(PDL)
 
 
 _launch = Launcher(_fold_kernel)
@@ -97,7 +99,7 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
     """Store folded states at `decode_dst`; only the shapes of k and v matter."""
     heads, K = k.shape[1:]
     V = v.shape[2]
-    block_K = max(power_of_2(K), LEAST_WIDTH)
+    block_K, pdl = max(power_of_2(K), LEAST_WIDTH), overlaps_launches(k.get_device())
     _launch(
         min(V // ROWS * heads * cdiv(indices.num_decodes, FOLD_SHARE), PROGRAMS),
         (state, *log),
@@ -109,8 +111,9 @@ def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: St
             "V": V,
             "BLOCK_K": block_K,
             "BLOCK_V": ROWS,
+            "PDL": pdl,
         },
         num_warps=1 if block_K <= 128 else 4,
         num_stages=1,  # more would read a log before the wait
-        launch_pdl=True,
+        launch_pdl=pdl,
     )

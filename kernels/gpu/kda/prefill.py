@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import processors
+from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
+from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -35,32 +36,31 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, V] and store states at `chunk_dst`.
 
-    Scratch per head, in bytes: 256 + 6 K a token in bf16, else 512 + 12 K, and 4 K + 4 a chunk.
+    Scratch per head, in bytes: 256 + 6 K a token for 16 bits, else 512 + 12 K, and 4 K + 4 a chunk.
     """
     num_tokens, heads, K = q.shape
     V, num_chunks, num_prefills = v.shape[2], indices.chunk_seq.shape[0], indices.num_prefills
     q_strides, k_strides, v_strides, g_strides, b_strides = layer_strides(q, k, v, g, b)
     hopper = num_chunks and K <= 128 and served((q, k, v, g), (q_strides, k_strides, v_strides, g_strides))
-    operand = q.dtype if q.dtype == torch.bfloat16 else torch.float32
-    concurrent = max(processors(q.get_device()), 1)  # a processor runs one program of 128 lines
-    # Tiles of 64 lines if all run at once: larger tiles read operands half as often.
+    device = q.get_device()
+    portable, narrow = not is_hopper(device), q.element_size() == 2
+    concurrent = max(processors(device), 1)  # a processor runs one program of 128 lines
     few = heads * cdiv(V, 64) * num_prefills <= concurrent
-    block_V = 64 if V <= 64 or few else 128
+    block_V, warps = scan_tile(V, few, narrow, device)
     tiles_of_row = heads * cdiv(V, block_V)
 
-    tiles = q.new_empty(2 * num_tokens * heads * 64, dtype=operand)  # inverse and scores
-    operands = q.new_empty(3 * num_tokens * heads * K, dtype=operand)  # k_in, q_in and k_out
+    tiles = q.new_empty(2 * num_tokens * heads * 64)  # inverse and scores
+    operands = q.new_empty(3 * num_tokens * heads * K)  # k_in, q_in and k_out
     totals = q.new_empty(num_chunks * heads * K, dtype=torch.float32)  # decay
     first = q, k, g, b, A_log, dt_bias, tiles, operands, totals
     second = v, tiles, operands, totals, state, out
     chunks, rows = index_pointers(indices, CHUNK_ARRAYS), index_pointers(indices, ROW_ARRAYS)
     numbers = num_prefills, slot_stride(state), num_tokens
     # With fewer fp32 channels, ptxas 12.8 (Triton 3.6) reads a register that nothing wrote: see `tests/sass.py`.
-    block_K = power_of_2(K if operand == torch.bfloat16 else max(K, 64))
+    block_K = power_of_2(K if narrow else max(K, 64))
     shape = {"HEADS": heads, "K": K, "BLOCK_K": block_K}
     layout = shape | {"STRIDES": (q_strides, k_strides, g_strides), "B_STRIDES": b_strides}
     tiling = shape | {"V": V, "BLOCK_V": block_V, "V_STRIDES": v_strides, "OUT_STRIDE": out.stride(0)}
-    warps = block_V // 16
     if hopper:
         flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
         # A second launch of few programs runs beside the first, which leaves it room.
@@ -76,6 +76,10 @@ def prefill(
         hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
     else:
         if num_chunks:
-            triton_prepare(heads * num_chunks, first, chunks, (num_prefills, num_tokens), layout, num_warps=4)
+            width, prepare_warps = (32 if narrow else 16, 8) if portable else (128 if narrow else 64, 4)
+            layout |= {"BLOCK_C": min(block_K, width)}
+            counts = num_prefills, num_tokens
+            triton_prepare(heads * num_chunks, first, chunks, counts, layout, num_warps=prepare_warps)
         tiling |= {"CONCURRENT": concurrent}
-        triton_scan(tiles_of_row * (num_prefills + 1), second, rows, numbers, tiling, num_warps=warps)
+        programs, registers = tiles_of_row * (num_prefills + 1), 255 if portable else None
+        triton_scan(programs, second, rows, numbers, tiling, num_warps=warps, maxnreg=registers)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import LOG2_E, log2_softplus
-from ..common.delta_rule import dot, inverse_norms, log2_decay, unit_lower_inverse
+from ..common.delta_rule import dot, inverse_norms, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
 from ..common.prefetch import later_tile, prefetch
@@ -19,7 +19,7 @@ from ..common.state_tile import load_tile, state_tile, store_tile
 from .prefill_hopper_pairs import MAX_FACTORED_DECAY
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # per token: 2^-256 is 0 in fp32, and sums stay finite
-# Small in fp32, since exponents are rounded too.
+# Small in fp32, since exponents are rounded too, and in fp16, which has few of them.
 MAX_PRECISE_FACTORED_DECAY = tl.constexpr(4.0)
 
 
@@ -120,10 +120,10 @@ def _prepare_kernel(
     BLOCK_K: tl.constexpr,
     STRIDES: tl.constexpr,
     B_STRIDES: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
-    BLOCK_C: tl.constexpr = min(BLOCK_K, 64 if PRECISE else 128)
     chunk, head = row_and_tile(HEADS)
     start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, HEADS)
     step = tl.arange(0, CHUNK)
@@ -144,7 +144,7 @@ def _prepare_kernel(
     totals += (chunk.to(tl.int64) * HEADS + head) * K
     one, zero = tl.full([1, 1], 1, tl.float16), tl.zeros([1, 1], tl.float16)
     before, after = tl.where(column <= row, one, zero), tl.where(column > row, one, zero)
-    LIMIT: tl.constexpr = (MAX_PRECISE_FACTORED_DECAY if PRECISE else MAX_FACTORED_DECAY) * LOG2_E
+    LIMIT: tl.constexpr = (MAX_FACTORED_DECAY if OPERAND == tl.bfloat16 else MAX_PRECISE_FACTORED_DECAY) * LOG2_E
     q += row * STRIDES[0][0]
     k += row * STRIDES[1][0]
     g += row * STRIDES[2][0]
@@ -176,11 +176,11 @@ def _prepare_kernel(
         tl.store(totals + channel, tl.exp2(tl.sum(decays, axis=0)), mask=in_K)
         parts = _parts(decays)
         from_start = tl.exp2(_sums(before, parts))
-        operand = operands + channel[None, :]
-        tl.store(operand, _scaled(keys, k_norm[:, None] * from_start), mask=mask)
-        tl.store(operand + size, _scaled(queries, q_norm[:, None] * from_start), mask=mask)
+        place_of_k = operands + channel[None, :]
+        tl.store(place_of_k, _scaled(keys, k_norm[:, None] * from_start), mask=mask)
+        tl.store(place_of_k + size, _scaled(queries, q_norm[:, None] * from_start), mask=mask)
         to_end = tl.exp2(_sums(after, parts))
-        tl.store(operand + 2 * size, _scaled(keys, k_norm[:, None] * to_end), mask=mask)
+        tl.store(place_of_k + 2 * size, _scaled(keys, k_norm[:, None] * to_end), mask=mask)
         scores, products = _add_pair_products(scores, products, queries, keys, parts, LIMIT)
 
     scores *= q_norm[:, None] * k_norm[None, :]
@@ -276,12 +276,12 @@ def _scan_kernel(
         decay = tl.load(totals + tl.cast(chunk, tl.int64) * (HEADS * K) + channel, mask=in_K, other=0)
         dst = tl.load(chunk_dst + chunk)
 
-        read = S.to(OPERAND)
+        read = operand(S, OPERAND)
         known = -dot(read, tl.trans(k_in))
         u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
-        u = dot(known.to(OPERAND), tl.trans(inverse), u)
+        u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = dot(read, tl.trans(q_in))
-        u = u.to(OPERAND)
+        u = operand(u, OPERAND)
         o = dot(u, tl.trans(scores), o)
         S = dot(u, k_out, decay[None, :] * S)
         if STATE != tl.float32:

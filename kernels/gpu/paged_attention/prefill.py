@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import takes_large_tiles
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, clear_padding, row_and_tile
 from ..common.launch import Launcher, index_pointers
@@ -134,7 +135,13 @@ def prefill(
     group = heads // key_heads
     narrow = q.element_size() == 2
     # 128 queries; fp32 has room for 64.
-    tile_heads = 2 if narrow and group % 2 == 0 else 1
+    tiles = 2 if narrow else 1
+    block_n, warps, stages = (64, 8, 4 if max(D, DV) <= 128 else 2) if narrow else (16, 16, 2)
+    if narrow and not takes_large_tiles(q.get_device()):
+        stages = 2
+        if max(D, DV) > 128:
+            tiles, block_n, warps = 1, 32, 4
+    tile_heads = tiles if group % 2 == 0 else 1
     num_chunks = indices.chunk_seq.shape[0]
     _launch(
         (num_chunks + 1) * (heads // tile_heads),
@@ -153,10 +160,10 @@ def prefill(
             "DV": DV,
             "BLOCK_D": max(power_of_2(D), 16),
             "BLOCK_DV": max(power_of_2(DV), 16),
-            "BLOCK_N": 64 if narrow else 16,
+            "BLOCK_N": block_n,
             "TILE_HEADS": tile_heads,
-            "TILE_CHUNKS": 2 // tile_heads if narrow else 1,
+            "TILE_CHUNKS": tiles // tile_heads,
         },
-        num_warps=8 if narrow else 16,
-        num_stages=4 if narrow and max(D, DV) <= 128 else 2,
+        num_warps=warps,
+        num_stages=stages,
     )

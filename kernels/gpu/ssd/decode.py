@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...device import overlaps_launches
 from ...indices import StateIndices
 from ..common.decode import States, Tiles, decode_program, read_states
 from ..common.launch import Launcher, index_pointers
@@ -128,10 +129,11 @@ def _decode_kernel(
     MOST_TILES: tl.constexpr,
     PREPARING: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Prepare tokens in the first programs, PREPARING per row; read states in the others."""
-    wait_for_previous_launch()
-    next_launch_may_begin()
+    wait_for_previous_launch(PDL)
+    next_launch_may_begin(PDL)
     program = decode_program(num_rows, tile_bits, HEADS * (P // BLOCK_P), PREPARING)
     row = decode_row(program.row, lengths, slots, starts, ends, depths, tokens_per_decode)
     arrivals += program.row * ARRIVALS_STRIDE
@@ -178,7 +180,8 @@ def decode(
     sizes = WINDOW.value * heads, groups * N, SCALARS.value * heads
     block_N, block_heads = max(power_of_2(N), LEAST_WIDTH), min(power_of_2(heads // groups), MAX_HEADS)
     preparing = groups * cdiv(heads // groups, block_heads)
-    bits = tile_bits(P, block_N, rows * heads, x.get_device())
+    device = x.get_device()
+    bits, pdl = tile_bits(P, block_N, rows * heads, device), overlaps_launches(device)
     between = scratch(x, [rows * width * size for size in sizes])
     _launch(
         rows * (preparing + (heads * (P // ROWS) >> bits)),
@@ -202,8 +205,9 @@ def decode(
             "MOST_TILES": most_tiles(P),
             "PREPARING": preparing,
             "ONE_TOKEN": width == 1,
+            "PDL": pdl,
         },
         num_warps=1,
         maxnreg=registers(block_N),
-        launch_pdl=True,
+        launch_pdl=pdl,
     )

@@ -1,11 +1,10 @@
-"""Run prefill in one launch for bf16, else in two."""
+"""Run prefill in one launch for bf16 on a Hopper, else in two."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from ...device import processors
+from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import ROW_ARRAYS
 from ..common.hopper import served
@@ -31,7 +30,7 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, P] and store states at `chunk_dst`.
 
-    Scratch of two launches: 16 bytes per token and head for bf16, else 20.
+    Scratch of two launches: 16 bytes per token and head for 16-bit activations, else 20.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
@@ -50,14 +49,14 @@ def prefill(
     }
     numbers = indices.num_prefills, slot_stride(state), num_tokens
     tiles = heads * cdiv(P, ROWS.value)
-    programs = tiles * (indices.num_prefills + 1)
     rows = index_pointers(indices, ROW_ARRAYS)
-    concurrent = processors(x.get_device())
+    device = x.get_device()
+    concurrent = processors(device)
     if N <= 128 and served((x, B, C), (x_strides, B_strides, C_strides)):
         # Two programs share a processor unless all can have their own.
         stages, shared = (4, 1) if tiles * indices.num_prefills <= concurrent else (2, 2)
         prefill_hopper.scan(
-            programs,
+            tiles * (indices.num_prefills + 1),
             (x, dt, A, B, C, D, z, dt_bias, state, out),
             rows,
             (*numbers, *dt.stride(), *map(float, dt_limit)),
@@ -65,14 +64,23 @@ def prefill(
             num_warps=4,
         )
         return
-    narrow = x.dtype == torch.bfloat16
+    portable, narrow = not is_hopper(device), x.element_size() == 2
     num_vectors = 4 if narrow else 5
+    block_P = 32 if portable and not narrow else ROWS.value
+    tiles = heads * cdiv(P, block_P)
     vectors = prefill_triton.decays(dt, A, dt_bias, indices, dt_limit, num_vectors)
     prefill_triton.scan(
-        programs,
+        tiles * (indices.num_prefills + 1),
         (x, B, C, D, z, vectors, state, out),
         rows,
         numbers,
-        {**constants, "VECTORS": num_vectors, "STAGES": 3 if narrow else 1, "CONCURRENT": 2 * concurrent},
-        num_warps=4,
+        {
+            **constants,
+            "BLOCK_P": block_P,
+            "VECTORS": num_vectors,
+            "STAGES": 3 if narrow and not portable else 1,
+            "CONCURRENT": 2 * concurrent,
+        },
+        num_warps=8 if portable else 4,
+        maxnreg=255 if portable else None,
     )

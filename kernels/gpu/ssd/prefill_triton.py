@@ -27,7 +27,7 @@ from ..common.chunks import (
     tokens_of_chunk,
 )
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
-from ..common.delta_rule import dot
+from ..common.delta_rule import dot, operand
 from ..common.launch import Launcher, index_pointers
 from ..common.layout import cdiv, slot_elements
 from ..common.prefetch import later_tile, prefetch
@@ -134,18 +134,19 @@ def _scan_kernel(
     P: tl.constexpr,
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     VECTORS: tl.constexpr,
     STAGES: tl.constexpr,
     CONCURRENT: tl.constexpr,
 ):
-    """Carry 64 lines of a head's state through a row's chunks."""
-    TILES: tl.constexpr = (P + ROWS - 1) // ROWS
-    OPERAND: tl.constexpr = tl.bfloat16 if x.dtype.element_ty == tl.bfloat16 else tl.float32
+    """Carry BLOCK_P lines of a head's state through a row's chunks."""
+    TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    OPERAND: tl.constexpr = x.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
     sequence, index = row_and_tile(HEADS * TILES)
     head = index // TILES
-    first_line = index % TILES * ROWS
-    line = tl.arange(0, ROWS)
+    first_line = index % TILES * BLOCK_P
+    line = tl.arange(0, BLOCK_P)
     step = tl.arange(0, CHUNK)
     in_P = first_line + line < P
     out += head * P + first_line
@@ -157,14 +158,14 @@ def _scan_kernel(
     row = prefill_row(rows, sequence)
     slot_stride = slot_elements(slot_stride, state)
     later_state = later_tile(
-        state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, ROWS * N, CONCURRENT
+        state, rows, num_prefills, slot_stride, sequence, index, HEADS * TILES, BLOCK_P * N, CONCURRENT
     )
 
-    held = state_tile(state, slot_stride, head, first_line, P, N, ROWS, BLOCK_N)
+    held = state_tile(state, slot_stride, head, first_line, P, N, BLOCK_P, BLOCK_N)
     S = load_tile(held, row.slot)
 
-    if TILES * ROWS == P and BLOCK_N == N and row.last_chunk - row.first_chunk <= PREFETCH_CHUNKS:
-        prefetch(later_state, ROWS * N)
+    if TILES * BLOCK_P == P and BLOCK_N == N and row.last_chunk - row.first_chunk <= PREFETCH_CHUNKS:
+        prefetch(later_state, BLOCK_P * N)
 
     channel = tl.arange(0, BLOCK_N)
     x += head * X_STRIDES[1] + first_line
@@ -190,7 +191,7 @@ def _scan_kernel(
         if BLOCK_N != N:
             mask_N &= (channel < N)[None, :]
         mask_P = filled[:, None]
-        if TILES * ROWS != P:
+        if TILES * BLOCK_P != P:
             mask_P &= in_P[None, :]
         inputs = tl.load(B + t * B_STRIDES[0] + B_tile, mask=mask_N, other=0).to(OPERAND)
         reads = tl.load(C + t * C_STRIDES[0] + C_tile, mask=mask_N, other=0).to(OPERAND)
@@ -209,10 +210,10 @@ def _scan_kernel(
             fine = tl.load(vectors + 4 * num_tokens + t + step, mask=filled, other=0)
             differences += fine[None, :] - fine[:, None]
         scores *= tl.exp2(tl.where(earlier, differences, float("-inf"))) * -size[:, None]
-        scores = scores.to(OPERAND)
-        y = decay[None, :] * dot(S.to(OPERAND), tl.trans(reads))
+        scores = operand(scores, OPERAND)
+        y = decay[None, :] * dot(operand(S, OPERAND), tl.trans(reads))
         y = dot(values.to(OPERAND), scores, y)
-        S = dot((to_end[None, :] * values.to(tl.float32)).to(OPERAND), inputs, total_decay * S)
+        S = dot(operand(to_end[None, :] * values.to(tl.float32), OPERAND), inputs, total_decay * S)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         mask = filled[None, :] & in_P[:, None]
