@@ -70,7 +70,7 @@ OWN = {
     "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
     "ssd of nemotron-h-8b / 8, float16: _scan": 200,
     "ssd of nemotron-h-8b / 8, float32: _scan": 4100,
-    "ssd of falcon-h1-7b / 1, float32: _scan": 9000,
+    "ssd of falcon-h1-7b / 1, float32: _scan": 10400,
 }
 
 
