@@ -61,7 +61,10 @@ LARGE_TILES = {
     "paged_attention of qwen3-next: _attention_prefill": 600,
 }
 OWN = {
-    "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 750,
+    "gated_delta_rule of qwen3-next / 1, mixed: _delta_prepare": 210,
+    "gated_delta_rule of qwen3-next / 1, many: _delta_prefill": 190,
+    "gated_delta_rule of qwen3-next / 1, uneven: _delta_prepare": 210,
+    "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 810,
     "gated_delta_rule of qwen3-next / 1, float16: _prepare": 400,
     "gated_delta_rule of qwen3-next / 1, float32": 5300,
     "kda of kimi-linear / 1, mixed: _kda_prepare": 1300,
