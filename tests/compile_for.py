@@ -100,6 +100,7 @@ ATTENTION = {
     "qwen3-next": ((16, 2), (256, 256), BF16),
     "kimi-linear": ((32, 32), (192, 128), BF16),
     "nemotron-h-8b, float32": ((32, 8), (128, 128), FP32),
+    "qwen3-next, float32": ((16, 2), (256, 256), FP32),
 }
 PAGE = 64
 

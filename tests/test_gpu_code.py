@@ -34,16 +34,20 @@ LEAST = 60  # launches
 MOST_SPILLED = 128  # bytes of a thread
 PORTABLE = {
     "gated_delta_rule of qwen3-next / 1, mixed: _prepare": 300,
-    "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 300,
-    "gated_delta_rule of qwen3-next / 1, float16: _prepare": 300,
-    "gated_delta_rule of qwen3-next / 1, float32: _prepare": 6200,
+    "gated_delta_rule of qwen3-next / 1, mixed: _scan": 220,
+    "gated_delta_rule of olmo-hybrid / 1, mixed": 360,
+    "gated_delta_rule of qwen3-next / 1, float16": 300,
+    "gated_delta_rule of qwen3-next / 1, float32: _prepare": 6500,
     "gated_delta_rule of qwen3-next / 1, float32: _scan": 800,
-    "kda of kimi-linear / 1, mixed: _prepare": 220,
-    "kda of kimi-linear / 1, float16: _prepare": 220,
+    "kda of kimi-linear / 1, mixed: _prepare": 400,
+    "kda of kimi-linear / 1, float16: _prepare": 400,
     "kda of kimi-linear / 1, float32": 750,
-    "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
-    "ssd of falcon-h1-7b / 1, float32: _scan": 5600,
+    "ssd of nemotron-h-8b / 8, mixed: _scan": 160,
+    "ssd of nemotron-h-8b / 8, float16: _scan": 160,
     "ssd of nemotron-h-8b / 8, float32: _scan": 2400,
+    "ssd of nemotron-h-8b / 1, many: _scan": 160,
+    "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
+    "ssd of falcon-h1-7b / 1, float32: _scan": 5700,
 }
 LARGE_TILES = {
     **PORTABLE,
@@ -57,7 +61,10 @@ LARGE_TILES = {
     "paged_attention of qwen3-next: _attention_prefill": 600,
 }
 OWN = {
-    "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 750,
+    "gated_delta_rule of qwen3-next / 1, mixed: _delta_prepare": 210,
+    "gated_delta_rule of qwen3-next / 1, many: _delta_prefill": 190,
+    "gated_delta_rule of qwen3-next / 1, uneven: _delta_prepare": 210,
+    "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 810,
     "gated_delta_rule of qwen3-next / 1, float16: _prepare": 400,
     "gated_delta_rule of qwen3-next / 1, float32": 5300,
     "kda of kimi-linear / 1, mixed: _kda_prepare": 1300,
@@ -66,7 +73,7 @@ OWN = {
     "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
     "ssd of nemotron-h-8b / 8, float16: _scan": 200,
     "ssd of nemotron-h-8b / 8, float32: _scan": 4100,
-    "ssd of falcon-h1-7b / 1, float32: _scan": 9000,
+    "ssd of falcon-h1-7b / 1, float32: _scan": 10400,
 }
 
 

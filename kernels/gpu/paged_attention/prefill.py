@@ -137,9 +137,10 @@ def prefill(
     # 128 queries; fp32 has room for 64.
     tiles = 2 if narrow else 1
     block_n, warps, stages = (64, 8, 4 if max(D, DV) <= 128 else 2) if narrow else (16, 16, 2)
-    if narrow and not takes_large_tiles(q.get_device()):
-        stages = 2
-        if max(D, DV) > 128:
+    if not takes_large_tiles(q.get_device()):
+        wide = max(D, DV) > 128
+        stages = 2 if narrow or not wide else 1
+        if narrow and wide:
             tiles, block_n, warps = 1, 32, 4
     tile_heads = tiles if group % 2 == 0 else 1
     num_chunks = indices.chunk_seq.shape[0]
