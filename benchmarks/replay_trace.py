@@ -1,12 +1,13 @@
 """Replay a trace through `PrefixCache` and simulators of other policies, and report the share of the ceiling hit.
 
-    python benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz [--model qwen3-next]
-        [--budgets 5+20 20+40 20+40+200 60 unbounded] [--policies mambacache vllm] [--running 1] [--losses]
-        [--requests N] [--jobs 1] [--json OUT.json]
+    python benchmarks/replay_trace.py [benchmarks/traces/mooncake_conversation.jsonl.gz] [--agents N]
+        [--model qwen3-next] [--budgets 5+20 20+40 20+40+200 60 unbounded] [--policies mambacache vllm] [--running 1]
+        [--losses] [--requests N] [--after 1800] [--jobs 1] [--json OUT.json]
 
 A budget is GiB of states + GiB of KV, or GiB of both together, which `split` divides for policies with two pools. A
 third number is GiB of host memory, for mambacache only; a transfer takes a step. A trace has Mooncake's format (see
-trace_tokens.py). Simulators run one request after the other.
+trace_tokens.py). Agents' traffic is generated (simulators/agents.py), and mixed with the trace by arrival if both are
+given. Requests before `--after` only warm the cache. Simulators run one request after the other.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from simulators import POLICIES
+from simulators.agents import Traffic, setting
 from simulators.parts import BLOCK, GIB, Budget, Shape
 from tqdm import tqdm
 from trace_tokens import Request, requests
@@ -48,20 +50,22 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """Describes the measurement of a row; `budget` is the argument's text."""
+    """Describes the measurement of a row; `budget` is the argument's text, `agents` a number of generated traffic."""
 
-    trace: Path
+    trace: Path | None
     model: str
     policy: str
     budget: str
     running: int
     losses: bool
     requests: int | None
+    agents: int | None = None
+    after: float = 0.0  # seconds
 
 
 @dataclass
 class Row:
-    """Holds a result; the last four fields are for mambacache only.
+    """Holds a result; `host_ms` to `losses` are for mambacache only.
 
     Attributes:
         state_gib: None if unbounded.
@@ -71,6 +75,7 @@ class Row:
         unused: Mean share of the device's memory without a block, in the second half of the trace.
         states_stored: None without `--losses`.
         losses: Share of the ceiling lost, by reason; None without `--losses`.
+        after: Seconds of the trace that only warm the cache.
     """
 
     trace: str
@@ -85,10 +90,11 @@ class Row:
     unused: float | None = None
     states_stored: int | None = None
     losses: dict[str, float] | None = None
+    after: float = 0.0
 
-    def place(self) -> tuple[str, str, str, int, float | None, float | None, float]:
+    def place(self) -> tuple[str, str, str, int, float | None, float | None, float, float]:
         """Return the key of this row in a file."""
-        return self.trace, self.model, self.policy, self.running, self.state_gib, self.kv_gib, self.host_gib
+        return self.trace, self.model, self.policy, self.running, self.state_gib, self.kv_gib, self.host_gib, self.after
 
 
 @dataclass
@@ -97,14 +103,18 @@ class Running:
 
     name: str
     left: list[int]
-    counted: bool = False
+    counted: bool
 
 
 class Replay:
-    """Runs requests through a cache, `running` at a time; each step decodes all and prefills some."""
+    """Runs requests through a cache, `running` at a time; each step decodes all and prefills some.
 
-    def __init__(self, cache: PrefixCache, running: int) -> None:
+    Hits of requests that arrive before `after` are not counted.
+    """
+
+    def __init__(self, cache: PrefixCache, running: int, after: float = 0.0) -> None:
         self.cache = cache
+        self._after = after
         self.hit_tokens = 0
         self._most = running
         self._running: dict[str, Running] = {}
@@ -116,7 +126,7 @@ class Replay:
             while len(self._running) + len(self._waiting) == self._most:
                 self._advance()
             self.cache.add(str(number), request.prompt)
-            self._waiting.append(Running(str(number), request.answer[::-1].tolist()))
+            self._waiting.append(Running(str(number), request.answer[::-1].tolist(), request.arrival < self._after))
         while self._running or self._waiting:
             self._advance()
 
@@ -195,25 +205,38 @@ def blocks_of(run: Run, budget: Budget, shape: Shape) -> dict[str, Any]:
     return {"num_state_blocks": num_slabs * slab.states, "num_kv_blocks": pages, "slab": (slab.states, slab.pages)}
 
 
+def load(run: Run) -> tuple[str, list[Request]]:
+    """Return the name and the requests of a run's traffic, by arrival."""
+    names, trace = list[str](), list[Request]()
+    if run.trace is not None:
+        names.append(run.trace.name.removesuffix(".gz").removesuffix(".jsonl"))
+        trace += requests(run.trace)
+    if run.agents is not None:
+        names.append(f"agents-{run.agents}")
+        trace += Traffic(setting(run.agents)).run()
+        trace.sort(key=lambda request: request.arrival)
+    return "+".join(names), trace[: run.requests]
+
+
 def measure(run: Run) -> Row:
     """Return the row of a run.
 
     Raises:
         ValueError: the trace has nothing to hit, or the budget is too small to run a request.
     """
-    trace = list(requests(run.trace))[: run.requests]
-    ceiling = sum(request.ceiling for request in trace)
+    name, trace = load(run)
+    ceiling = sum(request.ceiling for request in trace if request.arrival >= run.after)
     if not ceiling:
-        raise ValueError(f"no request of {run.trace} shares a prefix with an earlier request: give another trace")
+        raise ValueError(f"no request of {name} shares a prefix with an earlier request: give another trace")
     shape = MODELS[run.model]
     budget = budget_of(run.budget, shape, trace)
-    name = run.trace.name.removesuffix(".gz").removesuffix(".jsonl")
     state_gib, kv_gib, host_gib = (None, None, 0.0) if run.budget == UNBOUNDED else gib_of(run.budget)
-    row = Row(name, run.model, run.policy, run.running, state_gib, kv_gib, host_gib, 0.0)
+    row = Row(name, run.model, run.policy, run.running, state_gib, kv_gib, host_gib, 0.0, after=run.after)
     bar = tqdm(trace, f"{run.policy} {run.budget}", mininterval=2, leave=False)
     if run.policy != OURS:
         simulator = POLICIES[run.policy](shape, budget, trace)
-        row.share = sum(simulator.request(request.prompt, request.answer) for request in bar) / ceiling
+        hits = [(request.arrival, simulator.request(request.prompt, request.answer)) for request in bar]
+        row.share = sum(hit for arrival, hit in hits if arrival >= run.after) / ceiling
         return row
     page_bytes, host = shape.kv_bytes * BLOCK, split(host_gib * GIB, shape, KV_TOKENS_PER_HOST_STATE)
     cache = PrefixCache(
@@ -233,7 +256,7 @@ def measure(run: Run) -> Row:
                 unused.append(1 - (used[0] * shape.state_bytes + used[1] * page_bytes) / budget.total)
             yield request
 
-    replay, start = Replay(cache, run.running), time.perf_counter()
+    replay, start = Replay(cache, run.running, run.after), time.perf_counter()
     replay.replay(watched())
     cache.check()
     row.share, row.host_ms = replay.hit_tokens / ceiling, 1e3 * (time.perf_counter() - start) / len(trace)
@@ -267,16 +290,22 @@ def count(text: str) -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument(
+        "--agents", type=int, metavar="N", help="generated traffic: N is even for tuning, odd to report"
+    )
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--budgets", nargs="+", type=budget_text, default=["5+20", "20+40", "40+80"])
     parser.add_argument("--policies", nargs="+", choices=[OURS, *POLICIES], default=[OURS, *POLICIES])
     parser.add_argument("--running", type=count, default=1, help="requests at a time; more than 1 for mambacache only")
     parser.add_argument("--losses", action="store_true", help="count stored states, and losses by reason; slower")
     parser.add_argument("--requests", type=count, help="number of requests, from the first; all by default")
+    parser.add_argument("--after", type=float, default=0.0, help="seconds of the trace that only warm the cache")
     parser.add_argument("--jobs", type=count, default=1, help="rows measured in parallel, in separate processes")
     parser.add_argument("--json", type=Path, help="file to add or replace rows in")
     options = parser.parse_args()
+    if options.trace is None and options.agents is None:
+        parser.error("nothing to replay: give a trace, --agents N, or both")
     if any(budget.count("+") == 2 for budget in options.budgets) and options.policies != [OURS]:
         parser.error(f"only {OURS} has host memory, the third number of a budget: add --policies {OURS}")
     if options.running > 1 and options.policies != [OURS]:
@@ -286,8 +315,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    rest = options.running, options.losses, options.requests, options.agents, options.after
     runs = [
-        Run(options.trace, options.model, policy, budget, options.running, options.losses, options.requests)
+        Run(options.trace, options.model, policy, budget, *rest)
         for policy in options.policies
         for budget in options.budgets
     ]
