@@ -15,14 +15,14 @@ class External:
     def __init__(self, connector: Any) -> None:
         self._ask, connector.get_num_new_matched_tokens = connector.get_num_new_matched_tokens, self._answer
         self._answers: dict[str, tuple[int | None, bool]] = {}  # of this schedule()
-        self.failed: set[str] = set()  # requests that ask no more: their loads could fail for ever
+        self.failed: set[str] = set()  # these ask no more: loads could fail for ever
         self._loads: dict[int, dict[str, Sequence[int]]] = {}  # pages of loading requests, by id() of the output
 
     def start_over(self) -> None:
         self._answers.clear()
 
     def ask(self, request: Any, local: int) -> int | None:
-        """Return the tokens that the connector has after `local` tokens; None: ask later."""
+        """Return the tokens that it has after `local` tokens; None: ask later."""
         answer: tuple[int | None, bool] = 0, False
         if request.request_id not in self.failed and not request.skip_reading_prefix_cache:
             answer = self._ask(request, local)
@@ -45,7 +45,7 @@ class External:
     def bad_pages(
         self, scheduler_output: Any, bad: set[int], running: Sequence[Any], manager: Any
     ) -> dict[str, Sequence[int]]:
-        """Return the pages of requests that ran on `bad` pages, from the first of these on."""
+        """Return the pages of requests that ran on `bad` pages, from the first on."""
         held = self._loads.pop(id(scheduler_output), {})
         if not bad:
             return {}

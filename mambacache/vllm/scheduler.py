@@ -152,7 +152,7 @@ class Mixin:
         name = request.request_id
         if not self.prefix_cache.knows(name):
             return False
-        if self.prefix_cache.runs(name):
+        if self._external is not None and self.prefix_cache.runs(name):
             if request.num_computed_tokens == self.prefix_cache.progress(name).computed:
                 return True
             self._give_up_load(request)

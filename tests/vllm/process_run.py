@@ -17,6 +17,10 @@ from watched import LAST_ANSWER
 DIVIDED = {"num_attention_heads": 4, "num_key_value_heads": 2}
 STAGE = ["linear_attention", "full_attention"]
 STATES = {"additional_config": {"mambacache": {"state_bytes": "4MB"}}}  # workers tell the scheduler how many states fit
+FEW_STATES = {  # two hits of the second turn are in host memory alone
+    "additional_config": {"mambacache": {"state_bytes": "300KB", "state_host_bytes": "40MB"}},
+    "max_num_seqs": 4,
+}
 # On a CPU vLLM makes the tensors that a second stage receives into when it warms up, and not in eager mode.
 PIPELINE = {
     "pipeline_parallel_size": 2,
@@ -26,6 +30,7 @@ PIPELINE = {
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, changed settings, options of vLLM
     "engine": ("qwen3_next_moe", {}, {}),
     "tensor": ("qwen3_next_moe", DIVIDED, {"tensor_parallel_size": 2}),
+    "tensor_host": ("qwen3_next_moe", DIVIDED, {"tensor_parallel_size": 2, **FEW_STATES}),
     "tensor_mamba2": ("falcon_h1", DIVIDED, {"tensor_parallel_size": 2}),
     "pipeline": ("qwen3_next_moe", {"layer_types": 2 * STAGE}, PIPELINE),
     "pipeline_refused": ("qwen3_next_moe", {}, PIPELINE),

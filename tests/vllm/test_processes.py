@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from watched import FOLDER, FULL, LAST_ANSWER, check_end, output_of, run, started, wait_for
 
-CASES = ("tensor", "engine", "tensor_mamba2", "pipeline", "data")  # the first always, all with MAMBACACHE_FAMILIES=all
+CASES = ("tensor_host", "tensor", "engine", "tensor_mamba2", "pipeline", "data")
+"""The first runs always, all with MAMBACACHE_FAMILIES=all."""
 SCRIPT = "process_run.py"
 
 
