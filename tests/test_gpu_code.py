@@ -63,13 +63,13 @@ OWN = {
     "gated_delta_rule of qwen3-next / 1, uneven: _delta_prepare": 210,
     "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 810,
     "gated_delta_rule of qwen3-next / 1, float16: _prepare": 400,
-    "gated_delta_rule of qwen3-next / 1, float32": 5300,
+    "gated_delta_rule of qwen3-next / 1, float32": 6200,
     "kda of kimi-linear / 1, mixed: _kda_prepare": 1300,
     "kda of kimi-linear / 1, float16: _prepare": 1100,
     "kda of kimi-linear / 1, float32": 3500,
-    "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
-    "ssd of nemotron-h-8b / 8, float16: _scan": 200,
-    "ssd of nemotron-h-8b / 8, float32: _scan": 4100,
+    "ssd of falcon-h1-7b / 1, mixed: _scan": 2050,
+    "ssd of nemotron-h-8b / 8, float16: _scan": 430,
+    "ssd of nemotron-h-8b / 8, float32: _scan": 4200,
     "ssd of falcon-h1-7b / 1, float32: _scan": 10400,
 }
 
