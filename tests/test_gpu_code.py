@@ -31,21 +31,18 @@ PRODUCTS = {
 """This lists the kernels that multiply tiles, without the ending `_kernel`."""
 
 LEAST = 60  # launches
-MOST_SPILLED = 128  # bytes of a thread
+MOST_SPILLED = 160  # bytes of a thread
 PORTABLE = {
-    "gated_delta_rule of qwen3-next / 1, mixed: _prepare": 300,
+    "gated_delta_rule of qwen3-next / 1, mixed: _prepare": 360,
     "gated_delta_rule of qwen3-next / 1, mixed: _scan": 220,
     "gated_delta_rule of olmo-hybrid / 1, mixed": 360,
-    "gated_delta_rule of qwen3-next / 1, float16": 300,
+    "gated_delta_rule of qwen3-next / 1, float16": 400,
     "gated_delta_rule of qwen3-next / 1, float32: _prepare": 6500,
     "gated_delta_rule of qwen3-next / 1, float32: _scan": 800,
-    "kda of kimi-linear / 1, mixed: _prepare": 400,
-    "kda of kimi-linear / 1, float16: _prepare": 400,
+    "kda of kimi-linear / 1, mixed: _prepare": 440,
+    "kda of kimi-linear / 1, float16: _prepare": 440,
     "kda of kimi-linear / 1, float32": 750,
-    "ssd of nemotron-h-8b / 8, mixed: _scan": 160,
-    "ssd of nemotron-h-8b / 8, float16: _scan": 160,
     "ssd of nemotron-h-8b / 8, float32: _scan": 2400,
-    "ssd of nemotron-h-8b / 1, many: _scan": 160,
     "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
     "ssd of falcon-h1-7b / 1, float32: _scan": 5700,
 }
@@ -55,9 +52,9 @@ LARGE_TILES = {
     "gated_delta_rule of qwen3-next / 1, many: _scan": 1150,
     "gated_delta_rule of olmo-hybrid / 1, mixed: _scan": 1150,
     "gated_delta_rule of qwen3-next / 1, float16: _scan": 750,
-    "kda of kimi-linear / 1, mixed: _scan": 300,
+    "kda of kimi-linear / 1, mixed: _scan": 380,
     "kda of kimi-linear / 1, many: _scan": 180,
-    "kda of kimi-linear / 1, float16: _scan": 300,
+    "kda of kimi-linear / 1, float16: _scan": 380,
     "paged_attention of qwen3-next: _attention_prefill": 600,
 }
 OWN = {
@@ -66,13 +63,13 @@ OWN = {
     "gated_delta_rule of qwen3-next / 1, uneven: _delta_prepare": 210,
     "gated_delta_rule of olmo-hybrid / 1, mixed: _prepare": 810,
     "gated_delta_rule of qwen3-next / 1, float16: _prepare": 400,
-    "gated_delta_rule of qwen3-next / 1, float32": 5300,
+    "gated_delta_rule of qwen3-next / 1, float32": 6200,
     "kda of kimi-linear / 1, mixed: _kda_prepare": 1300,
     "kda of kimi-linear / 1, float16: _prepare": 1100,
     "kda of kimi-linear / 1, float32": 3500,
-    "ssd of falcon-h1-7b / 1, mixed: _scan": 1200,
-    "ssd of nemotron-h-8b / 8, float16: _scan": 200,
-    "ssd of nemotron-h-8b / 8, float32: _scan": 4100,
+    "ssd of falcon-h1-7b / 1, mixed: _scan": 2050,
+    "ssd of nemotron-h-8b / 8, float16: _scan": 430,
+    "ssd of nemotron-h-8b / 8, float32: _scan": 4200,
     "ssd of falcon-h1-7b / 1, float32: _scan": 10400,
 }
 
@@ -134,7 +131,7 @@ SOUND = Launch("kda of kimi-linear / 1, mixed", "_scan_kernel", ("mma.sync", "st
     ("capability", "changes", "fault"),
     [
         (86, {"shared": 102_400}, "takes 102400 bytes"),
-        (86, {"spilled": 132}, "spills 132 bytes"),
+        (86, {"spilled": 164}, "spills 164 bytes"),
         (100, {"instructions": ()}, "stores nothing"),
         (80, {"instructions": ("st.global",)}, "multiplies without"),
         (120, {"instructions": ("wgmma", "mma.sync", "st.global")}, "has wgmma"),
