@@ -1,0 +1,1 @@
+for o in "$@"; do c=$(./sim conv.bin stop=1800 b=5+20,20+40,40+80 $o | cut -d' ' -f2-); m=$(./sim mix4.bin stop=1800 b=5+20,20+40 $o| cut -d' ' -f2-); a=$(python3 cmp.py even 40 2+4,5+20,20+40 "$o" | tail -1 | sed 's/vs vllm.*//'); echo "conv1 $c mix4 $m | $a"; done
