@@ -59,6 +59,7 @@ def test_waiting_for_a_prefix_costs_nothing_per_step(bench: ModuleType) -> None:
     assert crowded < 2 * alone + 0.2
 
 
+@pytest.mark.full
 def test_aborting_all_that_wait_is_linear(bench: ModuleType) -> None:
     small, large = (min(bench.time_aborts(n) for _ in range(3)) for n in (8000, 32_000))
     assert large < 8 * small  # linear would be 4, quadratic 16

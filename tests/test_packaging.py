@@ -63,6 +63,7 @@ def source(tmp_path: Path) -> Path:
     return copy
 
 
+@pytest.mark.full
 def test_wheel_works_away_from_the_checkout(source: Path, tmp_path: Path) -> None:
     """Try the wheel alone, with numpy, and with all its dependencies."""
     pip = (sys.executable, "-m", "pip")
@@ -135,6 +136,7 @@ def test_no_dependency_may_have_a_known_hole() -> None:
         assert not versions[name].contains(".".join(map(str, [*release[:-1], release[-1] - 1])))
 
 
+@pytest.mark.full
 def test_type_check_finds_a_mistake_in_a_call_into_the_kernels(source: Path) -> None:
     pytest.importorskip("mypy")
     if shutil.which("make") is None:

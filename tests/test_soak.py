@@ -139,6 +139,7 @@ def soak(engine: Engines, requests: int, drafts: bool, seed: int = 0) -> None:
     assert not stats.state_blocks["writing"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drafts", [True, False])
 def test_soak(engine: Engines, drafts: bool) -> None:
     soak(engine, 18 if engine.device == "cpu" else 25, drafts)
