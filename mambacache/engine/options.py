@@ -76,8 +76,7 @@ def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig
     for name, value in options.items():
         if name in NO_EFFECT:
             logger.warning(
-                "%s=%r is an option of vLLM and has no effect here: remove it, or use the vLLM plugin, "
-                "MAMBACACHE=1 vllm serve",
+                "%s=%r is an option of vLLM and has no effect here: remove it, or use the vLLM plugin",
                 name,
                 value,
             )
