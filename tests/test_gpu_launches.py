@@ -15,6 +15,7 @@ import test_kernels_rms_norm as norm
 from gpu_cases import BF16, COMPILED_MIXES, DTYPES, MODELS, Batch, Mix
 from kernel_cases import Log, Pool, Row, assert_bitwise, plan_arrays, random, run_rows
 from mambacache.kernels import StateIndices, rms_norm
+from mambacache.kernels.gpu.common import layout
 from op_conv1d import Conv1dOp
 from test_gpu_accuracy import check
 from test_gpu_bitwise import first_shape
@@ -33,13 +34,15 @@ LAUNCHES = {
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Return the names of the kernels that Triton compiles."""
+    """Return the names of the kernels that Triton compiles. No strides of layers are known from other tests."""
     names: list[str] = []
 
     def note(*, fn: object, **rest: object) -> None:
         names.append(str(fn))
 
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+    monkeypatch.setattr(layout, "_seen", set())
+    monkeypatch.setattr(layout, "_token_strides", {})
     yield names
 
 
