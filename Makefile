@@ -117,7 +117,7 @@ test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 	$(VLLM_TEST) tests/vllm
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
 		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_metrics.py tests/vllm/test_models.py \
-		tests/vllm/test_kv_watch.py tests/vllm/test_kv_events.py
+		tests/vllm/test_kv_watch.py tests/vllm/test_kv_events.py tests/vllm/test_offloading.py
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES):$(CURDIR)/$(VLLM_CPU_NAME) $(VLLM_TEST) \
 		tests/vllm/test_config.py tests/vllm/test_options.py tests/vllm/test_recipes.py
 

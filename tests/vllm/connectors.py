@@ -1,4 +1,6 @@
-"""A KV connector on the simulated scheduler whose loads are late, partial, failed or lost."""
+"""KV connectors on the simulated scheduler, workers included: with loads that are late, partial, failed or lost, and
+vLLM's own with copies that end late.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+    TransferJob,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import get_block_hash
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 GARBAGE = -1
@@ -97,10 +106,10 @@ class FaultyConnector(KVConnectorBase_V1):
 
     # --- worker ---
 
-    def run(self, loads: list[LoadOfPages], kv: dict[int, list[int]]) -> KVConnectorOutput:
+    def run(self, metadata: Loads, kv: dict[int, list[int]]) -> KVConnectorOutput:
         """Load KV for this step, and end some loads of earlier steps. Pages that failed hold garbage."""
         output = KVConnectorOutput()
-        for load in loads:
+        for load in metadata.loads:
             for page in load.pages:
                 kv[page] = [GARBAGE] * self.size
             if load.between_steps:
@@ -140,3 +149,51 @@ class FaultyConnector(KVConnectorBase_V1):
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_for_save(self) -> None: ...
+
+
+class SimulatedOffloading(OffloadingConnector):
+    """Copies as vLLM's worker does: a store begins with the next step, and copies end with any later step."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self.rng, self.slow = random.Random(extra["seed"]), extra["slow"]
+        self.size = vllm_config.cache_config.block_size
+        self.kept: dict[int, list[int]] = {}  # the KV of a page in host memory
+        self.last: dict[int, TransferJob] = {}  # stores of the last step
+        self.under_way: dict[int, TransferJob] = {}
+        self.loaded = self.stored = self.parked = self.flushed = 0
+
+    def run(self, metadata: OffloadingConnectorMetadata, kv: dict[int, list[int]]) -> KVConnectorOutput:
+        """End the copies that this step must wait for, and some others. Pages that wait for a load hold garbage."""
+        awaited = metadata.jobs_to_flush or set()
+        stores, loads = dict(metadata.store_jobs), metadata.load_jobs
+        self.under_way |= self.last | {number: stores.pop(number) for number in awaited & stores.keys()}
+        self.last = stores
+        told, received = OffloadingWorkerMetadata(), set()
+        for number in awaited & self.under_way.keys():
+            self._end(number, kv, told)
+            self.flushed += 1
+        for number, load in loads.items():
+            self.under_way[number] = load
+            kv.update((page, [GARBAGE] * self.size) for page in load.dst_spec.block_ids.tolist())
+            if getattr(load, "sync", False):  # from vLLM 0.33 on
+                self._end(number, kv, told)
+        for number, job in [*self.under_way.items()]:
+            if self.rng.random() >= self.slow:
+                self._end(number, kv, told)
+                received |= {job.req_id} if isinstance(job.dst_spec, GPULoadStoreSpec) else set()
+        self.parked += len(received)
+        return KVConnectorOutput(finished_recving=received, kv_connector_worker_meta=told)
+
+    def _end(self, number: int, kv: dict[int, list[int]], told: OffloadingWorkerMetadata) -> None:
+        job = self.under_way.pop(number)
+        to_device = isinstance(job.dst_spec, GPULoadStoreSpec)
+        source, target = (self.kept, kv) if to_device else (kv, self.kept)
+        pairs = zip(job.src_spec.block_ids.tolist(), job.dst_spec.block_ids.tolist(), strict=True)
+        target.update((there, list(source[here])) for here, there in pairs)
+        self.loaded += to_device
+        self.stored += not to_device
+        told.mark_completed(number)
+
+    def keep(self, kv: dict[int, list[int]]) -> None: ...

@@ -45,8 +45,9 @@ def random_mix(
         v2=ahead or seed % 16 == 0,
         **settings,
     )
+    lookahead = HAS_LOOKAHEAD and seed % 8 == 3 and scheduler.connector is None  # vLLM's rule
     simulation = Simulation(
-        scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0, lookahead=int(HAS_LOOKAHEAD and seed % 8 == 3),
+        scheduler, ahead=ahead, drafts=drafts, secretive=seed % 8 == 0, lookahead=int(lookahead),
         failing=(0.0, 0.0, 0.2)[seed // 3 % 3], slow=(0.0, 0.5, 0.9)[seed // 9 % 3], seed=seed,
     )  # fmt: skip
     begin(simulation)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from connectors import GARBAGE, FaultyConnector
+from connectors import GARBAGE, FaultyConnector, SimulatedOffloading
 from sequences import VOCABULARY, Sequence, expected, extend, keys_of, prefixes
 from vllm.config import (
     CacheConfig,
@@ -100,7 +100,7 @@ def make_scheduler(
 
     Without attention there is a page for each of 8 requests that may run. `v2` chooses model runner V2 on any device.
     With `events` it publishes KV events, to nobody. Each of `ranks` workers keeps `host_states` states in host memory.
-    `connector` has the chances of a `FaultyConnector`.
+    `connector` has the chances of a `FaultyConnector`, or with `cpu_bytes_to_use` the options of vLLM's own.
     """
     if not host_states:
         settings["num_state_blocks"] = num_states
@@ -123,7 +123,7 @@ def make_scheduler(
         kv_transfer_config=None
         if connector is None
         else KVTransferConfig(
-            kv_connector="FaultyConnector",
+            kv_connector="SimulatedOffloading" if "cpu_bytes_to_use" in connector else "FaultyConnector",
             kv_connector_module_path="connectors",
             kv_role="kv_both",
             kv_connector_extra_config=connector,
@@ -219,7 +219,7 @@ class Worker:
         self.sequences: dict[str, Sequence] = {}
         self.receiver = Receiver()
         self.host: HostStates | None = None
-        self.connector: FaultyConnector | None = None
+        self.connector: FaultyConnector | SimulatedOffloading | None = None
         self.may_read_garbage = False
         self.late = 0  # rows that may have begun later than the scheduler knew
         self._rng = random.Random(0)
@@ -230,7 +230,7 @@ class Worker:
             self.host.end()
         told = None
         if self.connector is not None:
-            told = self.connector.run(output.kv_connector_metadata.loads, self.kv)
+            told = self.connector.run(output.kv_connector_metadata, self.kv)
             self.may_read_garbage |= bool(told.invalid_block_ids)
         starts = self._take(output, requests)
         if (columns := getattr(output, "mambacache", None)) is not None:
