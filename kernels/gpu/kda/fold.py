@@ -96,7 +96,7 @@ _launch = Launcher(_fold_kernel)
 
 
 def fold(k: Tensor, v: Tensor, state: Tensor, log: Sequence[Tensor], indices: StateIndices) -> None:
-    """Store folded states at `decode_dst`; only the shapes of k and v matter."""
+    """Store folded states at `decode_dst`; k and v give their shapes alone."""
     heads, K = k.shape[1:]
     V = v.shape[2]
     block_K, pdl = max(power_of_2(K), LEAST_WIDTH), overlaps_launches(k.get_device())

@@ -166,7 +166,7 @@ def far_sums(decays, sums_s):
 def halvings(decays, sums_s, LIMIT: gl.constexpr):
     """Return how often to halve spans of 32 tokens until no half decays by more than LIMIT.
 
-    Other chunks must not matter.
+    The count depends on this chunk alone, so that a row never depends on its batch.
     """
     VEC: gl.constexpr = decays.type.layout
     C: gl.constexpr = decays.shape[1]
@@ -177,7 +177,6 @@ def halvings(decays, sums_s, LIMIT: gl.constexpr):
     second, third = -sums_s.to_first_middle.load(CHANNELS), sums_s.to_second_middle.load(CHANNELS)
     first, fourth = sums_s.first.load(CHANNELS) - second, sums_s.second.load(CHANNELS) - third
     least = gl.min(gl.minimum(gl.minimum(first, second), gl.minimum(third, fourth)), axis=0)
-    # A bound for more tokens than a thread has.
     sums = gl.reshape(decays, [RUNS, RUN, C])
     far = gl.zeros([RUNS, C], gl.int32, layout=OF_RUN)
     for _level in gl.static_range(4):
@@ -185,7 +184,7 @@ def halvings(decays, sums_s, LIMIT: gl.constexpr):
         if sums.shape[1] > 1:
             sums = gl.sum(gl.reshape(sums, [RUNS, sums.shape[1] // 2, 2, C]), axis=2)
         else:
-            sums *= 2
+            sums *= 2  # twice the worst half bounds a longer span
     return gl.where(least < -LIMIT, 1 + gl.max(gl.reshape(far, [RUNS * C]), axis=0), 0)
 
 
