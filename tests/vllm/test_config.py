@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -301,20 +302,33 @@ def test_hook_refuses_at_start(hooked: list[Any]) -> None:
         vllm_config(settings={"num_state_blocks": 0})
 
 
-REGISTER = """
-import logging
-import sys
-from mambacache.vllm import contract, register
-logging.basicConfig(level=logging.INFO)
-{before}
-register(); register()
+REGISTER_EACH = """
+import logging, os, sys, traceback
+from pathlib import Path
 from vllm import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP
-registered = ModelRegistry.models["Qwen3NextForCausalLM"].module_name
-print(registered)
-hook = MODELS_CONFIG_MAP.get("Qwen3NextForCausalLM")
-if hook is not None and registered.startswith("vllm."):
-    hook.verify_and_update_config(None)
+from mambacache.vllm import contract, register
+logging.basicConfig(level=logging.INFO)
+for number, (value, before) in enumerate({cases!r}):
+    if os.fork():
+        os.wait()
+        continue
+    with Path(sys.argv[1], str(number)).open("w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    os.environ.pop("MAMBACACHE", None)
+    os.environ |= {{}} if value is None else {{"MAMBACACHE": value}}
+    try:
+        exec(before)
+        register(); register()
+        registered = ModelRegistry.models["Qwen3NextForCausalLM"].module_name
+        print(registered)
+        hook = MODELS_CONFIG_MAP.get("Qwen3NextForCausalLM")
+        if hook is not None and registered.startswith("vllm."):
+            hook.verify_and_update_config(None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(0)
 """
 OURS, VLLMS = "mambacache.vllm.models", "vllm.model_executor.models.qwen3_next"
 LEFT = "mambacache leaves Qwen3NextForCausalLM to vLLM: "
@@ -330,35 +344,38 @@ NEVER_RAN = "from mambacache.vllm import models; models.RAN_ON_A_GPU.clear()"
 DIFFERS = "contract.difference = lambda: 'vLLM 0.99 changed all'"
 
 
-@pytest.mark.parametrize(
-    ("value", "before", "registered", "line"),
-    [
-        (None, "", OURS, ""),
-        (None, IN_A_WORKER, OURS, ""),
-        (None, NEVER_RAN, VLLMS, f"{LEFT}it never ran on a GPU with mambacache, and MAMBACACHE=1 serves it"),
-        (None, HOPPER, OURS, ""),
-        (None, FUTURE, VLLMS, f"{LEFT}its kernels never ran on a GPU of compute capability 13.0, and MAMBACACHE=1"),
-        (None, DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
-        ("0", "", VLLMS, OFF),
-        ("0", IN_A_WORKER, VLLMS, ""),
-        ("0", DIFFERS, VLLMS, ""),
-        ("1", "", OURS, ""),
-        ("1", NEVER_RAN, OURS, ""),
-        ("1", FUTURE, OURS, ""),
-        ("1", TURING, VLLMS, f"{LEFT}its kernels are for NVIDIA GPUs of compute capability 8.0 and later"),
-        ("1", DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
-        ("yes", "", VLLMS, "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0, or unset it"),
-    ],
-)
-def test_registration(value: str | None, before: str, registered: str, line: str) -> None:
-    """Register in a process of its own: a registration stays."""
-    environment = {name: text for name, text in os.environ.items() if name != "MAMBACACHE"}
-    if value is not None:
-        environment["MAMBACACHE"] = value
-    command = [sys.executable, "-P", "-c", REGISTER.format(before=before)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    modules = [text for text in done.stdout.splitlines() if text.startswith(("mambacache.", "vllm.model"))]
-    assert modules == [registered]
-    said = done.stdout + done.stderr
+REGISTRATIONS = [
+    (None, "", OURS, ""),
+    (None, IN_A_WORKER, OURS, ""),
+    (None, NEVER_RAN, VLLMS, f"{LEFT}it never ran on a GPU with mambacache, and MAMBACACHE=1 serves it"),
+    (None, HOPPER, OURS, ""),
+    (None, FUTURE, VLLMS, f"{LEFT}its kernels never ran on a GPU of compute capability 13.0, and MAMBACACHE=1"),
+    (None, DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
+    ("0", "", VLLMS, OFF),
+    ("0", IN_A_WORKER, VLLMS, ""),
+    ("0", DIFFERS, VLLMS, ""),
+    ("1", "", OURS, ""),
+    ("1", NEVER_RAN, OURS, ""),
+    ("1", FUTURE, OURS, ""),
+    ("1", TURING, VLLMS, f"{LEFT}its kernels are for NVIDIA GPUs of compute capability 8.0 and later"),
+    ("1", DIFFERS, VLLMS, "mambacache is off: vLLM 0.99 changed all"),
+    ("yes", "", VLLMS, "mambacache is off: MAMBACACHE is 'yes', set it to 1 or 0, or unset it"),
+]
+
+
+@pytest.fixture(scope="module")
+def registered_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the output of each registration, in a process of its own: a registration stays."""
+    folder = tmp_path_factory.mktemp("registered")
+    script = REGISTER_EACH.format(cases=[case[:2] for case in REGISTRATIONS])
+    subprocess.run([sys.executable, "-P", "-c", script, folder], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("number", range(len(REGISTRATIONS)))
+def test_registration(number: int, registered_each: Path) -> None:
+    _, _, registered, line = REGISTRATIONS[number]
+    said = (registered_each / str(number)).read_text()
+    modules = [text for text in said.splitlines() if text.startswith(("mambacache.", "vllm.model"))]
+    assert modules == [registered], said
     assert said.count(line) == 1 if line else "mambacache is" not in said and "mambacache leaves" not in said
