@@ -18,6 +18,7 @@ from watched import LAST_ANSWER
 from mambacache.demo import MODEL
 from mambacache.demo.task import ANSWER_TOKENS
 
+HOST_KV = 32 << 20  # the document and two rounds of other prompts, and less than a container's shared memory
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16",
     "max_model_len": 4608,
@@ -37,11 +38,11 @@ def serve(mode: str, gpus: int) -> Any:
 
     own: dict[str, Any] = {"enable_sleep_mode": mode == "sleep", "tensor_parallel_size": gpus}
     if mode == "size":
-        own["kv_offloading_size"] = 2.0
+        own["kv_offloading_size"] = HOST_KV / (1 << 30)
     else:
         own["kv_transfer_config"] = KVTransferConfig(
             kv_connector="OffloadingConnector", kv_role="kv_both",
-            kv_connector_extra_config={"cpu_bytes_to_use": 2 << 30},
+            kv_connector_extra_config={"cpu_bytes_to_use": HOST_KV},
         )  # fmt: skip
     return LLM(str(MODEL), **OPTIONS, **own)
 
