@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
@@ -16,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import get_block_hash
-from vllm.v1.kv_offload.base import GPULoadStoreSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.outputs import KVConnectorOutput
 
 GARBAGE = -1
@@ -197,3 +198,34 @@ class SimulatedOffloading(OffloadingConnector):
         told.mark_completed(number)
 
     def keep(self, kv: dict[int, list[int]]) -> None: ...
+
+
+class PlainWorker(OffloadingWorker):
+    """Copy between tensors on the CPU, where vLLM has no worker. A copy ends with every second step on average."""
+
+    def __init__(self, kv_caches: Any, places: int) -> None:
+        self._device = [each.tensor.view(torch.int8) for each in kv_caches.tensors]
+        self._host = [torch.zeros(places, *each.shape[1:], dtype=torch.int8) for each in self._device]
+        self._jobs: dict[int, tuple[Any, Any]] = {}
+        self._ended: list[TransferResult] = []
+        self._rng = random.Random(0)
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        self._jobs[job_id] = src_spec, dst_spec
+        return True
+
+    submit_load = submit_store
+
+    def get_finished(self) -> list[TransferResult]:
+        self.wait({number for number in self._jobs if self._rng.random() < 0.5})
+        ended, self._ended = self._ended, []
+        return ended
+
+    def wait(self, job_ids: set[int]) -> None:
+        for number in job_ids & self._jobs.keys():
+            src, dst = self._jobs.pop(number)
+            to_device = isinstance(dst, GPULoadStoreSpec)
+            sources, targets = (self._host, self._device) if to_device else (self._device, self._host)
+            for source, target in zip(sources, targets, strict=True):
+                target[dst.block_ids.tolist()] = source[src.block_ids.tolist()]
+            self._ended.append(TransferResult(number, True))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from watched import FOLDER, LAST_ANSWER, check_end, run, started, wait_for
+from watched import run, run_to_its_end
 
 MODES = ("eager", "FULL_DECODE_ONLY", "default")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -15,13 +14,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def answer(folder: Path, mode: str, *gpus: str, **settings: str) -> None:
     run_to_its_end(folder / f"{mode}.log", "recall_run.py", mode, folder / f"{mode}.pt", *gpus, **settings)
-
-
-def run_to_its_end(log: Path, script: str, *arguments: str | Path, **settings: str) -> None:
-    """Fail unless all answers are right, and all processes end."""
-    with started(FOLDER / script, *arguments, log=log, **settings) as process:
-        wait_for(LAST_ANSWER, process, log)
-        check_end(process, time.monotonic(), log)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,14 @@
-"""vLLM's OffloadingConnector beside states: its scheduler is real, and a simulated worker copies."""
+"""vLLM's OffloadingConnector beside states: its scheduler is real, and another worker copies."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from connectors import SimulatedOffloading
 from scheduler_mixes import random_mix, random_tokens
-from simulation import Simulation, make_scheduler
+from simulation import HAS_LOOKAHEAD, Simulation, make_scheduler
+from watched import run_to_its_end
 
 PAGE_BYTES = 64 * 8 * 2 * 4
 
@@ -44,3 +47,9 @@ def test_random_requests(part: int) -> None:
         assert isinstance(connector, SimulatedOffloading)
         loaded, flushed = loaded + connector.loaded, flushed + connector.flushed
     assert loaded and flushed
+
+
+@pytest.mark.skipif(HAS_LOOKAHEAD, reason="vLLM 0.33 runs on no CPU here")
+@pytest.mark.parametrize("mode", ["connector", "size"])
+def test_a_model_answers_from_host_memory(mode: str, tmp_path: Path) -> None:
+    run_to_its_end(tmp_path / "log", "offload_run.py", mode)

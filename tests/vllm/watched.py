@@ -88,9 +88,13 @@ def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, seconds: fl
         time.sleep(0.05)
 
 
-def run(script: str, name: str, folder: Path, *arguments: str) -> None:
-    """Run a script that fails if an answer is wrong, with a name and a new folder to work in."""
-    log = folder / "log"
-    with started(FOLDER / script, name, folder / name, *arguments, log=log) as process:
+def run_to_its_end(log: Path, script: str, *arguments: str | Path, **settings: str) -> None:
+    """Fail unless all answers are right, and all processes end."""
+    with started(FOLDER / script, *arguments, log=log, **settings) as process:
         wait_for(LAST_ANSWER, process, log)
         check_end(process, time.monotonic(), log)
+
+
+def run(script: str, name: str, folder: Path, *arguments: str) -> None:
+    """Run a script that fails if an answer is wrong, with a name and a new folder to work in."""
+    run_to_its_end(folder / "log", script, name, folder / name, *arguments)
