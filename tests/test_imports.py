@@ -53,8 +53,11 @@ LAYERS: dict[str, set[str]] = {
         "report",
         "units",
         "kernels",
+        "runner.directory",
+        "runner.disk_tier",
         "runner.host_tier",
         "runner.host_memory",
+        "runner.identity",
     },
 }
 # The distributions that these parts may import.

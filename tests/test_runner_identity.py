@@ -12,9 +12,10 @@ import torch
 
 import mambacache
 from mambacache import EngineConfig
+from mambacache.engine.parts import model_identity
 from mambacache.models.adapt import Model, load_model
 from mambacache.runner import identity as identity_module
-from mambacache.runner.identity import identity, source_digest, weights_digest
+from mambacache.runner.identity import source_digest, weights_digest
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def model(tiny_model: Callable[[str], Path]) -> Model:
 
 
 def of(model: Model, **options: Any) -> str:
-    return identity(model, EngineConfig("anywhere", **options), CPU)
+    return model_identity(model, EngineConfig("anywhere", **options), CPU)
 
 
 def test_a_checkpoint_may_be_moved(model: Model, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from mambacache.runner import sizing
 from mambacache.runner.directory import HEADER, Directory
 from mambacache.runner.disk_tier import DiskTier
 from mambacache.runner.host_tier import HostTier
-from mambacache.runner.identity import identity
+from mambacache.runner.identity import identity, weights_digest
 from mambacache.runner.kv_pages import allocate_kv_pages, allocate_slabs
 from mambacache.runner.model_runner import ModelRunner
 from mambacache.runner.sizing import (
@@ -196,12 +196,19 @@ def _disk_tier(
     if directory is None:
         return None
     try:
-        files = DiskTier(directory, config.disk_cache_bytes, lambda: identity(model, config, device))
+        files = DiskTier(directory, config.disk_cache_bytes, lambda: model_identity(model, config, device))
     except OSError as error:
         logger.warning("disk_cache_dir is %r and not used: %s", str(config.disk_cache_dir), error)
         return None
     undone.callback(files.close)  # before the directory closes: nothing may be deleted later
     return files
+
+
+def model_identity(model: Model, config: EngineConfig, device: torch.device) -> str:
+    """Return the identity of a model and its layouts."""
+    settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    layout = config.block_size, model.state_layers(getattr(torch, config.state_dtype)), model.kv_layers
+    return identity(weights_digest(model.module), settings, layout, ("transformers",), device)
 
 
 def _host_tier(sizes: Sizes, runner: ModelRunner, files: DiskTier | None) -> HostTier | None:

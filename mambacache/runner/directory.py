@@ -49,27 +49,69 @@ class StoredFile:
         return f"{self.block_hash.hex()}.{self.kind}{'' if self.exact else '.near'}"
 
 
-class Directory:
-    """Reads and writes private block files; a lock excludes other processes until `close`.
+class Folder:
+    """Accesses files of an open `Directory`; a file gets its name when complete."""
 
-    A file gets its name when complete.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, file: StoredFile, block: memoryview) -> None:
+        """Write a block; after an error delete the incomplete file if possible."""
+        unfinished = self.path / f"{file.name}{UNFINISHED}"
+        try:
+            with _created(unfinished) as stream:
+                stream.write(_header(file, block))
+                stream.write(block)
+            unfinished.replace(self.path / file.name)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    def read(self, file: StoredFile, block: memoryview) -> None:
+        """Read a file into `block`, undefined after a DamagedError: length, header or checksum differ.
+
+        A memory map would kill the process on a truncated file.
+        """
+        path = self.path / file.name
+        with path.open("rb") as stream:
+            header = stream.read(HEADER.size)
+            size = os.fstat(stream.fileno()).st_size
+            if size != HEADER.size + len(block):
+                raise DamagedError(f"{path.name} has {size:,} bytes and not {HEADER.size + len(block):,}")
+            if stream.readinto(block) != len(block) or header != _header(file, block):
+                raise DamagedError(f"{path.name} has another header or checksum")
+        with suppress(OSError):
+            os.utime(path)
+
+    def remove(self, file: StoredFile) -> None:
+        (self.path / file.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Do nothing: the `Directory` holds the lock."""
+
+
+class Directory(Folder):
+    """Lists and invalidates block files; a lock excludes other processes until `close`.
+
+    Errors name `option`.
 
     Raises:
         OSError: the directory cannot be created or written.
         ValueError: another engine holds the lock.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, option: str = "disk_cache_dir") -> None:
+        super().__init__(path)
         path.mkdir(0o700, parents=True, exist_ok=True)
         if path.stat().st_mode & OTHERS:
-            logger.warning("disk_cache_dir %r is open to other users: run chmod 700 on it", str(path))
+            logger.warning("%s %r is open to other users: run chmod 700 on it", option, str(path))
         self._lock = FileLock(path / "lock", timeout=0, mode=0o600, thread_local=False)
         try:
             self._lock.acquire()
         except Timeout:
             raise ValueError(
-                f"disk_cache_dir {str(path)!r} is in use by another engine: close that first, or give each its own"
+                f"{option} {str(path)!r} is in use by another engine: close that first, or give each its own"
             ) from None
         for left in self._names(UNFINISHED):
             (path / left).unlink()
@@ -112,38 +154,6 @@ class Directory:
 
     def room(self) -> int:
         return shutil.disk_usage(self.path).free
-
-    def write(self, file: StoredFile, block: memoryview) -> None:
-        """Write a block; after an error delete the incomplete file if possible."""
-        unfinished = self.path / f"{file.name}{UNFINISHED}"
-        try:
-            with _created(unfinished) as stream:
-                stream.write(_header(file, block))
-                stream.write(block)
-            unfinished.replace(self.path / file.name)
-        except BaseException:
-            with suppress(OSError):
-                unfinished.unlink()
-            raise
-
-    def read(self, file: StoredFile, block: memoryview) -> None:
-        """Read a file into `block`, undefined after a DamagedError: length, header or checksum differ.
-
-        A memory map would kill the process on a truncated file.
-        """
-        path = self.path / file.name
-        with path.open("rb") as stream:
-            header = stream.read(HEADER.size)
-            size = os.fstat(stream.fileno()).st_size
-            if size != HEADER.size + len(block):
-                raise DamagedError(f"{path.name} has {size:,} bytes and not {HEADER.size + len(block):,}")
-            if stream.readinto(block) != len(block) or header != _header(file, block):
-                raise DamagedError(f"{path.name} has another header or checksum")
-        with suppress(OSError):
-            os.utime(path)
-
-    def remove(self, file: StoredFile) -> None:
-        (self.path / file.name).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._lock.release()

@@ -6,25 +6,46 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from heapq import heappop, heappush
 from itertools import count
+from pathlib import Path
 from queue import SimpleQueue
 from secrets import token_hex
+from typing import Protocol
 
 import torch
 
 from mambacache.plan import BlockFile, Transfer
-from mambacache.runner.directory import DamagedError, Directory, StoredFile
+from mambacache.runner.directory import DamagedError, Directory, Folder, StoredFile
 
 logger = logging.getLogger(__name__)
 
 Key = tuple[str, bytes]
 STOP, READ, WRITE = range(3)
 """Priorities of the thread, first to last."""
+
+
+class Listing(Protocol):
+    """Lists files, as a `Directory`."""
+
+    path: Path
+
+    @property
+    def epoch(self) -> str: ...
+
+    def renew(self) -> str: ...
+
+    def files(self) -> list[StoredFile]: ...
+
+    def room(self) -> int: ...
+
+    def remove(self, file: StoredFile) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Filing:
@@ -56,7 +77,7 @@ class Filing:
 class Worker:
     """Runs filings in a thread, reads first."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: Folder | Listing) -> None:
         self.directory = directory
         self.busy = threading.Lock()  # held during file access
         self.era = 0
@@ -130,15 +151,15 @@ class Worker:
             self._told.add(what)
 
 
-class DiskTier:
-    """Implements the cache's `Files`, and moves blocks for `HostTier`.
+class FileIndex:
+    """Implements the cache's `Files`.
 
     Args:
         limit: as `disk_cache_bytes`.
         identity: returns everything that states depend on.
     """
 
-    def __init__(self, directory: Directory, limit: int | None, identity: Callable[[], str]) -> None:
+    def __init__(self, directory: Listing, limit: int | None, identity: Callable[[], str]) -> None:
         self._usable = True
         self._directory, self._identity = directory, identity
         self.key = self._make_key(directory.epoch)
@@ -197,33 +218,15 @@ class DiskTier:
                 for file in self._directory.files():
                     self._directory.remove(file)
 
-    # --- called by `HostTier` ---
-
-    def filing(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing:
-        """Return a transfer's filing; `slots` are uint8 [slots, bytes]."""
-        filing = Filing("read" if transfer.to_host else "written", self._worker.era, len(transfer.files))
-        for asked in transfer.files:
-            block = slots[asked.kind][asked.slot].numpy().data
-            file = self._to_read(asked) if transfer.to_host else self._to_write(asked, len(block))
-            if file is not None:
-                act = self._directory.read if transfer.to_host else partial(_write, self._directory, self._coming)
-                filing.add(file, partial(act, file, block))
-        if not filing.acts:
-            filing.over.set()
-        return filing
-
-    def ask(self, filing: Filing) -> None:
-        self._worker.ask(filing)
-
-    def note(self, filing: Filing) -> None:
-        for file in filing.files:
+    def ended(self, files: Iterable[StoredFile], good: Collection[StoredFile]) -> None:
+        """End a transfer, and delete files that are not `good`."""
+        for file in files:
             key = file.kind, file.block_hash
             if self._index.get(key) is not file:
                 continue
             self._coming.discard(file)
-            if file not in filing.good:
+            if file not in good:
                 self._remove(key)
-        filing.files = []
 
     def close(self) -> None:
         self._end()
@@ -260,20 +263,50 @@ class DiskTier:
         return self.num_bytes + num_bytes <= self._limit
 
     def _remove(self, key: Key) -> None:
-        """Forget a file, and queue its deletion behind writes."""
+        """Forget and delete a file."""
         file = self._index.get(key)
         if file is not None:
-            deletion = Filing("deleted", self._worker.era, 1)
-            deletion.add(file, partial(self._directory.remove, file))
-            self._worker.ask(deletion)
+            self._delete(file)
             del self._index[key]
             self._born.pop(key, None)
             self._writers.pop(key, None)
             self._coming.discard(file)
             self.num_bytes -= file.num_bytes
 
+    def _delete(self, file: StoredFile) -> None:
+        """Queue a file's deletion behind writes."""
+        deletion = Filing("deleted", self._worker.era, 1)
+        deletion.add(file, partial(self._directory.remove, file))
+        self._worker.ask(deletion)
 
-def _write(directory: Directory, coming: set[StoredFile], file: StoredFile, block: memoryview) -> None:
+
+class DiskTier(FileIndex):
+    """Moves blocks between files and host slots."""
+
+    _directory: Directory
+
+    def filing(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing:
+        """Return a transfer's filing; `slots` are uint8 [slots, bytes]."""
+        filing = Filing("read" if transfer.to_host else "written", self._worker.era, len(transfer.files))
+        for asked in transfer.files:
+            block = slots[asked.kind][asked.slot].numpy().data
+            file = self._to_read(asked) if transfer.to_host else self._to_write(asked, len(block))
+            if file is not None:
+                act = self._directory.read if transfer.to_host else partial(_write, self._directory, self._coming)
+                filing.add(file, partial(act, file, block))
+        if not filing.acts:
+            filing.over.set()
+        return filing
+
+    def ask(self, filing: Filing) -> None:
+        self._worker.ask(filing)
+
+    def note(self, filing: Filing) -> None:
+        self.ended(filing.files, filing.good)
+        filing.files = []
+
+
+def _write(directory: Folder, coming: set[StoredFile], file: StoredFile, block: memoryview) -> None:
     """Write a file unless removed: its deletion may be over."""
     if file in coming:
         directory.write(file, block)

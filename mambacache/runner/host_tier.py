@@ -6,15 +6,28 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from mambacache.kernels import StatePool, copy_blocks
 from mambacache.plan import Transfer
-from mambacache.runner.disk_tier import DiskTier, Filing
+from mambacache.runner.disk_tier import Filing
 from mambacache.runner.host_memory import HostMemory
 
 logger = logging.getLogger(__name__)
+
+
+class Files(Protocol):
+    """Moves blocks, as a `DiskTier`."""
+
+    def filing(self, transfer: Transfer, slots: Mapping[str, torch.Tensor]) -> Filing: ...
+
+    def ask(self, filing: Filing) -> None: ...
+
+    def note(self, filing: Filing) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -34,7 +47,7 @@ class HostTier:
     """
 
     def __init__(
-        self, pools: Sequence[StatePool], slots: Sequence[int], disk: DiskTier | None = None, *,
+        self, pools: Sequence[StatePool], slots: Sequence[int], disk: Files | None = None, *,
         option: str = "host_cache_bytes",
     ) -> None:  # fmt: skip
         self._device = pools[0].buffer.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from hashlib import blake2b
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -10,22 +11,21 @@ from pathlib import Path
 import torch
 
 from mambacache import kernels
-from mambacache.config import EngineConfig
-from mambacache.models.adapt import Model
 
 WORDS = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Words of 8 bytes in a piece, which fits a CPU's caches and keeps a GPU busy."""
 
 
-def identity(model: Model, config: EngineConfig, device: torch.device) -> str:
-    """Describe weights, settings, layout, source, versions and device, without paths."""
-    settings = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    layers = model.state_layers(getattr(torch, config.state_dtype))
+def identity(weights: str, settings: object, layout: object, packages: Iterable[str], device: torch.device) -> str:
+    """Describe what states depend on, with the versions of torch, Triton and `packages`; leave paths out.
+
+    Args:
+        weights: `weights_digest` of the model.
+    """
     on_cpu = device.type == "cpu"
     device_name = torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(device)
-    versions = [(name, version(name)) for name in ("torch", "transformers", "triton") if find_spec(name) is not None]
-    layout = config.block_size, layers, model.kv_layers
-    return repr((weights_digest(model.module), settings, layout, source_digest(), versions, device_name))
+    versions = [(name, version(name)) for name in ("torch", "triton", *packages) if find_spec(name) is not None]
+    return repr((weights, settings, layout, source_digest(), versions, device_name))
 
 
 @torch.inference_mode()

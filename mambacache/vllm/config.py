@@ -17,6 +17,10 @@ SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
 DRAFTS = "ngram", "mtp"
 CONNECTORS = "OffloadingConnector", "ExampleConnector"
+MEMORY_ALONE = "CPUOffloadingSpec"
+"""Default `spec_name` of `OffloadingConnector`."""
+LASTING_TIERS = "fs", "obj"
+"""Tiers of `OffloadingConnector` that keep KV over a restart."""
 PAGES = "mambacache.0"
 """Layer that gives a model without attention a KV cache; vLLM wants a number in each name."""
 LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
@@ -118,6 +122,15 @@ def _offloads(config: Any) -> bool:
     return getattr(config.cache_config, "kv_offloading_size", None) is not None
 
 
+def _keeps_kv(transfer: Any) -> bool:
+    """Tell whether a connector may keep KV over a restart, as any of the user's may."""
+    if transfer is None or transfer.kv_connector != "OffloadingConnector":
+        return transfer is not None
+    extra = transfer.kv_connector_extra_config
+    tiers = extra.get("secondary_tiers", ()) if extra.get("spec_name", MEMORY_ALONE) != MEMORY_ALONE else ()
+    return any(tier.get("type") in LASTING_TIERS or "module_path" in tier for tier in tiers)
+
+
 def _refusal(what: str) -> ValueError:
     return ValueError(f"mambacache does not work with {what} yet: leave that out, or set MAMBACACHE=0")
 
@@ -204,6 +217,13 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
         if Settings.of(vllm_config).kv_event_groups == 1 and (connects or not has_attention):
             what = "beside a KV connector" if connects else "for a model without KV pages"
             raise _refusal(f"kv_event_groups 1 in --additional-config {what}")
+        lasting = not has_attention or _keeps_kv(vllm_config.kv_transfer_config)
+        if Settings.of(vllm_config).state_disk_dir is not None and not lasting:
+            raise ValueError(
+                "mambacache: state_disk_dir in --additional-config needs KV on disk too: give a connector that keeps "
+                f"it in --kv-transfer-config (OffloadingConnector with spec_name TieringOffloadingSpec and a tier "
+                f"{' or '.join(LASTING_TIERS)} in secondary_tiers, or one of your own), or leave state_disk_dir out"
+            )
         cache = vllm_config.cache_config
         cache.mamba_cache_mode, cache.mamba_block_size = "none", None  # vLLM's own hooks may set both
         if not has_attention:

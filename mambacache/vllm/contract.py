@@ -30,6 +30,8 @@ HOOKS: dict[str, dict[str, tuple[str, ...]]] = {
             "self request num_new_tokens num_new_local_computed_tokens num_external_computed_tokens",
         ),
         "Scheduler.schedule": ("self throttle_prefills",),
+        "Scheduler.has_requests": ("self",),
+        "Scheduler.shutdown": ("self",),
         "Scheduler.update_from_output": ("self scheduler_output model_runner_output",),
         "Scheduler.connector": ("",),
         "Scheduler.running": ("",),

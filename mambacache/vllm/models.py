@@ -6,7 +6,9 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
+from mambacache.runner.identity import weights_digest
 from mambacache.vllm.config import PAGES, serves
+from mambacache.vllm.settings import Settings
 
 _MODULES = {
     "alice_ai": ["AliceAIForCausalLM"],
@@ -99,6 +101,17 @@ class _StateCached:
             super().__init__(**given)
         if ours and self.without_attention:
             vllm_config.compilation_config.static_forward_context[PAGES] = Pages()
+        self.mambacache_weights: str | None = None
+        self._keeps_files = ours and Settings.of(vllm_config).state_disk_dir is not None
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a digest of weights before vLLM packs them."""
+        loaded = super().load_weights(*args, **kwargs)
+        model: Any = self
+        complete = not any(each.is_meta for each in model.parameters())
+        if self._keeps_files and self.mambacache_weights is None and complete:
+            self.mambacache_weights = weights_digest(model)
+        return loaded
 
     def get_model_state_cls(self) -> type:
         from mambacache.vllm.model_state import StateCacheModelState

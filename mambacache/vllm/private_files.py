@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 PREFIX = "mambacache-vllm-"
-NAME = re.compile(r"\d+\.((blocks|prom)(\.new)?|\d+\.ends)")
+NAME = re.compile(r"\d+\.((blocks|prom)(\.new)?|\d+\.(ends|identity(\.new)?))")
 """Names of files that may be removed."""
 
 

@@ -7,6 +7,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from operator import attrgetter
+from secrets import token_hex
 from typing import Any
 
 from vllm.distributed.kv_events import KVEventBatch
@@ -21,6 +22,7 @@ from mambacache.plan import CHUNK, FOLD, SequenceStep
 from mambacache.report import Wait
 from mambacache.vllm.config import PAGES, is_cpu, settle_connector
 from mambacache.vllm.connector import External
+from mambacache.vllm.files import StateFiles
 from mambacache.vllm.kv_events import ChunkHashes, StateEvents
 from mambacache.vllm.kv_watch import HashMap, KVWatch
 from mambacache.vllm.log import logger
@@ -60,6 +62,8 @@ class Mixin:
         sizes = read_sizes(self.vllm_config)
         slots = log_slots(self.vllm_config, sizes.blocks)
         self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each needs a token log
+        files = StateFiles.of(self.vllm_config, sizes.state_bytes) if sizes.host_slots else None
+        self._of_this_process = token_hex() if files is not None else ""
         self.prefix_cache = PrefixCache(
             CacheConfig(
                 num_state_blocks=sizes.blocks,
@@ -71,11 +75,13 @@ class Mixin:
                 checkpoint_interval=Settings.of(self.vllm_config).checkpoint_interval,
                 num_host_states=sizes.host_slots,
                 state_bytes=sizes.state_bytes,
-            )
+            ),
+            files,
         )
-        if not self._caching and Settings.of(self.vllm_config).state_host_bytes is not None:
-            logger.warning("mambacache: state_host_bytes has no effect: prefix caching is off")
-        self._copies = Copies.of(self.vllm_config, self.prefix_cache) if sizes.host_slots else None
+        for option in ("state_host_bytes", "state_disk_dir"):
+            if not self._caching and getattr(Settings.of(self.vllm_config), option) is not None:
+                logger.warning("mambacache: %s has no effect: prefix caching is off", option)
+        self._copies = Copies.of(self.vllm_config, self.prefix_cache, files) if sizes.host_slots else None
         self.need_mamba_block_aligned_split = True  # calls _mamba_block_aligned_split for every chunk
         self._runner_v2 = not is_cpu()
         self._rows: dict[str, SequenceStep] = {}  # of this schedule()
@@ -139,7 +145,7 @@ class Mixin:
             self.prefix_cache.add(
                 name,
                 request.prompt_token_ids,
-                salt=_salt(request),
+                salt=_salt(request) + (self._of_this_process if request.lora_request is not None else ""),
                 extra_keys=media,
                 read=self._caching and not request.skip_reading_prefix_cache,
             )
@@ -229,7 +235,16 @@ class Mixin:
         self._publish()
         return done
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._copies is not None:
+            self._copies.close()
+
     # --- steps ---
+
+    def has_requests(self) -> bool:
+        """Return whether there is work, for requests or for files."""
+        return super().has_requests() or (self._copies is not None and self._copies.flushing)
 
     def _mamba_block_aligned_split(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> int:
         if num_new_tokens <= 1:
@@ -304,7 +319,9 @@ class Mixin:
             self._tell(self.requests[name])
         rows = self.prefix_cache.plan_rows(steps)
         # Before `issued`: workers launch these copies before this step.
-        output.mambacache_transfers = self._copies.begin() if self._copies is not None else ()
+        output.mambacache_transfers = (
+            self._copies.begin(idle=not self.has_unfinished_requests()) if self._copies is not None else ()
+        )
         self.prefix_cache.issued(rows)  # workers run in order, and a failed step ends the engine
         self._follow(self.requests)
         if self._events is not None:

@@ -18,6 +18,7 @@ class Settings:
         state_bytes: memory of states and token logs on each GPU; None for half of the memory left by the weights.
         num_state_blocks: number of states, in place of `state_bytes`; token logs take memory on top.
         state_host_bytes: host memory for states that the GPUs evict, all ranks together; None for none.
+        state_disk_dir: folder of files behind `state_host_bytes`; None for none.
         checkpoint_interval: tokens between extra states, a multiple of 64; 0 for none.
         kv_event_groups: 2 for KV events of pages and states, 1 for pages up to the deepest state.
     """
@@ -25,6 +26,7 @@ class Settings:
     state_bytes: int | None = None
     num_state_blocks: int | None = None
     state_host_bytes: int | None = None
+    state_disk_dir: str | None = None
     checkpoint_interval: int = 0
     kv_event_groups: int = 2
 
@@ -51,7 +53,17 @@ class Settings:
             except ValueError as error:
                 given_bytes = f"{name} is {values[name]!r} in --additional-config"
                 raise ValueError(f'mambacache: {given_bytes}: give bytes, or "20GiB"') from error
+        folder = values.get("state_disk_dir", "unset")
+        if not isinstance(folder, str) or not folder:
+            raise ValueError(f"mambacache: state_disk_dir is {folder!r} in --additional-config: give a folder")
+        if "state_disk_dir" in values and "state_host_bytes" not in values:
+            raise ValueError(
+                "mambacache: state_disk_dir in --additional-config needs state_host_bytes, through which its files go: "
+                "set it to a few states at least"
+            )
         for name, value in values.items():
+            if name == "state_disk_dir":
+                continue
             if type(value) is not int or value < (0 if name == "checkpoint_interval" else 1):
                 raise ValueError(f"mambacache: {name} is {value!r} in --additional-config: give a positive integer")
         if values.get("kv_event_groups", 2) > 2:

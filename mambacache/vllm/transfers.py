@@ -9,6 +9,7 @@ import numpy as np
 
 from mambacache.cache.prefix_cache import PrefixCache
 from mambacache.plan import Transfer
+from mambacache.vllm.files import StateFiles
 from mambacache.vllm.private_files import folder_of, made_folder_of
 
 MOST = 1 << 12
@@ -39,12 +40,13 @@ class Ends:
 class Copies:
     """Hands transfers to all ranks, and ends those that are over on all ranks."""
 
-    def __init__(self, prefix_cache: PrefixCache, ranks: Sequence[Ends]) -> None:
-        self._prefix_cache, self._ranks = prefix_cache, ranks
+    def __init__(self, prefix_cache: PrefixCache, ranks: Sequence[Ends], files: StateFiles | None = None) -> None:
+        self._prefix_cache, self._ranks, self._files = prefix_cache, ranks, files
+        self.flushing = False
         self._under_way: dict[int, Transfer] = {}
 
     @classmethod
-    def of(cls, vllm_config: Any, prefix_cache: PrefixCache) -> Copies:
+    def of(cls, vllm_config: Any, prefix_cache: PrefixCache, files: StateFiles | None) -> Copies:
         """Join all ranks, or raise ValueError."""
         try:
             ranks = [Ends(vllm_config, rank, new=False) for rank in range(vllm_config.parallel_config.world_size)]
@@ -53,18 +55,26 @@ class Copies:
                 f"mambacache: the scheduler cannot follow the copies of its workers ({error}), which may run on "
                 "another machine: leave state_host_bytes out of --additional-config"
             ) from error
-        return cls(prefix_cache, ranks)
+        return cls(prefix_cache, ranks, files)
 
-    def begin(self) -> tuple[Transfer, ...]:
-        """Return transfers to launch before this step."""
-        found = self._prefix_cache.transfers()
+    def begin(self, idle: bool) -> tuple[Transfer, ...]:
+        """Return transfers to launch before this step; idle steps bring states to files."""
+        flush = idle and self._files is not None
+        found = self._prefix_cache.transfers(flush=flush)
+        self.flushing = flush and bool(found)
         new = [each for each in found if each.number not in self._under_way and each.number < found[0].number + MOST]
         self._under_way.update((each.number, each) for each in new)
-        return tuple(new)
+        return tuple(new) if self._files is None else tuple(map(self._files.choose, new))
 
     def end(self) -> None:
         for number, transfer in [*self._under_way.items()]:
-            failed = [rank.failed(number) for rank in self._ranks]
-            if None not in failed:
+            ends = [rank.failed(number) for rank in self._ranks]
+            if None not in ends:
                 del self._under_way[number]
-                self._prefix_cache.transferred(transfer, failed=any(failed))
+                failed = any(ends) if self._files is None else self._files.over(number, any(ends))
+                self._prefix_cache.transferred(transfer, failed=failed)
+
+    def close(self) -> None:
+        """Let another process have the files."""
+        if self._files is not None:
+            self._files.close()

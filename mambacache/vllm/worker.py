@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-from mambacache.kernels.state_pool import StatePool, state_bytes
+from mambacache.kernels.state_pool import StatePool, StateTensor, state_bytes
 from mambacache.plan import Transfer
 from mambacache.runner.host_tier import HostTier
 from mambacache.vllm.config import is_cpu
+from mambacache.vllm.files import RankFiles, folders, rank_identity, tell_identity
 from mambacache.vllm.layers import check_all_ours, check_no_drafter, check_stage
 from mambacache.vllm.log import logger
 from mambacache.vllm.sizing import Sizes, host_slots, least_of_all_ranks, log_slots, pool_blocks, write_sizes
@@ -50,7 +51,7 @@ class Mixin:
             blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * token_log_size / 1e9,
         )  # fmt: skip
         if on_host:
-            self._keep_on_host(on_host)
+            self._keep_on_host(on_host, tensors)
         runner.get_model().mambacache = self.step_context
         if is_cpu():
             _attach_v1(runner, self.step_context)
@@ -59,10 +60,15 @@ class Mixin:
 
             runner.rejection_sampler = UpToTheLog(runner.rejection_sampler)
 
-    def _keep_on_host(self, slots: int) -> None:
+    def _keep_on_host(self, slots: int, tensors: Sequence[Sequence[StateTensor]]) -> None:
+        config, paths, runner = self.vllm_config, folders(self.vllm_config), self.model_runner
+        found = rank_identity(config, self.rank, runner.get_model(), tensors, runner.device) if paths else None
         try:
-            self._host_tier = HostTier([self.step_context.pool], [slots], option="state_host_bytes")
-            self._ends = Ends(self.vllm_config, self.rank, new=True)
+            if found is not None:
+                tell_identity(config, self.rank, found)
+            files = RankFiles(paths[self.rank]) if paths else None
+            self._host_tier = HostTier([self.step_context.pool], [slots], files, option="state_host_bytes")
+            self._ends = Ends(config, self.rank, new=True)
         except (OSError, ValueError) as error:
             raise ValueError(f"mambacache: no states in host memory: {error}") from error
         size = self.step_context.pool.block_bytes

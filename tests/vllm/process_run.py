@@ -1,6 +1,7 @@
-"""Serve a tiny model by processes of their own: `python process_run.py CASE DIRECTORY`.
+"""Serve a tiny model by processes of their own: `python process_run.py CASE DIRECTORY [again]`.
 
-Engine core and workers are children of this process, which sees their answers alone.
+With `again` they find states in the files of an earlier run. Engine core and workers are children of this process,
+which sees their answers alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ FEW_STATES = {  # two hits of the second turn are in host memory alone
     "additional_config": {"mambacache": {"state_bytes": "300KB", "state_host_bytes": "40MB"}},
     "max_num_seqs": 4,
 }
+FILES = {"state_bytes": "4MB", "state_host_bytes": "40MB"}
 # On a CPU vLLM makes the tensors that a second stage receives into when it warms up, and not in eager mode.
 PIPELINE = {
     "pipeline_parallel_size": 2,
@@ -31,6 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # model, chang
     "engine": ("qwen3_next_moe", {}, {}),
     "tensor": ("qwen3_next_moe", DIVIDED, {"tensor_parallel_size": 2}),
     "tensor_host": ("qwen3_next_moe", DIVIDED, {"tensor_parallel_size": 2, **FEW_STATES}),
+    "tensor_files": ("falcon_mamba", {}, {"tensor_parallel_size": 2}),  # needs no connector: it has no KV
     "tensor_mamba2": ("falcon_h1", DIVIDED, {"tensor_parallel_size": 2}),
     "pipeline": ("qwen3_next_moe", {"layer_types": 2 * STAGE}, PIPELINE),
     "pipeline_refused": ("qwen3_next_moe", {}, PIPELINE),
@@ -76,7 +79,7 @@ def params() -> Any:
     return SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
 
-def main(case: str, directory: Path) -> None:
+def main(case: str, directory: Path, again: bool) -> None:
     # At the top of the file each spawned child would import them too.
     from family_run import CHANGES, HITS, OPTIONS, PROMPTS, check
 
@@ -85,17 +88,20 @@ def main(case: str, directory: Path) -> None:
 
     name, changes, parallel = CASES[case]
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    save_tiny_model(name, directory, **CHANGES.get(name, {}) | changes)
+    if case.endswith("files"):
+        parallel = {**parallel, "additional_config": {"mambacache": FILES | {"state_disk_dir": f"{directory} states"}}}
+    if not again:
+        save_tiny_model(name, directory, **CHANGES.get(name, {}) | changes)
     ranks = parallel.get("data_parallel_size", 1)
     given = (directory, OPTIONS | STATES | parallel, PROMPTS, len(HITS))
     llm, rounds = asyncio.run(serve_ranks(*given)) if ranks > 1 else serve(*given)
     original = Original(directory)
     for number, outputs in enumerate(rounds):
-        check(original, outputs, HITS[number // ranks])
+        check(original, outputs, HITS[1 if again else number // ranks])
     print(LAST_ANSWER, flush=True)
     if ranks > 1:
         llm.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), "again" in sys.argv[3:])

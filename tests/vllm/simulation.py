@@ -49,7 +49,8 @@ from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
 from mambacache.kernels import StateIndices, place_decodes
 from mambacache.plan import FOLD, SequenceStep, Transfer, layout
-from mambacache.vllm import sizing
+from mambacache.runner.directory import DamagedError, Folder, StoredFile
+from mambacache.vllm import files, sizing
 from mambacache.vllm.config import PAGES
 from mambacache.vllm.rows import Receiver
 from mambacache.vllm.scheduler import make
@@ -93,14 +94,16 @@ def make_scheduler(
     events: bool = False,
     host_states: int = 0,
     ranks: int = 1,
+    disk: Path | None = None,
     connector: dict[str, Any] | None = None,
-    **settings: int,
+    **settings: Any,
 ) -> Any:
     """Return our scheduler on vLLM's, with memory for `num_states` states and `num_pages` KV pages of `page` tokens.
 
     Without attention there is a page for each of 8 requests that may run. `v2` chooses model runner V2 on any device.
-    With `events` it publishes KV events, to nobody. Each of `ranks` workers keeps `host_states` states in host memory.
-    `connector` has the chances of a `FaultyConnector`, or with `cpu_bytes_to_use` the options of vLLM's own.
+    With `events` it publishes KV events, to nobody. Each of `ranks` workers keeps `host_states` states in host memory,
+    and more in files below `disk`. `connector` has the chances of a `FaultyConnector`, or with `cpu_bytes_to_use` the
+    options of vLLM's own.
     """
     if not host_states:
         settings["num_state_blocks"] = num_states
@@ -134,6 +137,10 @@ def make_scheduler(
     config.parallel_config.world_size = ranks
     if host_states:
         sizing.write_sizes(config, sizing.Sizes(num_states, host_states))
+        if disk is not None:
+            settings |= {"state_host_bytes": 1, "state_disk_dir": str(disk)}
+            for rank in range(ranks):
+                files.tell_identity(config, rank, f"rank {rank}")
         made = [Ends(config, rank, new=True) for rank in range(ranks)]
     config.scheduler_config.async_scheduling = ahead  # vLLM's choice depends on the device
     config.cache_config.num_gpu_blocks = num_pages
@@ -147,6 +154,7 @@ def make_scheduler(
         log_stats=True,
     )
     scheduler.ends_of_ranks = made if host_states else []
+    scheduler.folders_of_ranks = [Folder(path) for path in files.folders(config)]
     scheduler._runner_v2 |= v2
     # A model with images has these. vLLM believes that no text model has images.
     scheduler.max_num_encoder_input_tokens = budget + IMAGE
@@ -159,10 +167,14 @@ class HostStates:
 
     Args:
         states: the pool, by block.
+        folders: of the files of all ranks.
         failing, slow: chances that a transfer fails on a rank, and that it goes on for another step.
     """
 
-    def __init__(self, states: dict[int, int], ranks: list[Ends], failing: float, slow: float, seed: int) -> None:
+    def __init__(
+        self, states: dict[int, int], ranks: list[Ends], folders: list[Folder], failing: float, slow: float, seed: int
+    ) -> None:
+        self._folders = folders
         self._states, self._ranks, self._failing, self._slow = states, ranks, failing, slow
         self._slots: dict[int, int] = {}
         self._under_way: list[tuple[Transfer, set[int]]] = []
@@ -171,7 +183,9 @@ class HostStates:
 
     def launch(self, transfers: tuple[Transfer, ...]) -> None:
         for transfer in transfers:
-            assert transfer.states and all(map(all, transfer.states)) and not transfer.pages
+            assert transfer.states or self._folders
+            assert all(map(all, transfer.states)) and not transfer.pages
+            assert not (transfer.states and transfer.files)
             blocks = {block for block, _ in transfer.states}
             assert not blocks & self.busy(), "two transfers use a block"
             for block, slot in transfer.states:
@@ -192,15 +206,31 @@ class HostStates:
                 if not all_transfers and self._rng.random() < self._slow:
                     continue
                 left.remove(rank)
-                failed = self._rng.random() < self._failing
+                failed = self._rng.random() < self._failing or not self._file(transfer, rank)
                 self.failed += failed
                 self._ranks[rank].note(transfer.number, failed)
             if not left:
                 self._under_way.remove((transfer, left))
                 self._copy(transfer)
 
+    def _file(self, transfer: Transfer, rank: int) -> bool:
+        """Read or write files of a rank, and return whether all are good."""
+        good = True
+        for each in transfer.files:
+            assert each.kind == "state" and each.slot
+            file, block = StoredFile("state", each.block_hash, each.exact, 8), bytearray(8)
+            if transfer.to_host:
+                try:
+                    self._folders[rank].read(file, memoryview(block))
+                    self._slots[each.slot] = int.from_bytes(block, signed=True)
+                except (DamagedError, FileNotFoundError):
+                    good = False
+            else:
+                self._folders[rank].write(file, memoryview(self._slots[each.slot].to_bytes(8, signed=True)))
+        return good
+
     def _copy(self, transfer: Transfer) -> None:
-        self.loaded += not transfer.to_host
+        self.loaded += bool(transfer.states) and not transfer.to_host
         for block, slot in transfer.states:
             if transfer.to_host:
                 self._slots[slot] = self._states[block]
@@ -436,7 +466,8 @@ class Simulation:
         page = scheduler.block_size if scheduler.prefix_cache.config.has_attention else None
         self.worker = Worker(page, scheduler._runner_v2)
         if scheduler.ends_of_ranks:
-            self.worker.host = HostStates(self.worker.states, scheduler.ends_of_ranks, failing, slow, seed)
+            ranks = scheduler.ends_of_ranks, scheduler.folders_of_ranks
+            self.worker.host = HostStates(self.worker.states, *ranks, failing, slow, seed)
         self.worker.connector = scheduler.connector
         self.answers: dict[str, list[int]] = {}
         self.finish_reasons: dict[str, FinishReason] = {}

@@ -116,7 +116,7 @@ def test_a_rank_on_another_machine_is_refused(tmp_path: Path) -> None:
     config, cache = configured(tmp_path, 2), PrefixCache(CacheConfig(num_state_blocks=2))
     Ends(config, 0, new=True)
     with pytest.raises(ValueError, match="which may run on another machine: leave state_host_bytes out of"):
-        Copies.of(config, cache)
+        Copies.of(config, cache, None)
 
 
 def test_no_more_transfers_are_sent_than_a_file_has_entries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,16 +125,32 @@ def test_no_more_transfers_are_sent_than_a_file_has_entries(monkeypatch: pytest.
     under_way = [SimpleNamespace(number=number) for number in (5, 6, 7, 8)]
     ended: list[int] = []
     cache = SimpleNamespace(
-        transfers=lambda: tuple(under_way), transferred=lambda each, failed: ended.append(each.number)
+        transfers=lambda flush: tuple(under_way), transferred=lambda each, failed: ended.append(each.number)
     )
     over: dict[int, bool] = {}
     copies = Copies(cache, [SimpleNamespace(failed=over.get)])  # type: ignore[arg-type, list-item]
-    assert [each.number for each in copies.begin()] == [5, 6] and copies.begin() == ()
+    assert [each.number for each in copies.begin(idle=False)] == [5, 6] and copies.begin(idle=False) == ()
     over[6] = False
     copies.end()
     del under_way[1]
-    assert ended == [6] and copies.begin() == ()
+    assert ended == [6] and copies.begin(idle=False) == ()
     over[5] = False
     copies.end()
     del under_way[0]
-    assert [each.number for each in copies.begin()] == [7, 8]
+    assert [each.number for each in copies.begin(idle=False)] == [7, 8]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_requests_with_files(part: int, tmp_path: Path) -> None:
+    """The second of two processes finds the files of the first, amid failures on some rank and resets."""
+    hits = failed = 0
+    for seed in range(10 * part, 10 * part + 10):
+        for _ in range(2):
+            simulation = random_mix(
+                seed, again=True, host_states=(3, 8)[seed % 2], ranks=1 + seed % 2, disk=tmp_path / str(seed)
+            )
+            simulation.check_end()
+            stats = simulation.scheduler.prefix_cache.stats
+            hits, failed = hits + stats.disk_hit_tokens, failed + stats.failed_transfers
+            simulation.scheduler.shutdown()
+    assert hits and failed, (hits, failed)

@@ -199,6 +199,42 @@ def test_an_option_that_works_gives_no_warning(words: str, configure: Configure,
     assert config.serves(settled) and not said
 
 
+TIERS = '"kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec","secondary_tiers":[{"type":"%s"}]}}'
+DISK = '--additional-config {"mambacache":{"state_host_bytes":"1GB","state_disk_dir":"states"}}'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--kv-offloading-size 1",
+        f"--kv-transfer-config {CONNECTOR}",
+        f"--kv-transfer-config {CONNECTOR[:-1]},{TIERS % 'p2p'}",
+        f"--kv-transfer-config {CONNECTOR[:-1]},{(TIERS % 'fs').replace('Tiering', 'CPU')}",
+    ],
+)
+def test_states_on_disk_without_their_kv_are_refused(words: str, configure: Configure) -> None:
+    with pytest.raises(ValueError, match="needs KV on disk too: give a connector that keeps it in --kv-transfer-confi"):
+        configure(*DISK.split(), *words.split())
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        CONNECTOR.replace("Offloading", "Example"),
+        f"{CONNECTOR[:-1]},{TIERS % 'fs'}",
+        CONNECTOR.replace("Offloading", "Faulty").replace("}", ',"kv_connector_module_path":"connectors"}'),
+    ],
+)
+def test_states_on_disk_beside_kv_on_disk(transfer: str, configure: Configure, said: list[str]) -> None:
+    settled = configure(*DISK.split(), "--kv-transfer-config", transfer)
+    assert config.serves(settled) and not said
+
+
+def test_states_on_disk_of_a_model_without_kv(configure: Configure, said: list[str]) -> None:
+    assert config.serves(configure(*DISK.split(), has_attention=False)) and not said
+
+
 def test_vllms_own_offloading_has_its_connector_after_the_hook(configure: Configure) -> None:
     """The scheduler has failed loads computed, since vLLM makes the connector's configuration late."""
     transfer = configure("--kv-offloading-size", "1").kv_transfer_config

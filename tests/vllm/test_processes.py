@@ -19,6 +19,12 @@ def test_processes_give_right_answers_and_end(case: str, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(not FULL, reason="MAMBACACHE_FAMILIES=all runs it")
+def test_two_ranks_find_states_in_files(tmp_path: Path) -> None:
+    run(SCRIPT, "tensor_files", tmp_path)
+    run(SCRIPT, "tensor_files", tmp_path, "again")
+
+
+@pytest.mark.skipif(not FULL, reason="MAMBACACHE_FAMILIES=all runs it")
 def test_a_stage_without_attention_is_refused(tmp_path: Path) -> None:
     """One sentence refuses it, and no process stays behind."""
     log = tmp_path / "log"

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
-from watched import FULL, run
+from watched import FOLDER, FULL, LAST_ANSWER, check_end, run, started, wait_for
 
 ALWAYS = "hits", "few_of_both", "host_states", "connector", "connector_failing_between_steps"
 CASES = (*ALWAYS, "few_pages", "few_states", "connector_between_steps", "connector_failing")
@@ -24,3 +25,13 @@ def test_requests(case: str, steps: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", ["one at a time", "ahead"] if FULL else ["ahead"])
 def test_a_request_with_bad_logits_costs_itself_alone(steps: str, tmp_path: Path) -> None:
     run("nan_run.py", "nan", tmp_path, steps)
+
+
+def test_a_restart_finds_states_in_files(tmp_path: Path) -> None:
+    """Processes run one after another on the same folders."""
+    every = "first", "again", "damaged", "other", "full", "reset", "after_reset"
+    for part in every if FULL else ("first", "again", "other"):
+        log = tmp_path / f"log of {part}"
+        with started(FOLDER / "disk_run.py", part, tmp_path, log=log) as process:
+            wait_for(LAST_ANSWER, process, log)
+            check_end(process, time.monotonic(), log)
