@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import log2
+from math import inf, log2
 
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
-from mambacache.cache.retention import Chains, EvictionOrder, Rank
+from mambacache.cache.retention import Chains, EvictionOrder
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
@@ -114,7 +114,7 @@ class SlabPool(BlockPool):
         self._empty: OrderedDict[int, None] = OrderedDict()
         self._busy = [0] * (slabs.num_slabs + 1)  # referenced blocks by slab
         self._idle_slabs = EvictionOrder(chains)  # unreferenced, not empty
-        self._slab_rank: dict[int, Rank] = {}  # highest rank in each idle slab
+        self._slab_group: dict[int, int] = {}  # highest group in each idle slab
         self._slab_used = [0.0] * (slabs.num_slabs + 1)  # lending is no use
         self._evicted = 0  # since the last `weigh`
 
@@ -173,11 +173,11 @@ class SlabPool(BlockPool):
         super().release(block, used)
         if last and not self._busy[slab] and slab not in self._empty:
             ids = self._ids(slab)
-            rank = self._slab_rank[slab] = max(self.rank[each] for each in ids if self.hashes[each] is not None)
+            group = self._slab_group[slab] = max(self.group[each] for each in ids if self.hashes[each] is not None)
             if used is None:
-                self._idle_slabs.add(slab, rank)
+                self._idle_slabs.add(slab, group)
             else:
-                self._idle_slabs.put_back(slab, rank, self._slab_used[slab])
+                self._idle_slabs.put_back(slab, group, self._slab_used[slab])
 
     def _taken(self, slab: int, blocks: Sequence[int]) -> None:
         self._num_free -= len(blocks)
@@ -191,8 +191,8 @@ class SlabPool(BlockPool):
         return super()._wake(block)
 
     def _occupy(self, slab: int, count: int) -> None:
-        if slab in self._slab_rank:
-            self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
+        if slab in self._slab_group:
+            self._idle_slabs.remove(slab, self._slab_group.pop(slab))
         self._busy[slab] += count
 
     def _free_again(self, block: int) -> None:
@@ -201,21 +201,21 @@ class SlabPool(BlockPool):
         free.append(block)
         self._num_free += 1
         if len(free) == self.per_slab:
-            if slab in self._slab_rank:
-                self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
+            if slab in self._slab_group:
+                self._idle_slabs.remove(slab, self._slab_group.pop(slab))
             self._empty[slab] = None
 
-    def _make_room(self, requested: bool = True) -> bool:
+    def _make_room(self, limit: float = -inf) -> bool:
         """Free at least a block; False if impossible."""
-        self._evicted += requested
+        self._evicted += limit < inf
         if self._evicted >= self.per_slab:
             self._evicted = 0
             if self._slabs.weigh(self):
                 self._slabs.move(self)
                 return True
-        if self.evict(requested):
+        if self.evict(limit):
             return True
-        if requested and self._slabs.obtainable(self):
+        if limit == -inf and self._slabs.obtainable(self):
             self._slabs.move(self)
             return True
         return False
@@ -230,7 +230,7 @@ class SlabPool(BlockPool):
     def give_up(self, slab: int = 0) -> int:
         """Remove and return this empty slab; if 0, any empty slab or the next victim."""
         if not slab and not self._empty:
-            first = self._idle_slabs.first(requested=True)
+            first = self._idle_slabs.first(-inf)
             assert first is not None
             for block in self._ids(first):
                 if self.hashes[block] is not None:
@@ -258,6 +258,6 @@ class SlabPool(BlockPool):
         busy = [sum(map(bool, counted[start : start + per])) for start in range(0, len(counted), per)]
         assert busy == self._busy, "references, by slab"
         resting = {b // per for b in idle if not busy[b // per]}
-        assert resting == self._idle_slabs.blocks() == self._slab_rank.keys(), "idle slabs"
+        assert resting == self._idle_slabs.blocks() == self._slab_group.keys(), "idle slabs"
         empty = {slab for slab, blocks in self._free_in.items() if len(blocks) == per}
         assert self._empty.keys() == empty, "empty slabs"
