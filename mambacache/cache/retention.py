@@ -451,7 +451,7 @@ class EvictionOrder:
         self._spare.move_to_end(block, last=False)
 
     def put_back(self, block: int, group: int, used: float) -> None:
-        self._insert(block, group, used)
+        self._insert(block, group, max(used, 0))
         self._back.add(block)
 
     def move(self, block: int, before: int, group: int) -> None:
