@@ -78,6 +78,7 @@ def learn(reuse: Reuse, turn: Turn, reused: bool, names: Sequence[bytes], gap: i
 
 
 def value(reuse: Reuse, turn: Turn, age: int) -> float:
+    reuse.estimate()
     return reuse.values[Record(Kind.TURN, turn, 0).place][age]
 
 
@@ -102,6 +103,7 @@ def test_an_evicted_state_counts_as_reused_and_a_reused_state_starts_anew() -> N
 
 def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reuse, "MOST", 10)
+    monkeypatch.setattr(Reuse, "EVERY", 1)
     reuse = Reuse()
     for i in range(30):
         reuse.begin(b"%d" % i, Kind.TURN, Turn(1))

@@ -118,7 +118,8 @@ class Reuse:
         self._hits, self._time = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
         self._admitted = 0
         self.values: list[list[float]] = []
-        self._estimate()
+        self.due = True  # for another estimate
+        self.estimate()
 
     def begin(self, block_hash: bytes, kind: Kind, turn: Turn) -> None:
         if block_hash not in self.records:
@@ -133,13 +134,20 @@ class Reuse:
     def reused(self, block_hash: bytes) -> None:
         """Note that a prompt resumes there, or would if the state were cached."""
         record = self.records.pop(block_hash)
+        while record.age < AGES - 1 and self.now - record.used >= _EDGES[record.age + 1]:
+            self._time[record.place, record.age] += _WIDTHS[record.age]
+            record.age += 1
         self._hits[record.place, record.age] += 1
         self._time[record.place, record.age] += max(self.now - record.used - _EDGES[record.age], 0)
         uses = min(record.uses + 1, MOST_USES)
         self._follow(block_hash, Record(record.kind, record.turn, self.now, uses))
 
     def admitted(self) -> None:
-        """Let records age, and estimate values anew from time to time."""
+        """Let records age from time to time, before values are estimated anew."""
+        self._admitted += 1
+        if self._admitted % self.EVERY:
+            return
+        self.due = True
         for age, line in enumerate(self._by_age):
             while line:
                 block_hash, record = line[0]
@@ -153,11 +161,12 @@ class Reuse:
                     else:
                         del self.records[block_hash]
                 line.popleft()
-        self._admitted += 1
-        if self._admitted % self.EVERY == 0:
-            self._estimate()
 
-    def _estimate(self) -> None:
+    def estimate(self) -> None:
+        """Estimate the values, if due."""
+        if not self.due:
+            return
+        self.due = False
         hits, time = self._hits.sum(0), self._time.sum(0)
         usual, last = np.empty(AGES), 1e-7  # hits for each block of time, of all classes
         for age in range(AGES):
@@ -214,7 +223,7 @@ class Chains:
         reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
         self.reuse.admitted()
         records = self.reuse.records
-        resumed = next((depth for depth in (*reach, hit) if chain[depth] in records), None)
+        resumed = next((depth for depth in reach if chain[depth] in records), hit if chain[hit] in records else None)
         if resumed is not None:
             self.reuse.reused(chain[resumed])
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
@@ -490,6 +499,7 @@ class EvictionOrder:
         return max(self._sample(self._slots[0]), key=self._late, default=None)
 
     def _sample(self, *lists: list[int]) -> list[int]:
+        self._reuse.estimate()
         total = sum(map(len, lists))
         if total <= SAMPLE:
             return [block for slots in lists for block in slots]
