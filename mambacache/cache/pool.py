@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import inf
 
 from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder
 
@@ -49,7 +48,7 @@ class BlockPool:
         self.hashes: list[bytes | None] = [None] * num_ids
         self.exact = [False] * num_ids
         self.group = [SPARE] * num_ids
-        self._useless = [False] * num_ids  # evicted first
+        self.useless = [False] * num_ids  # evicted first
         self._group_before = [SPARE] * num_ids  # before `evict_first`
         self.born = [0] * num_ids  # the writing issue
         self.writer = [0] * num_ids  # request number; 0: an earlier process
@@ -90,9 +89,9 @@ class BlockPool:
             self.references[block] = 1
         return blocks
 
-    def lease(self, limit: float = -inf) -> Lease | None:
-        """Lease a WRITING block, if there is room without the eviction of a block less cold than `limit`."""
-        if not self.num_free and not self._make_room(limit):
+    def lease(self, requested: bool = True) -> Lease | None:
+        """Lease a WRITING block, if there is room; unless `requested`, evict spare blocks only."""
+        if not self.num_free and not self._make_room(requested):
             return None
         return Lease(self, self.take(1)[0])
 
@@ -126,15 +125,15 @@ class BlockPool:
             return
         if self.hashes[block] is None:
             self._free_again(block)
-        elif self._useless[block]:
+        elif self.useless[block]:
             self.idle.put_first(block)
         elif used is None:
             self.idle.add(block, self.group[block])
         else:
             self.idle.put_back(block, self.group[block], used)
 
-    def _make_room(self, limit: float = -inf) -> bool:
-        return self.evict(limit)
+    def _make_room(self, requested: bool = True) -> bool:
+        return self.evict(requested)
 
     def _wake(self, block: int) -> float:
         return self.idle.remove(block, self.group[block])
@@ -153,7 +152,7 @@ class BlockPool:
         self._blocks[block_hash] = block
         self.hashes[block] = block_hash
         self.exact[block] = exact
-        self._useless[block] = False
+        self.useless[block] = False
         self._set_group(block, group)
         self.born[block], self.writer[block] = born, writer
         return True
@@ -163,7 +162,7 @@ class BlockPool:
         if not self.references[block]:
             self.idle.remove(block, self.group[block])
             self.idle.add(block, group)
-        self._useless[block] = False
+        self.useless[block] = False
         self._set_group(block, group)
 
     def regroup(self, block: int, group: int) -> None:
@@ -190,24 +189,24 @@ class BlockPool:
     def restore(self, block_hash: bytes, group: int | None = None) -> bool:
         """Undo `evict_first`; return whether it exists."""
         block = self._blocks.get(block_hash)
-        if block is not None and self._useless[block]:
+        if block is not None and self.useless[block]:
             self.promote(block, self._group_before[block] if group is None else group)
         return block is not None
 
     def evict_first(self, block: int) -> None:
-        if self._useless[block]:
+        if self.useless[block]:
             return
         if not self.references[block]:
             self.idle.remove(block, self.group[block])
             self.idle.put_first(block)
         self._group_before[block] = self.group[block]
-        self._useless[block] = True
+        self.useless[block] = True
         self._set_group(block, SPARE)
 
-    def evict(self, limit: float = -inf) -> bool:
-        while limit == -inf and not self.idle.num_spare and len(self.idle) and self.spill():
+    def evict(self, requested: bool = True) -> bool:
+        while requested and not self.idle.num_spare and len(self.idle) and self.spill():
             pass
-        return self._evict(self.idle.first(limit))
+        return self._evict(self.idle.first(requested))
 
     def evict_leaf(self) -> bool:
         """Evict the state that is reused last, of those whose eviction frees KV."""

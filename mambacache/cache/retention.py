@@ -124,6 +124,8 @@ class Reuse:
     def begin(self, block_hash: bytes, kind: Kind, turn: Turn) -> None:
         if block_hash not in self.records:
             self._follow(block_hash, Record(kind, turn, self.now))
+        elif kind is Kind.BRANCH:
+            self.records[block_hash].kind = kind
 
     def _follow(self, block_hash: bytes, record: Record) -> None:
         self.records[block_hash] = record
@@ -184,10 +186,6 @@ class Reuse:
             gained = before - alive
             values[:, age] = (gained.cumsum(1) / (gained / rates[:, age:]).cumsum(1)).max(1)
         self.values = values.tolist()
-
-    def coldness(self, record: Record, gain: int) -> float:
-        """Return the coldness of a state that is used now and saves `gain` blocks."""
-        return 1 / (self.values[record.place][0] * max(gain, 1))
 
     def group(self, record: Record) -> int:
         """Return the even group of a state."""
@@ -271,7 +269,8 @@ class Needs:
     def __init__(self, on_change: Callable[[bytes, bool], None], on_leaf: Callable[[bytes, bool], None]) -> None:
         """Call `on_change` as blocks are needed or not, and `on_leaf` as states have no state behind them, or have."""
         self._states: dict[bytes, int] = {}  # states right below each state
-        self._above: dict[bytes, int] = {}  # depth of the state above, or of an evicted state
+        self._above: dict[bytes, tuple[int, int]] = {}  # depth of the state above, evicted or not, at an insertion
+        self._insertions = 0  # states that came between two others
         self.counts: dict[bytes, int] = {}
         self._on_change, self._on_leaf = on_change, on_leaf
 
@@ -287,7 +286,8 @@ class Needs:
         """Note a new state."""
         above, state = self.above(chain, depth), chain[depth]
         below = self.counts.get(state, 0)
-        self._states[state], self._above[state] = below, above
+        self._insertions += below > 0
+        self._states[state], self._above[state] = below, (above, self._insertions)
         self._count(chain, above, depth, 1 - below)
         self._adopt(chain, above, 1 - below)
 
@@ -299,9 +299,10 @@ class Needs:
 
     def gain(self, chain: Sequence[bytes], depth: int) -> int:
         """Return the blocks between a state and the next state above."""
-        above = self._above[chain[depth]]
-        if above and chain[above] not in self._states:
-            above = self._above[chain[depth]] = self.above(chain, above)
+        above, at = self._above[chain[depth]]
+        if at != self._insertions or (above and chain[above] not in self._states):
+            above = self.above(chain, depth)
+            self._above[chain[depth]] = above, self._insertions
         return depth - above
 
     def _adopt(self, chain: Sequence[bytes], above: int, more: int) -> None:
@@ -407,19 +408,21 @@ class Marks:
         self._of_a_salt, self._most, self._count = of_a_salt, most, 0
         self._salts: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # oldest first
 
-    def add(self, salt: str, block_hash: bytes) -> None:
+    def add(self, salt: str, block_hash: bytes) -> bytes | None:
+        """Add a mark, and return the mark that it takes the place of."""
         marks = self._salts.setdefault(salt, OrderedDict())
         self._salts.move_to_end(salt)
         self._count += block_hash not in marks
         marks[block_hash] = None
         marks.move_to_end(block_hash)
         if len(marks) <= self._of_a_salt and self._count <= self._most:
-            return
+            return None
         oldest = salt if len(marks) > self._of_a_salt else next(iter(self._salts))
-        self._salts[oldest].popitem(last=False)
+        lost, _ = self._salts[oldest].popitem(last=False)
         self._count -= 1
         if not self._salts[oldest]:
             del self._salts[oldest]
+        return lost
 
     def has(self, salt: str, block_hash: bytes) -> bool:
         return block_hash in self._salts.get(salt, ())
@@ -487,12 +490,11 @@ class EvictionOrder:
             slots[slot], self._slot[last] = last, slot
         return self._used.pop(block)[1]
 
-    def first(self, limit: float) -> int | None:
-        """Return the next victim: a spare block, or a block at least as cold as `limit`."""
-        if self._spare:
-            return next(iter(self._spare))
-        found = max(self._sample(*self._slots), key=self._cold, default=None) if limit < inf else None
-        return found if found is not None and self._cold(found) >= limit else None
+    def first(self, requested: bool) -> int | None:
+        """Return the next victim; unless `requested`, a spare block."""
+        if self._spare or not requested:
+            return next(iter(self._spare), None)
+        return max(self._sample(*self._slots), key=self._cold, default=None)
 
     def first_leaf(self) -> int | None:
         """Return the state that is reused last, of those whose eviction frees KV."""
@@ -523,6 +525,10 @@ class EvictionOrder:
     def coldness(self) -> float:
         """Return about the highest coldness above group SPARE."""
         return max(map(self._cold, self._sample(*self._slots)), default=-inf)
+
+    def lateness(self) -> float:
+        """Return about the highest coldness for each block that a state saves, where its eviction frees KV."""
+        return max(map(self._late, self._sample(self._slots[0])), default=-inf)
 
     def limit(self, count: int) -> float:
         """Return the coldness of about the `count`th next victim, or infinity."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import inf, log2
+from math import log2
 
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
 from mambacache.cache.retention import Chains, EvictionOrder
@@ -17,7 +17,7 @@ FEW = 16
 """A pool may keep num_slabs / FEW empty slabs, at least 2."""
 
 LEAN = 0.5
-"""A slab moves above this mean log2 ratio of both pools' coldness."""
+"""A slab moves above this mean log2 ratio of the reuse that a slab of each pool would lose."""
 
 
 def make_pools(
@@ -38,14 +38,14 @@ def make_pools(
 class Slabs:
     """Divides slabs 1 to `num_slabs` between the pools; slab 0 holds the null blocks.
 
-    A slab moves to the pool that has long evicted hotter blocks, or has nothing to evict: rarely, as a move evicts
-    blocks of many chains.
+    A slab moves to the pool whose evictions have long lost more reuse, or that has nothing to evict: rarely, as a move
+    evicts blocks of many chains.
     """
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
         self.num_slabs = num_slabs
         self._reserve = reserve  # slabs for running requests' states
-        self._lean = 0.0  # above 0: pages evict hotter blocks
+        self._lean = 0.0  # above 0: a slab of pages loses more reuse than a slab of states
         self._memory = max(num_slabs // MEMORY, 8)
         self._few = max(num_slabs // FEW, 2)
         self._wasted = 0  # slabs evicted despite empty slabs
@@ -71,9 +71,9 @@ class Slabs:
         self._wasted = self._wasted + 1 if self._other(pool).num_empty > kept else 0
         if self._wasted > self._memory:
             return True
-        cold, other = pages.idle.coldness(), states.idle.coldness()
-        if cold > 0 and other > 0:
-            self._lean += (min(max(log2(other / cold), -1), 1) - self._lean) / self._memory
+        cold, late = states.idle.coldness() / states.per_slab, states.idle.lateness() / pages.per_slab
+        if cold > 0 and late > 0:
+            self._lean += (min(max(log2(cold / late), -1), 1) - self._lean) / self._memory
         due = self._lean > LEAN if pool is pages else self._lean < -LEAN
         if due and self.obtainable(pool):
             self._lean = 0.0
@@ -205,17 +205,17 @@ class SlabPool(BlockPool):
                 self._idle_slabs.remove(slab, self._slab_group.pop(slab))
             self._empty[slab] = None
 
-    def _make_room(self, limit: float = -inf) -> bool:
+    def _make_room(self, requested: bool = True) -> bool:
         """Free at least a block; False if impossible."""
-        self._evicted += limit < inf
+        self._evicted += requested
         if self._evicted >= self.per_slab:
             self._evicted = 0
             if self._slabs.weigh(self):
                 self._slabs.move(self)
                 return True
-        if self.evict(limit):
+        if self.evict(requested):
             return True
-        if limit == -inf and self._slabs.obtainable(self):
+        if requested and self._slabs.obtainable(self):
             self._slabs.move(self)
             return True
         return False
@@ -230,7 +230,7 @@ class SlabPool(BlockPool):
     def give_up(self, slab: int = 0) -> int:
         """Remove and return this empty slab; if 0, any empty slab or the next victim."""
         if not slab and not self._empty:
-            first = self._idle_slabs.first(-inf)
+            first = self._idle_slabs.first(requested=True)
             assert first is not None
             for block in self._ids(first):
                 if self.hashes[block] is not None:

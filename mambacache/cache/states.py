@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from math import inf
 
 from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Lookup
@@ -46,8 +45,8 @@ class Checkpoints:
                 continue
             if planned.get(block_hash, -1) >= exact:
                 continue
-            limit = -inf if self._policy.requested(wish) else inf
-            lease = self._pool.lease(limit) if self.has_room(limit) else None
+            requested = self._policy.requested(wish)
+            lease = self._pool.lease(requested) if self.has_room(requested) else None
             if lease is None:
                 self._ledger.refused(block_hash)
                 continue
@@ -69,11 +68,11 @@ class Checkpoints:
             if self._lookup.worth_a_wait(residency, depth):
                 self._policy.promise(residency.wishes, depth * size)
 
-    def has_room(self, limit: float = -inf) -> bool:
-        """Tell whether the budget holds another checkpoint; evict a state as cold as `limit` if needed."""
+    def has_room(self, requested: bool = True) -> bool:
+        """Tell whether the budget holds another checkpoint; evict if needed."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
-        return not full or (most > 0 and self._pool.evict(limit))
+        return not full or (most > 0 and self._pool.evict(requested))
 
     def end(self, row: Row) -> None:
         self.unwritten -= len(row.checkpoints)
@@ -207,7 +206,7 @@ class States:
         if residency.reserve is not None:
             return False
         stands = residency.computed // FOLD * FOLD + residency.log_start
-        lease = pool.lease(self._limit(residency, stands))
+        lease = pool.lease(self._policy.requested(self._policy.wish(residency.wishes, stands)))
         if lease is not None:
             residency.reserve = lease
             return False
@@ -354,8 +353,8 @@ class States:
         turn.answered = residency.computed // self._size
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
         useless = self._chains.useless(turn, end)
-        for depth in {turn.tail, end} - {0, *useless}:
-            if block := pool.lookup(request.chain[depth]):
+        for depth in {turn.tail, max(end, turn.tail)} - {0, *useless}:
+            if (block := pool.lookup(request.chain[depth])) and not pool.useless[block]:
                 self._chains.reuse.begin(request.chain[depth], Kind.TURN, turn)
                 self.value(block)
         unmarked = [request.chain[d] for d in useless if not self.marks.has(request.salt, request.chain[d])]
@@ -392,8 +391,8 @@ class States:
             residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        limit = self._limit(residency, position)
-        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(limit):
+        requested = self._policy.requested(self._policy.wish(residency.wishes, position))
+        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(requested):
             self._ledger.refused(block_hash)
             return
         self._name(residency, position, lease.block)
@@ -402,16 +401,6 @@ class States:
             held = self._pool.lookup(previous[1])
             if held is not None and not self._pool.references[held] and self._pool.group[held] == SPARE:
                 self._pool.drop(previous[1])
-
-    def _limit(self, residency: Residency, position: int) -> float:
-        """Return the coldness of the states that a state at `position` may take the place of."""
-        if self._policy.requested(self._policy.wish(residency.wishes, position)):
-            return -inf
-        turn = residency.request.turn
-        if turn is None or position <= residency.prefill_end:
-            return inf
-        reuse = self._chains.reuse
-        return reuse.coldness(Record(Kind.TURN, turn, reuse.now), position // self._size - turn.tail)
 
     def _name(self, residency: Residency, position: int, block: int) -> None:
         block_hash = residency.request.chain[position // self._size]
@@ -442,10 +431,15 @@ class States:
             self.needs.remove(chain, depth)
 
     def _mark(self, request: CachedRequest, position: int) -> None:
-        block_hash = request.chain[position // self._size]
-        if (block := self._pool.lookup(block_hash)) is not None:
-            self.marks.add(request.salt, block_hash)
-            self.value(block, Kind.BRANCH, request.turn)
+        pool, block_hash, depth = self._pool, request.chain[position // self._size], position // self._size
+        if (block := pool.lookup(block_hash)) is None:
+            return
+        lost = self.marks.add(request.salt, block_hash)
+        self._chains.reuse.begin(block_hash, Kind.BRANCH, request.turn or Turn(depth))
+        self.value(block)
+        record, held = (self._chains.reuse.records.get(lost), pool.lookup(lost)) if lost is not None else (None, None)
+        if held is not None and record is not None and not record.uses and self.prefix[held][1] != record.turn.tail:
+            pool.evict_first(held)
 
     def _advance(self, residency: Residency) -> None:
         """Commit pages full of known tokens."""
