@@ -153,6 +153,9 @@ def test_a_turn_keeps_the_state_that_next_turns_begin_with() -> None:
 
 def test_chains_branch_where_turns_are_continued_again() -> None:
     chains = Chains(64, 1000)
+    for chat in range(100, 120):
+        for blocks in (10, 14):
+            talk(chains, chat, shared=blocks - 10 and 10, blocks=blocks, answer=2)
     assert not chains.branching
     for chat in range(20):
         talk(chains, chat, shared=0, blocks=10, answer=2)

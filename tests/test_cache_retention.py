@@ -155,6 +155,11 @@ def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> N
             num_state_blocks=48, num_kv_blocks=1000)  # fmt: skip
     marks = d.cache._admission.states.marks
     assert {salt: len(held) for salt, held in marks._salts.items()} == dict.fromkeys(salts, 12)
+    pool, records = d.cache.states, d.cache._admission.chains.reuse.records
+    for block, block_hash in enumerate(pool.hashes):
+        if block_hash is not None and pool.group[block] != SPARE:  # a mark, or a tail that was a mark
+            depth = d.cache._admission.states.prefix[block][1]
+            assert any(marks.has(salt, block_hash) for salt in salts) or depth == records[block_hash].turn.tail
 
 
 @pytest.mark.parametrize("position", [64, 128, 320])
@@ -172,7 +177,14 @@ def test_a_mark_takes_a_state_that_is_cached_already() -> None:
     second = [*first, *said[0], 1, 2]
     jobs = [Job(first, 70), Job(second, 5, marks=(128,)), Job([*second, *text(40)], 5)]
     d = run(jobs, max_num_seqs=1, num_state_blocks=20)
-    assert finds(d, first[:129]) == 128 and d.cache._admission.states.marks.has("", chain_of(d, first)[2])
+    assert record_of(d, first, 2).kind is Kind.BRANCH and d.cache._admission.states.marks.has("", chain_of(d, first)[2])
+
+
+def test_a_hit_gives_a_state_the_class_of_states_that_were_used() -> None:
+    d = run([Job(text(150), 1), Job([*text(150), *text(200, 1)], 1)], max_num_seqs=1, num_state_blocks=20)
+    assert d.hit(1) == 128
+    record, block = record_of(d, text(150), 2), d.cache.states.lookup(chain_of(d, text(150))[2])
+    assert block is not None and record.uses == 1 and d.cache.states.group[block] // 2 - 1 == record.place
 
 
 def test_without_a_fresh_block_an_unrequested_state_is_overwritten() -> None:
@@ -221,7 +233,7 @@ def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
     d = run([old, other, Job(text(150), 1)], max_num_seqs=1, num_state_blocks=8, budget=8192)
     # Eight blocks: 64, 128 and 192 of the first, 64 of the second, two that ran, two free. The third prompt hit 128.
     assert d.hit(2) == 128
-    resume(d, *(Job(text(100, seed), 1) for seed in range(2, 10)))
+    resume(d, *(Job(text(100, seed), 1) for seed in range(2, 13)))
     assert finds(d, text(200)) == 128  # 192 is older, and gone
     assert finds(d, text(128)) == 0
     assert finds(d, text(100, 1)) == 0

@@ -101,6 +101,13 @@ def test_an_evicted_state_counts_as_reused_and_a_reused_state_starts_anew() -> N
     assert (record.used, record.uses, record.age) == (50, 1, 0)
 
 
+def test_a_mark_makes_a_branch_of_a_turn_and_a_turn_leaves_a_branch() -> None:
+    reuse = Reuse()
+    for kind, expects in ((Kind.TURN, Kind.TURN), (Kind.BRANCH, Kind.BRANCH), (Kind.TURN, Kind.BRANCH)):
+        reuse.begin(b"a", kind, Turn(1))
+        assert reuse.records[b"a"].kind is expects
+
+
 def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reuse, "MOST", 10)
     monkeypatch.setattr(Reuse, "EVERY", 1)

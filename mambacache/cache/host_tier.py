@@ -370,7 +370,7 @@ class Tier:
             self._flush()
         elif not flush and seen != self._seen and not to_host:
             self._seen = seen
-            self._copy_out(min(self._limits()))
+            self._copy_out(self._limits())
         if self._unwritten and not to_files:
             self._write_out()
         if flush and not self.moves:
@@ -380,12 +380,12 @@ class Tier:
     def _moving(self, files: bool) -> bool:
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
-    def _copy_out(self, limit: float) -> None:
-        """Start to copy states next in line for eviction, or as cold as the next pages, which they may need."""
+    def _copy_out(self, limits: tuple[float, float]) -> None:
+        """Start to copy the states next in line for eviction, or whose KV is."""
         states = self._states
-        left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
+        left = min(STATES_A_TRANSFER, states.num_available // 2) if min(limits) < inf else 0
         move = Move(Transfer(0, True, (), ()))
-        while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
+        while left > 0 and (state := states.idle.soon(limits, self._within)) is not None:
             missing = self._missing_pages(move, state)
             if missing is None:
                 states.lend(state).end()  # skipped until used again
@@ -424,13 +424,15 @@ class Tier:
         self._begin(move)
 
     def _limits(self) -> tuple[float, float]:
-        """Return the coldness of states and pages next to evict."""
+        """Return the coldness of the states, and the lateness of the KV, next to evict."""
         states, pages = self._slots
         most = self._config.max_checkpoints
         budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
         ahead = [max(each.num_owned // AHEAD, few) for each, few in self._least.items()]
         room = min(states.num_free, budget)
-        return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
+        needed = len(pages.idle) - pages.idle.num_spare
+        lacking = ahead[1] - pages.num_free - pages.idle.num_spare
+        return states.idle.limit(ahead[0] - room), states.idle.late_limit(lacking / max(needed, 1))
 
     def _restore(self, state: int) -> bool:
         """Tell whether the host has a state as exact, and take back its `evict_first`."""

@@ -518,9 +518,9 @@ class EvictionOrder:
             return age
         return 1 / (self._reuse.values[group // 2 - 1][age_of(age)] * self.gain(block))
 
-    def _late(self, block: int) -> float:
+    def _late(self, block: int, within: int = 0) -> float:
         group, used = self._used[block]
-        return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now - used)]
+        return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now + within - used)]
 
     def coldness(self) -> float:
         """Return about the highest coldness above group SPARE."""
@@ -532,17 +532,27 @@ class EvictionOrder:
 
     def limit(self, count: int) -> float:
         """Return the coldness of about the `count`th next victim, or infinity."""
-        count -= len(self._spare)
-        if count <= 0 or not self._used:
-            return inf
-        colds = sorted(map(self._cold, self._sample(*self._slots)), reverse=True)
-        return colds[min(count * len(colds) // len(self._used), len(colds) - 1)]
+        share = (count - len(self._spare)) / max(len(self._used), 1)
+        return self._limit(self._cold, share, self._sample(*self._slots))
 
-    def coldest(self, limit: float, within: int) -> int | None:
-        """Return the coldest block above SPARE, not put back, that reaches `limit` within `within` blocks."""
-        fresh = [block for block in self._sample(*self._slots) if block not in self._back]
-        found = max(fresh, key=lambda block: self._cold(block, within), default=None)
-        return found if found is not None and self._cold(found, within) >= limit else None
+    def late_limit(self, share: float) -> float:
+        """Return the lateness of about this share of the states whose eviction frees KV, or infinity."""
+        return self._limit(self._late, share, self._sample(self._slots[0]))
+
+    @staticmethod
+    def _limit(key: Callable[[int], float], share: float, drawn: list[int]) -> float:
+        if share <= 0 or not drawn:
+            return inf
+        return sorted(map(key, drawn), reverse=True)[min(int(share * len(drawn)), len(drawn) - 1)]
+
+    def soon(self, limits: tuple[float, float], within: int) -> int | None:
+        """Return a state, not put back, that reaches a limit of coldness or of lateness within `within` blocks."""
+        for key, limit, lists in zip((self._cold, self._late), limits, (self._slots, self._slots[:1]), strict=True):
+            fresh = [block for block in self._sample(*lists) if block not in self._back]
+            found = max(fresh, key=lambda block: key(block, within), default=None)
+            if found is not None and key(found, within) >= limit:
+                return found
+        return None
 
     def in_order(self) -> list[int]:
         """List blocks, spare blocks last."""
