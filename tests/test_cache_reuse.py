@@ -57,8 +57,10 @@ def test_needs_follow_from_the_set_of_states(seed: int) -> None:
         assert needs.counts == expected(states) and needed == needs.counts.keys()
         for each in states:
             assert leaves[each[-1]] == (not any(each[-1] in other[:-1] for other in states))
-            assert needs.above(each, len(each) - 1) == len(each) - 1 - needs.gain(each, len(each) - 1) == max(
-                (d for d in range(1, len(each) - 1) if tuple(each[: d + 1]) in states), default=0
+            assert (
+                needs.above(each, len(each) - 1)
+                == len(each) - 1 - needs.gain(each, len(each) - 1)
+                == max((d for d in range(1, len(each) - 1) if tuple(each[: d + 1]) in states), default=0)
             )
 
 

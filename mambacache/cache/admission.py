@@ -54,7 +54,14 @@ class Admission:
         self.pages = Pages(config.block_size, page_pool, needs)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(
-            self.pool, self.pages, self.lookup, self._policy, chains, needs, self.ledger, self._row_numbers,
+            self.pool,
+            self.pages,
+            self.lookup,
+            self._policy,
+            chains,
+            needs,
+            self.ledger,
+            self._row_numbers,
             self.num_logs,
         )
         self.tier = Tier(

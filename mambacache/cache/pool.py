@@ -177,12 +177,10 @@ class BlockPool:
             self.on_valued(block, group != SPARE)
 
     def need(self, block_hash: bytes, needed: bool) -> None:
-        """Note whether a state needs this page."""
         if (block := self.lookup(block_hash)) is not None:
             self.regroup(block, NEEDED if needed else SPARE)
 
     def set_leaf(self, block_hash: bytes, leaf: bool) -> None:
-        """Note whether this state has no other state behind it."""
         if (block := self.lookup(block_hash)) is not None:
             self.regroup(block, self.group[block] // 2 * 2 + (not leaf))
 
@@ -209,7 +207,6 @@ class BlockPool:
         return self._evict(self.idle.first(requested))
 
     def evict_leaf(self) -> bool:
-        """Evict the state that is reused last, of those whose eviction frees KV."""
         return self._evict(self.idle.first_leaf())
 
     def _evict(self, block: int | None) -> bool:

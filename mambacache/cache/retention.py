@@ -19,11 +19,8 @@ BRANCHING = 0.1
 USEFUL = 0.05
 """A finished turn keeps a second state if it adds this share of the longest hit to the expected hit."""
 
-SPARE = 0
-"""Group of states that nobody requested, and of pages that no state needs."""
-
-NEEDED = 1
-"""Group of pages that a state needs."""
+SPARE, NEEDED = 0, 1
+"""Groups of unneeded blocks, and of pages that a state needs."""
 
 
 class Kind(IntEnum):
@@ -37,8 +34,7 @@ class Origin(IntEnum):
     BRANCHED = 2  # continues a turn that was continued before
 
 
-ADDED = (320, 1088, 4160)
-"""Bounds, in tokens, between prompts that add little or much to what was computed."""
+ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
 
 
 MOST_TURNS, MOST_USES = 5, 2
@@ -52,7 +48,6 @@ _LOG_GROWTH = log(GROWTH)
 
 
 def age_of(blocks: float) -> int:
-    """Return the number of the age that `blocks` of time fall into."""
     return min(int(log(blocks / FIRST_AGE) / _LOG_GROWTH) + 1, AGES - 1) if blocks >= FIRST_AGE else 0
 
 
@@ -82,7 +77,6 @@ class Record:
 
     @property
     def place(self) -> int:
-        """Return the number of its class."""
         turn = self.turn
         place = (self.kind * MOST_TURNS + turn.number - 1) * len(Origin) + turn.origin
         return (place * (len(ADDED) + 1) + turn.added) * (MOST_USES + 1) + self.uses
@@ -101,9 +95,9 @@ class Average:
 
 
 class Reuse:
-    """Learns from traffic how soon states of a class are reused, at each age.
+    """Learns how soon states of a class are reused, at each age.
 
-    A value is a Gittins index: the most hits for each block of time that keeping the state may give.
+    A value is a Gittins index: the most hits for each block of time that the state is kept.
     """
 
     MOST = 1 << 16
@@ -134,7 +128,7 @@ class Reuse:
             self.records.popitem(last=False)
 
     def reused(self, block_hash: bytes) -> None:
-        """Note that a prompt resumes there, or would if the state were cached."""
+        """Note that a prompt would resume there if the state were cached."""
         record = self.records.pop(block_hash)
         while record.age < AGES - 1 and self.now - record.used >= _EDGES[record.age + 1]:
             self._time[record.place, record.age] += _WIDTHS[record.age]
@@ -145,7 +139,6 @@ class Reuse:
         self._follow(block_hash, Record(record.kind, record.turn, self.now, uses))
 
     def admitted(self) -> None:
-        """Let records age from time to time, before values are estimated anew."""
         self._admitted += 1
         if self._admitted % self.EVERY:
             return
@@ -165,7 +158,6 @@ class Reuse:
                 line.popleft()
 
     def estimate(self) -> None:
-        """Estimate the values, if due."""
         if not self.due:
             return
         self.due = False
@@ -188,7 +180,6 @@ class Reuse:
         self.values = values.tolist()
 
     def group(self, record: Record) -> int:
-        """Return the even group of a state."""
         return 2 + 2 * record.place
 
 
@@ -260,14 +251,9 @@ class Chains:
 
 
 class Needs:
-    """Counts, for each block of a chain, the states that need its KV and stand above no other state.
-
-    A state needs the blocks behind the next state above it. Everything is kept by hash, so it depends on the set of
-    states alone.
-    """
+    """Counts the states that need the KV of a block: those below it that have no state between."""
 
     def __init__(self, on_change: Callable[[bytes, bool], None], on_leaf: Callable[[bytes, bool], None]) -> None:
-        """Call `on_change` as blocks are needed or not, and `on_leaf` as states have no state behind them, or have."""
         self._states: dict[bytes, int] = {}  # states right below each state
         self._above: dict[bytes, tuple[int, int]] = {}  # depth of the state above, evicted or not, at an insertion
         self._insertions = 0  # states that came between two others
@@ -275,15 +261,12 @@ class Needs:
         self._on_change, self._on_leaf = on_change, on_leaf
 
     def above(self, chain: Sequence[bytes], depth: int) -> int:
-        """Return the depth of the next state above, or 0."""
         return next((d for d in range(depth - 1, 0, -1) if chain[d] in self._states), 0)
 
     def has_below(self, block_hash: bytes) -> bool:
-        """Tell whether other states are behind this prefix, a state's or not."""
         return bool(self._states.get(block_hash, self.counts.get(block_hash, 0)))
 
     def add(self, chain: Sequence[bytes], depth: int) -> None:
-        """Note a new state."""
         above, state = self.above(chain, depth), chain[depth]
         below = self.counts.get(state, 0)
         self._insertions += below > 0
@@ -298,7 +281,6 @@ class Needs:
         self._adopt(chain, above, below - 1)
 
     def gain(self, chain: Sequence[bytes], depth: int) -> int:
-        """Return the blocks between a state and the next state above."""
         above, at = self._above[chain[depth]]
         if at != self._insertions or (above and chain[above] not in self._states):
             above = self.above(chain, depth)
@@ -391,7 +373,6 @@ class Policy:
         return wish is not None and wish is not Wish.INTERVAL
 
     def kind(self, wish: Wish | None) -> Kind | None:
-        """Return a state's kind; None for a spare state."""
         if not self.requested(wish):
             return None
         return Kind.TURN if wish is Wish.TAIL else Kind.BRANCH
@@ -409,7 +390,6 @@ class Marks:
         self._salts: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # oldest first
 
     def add(self, salt: str, block_hash: bytes) -> bytes | None:
-        """Add a mark, and return the mark that it takes the place of."""
         marks = self._salts.setdefault(salt, OrderedDict())
         self._salts.move_to_end(salt)
         self._count += block_hash not in marks
@@ -429,13 +409,13 @@ class Marks:
 
 
 SAMPLE = 32
-"""Blocks that compete in an eviction, drawn at random from all: a decision takes the same time in any pool."""
+"""Blocks, drawn at random, that compete in an eviction."""
 
 
 class EvictionOrder:
-    """Chooses the least useful blocks: spare blocks first, then by coldness, 1 / (value x gain).
+    """Chooses spare blocks, then the coldest: 1 / (value x gain).
 
-    Even groups are of states with no other state behind them: their eviction frees KV.
+    Even groups are of states without a state behind them: their eviction frees KV.
     """
 
     def __init__(self, chains: Chains) -> None:
@@ -497,7 +477,6 @@ class EvictionOrder:
         return max(self._sample(*self._slots), key=self._cold, default=None)
 
     def first_leaf(self) -> int | None:
-        """Return the state that is reused last, of those whose eviction frees KV."""
         return max(self._sample(self._slots[0]), key=self._late, default=None)
 
     def _sample(self, *lists: list[int]) -> list[int]:
@@ -523,11 +502,9 @@ class EvictionOrder:
         return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now + within - used)]
 
     def coldness(self) -> float:
-        """Return about the highest coldness above group SPARE."""
         return max(map(self._cold, self._sample(*self._slots)), default=-inf)
 
     def lateness(self) -> float:
-        """Return about the highest coldness for each block that a state saves, where its eviction frees KV."""
         return max(map(self._late, self._sample(self._slots[0])), default=-inf)
 
     def limit(self, count: int) -> float:
@@ -536,7 +513,6 @@ class EvictionOrder:
         return self._limit(self._cold, share, self._sample(*self._slots))
 
     def late_limit(self, share: float) -> float:
-        """Return the lateness of about this share of the states whose eviction frees KV, or infinity."""
         return self._limit(self._late, share, self._sample(self._slots[0]))
 
     @staticmethod
@@ -546,7 +522,7 @@ class EvictionOrder:
         return sorted(map(key, drawn), reverse=True)[min(int(share * len(drawn)), len(drawn) - 1)]
 
     def soon(self, limits: tuple[float, float], within: int) -> int | None:
-        """Return a state, not put back, that reaches a limit of coldness or of lateness within `within` blocks."""
+        """Return a state, not put back, that reaches a limit within `within` blocks."""
         for key, limit, lists in zip((self._cold, self._late), limits, (self._slots, self._slots[:1]), strict=True):
             fresh = [block for block in self._sample(*lists) if block not in self._back]
             found = max(fresh, key=lambda block: key(block, within), default=None)
@@ -555,7 +531,6 @@ class EvictionOrder:
         return None
 
     def in_order(self) -> list[int]:
-        """List blocks, spare blocks last."""
         return [*self._used, *self._spare]
 
     def blocks(self) -> set[int]:

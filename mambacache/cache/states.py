@@ -417,7 +417,7 @@ class States:
             self._mark(residency.request, position)
 
     def value(self, block: int, kind: Kind = Kind.BRANCH, turn: Turn | None = None) -> None:
-        """Note a use of a state, which other requests may need: let its record decide when it is evicted."""
+        """Note a use of a state, and let its record decide on eviction."""
         chain, depth = self.prefix[block]
         block_hash, reuse = chain[depth], self._chains.reuse
         record = reuse.records.get(block_hash) or Record(kind, turn or Turn(depth), reuse.now)
