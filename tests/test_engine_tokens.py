@@ -218,7 +218,7 @@ def test_boundary_inside_drafts(engine: Engines, original: Originals, offset: in
     [
         *full({"num_kv_blocks": 7}, {"num_kv_blocks": 7, "num_checkpoints": 0}),
         *full({"num_kv_blocks": 7, "enable_prefix_caching": False}),
-        {"num_kv_blocks": 7, "num_checkpoints": 1, "max_num_batched_tokens": 50},
+        *full({"num_kv_blocks": 7, "num_checkpoints": 1, "max_num_batched_tokens": 50}),
         {"num_kv_blocks": 7, "max_num_seqs": 3, "max_draft_tokens": 2, "draft": lambda *_: []},
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 
 from foreign_engine import ForeignEngine
 from mambacache import LLM, SamplingParams
+from selection import full
 from tiny_models import save_tiny_model
 
 SOURCE = Path(__file__).with_name("foreign_engine.py")
@@ -33,7 +34,7 @@ def rounds() -> list[list[list[int]]]:
     return [[first], [shared + tokens(90), tokens(50)], [shared + tokens(7), first], [first + tokens(1)]]
 
 
-@pytest.mark.parametrize("budget", [64, 8192])
+@pytest.mark.parametrize("budget", [64, *full(8192)])
 def test_same_hits_and_tokens_as_llm(model: Path, budget: int) -> None:
     engine = ForeignEngine(str(model), budget)
     llm = LLM(model, device="cpu", max_num_batched_tokens=budget)

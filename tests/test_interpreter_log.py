@@ -115,9 +115,7 @@ def kernels_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(api, "backend", lambda x: reference if x.dtype == torch.float64 else gpu)
 
 
-@pytest.mark.parametrize(
-    "name", ["conv1d", *full(*(name for name in CASES if name != "conv1d"))]
-)
+@pytest.mark.parametrize("name", ["conv1d", *full(*(name for name in CASES if name != "conv1d"))])
 def test_outputs_and_folds_equal_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = import_module("mambacache.kernels.gpu.ssd.decode")
     monkeypatch.setattr(decode, "MAX_HEADS", 2)  # a group of three takes two programs
@@ -141,7 +139,7 @@ def test_16_bits_are_the_same_however_tokens_are_cut(name: str) -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the order of a GPU's programs is its own")
 @pytest.mark.parametrize(
-    "name", ["ssd, plain and uneven", *full("gated delta rule", "kda", "selective scan", "conv1d")]
+    "name", ["conv1d", *full("gated delta rule", "kda", "selective scan", "ssd, plain and uneven")]
 )
 def test_programs_side_by_side_may_run_in_any_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All programs of a launch run at once, except that some wait for the first programs of their row."""

@@ -85,12 +85,12 @@ def plainly(tokens: list[int], limit: int) -> list[int]:
 
 def test_follow_equals_a_plain_search(device: str) -> None:
     rng, found = random.Random(0), 0
-    for _ in range(100):
+    for _ in range(40):
         rows, limit = [rng.choices(range(1, 5), k=rng.randrange(1, 30)) for _ in range(10)], rng.randrange(1, 8)
         expected = [plainly(row, limit) for row in rows]
         assert followed(rows, limit, device) == expected
         found += sum(map(bool, expected))
-    assert found > 250
+    assert found > 100
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])

@@ -33,6 +33,7 @@ def test_hits_change_no_answer(
     assert len(found) == 4 and all(abs(value) < 1e-6 for value in found.values())
 
 
+@pytest.mark.full
 def test_wrong_states_are_seen(
     kl_hits: ModuleType, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,7 @@ def test_any_host_with_kv_and_a_tier_of_states(host: tuple[int, CacheConfig, boo
     TieredHost(seed, config, ahead, **chance).run(8)
 
 
+@pytest.mark.full
 def test_hosts_with_kv_load_states() -> None:
     hosts = [
         TieredHost(seed, CacheConfig(num_state_blocks=4, num_host_states=9, checkpoint_interval=64), False)

@@ -68,6 +68,7 @@ def test_answers_come_from_the_cached_state(tamper: Tampering, least: int, most:
     assert least <= right <= most
 
 
+@pytest.mark.full
 def test_demo(tmp_path: Path) -> None:
     program = "import sys; from mambacache.cli import main; sys.exit(main())"
     command = [sys.executable, "-P", "-c", program, "demo", "--device", "cpu"]
