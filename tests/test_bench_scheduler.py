@@ -8,8 +8,6 @@ from types import ModuleType
 
 import pytest
 
-from selection import full
-
 FACTOR = 8  # growth of the size
 ALLOWED = 24  # growth of the time: linear would be 8, quadratic 64
 
@@ -29,6 +27,7 @@ def test_schedule_grows_linearly_with_the_requests(bench: ModuleType) -> None:
     assert 0 < large < ALLOWED * small
 
 
+@pytest.mark.full
 def test_schedule_time_does_not_grow_with_the_context(bench: ModuleType) -> None:
     small, large = (min(bench.time_schedule(32, n, steps=30) for _ in range(3)) for n in (512, 512 * FACTOR))
     assert large < FACTOR / 2 * small
@@ -39,7 +38,8 @@ def test_match_grows_linearly_with_the_prompt(bench: ModuleType) -> None:
     assert 0 < large < ALLOWED * small
 
 
-@pytest.mark.parametrize("shared", [0, *full(512)])
+@pytest.mark.full
+@pytest.mark.parametrize("shared", [0, 512])
 def test_admission_grows_linearly_with_the_prompts(shared: int, bench: ModuleType) -> None:
     small, large = (bench.time_admission(n, shared, repeats=4, choose=min) for n in (64, 1024))
     assert 0 < large < 48 * small  # linear would be 16, quadratic 256

@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from selection import full
-
 COMPILE = """
 import re
 import sys
@@ -64,7 +62,8 @@ for kernel, constants, warps in (
 """
 
 
-@pytest.mark.parametrize(("width", "rows"), [*full((128, 128), (96, 64)), (16, 64)])
+@pytest.mark.full
+@pytest.mark.parametrize(("width", "rows"), [(128, 128), (96, 64), (16, 64)])
 def test_kernels_compile_for_hopper(width: int, rows: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", "-c", COMPILE, str(width), str(rows)]
