@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mambacache.kernels import StateIndices, add_to_history, draft_from_history, gpu, ngrams
 from mambacache.kernels.reference.ngrams import LONGEST, OPEN, SHORTEST
+from selection import full
 
 CASES = {
     "nothing before": ([1, 2, 3, 4], 3, []),
@@ -31,7 +32,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["reference", "interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["reference", *full("interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the ops in plain torch, in the GPU's kernels in Triton's interpreter, or on the GPU."""
     if request.param == "interpreted":
