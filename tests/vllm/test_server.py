@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -68,9 +70,12 @@ def metrics(port: int) -> dict[str, float]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port that is free, below the ports that Linux gives by itself while the server starts."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def until_up(port: int, process: Any, log: Path, seconds: float = 240) -> None:
