@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import count
 
 from mambacache.cache.host_tier import Files, NoFiles, Tier
+from mambacache.cache.kv_order import KVOrder
 from mambacache.cache.ledger import Ledger, Trace
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
@@ -41,6 +42,7 @@ class Admission:
         self.ledger = Ledger(config.block_size, config.record_tokens, config.accounting)
         most = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
         self._policy = Policy(config.block_size, config.checkpoint_interval, most)
+        self.kv_order = KVOrder()
         self.set_up(())
 
     def set_up(self, under_way: Iterable[Transfer]) -> None:
@@ -48,6 +50,7 @@ class Admission:
         config = self._config
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
+        self.kv_order.follow(chains)
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
         self.pages = Pages(config.block_size, page_pool)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)

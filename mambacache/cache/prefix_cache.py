@@ -353,6 +353,40 @@ class PrefixCache:
                 admission.pool.restore(block_hash)
                 admission.tier.states.restore(block_hash)
 
+    def kv_released(self, request_id: str, pages: Iterable[int]) -> None:
+        """Rank pages of the host's KV by a request that uses them no more; others may use them still.
+
+        Call it before `kv_unused`, while the request is known. Its turn in a chat decides the rank.
+        """
+        request = self._known(request_id)
+        with self._admission as admission:
+            admission.kv_order.release(pages, request.rank)
+
+    def kv_unused(self, pages: Sequence[int]) -> None:
+        """Order pages for eviction that no request uses now, a request's last page first."""
+        if len({*pages}) < len(pages) or any(map(self._admission.kv_order.has, pages)):
+            raise ValueError("a page is in the order already: give it once after each use")
+        with self._admission as admission:
+            admission.kv_order.add(pages)
+
+    def kv_used(self, page: int) -> None:
+        """Take back `kv_unused`: a request uses the page again."""
+        if not self._admission.kv_order.has(page):
+            raise ValueError(f"page {page} is not in the order: give a page of `kv_unused`")
+        with self._admission as admission:
+            admission.kv_order.remove(page)
+
+    def kv_dropped(self, pages: Iterable[int]) -> None:
+        """Forget pages, used or not, whose content is gone."""
+        with self._admission as admission:
+            admission.kv_order.drop(pages)
+
+    def evict_kv(self, count: int) -> list[int]:
+        """Remove the `count` next pages from the order, or all if it has fewer. Return them; the host evicts them."""
+        check_integer("count", count, 0)
+        with self._admission as admission:
+            return admission.kv_order.evict(count)
+
     def reset(self) -> None:
         """Drop all cached blocks, as after a change of weights. Running requests commit nothing more."""
         with self._admission as admission:

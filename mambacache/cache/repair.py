@@ -31,6 +31,7 @@ def check(admission: Admission) -> None:
     if admission.slabs is not None:
         admission.slabs.check()
     admission.lookup.check(requests)
+    admission.kv_order.check()
     tier.check(requests)
     for block_hash, (chain, depth) in zip(admission.pool.hashes, states.prefix, strict=True):
         assert block_hash is None or chain[depth] == block_hash, "the prefix of a state"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import nsmallest
+from itertools import accumulate
 from math import inf
 
 BRANCHING = 0.1
@@ -89,7 +90,7 @@ class Chains:
         self.now = 0  # computed blocks
         self._gap = Average(blocks / 2)
         self._rates = [Rate(guess) for guess in FIRST_RATES]  # index 0: FIRST
-        self.weights = self._weigh()
+        self.weights = self.rising_weights = self._weigh()
         self._answer_kept = Average(0.5)
         self._branches = Average(0)
 
@@ -109,6 +110,7 @@ class Chains:
             turn.at_end = shared in (before, last.answered)
         self._rates[turn.rank - 1].begin()
         self.weights = self._weigh()
+        self.rising_weights = [*accumulate(self.weights, max)]
         self._remember(chain[tail], turn)
         return turn
 
@@ -255,16 +257,23 @@ class Marks:
 
 
 class EvictionOrder:
-    """Orders blocks by coldness, (age + mean gap) / weight: rank decides among young blocks."""
+    """Orders blocks by coldness, (age + mean gap) / weight: rank decides among young blocks.
 
-    def __init__(self, chains: Chains) -> None:
-        self._chains = chains
+    With `rising` weights a block whose rank and last use are not below another's never goes before it.
+    """
+
+    def __init__(self, chains: Chains, rising: bool = False) -> None:
+        self._chains, self._rising = chains, rising
         self._idle: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # last use
         self._back: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # separate: both stay sorted
         self._all = (*self._idle, *self._back)
         self._going: tuple[OrderedDict[int, float], float, float, int, list[float]] | None = None
         """The last victim's list and weight, the highest coldness in other lists, the time, and all weights."""
         self._count = 0
+
+    @property
+    def _weights(self) -> list[float]:
+        return self._chains.rising_weights if self._rising else self._chains.weights
 
     def __len__(self) -> int:
         return self._count
@@ -290,7 +299,7 @@ class EvictionOrder:
 
     def first(self, requested: bool) -> int | None:
         """Return the next victim; unless `requested`, none hotter than a fresh spare block."""
-        now, gap, weights = self._chains.now, self._chains.mean_gap, self._chains.weights
+        now, gap, weights = self._chains.now, self._chains.mean_gap, self._weights
         if requested and self._going is not None:  # victims mostly share a list
             idle, weight, others, then, weighed = self._going
             if idle and then == now and weighed is weights:
@@ -317,7 +326,7 @@ class EvictionOrder:
         heads = [
             (now - next(iter(idle.values())) + gap) / weight
             for ranks in (self._idle, self._back)
-            for idle, weight in zip(ranks[Rank.FIRST :], self._chains.weights[Rank.FIRST :], strict=True)
+            for idle, weight in zip(ranks[Rank.FIRST :], self._weights[Rank.FIRST :], strict=True)
             if idle
         ]
         return max(heads, default=-inf)
@@ -340,7 +349,7 @@ class EvictionOrder:
         """Return the coldest block above SPARE, not put back, that reaches `limit` within `within` blocks."""
         then, gap = self._chains.now + within, self._chains.mean_gap
         found, most = None, limit
-        for idle, weight in list(zip(self._idle, self._chains.weights, strict=True))[Rank.FIRST :]:
+        for idle, weight in list(zip(self._idle, self._weights, strict=True))[Rank.FIRST :]:
             if idle:
                 block, used = next(iter(idle.items()))
                 if (cold := (then - used + gap) / weight) >= most:
@@ -352,7 +361,7 @@ class EvictionOrder:
         return [block for rank in ranks for each in (self._back, self._idle) for block in each[rank]]
 
     def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
-        weights = self._chains.weights
+        weights = self._weights
         return zip(self._all, weights + weights, strict=True)
 
     def blocks(self) -> set[int]:

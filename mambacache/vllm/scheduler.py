@@ -27,6 +27,7 @@ from mambacache.vllm.kv_events import ChunkHashes, StateEvents
 from mambacache.vllm.kv_watch import HashMap, KVWatch
 from mambacache.vllm.log import logger
 from mambacache.vllm.metrics import Counters
+from mambacache.vllm.page_queue import PageQueue
 from mambacache.vllm.rows import Sender
 from mambacache.vllm.settings import Settings
 from mambacache.vllm.sizing import log_slots, read_sizes
@@ -101,6 +102,7 @@ class Mixin:
         self._hashes: HashMap | None = None
         self._watch: KVWatch | None = None
         self._events: StateEvents | None = None
+        self._page_queue: PageQueue | None = None
         watches = self._has_attention and self._external is None  # else it may have evicted KV
         if self._caching and (watches or self.enable_kv_cache_events):
             self._follow_states(len(groups), watches)
@@ -121,6 +123,7 @@ class Mixin:
         self._hashes = HashMap(self.prefix_cache, hashes_of, size)
         if watches:
             self._watch = KVWatch(self.prefix_cache, self._hashes, pool, num_groups)
+            self._page_queue = PageQueue(self.kv_cache_manager, self.prefix_cache)
         if self.enable_kv_cache_events:
             alone = Settings.of(self.vllm_config).kv_event_groups == 1
             self._events = StateEvents(
@@ -222,14 +225,17 @@ class Mixin:
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if self._gone is not None:  # its last tokens are not accepted yet
             self._gone.append(request)
-        else:
-            self._free(request)
-        return super()._free_request(request, *args, **kwargs)
+            return super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
+        self._free(request)  # the cache ranks its pages before
+        return freed
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         done = super().reset_prefix_cache(*args, **kwargs)
         if done:
             self.prefix_cache.reset()
+            if self._page_queue is not None:
+                self._page_queue.start_over()
             if self._hashes is not None:
                 self._hashes.follow(self.requests)  # vLLM announced that all blocks are gone
         self._publish()

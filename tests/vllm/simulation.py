@@ -599,7 +599,14 @@ class Simulation:
         assert hashes.ours == {theirs: ours for ours, theirs in hashes.theirs.items()}
 
     def _check_pages(self) -> None:
-        """Check that every page that vLLM could hit is written, and that its hash always means the same."""
+        """Check that every page is free or used, that each with a hash is written, and that a hash means the same."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = sorted(block.block_id for block in pool.free_block_queue.get_all_free_blocks())
+        assert free == [block.block_id for block in pool.blocks if not (block.ref_cnt or block.is_null)]
+        assert len(free) == pool.get_num_free_blocks()
+        order = self.scheduler.prefix_cache._admission.kv_order
+        kept = [pool.blocks[page] for page in order._ranks if not order.has(page)]
+        assert all(block.block_hash or block.ref_cnt for block in kept), "a rank outlives its page"
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             if block.block_hash is not None:
                 content = self.worker.kv.get(block.block_id, [])

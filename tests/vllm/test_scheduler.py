@@ -30,12 +30,15 @@ def test_random_requests(seed: int) -> None:
 
 
 def test_a_state_goes_first_once_vllm_evicted_its_kv() -> None:
-    """The first prompt is used twice, so its state outranks the second prompt's. The third takes pages of the first."""
-    simulation = Simulation(make_scheduler(4, 7, budget=2048))
+    """The first prompt is used twice, so its state outranks the others."""
+    simulation = Simulation(make_scheduler(4, 20, budget=2048))
+    manager = simulation.scheduler.kv_cache_manager
     first, second, third = (random_tokens(130, seed) for seed in range(3))
     for number, prompt in enumerate([first, first, second, third]):
         simulation.add(str(number), prompt, 2)
         simulation.drain()
+        if number == 1:
+            manager.evict_blocks({block.block_id for block in manager.block_pool.blocks if block.block_hash})
     assert simulation.cached == {"0": 0, "1": 128, "2": 0, "3": 0} and simulation.lost
     for number in range(4, 6):  # together they need one state more than there is room for
         simulation.add(str(number), random_tokens(20, number), 2)

@@ -1,0 +1,76 @@
+"""vLLM evicts KV pages in the order of the cache, so that states find their KV."""
+
+from __future__ import annotations
+
+from scheduler_mixes import random_tokens
+from simulation import Simulation, make_scheduler
+
+
+def ask(simulation: Simulation, name: str, prompt: list[int]) -> list[int]:
+    """Run a request alone, and return the prompt of the next turn."""
+    simulation.add(name, prompt, 2)
+    simulation.drain()
+    return [*prompt, *simulation.answers[name], *random_tokens(70, len(prompt))]
+
+
+def learned(num_pages: int) -> Simulation:
+    """Return a scheduler that saw chats go on and other prompts end."""
+    simulation = Simulation(make_scheduler(40, num_pages, budget=2048))
+    for number in range(12):
+        prompt = random_tokens(70, number)
+        for turn in range(4):
+            prompt = ask(simulation, f"chat {number}, {turn}", prompt)
+        for single in range(4):
+            ask(simulation, f"single {number}, {single}", random_tokens(140, 1000 + 4 * number + single))
+    return simulation
+
+
+def test_a_chat_keeps_its_kv_beside_single_prompts_that_fill_the_pool() -> None:
+    simulation = learned(num_pages=30)
+    prompt = random_tokens(70, 500)
+    for turn in range(4):
+        prompt = ask(simulation, f"turn {turn}", prompt)
+    for number in range(14):  # they have 28 full pages, and the pool has 29
+        ask(simulation, f"later {number}", random_tokens(140, 2000 + number))
+    ask(simulation, "last turn", prompt)
+    assert simulation.cached["last turn"] == 256
+    simulation.check_end()
+
+
+def test_an_aborted_turn_ranks_its_pages_too() -> None:
+    simulation = learned(num_pages=30)
+    prompt = random_tokens(70, 500)
+    for turn in range(3):
+        prompt = ask(simulation, f"turn {turn}", prompt)
+    simulation.add("aborted", prompt, 9)
+    for _ in range(2):
+        simulation.step()
+    simulation.abort("aborted")
+    simulation.drain()
+    for number in range(14):
+        ask(simulation, f"later {number}", random_tokens(140, 2000 + number))
+    ask(simulation, "again", prompt)
+    assert simulation.cached["again"] == 256
+    simulation.check_end()
+
+
+def test_a_reset_leaves_no_page_in_the_order() -> None:
+    simulation = learned(num_pages=30)
+    assert simulation.scheduler.reset_prefix_cache()
+    assert simulation.scheduler.prefix_cache.evict_kv(30) == []
+    ask(simulation, "after", random_tokens(140, 3))
+    assert ask(simulation, "again", random_tokens(140, 3)) and simulation.cached["again"] == 128
+    simulation.check_end()
+
+
+def test_a_page_that_is_lost_in_use_has_no_rank_after_it() -> None:
+    simulation = learned(num_pages=30)
+    manager = simulation.scheduler.kv_cache_manager
+    prompt = random_tokens(70, 500)
+    for turn in range(3):
+        prompt = ask(simulation, f"turn {turn}", prompt)
+    simulation.add("user", prompt, 9)
+    simulation.step()
+    manager.evict_blocks({*manager.get_block_ids("user")[0]})
+    simulation.drain()  # checks ranks after each step
+    simulation.check_end()
