@@ -141,8 +141,8 @@ def _report_nothing(request: Any, computed_blocks: Any) -> None:
 class UsablePages:
     """Leaves out pages behind the deepest state, and states.
 
-    A page is usable if it is cached, and a state ends where it ends, on the device or the host, or a usable page follows
-    it. Each is announced once, whatever its copies.
+    A page is usable if it is cached, and a state ends where it ends, on device or host, or a usable page follows it.
+    Each is announced once, whatever its copies.
 
     Args:
         state_group: group of states in events.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,10 +124,11 @@ class Consumer:
         blocks = [block.block_hash for block in scheduler.kv_cache_manager.block_pool.blocks]
         pages = Counter(maybe_convert_block_hash(get_block_hash(each)) for each in blocks if each is not None)
         admission, hashes = scheduler.prefix_cache._admission, scheduler._hashes
-        states = [(medium, ours) for medium, pool in (("GPU", admission.pool), ("CPU", admission.tier.states))
-                  for ours in pool._blocks]  # fmt: skip
-        assert {ours for _, ours in states} - hashes.theirs.keys() <= hashes.unnamed.keys() or self.simulation.lookahead
-        named = {(medium, maybe_convert_block_hash(hashes.theirs[ours])) for medium, ours in states if ours in hashes.theirs}
+        pools, named = {"GPU": admission.pool, "CPU": admission.tier.states}, set()
+        for medium, pool in pools.items():
+            states, theirs = pool._blocks.keys(), hashes.theirs
+            assert states - theirs.keys() <= hashes.unnamed.keys() or self.simulation.lookahead
+            named |= {(medium, maybe_convert_block_hash(theirs[ours])) for ours in states & theirs.keys()}
         if self.alone:
             pages, named = Counter(self._usable(pages.keys(), {name for _, name in named})), set()
         wanted = {(*DEVICE_PAGES, name): count for name, count in pages.items()}
@@ -295,6 +297,16 @@ def test_a_consumer_predicts_hits_beside_a_connector(seed: int) -> None:
     consumer.simulation.check_end()
 
 
+def test_states_in_files_are_announced_once_they_are_read(tmp_path: Path) -> None:
+    """The second of two processes finds the files of the first, and expects no more than is hit."""
+    for _ in range(2):
+        consumer = followed(4, host_states=3, disk=tmp_path)
+        assert all(expected <= hit for expected, hit in probes_of_quiet_workers(consumer, 4))
+        consumer.simulation.check_end()
+        consumer.scheduler.shutdown()
+    assert consumer.scheduler.prefix_cache.stats.disk_hit_tokens
+
+
 def consumer_of(*, ahead: bool = False, **settings: Any) -> Consumer:
     return Consumer(Simulation(make_scheduler(budget=2048, events=True, ahead=ahead, **settings), ahead=ahead))
 
@@ -397,6 +409,16 @@ def test_states_in_host_memory_are_expected_and_hit(alone: bool) -> None:
     for event in states:
         event.medium = "GPU"
         assert event in told
+
+
+def test_pages_of_a_connector_are_expected_and_hit() -> None:
+    """There is room for eight pages and four states on the device, and for all on the host."""
+    options = {"cpu_bytes_to_use": 1 << 30, "seed": 0, "slow": 0.0, "self_describing_kv_events": True}
+    consumer = with_copies(num_pages=9, connector=options)
+    found = [consumer.send(f"{number} {again}", prompt) for again in range(2) for number, prompt in enumerate(PROMPTS)]
+    assert found[:8] == [(0, 0)] * 8 and [hit for _, hit in found[8:]] == [192] * 8
+    assert found[8:15] == [(192, 192)] * 7, "the last copy is told with the next step"
+    assert media(consumer, PAGES)["CPU"] >= 3 * 6
 
 
 def test_a_state_that_the_host_evicts_is_withdrawn() -> None:
