@@ -362,9 +362,9 @@ def test_a_hit_is_reported_once_and_as_long_as_it_is(
     assert all(event.token_ids[-64:] == prompt[192:256] for event in reports)
 
 
-def with_copies(*, slow: float = 0.0, failing: float = 0.0, **settings: Any) -> Consumer:
-    """Return a consumer beside four states on the device and many on the host of two ranks."""
-    consumer = consumer_of(num_states=4, host_states=100, ranks=2, **settings)
+def with_copies(*, slow: float = 0.0, failing: float = 0.0, ranks: int = 2, **settings: Any) -> Consumer:
+    """Return a consumer beside four states on the device and many on the host."""
+    consumer = consumer_of(num_states=4, host_states=100, ranks=ranks, **settings)
     host = consumer.simulation.worker.host
     assert host is not None
     host._slow, host._failing = slow, failing
@@ -414,7 +414,7 @@ def test_states_in_host_memory_are_expected_and_hit(alone: bool) -> None:
 def test_pages_of_a_connector_are_expected_and_hit() -> None:
     """There is room for eight pages and four states on the device, and for all on the host."""
     options = {"cpu_bytes_to_use": 1 << 30, "seed": 0, "slow": 0.0, "self_describing_kv_events": True}
-    consumer = with_copies(num_pages=9, connector=options)
+    consumer = with_copies(ranks=1, num_pages=9, connector=options)
     found = [consumer.send(f"{number} {again}", prompt) for again in range(2) for number, prompt in enumerate(PROMPTS)]
     assert found[:8] == [(0, 0)] * 8 and [hit for _, hit in found[8:]] == [192] * 8
     assert found[8:15] == [(192, 192)] * 7, "the last copy is told with the next step"
