@@ -104,7 +104,7 @@ class Move:
         ]
 
     def copies(self) -> list[Arrival]:
-        """Return copies of device blocks that still have a hash, with depth 0."""
+        """Return copies of blocks that still have a hash."""
         pairs = zip(self.leases[::2], self.leases[1::2], strict=True)
         named = ((lent, slot, lent.pool.hashes[lent.block]) for lent, slot in pairs)
         return [Arrival.copied(lent, slot, each, depth=0) for lent, slot, each in named if each is not None]

@@ -42,8 +42,6 @@ class ChunkHashes:
 class StateEvents:
     """Announces states as one more group of kind mamba, each by the hash of the prefix that it ends.
 
-    A state in host memory is announced with medium CPU, beside its copy on the device.
-
     Events stay in the block pool's queue until `take`: vLLM publishes amid `update_from_output`, before a step's states
     are stored.
 
@@ -86,7 +84,7 @@ class StateEvents:
         return MEDIUM_CPU if on_host else self._pool.medium
 
     def forget(self) -> None:
-        """Forget all states: vLLM announced that all blocks are gone."""
+        """Forget all states."""
         self._states.clear()
 
     def report(self, request: Any, hit: int) -> None:
@@ -141,8 +139,8 @@ def _report_nothing(request: Any, computed_blocks: Any) -> None:
 class UsablePages:
     """Leaves out pages behind the deepest state, and states.
 
-    A page is usable if it is cached, and a state ends where it ends, on device or host, or a usable page follows it.
-    Each is announced once, whatever its copies.
+    A page is usable if it is cached, and a state ends where it ends, or a usable page follows it. Each is announced
+    once, whatever its copies.
 
     Args:
         state_group: group of states in events.

@@ -16,7 +16,7 @@ class Stored(NamedTuple):
     Attributes:
         ours: its prefix hash.
         theirs: vLLM's hash; None before vLLM hashes the block.
-        request: the request that stored it; None if the state had its name before, on the device or the host.
+        request: the request that stored it; None if it had its name before.
         block: number of its last block in the request.
         waited: whether it had no name in an earlier `follow`.
     """
@@ -40,7 +40,7 @@ class HashMap:
         self.ours: dict[bytes, bytes] = {}
         self.theirs: dict[bytes, bytes] = {}
         self.unnamed: dict[bytes, tuple[Any, int]] = {}  # request and block by prefix hash
-        self._held: set[tuple[bytes, bool]] = set()  # prefix hash, and whether on the host
+        self._held: set[tuple[bytes, bool]] = set()  # prefix hash, whether on the host
         self._told: set[tuple[bytes, bool]] = set()
         self.hashes_of, self.size = hashes_of, size
         self._prefix_cache, self._last = prefix_cache, 0
@@ -48,7 +48,7 @@ class HashMap:
     def follow(self, requests: Mapping[str, Any]) -> tuple[list[tuple[bytes, bool]], list[Stored]]:
         """Update the map after states are stored. Return states that are gone, and new states.
 
-        A state is gone by vLLM's hash, and from the device or, if True, from the host.
+        The former: vLLM's hash, and whether the host had it.
 
         A state of an unknown request gets no entry. After lost events all entries are gone.
 
@@ -82,10 +82,7 @@ class HashMap:
         return gone, [state for ours in found for state in self._new(ours, ours in waited)]
 
     def _new(self, ours: bytes, waited: bool) -> list[Stored]:
-        """Return a state for each place that is new, with a name if vLLM has its hash.
-
-        With MTP drafts the hash may cover a token behind the block.
-        """
+        """Return a state for each new place. With MTP drafts its name may cover a token behind the block."""
         request, block = self.unnamed.get(ours, (None, 0))
         if request is not None:
             hashes = self.hashes_of(request)

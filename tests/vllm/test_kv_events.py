@@ -269,7 +269,7 @@ def probes_of_quiet_workers(consumer: Consumer, seed: int) -> list[tuple[int, in
 HOST_STATES = 1, 3, 50
 
 
-@pytest.mark.parametrize("seed", range(SEEDS // 14))
+@pytest.mark.parametrize("seed", range(SEEDS // 20))
 def test_a_consumer_predicts_hits_from_host_memory(seed: int) -> None:
     """It knows each copy on the host that all ranks have made, amid copies that fail."""
     consumer = followed(seed, host_states=HOST_STATES[seed % 3], ranks=1 + seed % 2)
@@ -278,7 +278,7 @@ def test_a_consumer_predicts_hits_from_host_memory(seed: int) -> None:
     consumer.simulation.check_end()
 
 
-@pytest.mark.parametrize("seed", [seed for seed in range(SEEDS // 20) if seed % 5 != 4])
+@pytest.mark.parametrize("seed", [seed for seed in range(SEEDS // 33) if seed % 5 != 4])
 def test_a_consumer_of_one_group_expects_no_less_than_is_hit_from_host_memory(seed: int) -> None:
     consumer = followed(seed, kv_event_groups=1, host_states=HOST_STATES[seed % 3])
     for expected, hit in probes_of_quiet_workers(consumer, seed):
@@ -286,7 +286,7 @@ def test_a_consumer_of_one_group_expects_no_less_than_is_hit_from_host_memory(se
     consumer.simulation.check_end()
 
 
-@pytest.mark.parametrize("seed", range(SEEDS // 20))
+@pytest.mark.parametrize("seed", range(SEEDS // 33))
 def test_a_consumer_predicts_hits_beside_a_connector(seed: int) -> None:
     """vLLM's connector announces its pages beside our states. It does not announce those that a reset left it."""
     options = {"cpu_bytes_to_use": (1 << 30, 64 * 64 * 8 * 2 * 4)[seed % 2], "seed": seed, "slow": 0.5}
