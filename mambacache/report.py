@@ -35,7 +35,7 @@ class RequestReport:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """Tells a router of a block stored on the device or removed.
+    """Tells a router of a block stored or removed.
 
     After a gap in `number`, events are lost: start from an empty view.
     """
@@ -44,8 +44,9 @@ class CacheEvent:
     action: str  # "stored" or "removed"
     kind: str  # "state" or "kv"
     block_hash: bytes
-    num_tokens: int  # of the prefix; 0 if removed
-    request_id: str  # that stored the block; "" if removed
+    num_tokens: int  # of the prefix; 0 if removed or copied
+    request_id: str  # that stored the block; "" if removed or copied
+    on_host: bool
 
 
 class CachedBlock(NamedTuple):

@@ -48,6 +48,7 @@ class CheckedCache(PrefixCache):
         self._events_seen = 1  # the number of the last event
         self._owners: dict[str, CachedRequest] = {}
         self._names: dict[tuple[str, bytes], Prefix] = {}
+        self._on_host: set[tuple[str, bytes]] = set()
         self._consumed: dict[int, int] = {}
         self._wanted: dict[int, set[int]] = {}  # positions of requested states, by residency
 
@@ -218,9 +219,14 @@ class CheckedCache(PrefixCache):
             self.model.kv.clear()
             self.model.clear()
             self._names.clear()
+            self._on_host.clear()
             self._consumed.clear()
             self.rebuilt += 1
         for event in events:
+            if event.on_host:
+                assert (event.action == "removed") is ((event.kind, event.block_hash) in self._on_host)
+                self._on_host ^= {(event.kind, event.block_hash)}
+                continue
             held = self.model.states if event.kind == "state" else self.model.kv
             if event.action == "removed":
                 self.model.remove(event.kind, self._names.pop((event.kind, event.block_hash)))
@@ -230,6 +236,8 @@ class CheckedCache(PrefixCache):
             self._names[event.kind, event.block_hash] = prefix
             held[prefix] = self._check_stored(event.kind, event.block_hash, prefix[1])
         self._events_seen = self._admission.ledger._num_events
+        slots = {"state": self._admission.tier.states._blocks, "kv": self._admission.tier.pages._blocks}
+        assert self._on_host == {(kind, block_hash) for kind, blocks in slots.items() for block_hash in blocks}
         num_kv = self.kv.num_committed if self.kv is not None else 0
         self.model.check(self.states.num_committed, num_kv, self.kv_elsewhere())
         if self._admission.slabs is not None:

@@ -309,6 +309,25 @@ def test_a_load_is_told_under_a_request_that_waits_for_it() -> None:
     assert [(each.action, each.request_id) for each in cache.take_events()] == [("stored", "b")]
 
 
+def test_events_tell_of_the_host_what_it_holds() -> None:
+    """A copy is told once it is made, and gone after a reset."""
+    cache = watched(**ROOM)
+    for seed in range(3):
+        answer(cache, str(seed), seed)
+    cache.take_events()
+    [transfer] = cache.transfers()
+    assert not cache.take_events()
+    cache.transferred(transfer)
+    told = cache.take_events()
+    tier = cache._admission.tier
+    held = {("state", each) for each in tier.states._blocks} | {("kv", each) for each in tier.pages._blocks}
+    assert {(each.kind, each.block_hash) for each in told} == held and len(told) == len(held) > 3
+    assert {(each.action, each.num_tokens, each.request_id, each.on_host) for each in told} == {("stored", 0, "", True)}
+    cache.reset()
+    gone = [(each.action, each.kind, each.block_hash) for each in cache.take_events() if each.on_host]
+    assert sorted(gone) == sorted(("removed", *each) for each in held)
+
+
 def test_a_load_that_nobody_waits_for_arrives_for_nobody() -> None:
     cache = filled_outside()
     cache.add("a", text(LENGTH, 0))

@@ -377,6 +377,7 @@ class Admission:
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:
+        self.ledger.removed_from_host("kv", block_hash)
         if evicted and self.pages.pool.lookup(block_hash) is None:
             self._drop_state(block_hash)
 

@@ -103,10 +103,11 @@ class Move:
             if arrival.block_hash not in block_hashes or (writer is not None and arrival.writer not in (0, writer))
         ]
 
-    def name(self) -> None:
-        for lent, slot in zip(self.leases[::2], self.leases[1::2], strict=True):
-            if (block_hash := lent.pool.hashes[lent.block]) is not None:
-                Arrival.copied(lent, slot, block_hash, depth=0).name()
+    def copies(self) -> list[Arrival]:
+        """Return copies of blocks that still have a hash."""
+        pairs = zip(self.leases[::2], self.leases[1::2], strict=True)
+        named = ((lent, slot, lent.pool.hashes[lent.block]) for lent, slot in pairs)
+        return [Arrival.copied(lent, slot, each, depth=0) for lent, slot, each in named if each is not None]
 
 
 def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
@@ -276,7 +277,7 @@ class Loads:
 
     def _arrive(self, arrival: Arrival, load: Load, request_id: str) -> None:
         if arrival.pool in self._host.values():
-            arrival.name()
+            self.name_on_host(arrival, request_id)
             return
         kind = "kv" if arrival.pool is self._pages.pool else "state"
         new = arrival.pool.lookup(arrival.block_hash) is None
@@ -286,6 +287,11 @@ class Loads:
             if kind == "state":
                 self._device.prefix[arrival.block] = load.chain, arrival.depth
             self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, request_id)
+
+    def name_on_host(self, arrival: Arrival, request_id: str) -> None:
+        kind = "state" if arrival.pool is self._host["state"] else "kv"
+        if arrival.name():
+            self._ledger.stored_on_host(kind, arrival.block_hash, arrival.depth * self._size, request_id)
 
     def leave(self, request: CachedRequest) -> None:
         """Take a request off its load; the last gives back its blocks."""
@@ -337,7 +343,9 @@ class Tier:
         self._config, self._size = config, config.block_size
         self._states, self._device, self._pages = pool, states, pages
         self._ledger, self._chains, self._numbers, self._files = ledger, chains, numbers, files
-        self.states = BlockPool(config.num_host_states, lambda *_: None, chains)
+        self.states = BlockPool(
+            config.num_host_states, lambda block_hash, *_: ledger.removed_from_host("state", block_hash), chains
+        )
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
         self._slots = {pool: self.states, pages.pool: self.pages}
         self._host = {"state": self.states, "kv": self.pages}
@@ -514,7 +522,8 @@ class Tier:
         if load is None and transfer.files:
             self._writable = good
         elif load is None and good:
-            move.name()
+            for arrival in move.copies():
+                self.loads.name_on_host(arrival, request_id="")
             self._note_unwritten(move)
         for lease in move.leases if load is None else move.leases[1::2]:
             lease.end()

@@ -168,6 +168,14 @@ class Ledger:
             self._event("stored", kind, block_hash, position, request_id)
             self._fates.pop(block_hash, None)
 
+    def stored_on_host(self, kind: str, block_hash: bytes, position: int, request_id: str) -> None:
+        if self.on:
+            self._event("stored", kind, block_hash, position, request_id, on_host=True)
+
+    def removed_from_host(self, kind: str, block_hash: bytes) -> None:
+        if self.on:
+            self._event("removed", kind, block_hash, 0, "", on_host=True)
+
     def removed(self, kind: str, block_hash: bytes, evicted: bool) -> None:
         if not self.on:
             return
@@ -245,9 +253,11 @@ class Ledger:
             trace.branch = self._record.add(trace.root, tokens, known)
             trace.recorded = trace.branch.end
 
-    def _event(self, action: str, kind: str, block_hash: bytes, num_tokens: int, request_id: str) -> None:
+    def _event(
+        self, action: str, kind: str, block_hash: bytes, num_tokens: int, request_id: str, on_host: bool = False
+    ) -> None:
         self._num_events += 1
-        self._events.append(CacheEvent(self._num_events, action, kind, block_hash, num_tokens, request_id))
+        self._events.append(CacheEvent(self._num_events, action, kind, block_hash, num_tokens, request_id, on_host))
 
     def _set_fate(self, block_hash: bytes, fate: Loss) -> None:
         self._fates[block_hash] = fate

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_CPU, AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 from mambacache.plan import CHUNK
-from mambacache.vllm.kv_watch import Stored
+from mambacache.vllm.kv_watch import HashMap, Stored
 
 
 class ChunkHashes:
@@ -47,21 +47,13 @@ class StateEvents:
 
     Args:
         manager: vLLM's KV cache manager.
-        hashes_of: returns a request's hashes of blocks of `size` tokens.
+        hashes: knows vLLM's hashes of states.
         has_attention: whether there are pages to report.
         alone: whether consumers know one group. Pages are then announced up to the deepest state, and no states.
     """
 
-    def __init__(
-        self,
-        manager: Any,
-        hashes_of: Callable[[Any], Sequence[bytes]],
-        size: int,
-        *,
-        has_attention: bool,
-        alone: bool,
-    ) -> None:
-        self._pool, self._hashes_of, self._size = manager.block_pool, hashes_of, size
+    def __init__(self, manager: Any, hashes: HashMap, *, has_attention: bool, alone: bool) -> None:
+        self._pool, self._hashes, self._size = manager.block_pool, hashes, hashes.size
         self._group = len(manager.kv_cache_event_metadata)
         self._page_groups = range(self._group if has_attention else 0)
         self._usable = UsablePages(self._group) if alone else None
@@ -70,13 +62,30 @@ class StateEvents:
         self._take, manager.take_events = manager.take_events, list  # vLLM finds no events
         manager.coordinator.emit_cached_block_events = _report_nothing  # `report` knows the hit
         self._reports: list[BlockStored] = []
+        self._states: dict[bytes, BlockStored] = {}  # by vLLM's hash
 
-    def note(self, gone: Sequence[bytes], new: Iterable[Stored]) -> None:
+    def note(self, gone: Iterable[tuple[bytes, bool]], new: Iterable[Stored]) -> None:
         """Announce what became of states."""
         queue = self._pool.kv_event_queue
-        if gone:
-            queue.append(BlockRemoved([*map(maybe_convert_block_hash, gone)], self._pool.medium, self._group))
-        queue += [self._stored(s.request, s.block, s.block + 1, self._group) for s in new if s.theirs is not None]
+        for theirs, on_host in gone:
+            queue.append(BlockRemoved([maybe_convert_block_hash(theirs)], self._medium(on_host), self._group))
+            if theirs not in self._hashes.ours:
+                self._states.pop(theirs, None)
+        for state in new:
+            if state.theirs is None:
+                continue
+            if state.request is not None:
+                self._states[state.theirs] = self._stored(state.request, state.block, state.block + 1, self._group)
+            event = copy(self._states[state.theirs])
+            event.medium = self._medium(state.on_host)
+            queue.append(event)
+
+    def _medium(self, on_host: bool) -> str:
+        return MEDIUM_CPU if on_host else self._pool.medium
+
+    def forget(self) -> None:
+        """Forget all states."""
+        self._states.clear()
 
     def report(self, request: Any, hit: int) -> None:
         """Announce a hit of `hit` tokens, once, if the request asks for that."""
@@ -100,7 +109,7 @@ class StateEvents:
 
     def _stored(self, request: Any, first: int, end: int, group: int) -> BlockStored:
         """Return the event for a request's blocks from `first` to `end`."""
-        hashes, size, lora = self._hashes_of(request), self._size, request.lora_request
+        hashes, size, lora = self._hashes.hashes_of(request), self._size, request.lora_request
         pool = self._pool if self._page_groups else None  # `ChunkHashes` cover no token behind a block
         keys_of = getattr(pool, "_generate_event_extra_keys", generate_block_hash_extra_keys)  # vLLM 0.33
         keys = [keys_of(request, start, start + size, 0)[0] for start in range(first * size, end * size, size)]
@@ -144,7 +153,7 @@ class UsablePages:
     def _clear(self) -> None:
         self._pages: dict[Any, BlockStored] = {}
         self._copies: Counter[Any] = Counter()
-        self._uses: Counter[Any] = Counter()  # states and usable pages that follow a page
+        self._uses: Counter[Any] = Counter()  # copies of its state, and usable pages that follow it
 
     def only(self, events: Iterable[Any]) -> list[Any]:
         """Return events of usable pages."""
@@ -155,13 +164,13 @@ class UsablePages:
                 found.append(event)
             elif event.group_idx == self._state_group:
                 for name in event.block_hashes:
-                    found += self._used(name) if isinstance(event, BlockStored) else self._unused(name, event)
+                    found += self._used(name) if isinstance(event, BlockStored) else self._unused(name)
             elif isinstance(event, BlockStored):
                 for page in _split(event):
                     found += self._stored(page)
             else:
                 for name in event.block_hashes:
-                    found += self._removed(name, event)
+                    found += self._removed(name)
         return found
 
     def _stored(self, page: BlockStored) -> list[BlockStored]:
@@ -172,7 +181,7 @@ class UsablePages:
         self._pages[name] = page
         return [*self._used(page.parent_block_hash), page] if self._uses[name] else []
 
-    def _removed(self, name: Any, event: BlockRemoved) -> list[BlockRemoved]:
+    def _removed(self, name: Any) -> list[BlockRemoved]:
         self._copies[name] -= 1
         if self._copies[name]:
             return []
@@ -180,8 +189,8 @@ class UsablePages:
         page = self._pages.pop(name)
         if not self._uses[name]:
             return []
-        gone = BlockRemoved([name], event.medium, event.group_idx)
-        return [gone, *self._unused(page.parent_block_hash, event)]
+        gone = BlockRemoved([name], page.medium, page.group_idx)
+        return [gone, *self._unused(page.parent_block_hash)]
 
     def _used(self, name: Any) -> list[BlockStored]:
         """Count a use of a page. Return the pages that became usable by it, from the first on."""
@@ -195,7 +204,7 @@ class UsablePages:
             name = page.parent_block_hash
         return found[::-1]
 
-    def _unused(self, name: Any, event: BlockRemoved) -> list[BlockRemoved]:
+    def _unused(self, name: Any) -> list[BlockRemoved]:
         found: list[BlockRemoved] = []
         while name is not None:
             self._uses[name] -= 1
@@ -205,7 +214,7 @@ class UsablePages:
             del self._uses[name]
             if page is None:
                 break
-            found.append(BlockRemoved([name], event.medium, page.group_idx))
+            found.append(BlockRemoved([name], page.medium, page.group_idx))
             name = page.parent_block_hash
         return found
 

@@ -16,7 +16,7 @@ class Stored(NamedTuple):
     Attributes:
         ours: its prefix hash.
         theirs: vLLM's hash; None before vLLM hashes the block.
-        request: the request that stored it.
+        request: the request that stored it; None if it had its name before.
         block: number of its last block in the request.
         waited: whether it had no name in an earlier `follow`.
     """
@@ -26,6 +26,7 @@ class Stored(NamedTuple):
     request: Any
     block: int
     waited: bool
+    on_host: bool
 
 
 class HashMap:
@@ -39,46 +40,63 @@ class HashMap:
         self.ours: dict[bytes, bytes] = {}
         self.theirs: dict[bytes, bytes] = {}
         self.unnamed: dict[bytes, tuple[Any, int]] = {}  # request and block by prefix hash
-        self._prefix_cache, self._hashes_of, self._size = prefix_cache, hashes_of, size
-        self._last = 0
+        self._held: set[tuple[bytes, bool]] = set()  # prefix hash, whether on the host
+        self._told: set[tuple[bytes, bool]] = set()
+        self.hashes_of, self.size = hashes_of, size
+        self._prefix_cache, self._last = prefix_cache, 0
 
-    def follow(self, requests: Mapping[str, Any]) -> tuple[list[bytes], list[Stored]]:
-        """Update the map after states are stored. Return vLLM's hashes of states that are gone, and new states.
+    def follow(self, requests: Mapping[str, Any]) -> tuple[list[tuple[bytes, bool]], list[Stored]]:
+        """Update the map after states are stored. Return states that are gone, and new states.
+
+        The former: vLLM's hash, and whether the host had it.
 
         A state of an unknown request gets no entry. After lost events all entries are gone.
 
         Args:
             requests: all requests that may have stored states since, also requests that end now.
         """
-        gone: list[bytes] = []
+        gone: list[tuple[bytes, bool]] = []
         waited = set(self.unnamed)
+        found = dict.fromkeys(self.unnamed)
         for event in self._prefix_cache.take_events():
+            ours, place = event.block_hash, (event.block_hash, event.on_host)
             if event.number != self._last + 1:
-                gone += self.ours
-                for entries in (self.ours, self.theirs, self.unnamed, waited):
+                gone += [(self.theirs[each], on_host) for each, on_host in self._told]
+                for entries in (self.ours, self.theirs, self.unnamed, self._held, self._told, waited, found):
                     entries.clear()
             self._last = event.number
-            if event.action == "removed":
-                self.unnamed.pop(event.block_hash, None)
-                waited.discard(event.block_hash)
-                theirs = self.theirs.pop(event.block_hash, None)
-                if theirs is not None:
-                    self.ours.pop(theirs, None)
-                    gone.append(theirs)
-            elif (request := requests.get(event.request_id)) is not None:
-                self.unnamed[event.block_hash] = request, event.num_tokens // self._size - 1
-        return gone, [self._name(ours, ours in waited) for ours in [*self.unnamed]]
+            if event.action == "stored":
+                self._held.add(place)
+                found[ours] = None
+                if ours not in self.theirs and (request := requests.get(event.request_id)) is not None:
+                    self.unnamed[ours] = request, event.num_tokens // self.size - 1
+                continue
+            self._held.discard(place)
+            if place in self._told:
+                self._told.remove(place)
+                gone.append((self.theirs[ours], event.on_host))
+            if (ours, not event.on_host) not in self._held:
+                self.unnamed.pop(ours, None)
+                waited.discard(ours)
+                self.ours.pop(self.theirs.pop(ours, b""), None)
+        return gone, [state for ours in found for state in self._new(ours, ours in waited)]
 
-    def _name(self, ours: bytes, waited: bool) -> Stored:
-        """Enter a new state if vLLM has its hash; with MTP drafts that may cover a token behind the block."""
-        request, block = self.unnamed[ours]
-        hashes = self._hashes_of(request)
-        theirs = hashes[block] if block < len(hashes) else None
+    def _new(self, ours: bytes, waited: bool) -> list[Stored]:
+        """Return a state for each new place. With MTP drafts its name may cover a token behind the block."""
+        request, block = self.unnamed.get(ours, (None, 0))
+        if request is not None:
+            hashes = self.hashes_of(request)
+            if block < len(hashes):
+                self.ours[hashes[block]], self.theirs[ours] = ours, hashes[block]
+            if block < len(hashes) or request.is_finished():
+                del self.unnamed[ours]
+        theirs = self.theirs.get(ours)
+        if request is None and theirs is None:
+            return []
+        places = [each for each in ((ours, False), (ours, True)) if each in self._held and each not in self._told]
         if theirs is not None:
-            self.ours[theirs], self.theirs[ours] = ours, theirs
-        if theirs is not None or request.is_finished():
-            del self.unnamed[ours]
-        return Stored(ours, theirs, request, block, waited)
+            self._told.update(places)
+        return [Stored(ours, theirs, request, block, waited, on_host) for _, on_host in places]
 
 
 class KVWatch:

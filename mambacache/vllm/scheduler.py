@@ -127,7 +127,7 @@ class Mixin:
         if self.enable_kv_cache_events:
             alone = Settings.of(self.vllm_config).kv_event_groups == 1
             self._events = StateEvents(
-                self.kv_cache_manager, hashes_of, size, has_attention=self._has_attention, alone=alone
+                self.kv_cache_manager, self._hashes, has_attention=self._has_attention, alone=alone
             )
 
     # --- requests ---
@@ -238,6 +238,8 @@ class Mixin:
                 self._page_queue.start_over()
             if self._hashes is not None:
                 self._hashes.follow(self.requests)  # vLLM announced that all blocks are gone
+            if self._events is not None:
+                self._events.forget()
         self._publish()
         return done
 

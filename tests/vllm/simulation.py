@@ -595,7 +595,8 @@ class Simulation:
         assert lost <= cold, "a state without KV keeps its rank"
         assert cold - lost <= self._settled or self.lookahead, "a state with KV is evicted first"
         hashes = self.scheduler._hashes
-        assert len(hashes.theirs) <= self.scheduler.prefix_cache.config.num_state_blocks
+        config = self.scheduler.prefix_cache.config
+        assert len(hashes.theirs) <= config.num_state_blocks + config.num_host_states
         assert hashes.ours == {theirs: ours for ours, theirs in hashes.theirs.items()}
 
     def _check_pages(self) -> None:
@@ -665,7 +666,8 @@ class Simulation:
         hashes = self.scheduler._hashes
         if hashes is not None:
             self.scheduler._follow({})
-            assert hashes.theirs.keys() <= states._admission.pool._blocks.keys() and not hashes.unnamed
+            held = states._admission.pool._blocks.keys() | states._admission.tier.states._blocks.keys()
+            assert hashes.theirs.keys() <= held and not hashes.unnamed
         counts = states.stats.state_blocks
         assert not counts["writing"] and counts["committed"] == counts["evictable"], counts
         pool = self.scheduler.kv_cache_manager.block_pool

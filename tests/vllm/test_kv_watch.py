@@ -57,12 +57,14 @@ class Host:
         self.pool.cache_full_blocks(request, blocks, 0, count, self.page, 0)
         return blocks
 
-    def event(self, action: str, block_hash: bytes, num_tokens: int = 0, name: str = "", lost: int = 0) -> None:
+    def event(
+        self, action: str, block_hash: bytes, num_tokens: int = 0, name: str = "", lost: int = 0, on_host: bool = False
+    ) -> None:
         self._number += 1 + lost
-        self._events.append(CacheEvent(self._number, action, "state", block_hash, num_tokens, name))
+        self._events.append(CacheEvent(self._number, action, "state", block_hash, num_tokens, name, on_host))
 
-    def follow(self) -> list[bytes]:
-        """Return vLLM's hashes of states that are gone."""
+    def follow(self) -> list[tuple[bytes, bool]]:
+        """Return vLLM's hashes of states that are gone, and whether from the host."""
         gone, new = self.hashes.follow(self.requests)
         self.watch.look(new)
         return gone
@@ -131,7 +133,7 @@ def test_an_entry_leaves_with_its_state() -> None:
         host.event("stored", b"%d" % i, 64 * (i % 10 + 1), "a")
         if i >= 5:
             host.event("removed", b"%d" % (i - 5))
-        assert host.follow() == ([request.block_hashes[(i - 5) % 10]] if i >= 5 else [])
+        assert host.follow() == ([(request.block_hashes[(i - 5) % 10], False)] if i >= 5 else [])
         assert len(host.hashes.ours) == len(host.hashes.theirs) == min(i + 1, 5)
 
 
@@ -143,7 +145,7 @@ def test_lost_events_empty_the_map() -> None:
     host.event("stored", b"late", 704, "a")
     host.follow()
     host.event("stored", b"two", 128, "a", lost=1)
-    assert host.follow() == [request.block_hashes[0]]
+    assert host.follow() == [(request.block_hashes[0], False)]
     assert list(host.hashes.theirs) == [b"two"] and not host.hashes.unnamed
 
 
