@@ -8,10 +8,7 @@ from mambacache.cache.retention import Chains, EvictionOrder, Rank
 
 
 class KVOrder:
-    """Orders pages that no request uses, as the cache orders its own.
-
-    A page has the highest rank of the requests that released it. So a prefix is evicted from its end.
-    """
+    """Orders unused pages. A page has the highest rank of the requests that released it."""
 
     _order: EvictionOrder
 
@@ -20,7 +17,6 @@ class KVOrder:
         self._unused: dict[int, None] = {}  # in the order of their last use
 
     def follow(self, chains: Chains) -> None:
-        """Order the pages anew, as after a rebuild."""
         self._order = EvictionOrder(chains, rising=True)  # the last page of a prefix goes first
         for page in self._unused:
             self._order.add(page, self._rank(page))

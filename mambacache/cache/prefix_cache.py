@@ -354,16 +354,13 @@ class PrefixCache:
                 admission.tier.states.restore(block_hash)
 
     def kv_released(self, request_id: str, pages: Iterable[int]) -> None:
-        """Rank pages of the host's KV by a request that uses them no more; others may use them still.
-
-        Call it before `kv_unused`, while the request is known. Its turn in a chat decides the rank.
-        """
+        """Rank pages of the host's KV by the turn of a request that uses them no more. Others may use them still."""
         request = self._known(request_id)
         with self._admission as admission:
             admission.kv_order.release(pages, request.rank)
 
     def kv_unused(self, pages: Sequence[int]) -> None:
-        """Order pages for eviction that no request uses now, a request's last page first."""
+        """Order unused pages of the host's KV for eviction, a request's last page first."""
         if len({*pages}) < len(pages) or any(map(self._admission.kv_order.has, pages)):
             raise ValueError("a page is in the order already: give it once after each use")
         with self._admission as admission:
@@ -377,12 +374,12 @@ class PrefixCache:
             admission.kv_order.remove(page)
 
     def kv_dropped(self, pages: Iterable[int]) -> None:
-        """Forget pages, used or not, whose content is gone."""
+        """Forget pages whose content is gone."""
         with self._admission as admission:
             admission.kv_order.drop(pages)
 
     def evict_kv(self, count: int) -> list[int]:
-        """Remove the `count` next pages from the order, or all if it has fewer. Return them; the host evicts them."""
+        """Remove the next pages, at most `count`, from the order. The host evicts them."""
         check_integer("count", count, 0)
         with self._admission as admission:
             return admission.kv_order.evict(count)

@@ -259,7 +259,7 @@ class Marks:
 class EvictionOrder:
     """Orders blocks by coldness, (age + mean gap) / weight: rank decides among young blocks.
 
-    With `rising` weights a block whose rank and last use are not below another's never goes before it.
+    With `rising` weights no block goes before another of lower rank and earlier use.
     """
 
     def __init__(self, chains: Chains, rising: bool = False) -> None:

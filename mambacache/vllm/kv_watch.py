@@ -16,7 +16,7 @@ class Stored(NamedTuple):
     Attributes:
         ours: its prefix hash.
         theirs: vLLM's hash; None before vLLM hashes the block.
-        request: the request that stored it; None if it had its name before.
+        request: None if the state had its name before.
         block: number of its last block in the request.
         waited: whether it had no name in an earlier `follow`.
     """
@@ -46,14 +46,12 @@ class HashMap:
         self._prefix_cache, self._last = prefix_cache, 0
 
     def follow(self, requests: Mapping[str, Any]) -> tuple[list[tuple[bytes, bool]], list[Stored]]:
-        """Update the map after states are stored. Return states that are gone, and new states.
+        """Update the map. Return lost states (vLLM's hash, whether the host had it), and new states.
 
-        The former: vLLM's hash, and whether the host had it.
-
-        A state of an unknown request gets no entry. After lost events all entries are gone.
+        After lost events all entries are gone.
 
         Args:
-            requests: all requests that may have stored states since, also requests that end now.
+            requests: all that may have stored states since, also requests that end now.
         """
         gone: list[tuple[bytes, bool]] = []
         waited = set(self.unnamed)

@@ -9,13 +9,7 @@ from mambacache.cache.prefix_cache import PrefixCache
 
 
 class PageQueue:
-    """Stands in for the queue of free pages in vLLM's block pool, which is ordered by last use alone.
-
-    Pages without a hash stay in vLLM's queue, and go first.
-
-    Args:
-        manager: vLLM's KV cache manager.
-    """
+    """Stands in for vLLM's queue of free pages, where pages without a hash stay. These go first."""
 
     def __init__(self, manager: Any, prefix_cache: PrefixCache) -> None:
         pool = manager.block_pool
@@ -40,7 +34,6 @@ class PageQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Return `n` pages, which vLLM makes sure are there."""
         empty = self._empty.popleft_n(min(n, self._empty.num_free_blocks))
         return empty + self._evict(n - len(empty))
 
@@ -75,5 +68,5 @@ class PageQueue:
         return self._empty.get_all_free_blocks() + [self._blocks[page] for page in self._cached]
 
     def start_over(self) -> None:
-        """Take pages that lost their hashes out of the order."""
+        """Empty the order after all hashes are lost."""
         self._empty.append_n(self._evict(len(self._cached)))
