@@ -26,7 +26,7 @@ VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 VLLM_CPU_NAME := tests/vllm/cpu_build
 
 .PHONY: setup demo test lint types pytest test-fast test-full mutants api
-.PHONY: test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full bench-scheduler bench-kernels replay
+.PHONY: replay-vllm test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full bench-scheduler bench-kernels replay
 
 setup: $(READY)
 
@@ -151,3 +151,10 @@ replay: $(READY)
 	$(PY) $(REPLAY) --budgets 20+40 --running 32 --policies mambacache
 	$(PY) $(REPLAY) --budgets 20+40+200 --policies mambacache
 	$(PY) $(REPLAY) --jobs 2 --budgets 160 60 25 --policies mambacache lru-joint vllm sglang
+
+# The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
+REPLAY_VLLM := PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py --requests 12031 \
+	benchmarks/traces/mooncake_conversation.jsonl.gz --json benchmarks/results/replay-vllm.json
+replay-vllm: $(VLLM_READY)
+	$(REPLAY_VLLM)
+	$(REPLAY_VLLM) --by-last-use

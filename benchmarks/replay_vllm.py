@@ -1,0 +1,158 @@
+"""Replay a trace through vLLM's scheduler with the plugin, without a model, and report the share of the ceiling hit.
+
+    python benchmarks/replay_vllm.py benchmarks/traces/mooncake_conversation.jsonl.gz [--requests 2000] [--agents N]
+        [--model qwen3-next] [--budgets 5+20 20+40] [--rate 5] [--by-last-use] [--json OUT.json]
+
+A budget is GiB of states + GiB of KV. It needs vLLM 0.32 or 0.33, and no GPU. Requests come as a Poisson process, and a
+step takes a time for each token: many requests run at once, as in a server. With `--by-last-use` KV pages keep vLLM's
+order of eviction. Answers have the trace's tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+import torch
+from replay_trace import MODELS
+from simulators.agents import Traffic, setting
+from simulators.parts import BLOCK, GIB
+from tqdm import tqdm
+from trace_tokens import Request, requests
+from vllm import SamplingParams
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request as ServedRequest
+from vllm.v1.structured_output import StructuredOutputManager
+
+from mambacache.vllm import scheduler as plugin
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 320, "max_position_embeddings": 1 << 18,
+}  # fmt: skip
+RUNNING, STEP = 64, 16_384  # requests at once, tokens of a step
+TOKENS_A_SECOND, SHORTEST_STEP = 120_000, 0.006
+
+
+@dataclass
+class Row:
+    trace: str
+    requests: int
+    model: str
+    state_gib: float
+    kv_gib: float
+    rate: float
+    by_last_use: bool
+    share: float
+
+
+def scheduler_of(num_states: int, num_pages: int) -> Any:
+    """Return the plugin's scheduler for a model that has attention, with pages of 64 tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(MODEL))
+        model = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=1 << 18)
+    config = VllmConfig(
+        model_config=model,
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=STEP, max_num_seqs=RUNNING, max_model_len=1 << 18, is_encoder_decoder=False
+        ),
+        device_config=DeviceConfig("cpu"),
+        additional_config={"mambacache": {"num_state_blocks": num_states}},
+    )
+    config.scheduler_config.async_scheduling = False
+    config.cache_config.num_gpu_blocks = num_pages
+    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    groups = [KVCacheGroupSpec(["attention"], spec)]
+    return plugin.make(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=num_pages, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        log_stats=True,
+    )
+
+
+def replay(scheduler: Any, trace: Sequence[Request], rate: float) -> int:
+    """Return the tokens of all prompts that are hit at their first admission."""
+    init_none_hash(sha256)
+    hasher, rng = get_request_block_hasher(BLOCK, sha256), random.Random(2)
+    due, now, hits, given = rng.expovariate(rate), 0.0, dict[str, int](), 0
+    bar = tqdm(total=len(trace), mininterval=2, leave=False)
+    while given < len(trace) or scheduler.has_requests():
+        if not scheduler.has_requests():
+            now = max(now, due)
+        while given < len(trace) and due <= now:
+            params = SamplingParams(temperature=0, max_tokens=len(trace[given].answer), ignore_eos=True)
+            prompt = trace[given].prompt.tolist()
+            scheduler.add_request(ServedRequest(str(given), prompt, params, None, due, block_hasher=hasher))
+            given, due = given + 1, due + rng.expovariate(rate)
+        output = scheduler.schedule()
+        for new in output.scheduled_new_reqs:
+            hits.setdefault(new.req_id, new.num_computed_tokens)
+        sampled = [_sampled(scheduler.requests[name], trace[int(name)]) for name in output.num_scheduled_tokens]
+        names = {name: place for place, name in enumerate(output.num_scheduled_tokens)}
+        done = scheduler.update_from_output(output, ModelRunnerOutput([*names], names, sampled))
+        bar.update(sum(each.finish_reason is not None for outputs in done.values() for each in outputs.outputs))
+        now += max(sum(output.num_scheduled_tokens.values()) / TOKENS_A_SECOND, SHORTEST_STEP)
+    return sum(hits.values())
+
+
+def _sampled(request: Any, wanted: Request) -> list[int]:
+    ready = request.num_computed_tokens >= request.num_tokens
+    return [int(wanted.answer[request.num_output_tokens])] if ready else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--requests", type=int, default=2000, help="the trace's first")
+    parser.add_argument("--agents", type=int, metavar="N", help="generated traffic in place of a trace")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-next")
+    parser.add_argument("--budgets", nargs="+", default=["5+20", "20+40", "40+80"])
+    parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
+    parser.add_argument("--by-last-use", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if (options.trace is None) == (options.agents is None):
+        parser.error("give a trace, or --agents N")
+    if options.trace is not None:
+        name, trace = options.trace.name.partition(".")[0], [*islice(requests(options.trace), options.requests)]
+    else:
+        name, trace = f"agents-{options.agents}", Traffic(setting(options.agents)).run()
+    if options.by_last_use:
+        plugin.PageQueue = lambda *_: None
+    shape = MODELS[options.model]
+    for budget in options.budgets:
+        states, pages = (float(part) for part in budget.split("+"))
+        made = scheduler_of(int(states * GIB / shape.state_bytes), int(pages * GIB / shape.kv_bytes / BLOCK))
+        share = replay(made, trace, options.rate) / sum(request.ceiling for request in trace)
+        row = Row(name, len(trace), options.model, states, pages, options.rate, options.by_last_use, share)
+        print(f"{budget:8} {share:.4f} of the ceiling", flush=True)
+        if options.json:
+            write(options.json, row)
+
+
+def write(path: Path, row: Row) -> None:
+    """Add a row to a file in place of the row of the same run."""
+    old = [Row(**each) for each in json.loads(path.read_text())["rows"]] if path.exists() else []
+    rows = [each for each in old if replace(each, share=row.share) != row] + [row]
+    path.write_text(json.dumps({"rows": [asdict(each) for each in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
