@@ -153,7 +153,7 @@ replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets 160 60 25 --policies mambacache lru-joint vllm sglang
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
-REPLAY_VLLM := PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py --requests 12031 \
+REPLAY_VLLM := PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py --requests 12031 --budgets 20+40 \
 	benchmarks/traces/mooncake_conversation.jsonl.gz --json benchmarks/results/replay-vllm.json
 replay-vllm: $(VLLM_READY)
 	$(REPLAY_VLLM)

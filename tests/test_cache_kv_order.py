@@ -94,8 +94,8 @@ def test_a_page_has_no_rank_after_its_eviction_or_loss() -> None:
     assert host.evict_kv(1) == [1]
     host.kv_dropped([2])
     run(host, "alone", PROMPT, [3])
-    host.kv_unused([3, 1, 2])
-    assert host.evict_kv(3) == [3, 1, 2]
+    host.kv_unused([1, 2, 3])
+    assert host.evict_kv(3) == [1, 2, 3]
 
 
 def test_a_dropped_page_leaves_the_order() -> None:
