@@ -26,7 +26,8 @@ VLLM_SOURCES := build/vllm-$(VLLM_NEXT)
 VLLM_CPU_NAME := tests/vllm/cpu_build
 
 .PHONY: setup demo test lint types pytest test-fast test-full mutants api
-.PHONY: replay-vllm test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full bench-scheduler bench-kernels replay
+.PHONY: test-vllm test-vllm-full test-vllm-gpu pytest-gpu pytest-gpu-full bench-scheduler bench-kernels
+.PHONY: replay replay-vllm
 
 setup: $(READY)
 
@@ -117,7 +118,7 @@ test-vllm test-vllm-full: $(VLLM_READY) $(VLLM_SOURCES)
 	$(VLLM_TEST) tests/vllm
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES) $(VLLM_TEST) \
 		tests/vllm/test_scheduler.py tests/vllm/test_contract.py tests/vllm/test_metrics.py tests/vllm/test_models.py \
-		tests/vllm/test_kv_watch.py tests/vllm/test_kv_events.py tests/vllm/test_offloading.py
+		tests/vllm/test_kv_watch.py tests/vllm/test_kv_events.py tests/vllm/test_offloading.py tests/vllm/test_page_queue.py
 	PYTHONPATH=$(CURDIR)/$(VLLM_SOURCES):$(CURDIR)/$(VLLM_CPU_NAME) $(VLLM_TEST) \
 		tests/vllm/test_config.py tests/vllm/test_options.py tests/vllm/test_recipes.py
 
@@ -153,8 +154,8 @@ replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets 160 60 25 --policies mambacache lru-joint vllm sglang
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
-REPLAY_VLLM := PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py --requests 12031 --budgets 20+40 \
-	benchmarks/traces/mooncake_conversation.jsonl.gz --json benchmarks/results/replay-vllm.json
+REPLAY_VLLM := PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \
+	benchmarks/traces/mooncake_conversation.jsonl.gz --requests 12031 --budgets 20+40 --json benchmarks/results/replay-vllm.json
 replay-vllm: $(VLLM_READY)
 	$(REPLAY_VLLM)
 	$(REPLAY_VLLM) --by-last-use

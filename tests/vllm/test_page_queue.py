@@ -16,7 +16,7 @@ def ask(simulation: Simulation, name: str, prompt: list[int]) -> list[int]:
 def learned(num_pages: int) -> Simulation:
     """Return a scheduler that saw chats go on and other prompts end."""
     simulation = Simulation(make_scheduler(40, num_pages, budget=2048))
-    for number in range(12):
+    for number in range(6):
         prompt = random_tokens(70, number)
         for turn in range(4):
             prompt = ask(simulation, f"chat {number}, {turn}", prompt)
