@@ -141,6 +141,8 @@ def test_replay_hits_match_the_benchmark() -> None:
     budgets = {gib for _, gib in shares}
     assert {25, 60, 160} <= budgets and shares["mambacache", 60] >= 0.38
     assert all(shares["mambacache", gib] == max(shares[p, gib] for p, at in shares if at == gib) for gib in budgets)
+    served = {row["by_last_use"]: f"hits {row['share']:.1%}" for row in result("replay-vllm.json")["rows"]}
+    assert f"it {served[False]} of the ceiling" in PERFORMANCE and f"eviction it {served[True]}." in PERFORMANCE
 
 
 @pytest.mark.usefixtures("benchmarks")
