@@ -575,7 +575,7 @@ class Simulation:
     def _cold(self) -> set[bytes]:
         """Return the hashes of the states that are evicted first."""
         pool = self.scheduler.prefix_cache._kept.pool  # also amid a change of the admission
-        return {block_hash for block_hash, block in pool._blocks.items() if pool._useless[block]}
+        return {block_hash for block_hash, block in pool._blocks.items() if pool.useless[block]}
 
     def _check_cold(self) -> None:
         """Check that a state is evicted first once vLLM lost KV of its prefix.
