@@ -16,9 +16,6 @@ import numpy as np
 BRANCHING = 0.1
 """Chains branch if more than this share of next turns continue a continued turn."""
 
-USEFUL = 0.05
-"""A finished turn keeps a second state if it adds this share of the longest hit to the expected hit."""
-
 SPARE, NEEDED = 0, 1
 """Groups of unneeded blocks, and of pages that a state needs."""
 
@@ -26,6 +23,7 @@ SPARE, NEEDED = 0, 1
 class Kind(IntEnum):
     TURN = 0  # the end of a prompt or of its answer
     BRANCH = 1  # junctions, marks, promised states
+    STEP = 2  # where a step happened to end inside a prompt, and intervals
 
 
 class Origin(IntEnum):
@@ -37,8 +35,8 @@ class Origin(IntEnum):
 ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
 
 
-MOST_TURNS, MOST_USES = 5, 2
-CLASSES = len(Kind) * MOST_TURNS * len(Origin) * (len(ADDED) + 1) * (MOST_USES + 1)
+MOST_USES = 2
+CLASSES = len(Kind) * len(Origin) * (len(ADDED) + 1) * (MOST_USES + 1)
 AGES = 28
 FIRST_AGE, GROWTH = 8.0, 1.6  # blocks; each age's end over the last's
 
@@ -56,7 +54,6 @@ class Turn:
     """Describes a prompt and its answer; depths are in blocks."""
 
     tail: int
-    number: int = 1  # at most MOST_TURNS
     origin: Origin = Origin.NEW
     added: int = 0  # bounds of ADDED that its new tokens reach
     before: int = 0  # tail of the turn before
@@ -78,7 +75,7 @@ class Record:
     @property
     def place(self) -> int:
         turn = self.turn
-        place = (self.kind * MOST_TURNS + turn.number - 1) * len(Origin) + turn.origin
+        place = self.kind * len(Origin) + turn.origin
         return (place * (len(ADDED) + 1) + turn.added) * (MOST_USES + 1) + self.uses
 
 
@@ -212,9 +209,10 @@ class Chains:
         reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
         self.reuse.admitted()
         records = self.reuse.records
-        resumed = next((depth for depth in reach if chain[depth] in records), hit if chain[hit] in records else None)
-        if resumed is not None:
-            self.reuse.reused(chain[resumed])
+        deepest = next((depth for depth in range(shared, hit, -1) if chain[depth] in records), hit)
+        for depth in {deepest, hit}:
+            if chain[depth] in records:
+                self.reuse.reused(chain[depth])
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
         turn = Turn(tail, added=bisect(ADDED, prompt_len - shared * self._block_size))
         if before:
@@ -224,7 +222,6 @@ class Chains:
             if last.answered > last.tail:
                 self._answer_kept.note(shared >= last.answered)
             last.gone_on = True
-            turn.number = min(last.number + 1, MOST_TURNS)
             turn.before = before
             turn.at_end = shared in (before, last.answered)
         self._remember(chain[tail], turn)
@@ -236,14 +233,9 @@ class Chains:
         if replaced is None and len(self._turns) > self.MOST_TURNS:
             self._turns.popitem(last=False)
 
-    def useless(self, turn: Turn, end: int) -> list[int]:
-        """Return depths without use for the next turn, which resumes at `end`, or at the tail after an edit."""
-        kept = self._answer_kept.value
-        if end <= turn.tail:
-            return []
-        if kept * end > turn.tail:
-            return [turn.tail] if (1 - kept) * turn.tail < USEFUL * end else []
-        return [end] if kept * (end - turn.tail) < USEFUL * end else []
+    def keeps_end(self, turn: Turn, end: int) -> bool:
+        """Tell whether the next turn will hit more at `end` in the answer than at the tail."""
+        return end > turn.tail and self._answer_kept.value * end > turn.tail
 
     @property
     def branching(self) -> bool:
@@ -372,9 +364,9 @@ class Policy:
     def requested(wish: Wish | None) -> bool:
         return wish is not None and wish is not Wish.INTERVAL
 
-    def kind(self, wish: Wish | None) -> Kind | None:
+    def kind(self, wish: Wish | None, in_prompt: bool) -> Kind | None:
         if not self.requested(wish):
-            return None
+            return Kind.STEP if in_prompt else None
         return Kind.TURN if wish is Wish.TAIL else Kind.BRANCH
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:

@@ -352,15 +352,19 @@ class States:
         request, pool = residency.request, self._pool
         turn.answered = residency.computed // self._size
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
-        useless = self._chains.useless(turn, end)
-        for depth in {turn.tail, max(end, turn.tail)} - {0, *useless}:
-            if (block := pool.lookup(request.chain[depth])) and not pool.useless[block]:
-                self._chains.reuse.begin(request.chain[depth], Kind.TURN, turn)
-                self.value(block)
-        unmarked = [request.chain[d] for d in useless if not self.marks.has(request.salt, request.chain[d])]
-        for block in filter(None, map(pool.lookup, unmarked)):
-            if not pool.references[block]:
-                pool.evict_first(block)
+        kept, other = (end, turn.tail) if self._chains.keeps_end(turn, end) else (turn.tail, max(end, turn.tail))
+        if kept and (block := pool.lookup(request.chain[kept])) and not pool.useless[block]:
+            self._chains.reuse.begin(request.chain[kept], Kind.TURN, turn)
+            self.value(block)
+        if other != kept:
+            self._evict_first(request, other)
+
+    def _evict_first(self, request: CachedRequest, depth: int) -> None:
+        """Let an unmarked state go before all others."""
+        block_hash, pool = request.chain[depth], self._pool
+        block = pool.lookup(block_hash)
+        if block and not pool.references[block] and not self.marks.has(request.salt, block_hash):
+            pool.evict_first(block)
 
     def release(self, residency: Residency) -> None:
         row, residency.row = residency.row, None
@@ -391,8 +395,11 @@ class States:
             residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        requested = self._policy.requested(self._policy.wish(residency.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(requested):
+        depth, turn = position // self._size, request.turn
+        kind = self._policy.kind(self._policy.wish(residency.wishes, position), position <= residency.prefill_end)
+        if kind is None and turn is not None and self._chains.keeps_end(turn, depth):
+            self._evict_first(request, turn.tail)  # makes room for this state
+        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(kind is not None):
             self._ledger.refused(block_hash)
             return
         self._name(residency, position, lease.block)
@@ -404,11 +411,12 @@ class States:
 
     def _name(self, residency: Residency, position: int, block: int) -> None:
         block_hash = residency.request.chain[position // self._size]
-        kind, turn = self._policy.kind(self._policy.wish(residency.wishes, position)), residency.request.turn
+        wish, turn = self._policy.wish(residency.wishes, position), residency.request.turn
+        kind = self._policy.kind(wish, position <= residency.prefill_end)
         exact, writer = position <= residency.inexact_from, residency.request.number
         self.prefix[block] = residency.request.chain, position // self._size
         if self._pool.commit(block, block_hash, exact=exact, group=SPARE, born=self.num_issued, writer=writer):
-            if kind is Kind.BRANCH and turn is not None:
+            if kind not in (None, Kind.TURN) and turn is not None:
                 self._chains.reuse.begin(block_hash, kind, turn)
             if kind is not None:
                 self.value(block, kind, turn)
