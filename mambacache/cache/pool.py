@@ -41,6 +41,7 @@ class BlockPool:
         self.num_blocks = num_blocks  # maximum
         self.spill: Callable[[], bool] = lambda: False  # makes blocks spare; False if impossible
         self.on_valued: Callable[[int, bool], None] = lambda *_: None  # a block leaves or joins group SPARE
+        self.heir: Callable[[int], int | None] = lambda _: None  # the state that requests hit without this state
         self.idle = EvictionOrder(chains)
         self._blocks: dict[bytes, int] = {}
         self.lookup = self._blocks.get  # hash -> COMMITTED block or None
@@ -212,6 +213,9 @@ class BlockPool:
     def _evict(self, block: int | None) -> bool:
         if block is None:
             return False
+        heir = self.heir(block) if self.group[block] != SPARE else None
+        if heir and not self.references[heir]:
+            self.group[heir] = self.idle.inherit(heir, block) or self.group[heir]
         self._forget(block, evicted=True)
         return True
 

@@ -462,6 +462,15 @@ class EvictionOrder:
             slots[slot], self._slot[last] = last, slot
         return self._used.pop(block)[1]
 
+    def inherit(self, heir: int, block: int) -> int | None:
+        """Give a state the class and last use of an evicted state if it is reused later, and return its group."""
+        (group, used), (own, _) = self._used[block], self._used[heir]
+        if self._late(block) >= self._late(heir):
+            return None
+        group = group // 2 * 2 + own % 2
+        self._used[heir] = group, used
+        return group
+
     def first(self, requested: bool) -> int | None:
         """Return the next victim; unless `requested`, a spare block."""
         if self._spare or not requested:

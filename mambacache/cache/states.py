@@ -111,6 +111,7 @@ class States:
         self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth, by block
         pool.on_valued = self._valued
         pool.idle.gain = lambda block: needs.gain(*self.prefix[block])
+        pool.heir = self._heir
 
     # --- a residency begins ---
 
@@ -430,6 +431,11 @@ class States:
         block_hash, reuse = chain[depth], self._chains.reuse
         record = reuse.records.get(block_hash) or Record(kind, turn or Turn(depth), reuse.now)
         self._pool.promote(block, reuse.group(record) + (self.needs.has_below(block_hash)))
+
+    def _heir(self, block: int) -> int | None:
+        chain, depth = self.prefix[block]
+        above = depth - self.needs.gain(chain, depth)
+        return self._pool.lookup(chain[above]) if above else None
 
     def _valued(self, block: int, valued: bool) -> None:
         chain, depth = self.prefix[block]
