@@ -13,6 +13,8 @@ from random import Random
 
 import numpy as np
 
+from mambacache.config import KV_TOKENS_PER_STATE
+
 BRANCHING = 0.1
 """Chains branch if more than this share of next turns continue a continued turn."""
 
@@ -20,10 +22,14 @@ SPARE, NEEDED = 0, 1
 """Groups of unneeded blocks, and of pages that a state needs."""
 
 
+LONG = KV_TOKENS_PER_STATE
+"""An unrequested state of a prompt competes if it saves as many tokens."""
+
+
 class Kind(IntEnum):
     TURN = 0  # the end of a prompt or of its answer
     BRANCH = 1  # junctions, marks, promised states
-    STEP = 2  # where a step happened to end inside a prompt, and intervals
+    STEP = 2  # nobody asked for it, but it saves `LONG` tokens of a prompt
 
 
 class Origin(IntEnum):
@@ -364,9 +370,9 @@ class Policy:
     def requested(wish: Wish | None) -> bool:
         return wish is not None and wish is not Wish.INTERVAL
 
-    def kind(self, wish: Wish | None, in_prompt: bool) -> Kind | None:
+    def kind(self, wish: Wish | None) -> Kind | None:
         if not self.requested(wish):
-            return Kind.STEP if in_prompt else None
+            return None
         return Kind.TURN if wish is Wish.TAIL else Kind.BRANCH
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:

@@ -10,7 +10,7 @@ from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.requests import CachedRequest, Commit, Residency, Row
-from mambacache.cache.retention import SPARE, Chains, Kind, Marks, Needs, Policy, Record, Turn, Wish
+from mambacache.cache.retention import LONG, SPARE, Chains, Kind, Marks, Needs, Policy, Record, Turn, Wish
 from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, SequenceStep
 
 
@@ -396,9 +396,8 @@ class States:
             residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        depth, turn = position // self._size, request.turn
-        kind = self._policy.kind(self._policy.wish(residency.wishes, position), position <= residency.prefill_end)
-        if kind is None and turn is not None and self._chains.keeps_end(turn, depth):
+        kind, turn = self._kind(residency, position), request.turn
+        if kind is None and turn is not None and self._chains.keeps_end(turn, position // self._size):
             self._evict_first(request, turn.tail)  # makes room for this state
         if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(kind is not None):
             self._ledger.refused(block_hash)
@@ -412,8 +411,7 @@ class States:
 
     def _name(self, residency: Residency, position: int, block: int) -> None:
         block_hash = residency.request.chain[position // self._size]
-        wish, turn = self._policy.wish(residency.wishes, position), residency.request.turn
-        kind = self._policy.kind(wish, position <= residency.prefill_end)
+        kind, turn = self._kind(residency, position), residency.request.turn
         exact, writer = position <= residency.inexact_from, residency.request.number
         self.prefix[block] = residency.request.chain, position // self._size
         if self._pool.commit(block, block_hash, exact=exact, group=SPARE, born=self.num_issued, writer=writer):
@@ -424,6 +422,13 @@ class States:
             self._ledger.stored("state", block_hash, position, residency.request.request_id)
         if position in residency.marks or self.marks.has(residency.request.salt, block_hash):
             self._mark(residency.request, position)
+
+    def _kind(self, residency: Residency, position: int) -> Kind | None:
+        kind = self._policy.kind(self._policy.wish(residency.wishes, position))
+        if kind is not None or not LONG <= position <= residency.prefill_end:
+            return kind
+        chain, depth = residency.request.chain, position // self._size
+        return Kind.STEP if (depth - self.needs.above(chain, depth)) * self._size >= LONG else None
 
     def value(self, block: int, kind: Kind = Kind.BRANCH, turn: Turn | None = None) -> None:
         """Note a use of a state, and let its record decide on eviction."""
