@@ -207,6 +207,15 @@ def test_only_states_without_a_state_behind_them_free_kv() -> None:
     assert order.first_leaf() == 1
 
 
+def test_a_state_takes_the_group_and_last_use_of_an_evicted_state_that_is_reused_sooner() -> None:
+    order = order_of((1, 3, 0), (2, 4, 150), (3, 2, 20), now=200)
+    assert order.inherit(1, 2) == 5  # a state stands behind it as before
+    assert order.inherit(3, 1) == 4 and order.inherit(1, 3) is None
+    order.gain = {1: 1, 2: 1, 3: 2}.__getitem__
+    order.remove(2, 4)
+    assert order.first(requested=True) == 1 and order.remove(1, 5) == order.remove(3, 4) == 150
+
+
 def test_useless_blocks_are_evicted_first() -> None:
     order = order_of((1, SPARE, 0), (2, NEEDED, 0), now=10)
     order.put_first(3)

@@ -7,8 +7,9 @@ from collections import deque
 
 import pytest
 
+from mambacache.cache import states
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import SPARE, Kind, Policy, Record, Wish
+from mambacache.cache.retention import AGES, SPARE, Kind, Policy, Record, Wish
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import Request
@@ -201,6 +202,40 @@ def test_without_a_fresh_block_an_unrequested_state_is_overwritten() -> None:
     d.check()
     assert cached(d) == [64] and finds(d, other.prompt) == 64  # the tail of `other` stays
     assert d.cache.stats.preemptions == 0
+
+
+def test_an_answer_that_next_turns_keep_takes_the_block_of_its_prompt() -> None:
+    other, first = Job(text(100, 1), 1), Job(text(100), 130)
+    for kept, expected in ((0.0, [64, 64]), (1.0, [64, 192])):
+        d = Driver(Mix([other, first], max_num_seqs=1, cache={"num_state_blocks": 3, "num_kv_blocks": 9}))
+        d.cache._admission.chains._answer_kept.value = kept
+        for job in (0, 1):
+            d.submit(job)
+            while not d.scheduler.idle:
+                d.step()
+        d.check()
+        assert cached(d) == expected and finds(d, other.prompt) == 64
+
+
+def test_where_a_step_ends_a_state_competes_if_it_saves_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LONG", 128)
+    d = run([Job(text(400), 1)], max_num_seqs=1, num_state_blocks=20, budget=64)
+    pool, chain = d.cache.states, chain_of(d, text(400))
+    assert cached(d) == [64, 128, 192, 256, 320, 384]
+    assert [pool.group[pool.lookup(h) or 0] != SPARE for h in chain[1:7]] == [False, True, False, True, False, True]
+    assert [record_of(d, text(400), depth).kind for depth in (2, 4, 6)] == [Kind.STEP, Kind.STEP, Kind.TURN]
+
+
+def test_the_state_above_an_evicted_state_takes_its_value_until_it_is_hit() -> None:
+    d = run([Job(text(100), 1), Job([*text(100), *text(200, 1)], 1)], max_num_seqs=1, num_state_blocks=20)
+    reuse, pool, long = d.cache._admission.chains.reuse, d.cache.states, [*text(100), *text(200, 1)]
+    above, evicted = (pool.lookup(block_hash) for block_hash in (chain_of(d, long)[1], chain_of(d, long)[4]))
+    assert above is not None and evicted is not None
+    reuse.values[record_of(d, long, 4).place], place = [1.0] * AGES, record_of(d, long, 4).place
+    pool._evict(evicted)
+    assert pool.group[above] // 2 - 1 == place != record_of(d, long, 1).place
+    resume(d, Job(text(90), 1))
+    assert pool.group[above] // 2 - 1 == record_of(d, long, 1).place
 
 
 @pytest.mark.parametrize("ahead", [False, True])
