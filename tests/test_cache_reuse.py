@@ -146,3 +146,9 @@ def test_kv_without_a_state_is_evicted_before_older_kv_that_a_state_needs() -> N
     cache._admission.pool.drop(state)
     assert served(cache, other) == 0
     assert served(cache, older) == 256
+
+
+def test_time_counts_each_computed_block_once() -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=8, num_kv_blocks=9))
+    assert served(cache, list(range(300)), count=30) == 0
+    assert cache._admission.chains.now == (300 + 29) // 64

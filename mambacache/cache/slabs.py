@@ -76,7 +76,7 @@ class Slabs:
             self._lean += (min(max(log2(cold / late), -1), 1) - self._lean) / self._memory
         due = self._lean > LEAN if pool is pages else self._lean < -LEAN
         if due and self.obtainable(pool):
-            self._lean = 0.0
+            self._lean /= 2
             return True
         return False
 
