@@ -41,7 +41,7 @@ class BlockPool:
         self.num_blocks = num_blocks  # maximum
         self.spill: Callable[[], bool] = lambda: False  # makes blocks spare; False if impossible
         self.on_valued: Callable[[int, bool], None] = lambda *_: None  # a block leaves or joins group SPARE
-        self.heir: Callable[[int], int | None] = lambda _: None  # the state that requests hit without this state
+        self.heir: Callable[[int], int | None] = lambda _: None  # is hit in its place
         self.idle = EvictionOrder(chains)
         self._blocks: dict[bytes, int] = {}
         self.lookup = self._blocks.get  # hash -> COMMITTED block or None

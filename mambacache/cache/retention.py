@@ -29,7 +29,7 @@ LONG = KV_TOKENS_PER_STATE
 class Kind(IntEnum):
     TURN = 0  # the end of a prompt or of its answer
     BRANCH = 1  # junctions, marks, promised states
-    STEP = 2  # nobody asked for it, but it saves `LONG` tokens of a prompt
+    STEP = 2  # unrequested, saves `LONG` tokens of a prompt
 
 
 class Origin(IntEnum):
@@ -70,7 +70,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Record:
-    """Follows a stored state from its last use on, evicted or not."""
+    """Follows a state from its last use on, evicted or not."""
 
     kind: Kind
     turn: Turn
@@ -165,7 +165,7 @@ class Reuse:
             return
         self.due = False
         hits, time = self._hits.sum(0), self._time.sum(0)
-        usual, last = np.empty(AGES), 1e-7  # hits for each block of time, of all classes
+        usual, last = np.empty(AGES), 1e-7  # of all classes
         for age in range(AGES):
             last = usual[age] = (hits[age] + self.GUESS) / (time[age] + 2 * self.GUESS / last)
         expected = (self._time * usual).sum(1)
@@ -240,7 +240,7 @@ class Chains:
             self._turns.popitem(last=False)
 
     def keeps_end(self, turn: Turn, end: int) -> bool:
-        """Tell whether the next turn will hit more at `end` in the answer than at the tail."""
+        """Tell whether the next turn hits more at `end` than at the tail."""
         return end > turn.tail and self._answer_kept.value * end > turn.tail
 
     @property
@@ -249,11 +249,11 @@ class Chains:
 
 
 class Needs:
-    """Counts the states that need the KV of a block: those below it that have no state between."""
+    """Counts the states that need the KV of a block: the nearest below it."""
 
     def __init__(self, on_change: Callable[[bytes, bool], None], on_leaf: Callable[[bytes, bool], None]) -> None:
         self._states: dict[bytes, int] = {}  # states right below each state
-        self._above: dict[bytes, tuple[int, int]] = {}  # depth of the state above, evicted or not, at an insertion
+        self._above: dict[bytes, tuple[int, int]] = {}  # depth of the state above, at an insertion
         self._insertions = 0  # states that came between two others
         self.counts: dict[bytes, int] = {}
         self._on_change, self._on_leaf = on_change, on_leaf
@@ -469,7 +469,7 @@ class EvictionOrder:
         return self._used.pop(block)[1]
 
     def inherit(self, heir: int, block: int) -> int | None:
-        """Give a state the class and last use of an evicted state if it is reused later, and return its group."""
+        """Return the group, and note the last use, that a state takes from an evicted state worth more."""
         (group, used), (own, _) = self._used[block], self._used[heir]
         if self._late(block) >= self._late(heir):
             return None

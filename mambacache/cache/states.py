@@ -361,7 +361,6 @@ class States:
             self._evict_first(request, other)
 
     def _evict_first(self, request: CachedRequest, depth: int) -> None:
-        """Let an unmarked state go before all others."""
         block_hash, pool = request.chain[depth], self._pool
         block = pool.lookup(block_hash)
         if block and not pool.references[block] and not self.marks.has(request.salt, block_hash):
