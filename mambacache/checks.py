@@ -87,6 +87,13 @@ def prefix_hashes(hashes: Iterable[bytes]) -> list[bytes]:
     return found
 
 
+def page_numbers(pages: Iterable[int]) -> list[int]:
+    found = list(_as_tuple("pages", pages))
+    for each in found:
+        check_integer("a page", each, 0)
+    return found
+
+
 def check_key(key: object, depth: int = 4) -> None:
     """Accept keys with a unique repr: arrays shorten theirs."""
     if type(key) is tuple and depth:

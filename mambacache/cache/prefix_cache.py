@@ -14,6 +14,7 @@ from mambacache.checks import (
     check_bounds,
     check_integer,
     check_text,
+    page_numbers,
     prefix_hashes,
     prompt_array,
 )
@@ -355,19 +356,21 @@ class PrefixCache:
 
     def kv_released(self, request_id: str, pages: Iterable[int]) -> None:
         """Rank pages of the host's KV by the turn of a request that uses them no more. Others may use them still."""
-        request = self._known(request_id)
+        request, released = self._known(request_id), page_numbers(pages)
         with self._admission as admission:
-            admission.kv_order.release(pages, request.rank)
+            admission.kv_order.release(released, request.rank)
 
-    def kv_unused(self, pages: Sequence[int]) -> None:
+    def kv_unused(self, pages: Iterable[int]) -> None:
         """Order unused pages of the host's KV for eviction, a request's last page first."""
-        if len({*pages}) < len(pages) or any(map(self._admission.kv_order.has, pages)):
+        unused = page_numbers(pages)
+        if len({*unused}) < len(unused) or any(map(self._admission.kv_order.has, unused)):
             raise ValueError("a page is in the order already: give it once after each use")
         with self._admission as admission:
-            admission.kv_order.add(pages)
+            admission.kv_order.add(unused)
 
     def kv_used(self, page: int) -> None:
         """Take back `kv_unused`: a request uses the page again."""
+        check_integer("page", page, 0)
         if not self._admission.kv_order.has(page):
             raise ValueError(f"page {page} is not in the order: give a page of `kv_unused`")
         with self._admission as admission:
@@ -375,8 +378,9 @@ class PrefixCache:
 
     def kv_dropped(self, pages: Iterable[int]) -> None:
         """Forget pages whose content is gone."""
+        dropped = page_numbers(pages)
         with self._admission as admission:
-            admission.kv_order.drop(pages)
+            admission.kv_order.drop(dropped)
 
     def evict_kv(self, count: int) -> list[int]:
         """Remove the next pages, at most `count`, from the order. The host evicts them."""
