@@ -154,7 +154,7 @@ replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets 160 60 25 --policies mambacache lru-joint vllm sglang
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
-REPLAY_VLLM := PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \
+REPLAY_VLLM := VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \
 	benchmarks/traces/mooncake_conversation.jsonl.gz --requests 12031 --budgets 20+40 --json benchmarks/results/replay-vllm.json
 replay-vllm: $(VLLM_READY)
 	$(REPLAY_VLLM)

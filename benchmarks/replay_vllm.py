@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import tempfile
 from collections.abc import Sequence
@@ -20,8 +19,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
 from replay_trace import MODELS

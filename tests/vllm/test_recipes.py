@@ -1,4 +1,4 @@
-"""Every checkpoint of vLLM's own recipes, with its drafts and GPU, is served, refused or left as docs/vllm.md says.
+"""Every checkpoint of vLLM's own recipes, with its drafts and GPU, is served, refused or left as the pages say.
 
 The page's tables say which architectures, drafts, options and devices are served. The hook gets vLLM's own
 configuration of the recipe's options.
@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from mambacache.vllm import config, models
 
 HERE = Path(__file__).resolve().parent
-PAGE = (HERE.parents[1] / "docs" / "vllm.md").read_text()
+PAGE, OFFLOAD = ((HERE.parents[1] / "docs" / name).read_text() for name in ("vllm.md", "offload.md"))
 RECIPES = [
     SimpleNamespace(**row)
     for row in csv.DictReader(
@@ -61,7 +61,7 @@ REFUSED = {  # with any other options
     for cell in re.findall(r"^\| (`[^`|]+`(?:, `[^`|]+`)*) \|", section("What is refused"), re.M)
     for name in re.findall(r"`([^`]+)`", cell)
 }
-CONNECTORS = set(re.findall(r"`(\w+Connector)`", section("KV connectors")))
+CONNECTORS = set(re.findall(r"`(\w+Connector)`", OFFLOAD))
 DRAFTS = set(re.findall(r"`(\w+)`", re.search(r"works with the methods (.*?), and", PAGE)[1]))
 
 
