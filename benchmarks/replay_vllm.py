@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -127,6 +128,9 @@ def main() -> None:
     options = parser.parse_args()
     if (options.trace is None) == (options.agents is None):
         parser.error("give a trace, or --agents N")
+    for budget in options.budgets:
+        if not re.fullmatch(r"\d+(\.\d+)?\+\d+(\.\d+)?", budget):
+            parser.error(f"{budget!r} is not a budget: give GiB of states and KV, as 20+40")
     if options.trace is not None:
         name, trace = options.trace.name.partition(".")[0], [*islice(requests(options.trace), options.requests)]
     else:

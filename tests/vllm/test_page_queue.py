@@ -25,13 +25,24 @@ def learned(num_pages: int) -> Simulation:
     return simulation
 
 
+def chat(simulation: Simulation, turns: int) -> list[int]:
+    """Run a chat, and return the prompt of its next turn."""
+    prompt = random_tokens(70, 500)
+    for turn in range(turns):
+        prompt = ask(simulation, f"turn {turn}", prompt)
+    return prompt
+
+
+def fill(simulation: Simulation) -> None:
+    """Run single prompts with 28 full pages; the pool has 29."""
+    for number in range(14):
+        ask(simulation, f"later {number}", random_tokens(140, 2000 + number))
+
+
 def test_a_chat_keeps_its_kv_beside_single_prompts_that_fill_the_pool() -> None:
     simulation = learned(num_pages=30)
-    prompt = random_tokens(70, 500)
-    for turn in range(4):
-        prompt = ask(simulation, f"turn {turn}", prompt)
-    for number in range(14):  # they have 28 full pages, and the pool has 29
-        ask(simulation, f"later {number}", random_tokens(140, 2000 + number))
+    prompt = chat(simulation, turns=4)
+    fill(simulation)
     ask(simulation, "last turn", prompt)
     assert simulation.cached["last turn"] == 256
     simulation.check_end()
@@ -39,16 +50,13 @@ def test_a_chat_keeps_its_kv_beside_single_prompts_that_fill_the_pool() -> None:
 
 def test_an_aborted_turn_ranks_its_pages_too() -> None:
     simulation = learned(num_pages=30)
-    prompt = random_tokens(70, 500)
-    for turn in range(3):
-        prompt = ask(simulation, f"turn {turn}", prompt)
+    prompt = chat(simulation, turns=3)
     simulation.add("aborted", prompt, 9)
     for _ in range(2):
         simulation.step()
     simulation.abort("aborted")
     simulation.drain()
-    for number in range(14):
-        ask(simulation, f"later {number}", random_tokens(140, 2000 + number))
+    fill(simulation)
     ask(simulation, "again", prompt)
     assert simulation.cached["again"] == 256
     simulation.check_end()
@@ -66,10 +74,7 @@ def test_a_reset_leaves_no_page_in_the_order() -> None:
 def test_a_page_that_is_lost_in_use_has_no_rank_after_it() -> None:
     simulation = learned(num_pages=30)
     manager = simulation.scheduler.kv_cache_manager
-    prompt = random_tokens(70, 500)
-    for turn in range(3):
-        prompt = ask(simulation, f"turn {turn}", prompt)
-    simulation.add("user", prompt, 9)
+    simulation.add("user", chat(simulation, turns=3), 9)
     simulation.step()
     manager.evict_blocks({*manager.get_block_ids("user")[0]})
     simulation.drain()  # checks ranks after each step
