@@ -23,9 +23,9 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
-    (8, 0): Gpu("A100, A30", 163, "compiled"),
-    (8, 6): Gpu("A10, A40, RTX 3090", 99, "compiled"),
-    (8, 9): Gpu("L4, L40S, RTX 4090", 99, "compiled"),
+    (8, 0): Gpu("A100, A30", 163, "emulated"),
+    (8, 6): Gpu("A10, A40, RTX 3090", 99, "emulated"),
+    (8, 9): Gpu("L4, L40S, RTX 4090", 99, "emulated"),
     HOPPER: Gpu("H100, H200", 227, "run"),
     (10, 0): Gpu("B200, GB200", 227, "compiled"),
     (10, 3): Gpu("B300, GB300", 227, "compiled"),
