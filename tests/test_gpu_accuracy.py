@@ -142,7 +142,7 @@ def betas_of_one(inputs: Inputs, gate: str) -> None:
 
 
 SPOILED = {"normal": None, "beta 1": betas_of_one, "small keys": small_keys, "zero keys": zero_keys}
-ROWS_OF_BRANCH = {"tiles of 64 rows": (1, 192), "tiles of 128 rows": (40, 64), "persistent": (140, 64)}
+ROWS_OF_BRANCH = {"tiles of 64 rows": (1, 192), "tiles of 128 rows": (40, 64), "busy processors": (140, 64)}
 # Floors of the reference's relative error, for states of ordinary size and for scaled states. KDA rounds the operands
 # of products of two tokens, so an output is less exact if it is a small difference of such products. With a floor of
 # 1/16 in place of 1/14, one token with zeros among its keys had 3.1 times the error on an H200.

@@ -24,7 +24,7 @@ QUICK = r"(gated_delta_rule of qwen3-next|kda|ssd of nemotron-h-8b) / \d, mixed|
 
 PRODUCTS = {
     "gated_delta_rule": {"_fold", "_prepare", "_scan", "_delta_prefill", "_delta_prepare", "_delta_scan"},
-    "kda": {"_prepare", "_scan", "_kda_prepare", "_kda_scan", "_kda_persistent_scan"},
+    "kda": {"_prepare", "_scan", "_kda_prepare", "_kda_scan"},
     "ssd": {"_fold", "_scan", "_ssd_scan"},
     "paged_attention": {"_attention_decode", "_attention_prefill"},
 }

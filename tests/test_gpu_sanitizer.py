@@ -19,19 +19,17 @@ from gpu_cases import DTYPES, MODELS, run_once
 model = next(iter(MODELS[{op!r}].values()))
 run_once(model(8), DTYPES[{op!r}][0])
 """
-# Rows have several chunks, tiles are not full, and there are more tiles than programs.
-PREFILL_IN_TURNS = """
+# Rows have several chunks, tiles are not full, and there are more tiles than processors.
+TWO_PROCESSORS = """
 from importlib import import_module
 from gpu_cases import BF16, Batch, Mix, delta_rule
 from mambacache.kernels.gpu.common.chunks import keep_busy
-from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from op_kda import KDAOp
 for widths in ((128, 192), (48, 80)):
     for op in (delta_rule(2, 4, *widths, 1.0, 1)(), KDAOp(4, *widths)):
         batch = Batch(op, Mix(prefills=(1, 65, 130, 200)), (BF16, BF16))
         import_module("mambacache.kernels.gpu." + op.name + ".prefill").processors = lambda index: 2
-        turns = 4 * -(-widths[1] // 128)
-        assert keep_busy(batch.indices, turns, 2) and 4 * turns >= 2 * MIN_TURNS
+        assert keep_busy(batch.indices, 4 * -(-widths[1] // 128), 2)
         batch.run()
 """
 PLAIN_NORM = """
@@ -60,7 +58,7 @@ from test_gpu_paged_attention import SHAPES, batch_of
 batch_of(SHAPES["grouped"], contexts=(0, 65, 1000)).run()
 """
 CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
-    "prefill in turns": PREFILL_IN_TURNS,
+    "prefill on two processors": TWO_PROCESSORS,
     "experts": EXPERTS,
     "gated_rms_norm": NORM,
     "rms_norm": PLAIN_NORM,

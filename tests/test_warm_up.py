@@ -15,7 +15,6 @@ from mambacache.kernels import StateIndices, api, experts, gpu, ngrams, paths
 from mambacache.kernels.compilation import Zeros
 from mambacache.kernels.gpu.common.chunks import keep_busy
 from mambacache.kernels.gpu.common.launch import Launcher
-from mambacache.kernels.gpu.kda.prefill_hopper_persistent import MIN_TURNS
 from mambacache.models.adapt import load_model
 from mambacache.plan import SequenceStep
 from mambacache.warm_up import decode_row, prompt_row, prompts_of_every_form, warm_up_batches
@@ -39,19 +38,6 @@ def form(lengths: list[int], heads: int) -> str:
 def test_every_form_of_prefill_is_among_the_batches(heads: int, room: int) -> None:
     batches = prompts_of_every_form(room, room, 64)
     assert {form(lengths, heads) for lengths in batches} == {"few", "busy", "uneven"}
-
-
-@pytest.mark.parametrize("heads", [4, 8, 16, 24, 32, 48, 64])
-@pytest.mark.parametrize("room", [2048, 8192, 16384])
-def test_every_form_of_the_prefill_of_kda_is_among_the_batches(heads: int, room: int) -> None:
-    """It goes by states in turn if it is busy and has many of them. Busy rows of few states are `uneven`."""
-
-    def kda_form(lengths: list[int]) -> str:
-        found, many = form(lengths, heads), heads * len(lengths) >= MIN_TURNS * PROCESSORS
-        return "uneven" if found == "busy" and not many else found
-
-    possible = {"few", "uneven", "busy"} if heads * 64 >= MIN_TURNS * PROCESSORS else {"few", "uneven"}
-    assert {kda_form(lengths) for lengths in prompts_of_every_form(room, room, 64)} == possible
 
 
 @pytest.mark.parametrize("room", [1, 2, 33, 64, 320, 8192])

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from ...device import is_hopper, processors
 from ...indices import StateIndices
-from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
+from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS
 from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
-from .prefill_hopper_persistent import MIN_TURNS, persistent_scan
 from .prefill_hopper_prepare import prepare as hopper_prepare
 from .prefill_hopper_scan import scan as hopper_scan
 from .prefill_triton import prepare as triton_prepare
@@ -61,25 +60,21 @@ def prefill(
     shape = {"HEADS": heads, "K": K, "BLOCK_K": block_K}
     layout = shape | {"STRIDES": (q_strides, k_strides, g_strides), "B_STRIDES": b_strides}
     tiling = shape | {"V": V, "BLOCK_V": block_V, "V_STRIDES": v_strides, "OUT_STRIDE": out.stride(0)}
+    tiling |= {"CONCURRENT": concurrent}
+    programs = tiles_of_row * (num_prefills + 1)
     if hopper:
-        flags = q.new_empty(1 + heads * num_chunks, dtype=torch.int32)  # `persistent_scan` counts turns in the first
+        flags = q.new_empty(heads * num_chunks, dtype=torch.int32)
         # A second launch of few programs runs beside the first, which leaves it room.
         room = concurrent + concurrent // 2 if few else 3 * concurrent
         counts = num_prefills, num_tokens, num_chunks
         hopper_prepare(min(heads * num_chunks, room), (*first, flags), chunks, counts, layout, num_warps=4, maxnreg=168)
-        arguments = (*second, flags), rows, numbers
-        if tiles_of_row * num_prefills >= MIN_TURNS * concurrent and keep_busy(indices, tiles_of_row, concurrent):
-            persistent_scan(concurrent, *arguments, tiling, num_warps=warps, launch_pdl=True)
-            return
-        tiling |= {"CONCURRENT": concurrent, "STAGES": 2 if few else 3}
-        programs = tiles_of_row * (num_prefills + 1)
-        hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
+        tiling |= {"STAGES": 2 if few else 3}
+        hopper_scan(programs, (*second, flags), rows, numbers, tiling, num_warps=warps, launch_pdl=True)
     else:
         if num_chunks:
             width, prepare_warps = (32 if narrow else 16, 8) if portable else (128 if narrow else 64, 4)
             layout |= {"BLOCK_C": min(block_K, width)}
             counts = num_prefills, num_tokens
             triton_prepare(heads * num_chunks, first, chunks, counts, layout, num_warps=prepare_warps)
-        tiling |= {"CONCURRENT": concurrent}
-        programs, registers = tiles_of_row * (num_prefills + 1), 255 if portable else None
+        registers = 255 if portable else None
         triton_scan(programs, second, rows, numbers, tiling, num_warps=warps, maxnreg=registers)

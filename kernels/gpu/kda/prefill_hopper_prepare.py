@@ -196,8 +196,6 @@ def _kda_prepare_kernel(
     chunks = Chunks(query_start_loc, chunk_start, seq_chunk_start, num_prefills, num_chunks)
     size = gl.cast(num_tokens, gl.int64) * (HEADS * K)
     num_tasks = num_chunks * HEADS
-    gl.store(flags, 0, mask=gl.program_id(0) == 0)  # where `persistent_scan` counts turns
-    flags += 1
     clear_flags(flags, num_tasks)
     task = gl.program_id(0)
     t, count, head, _ = tokens_of_task(task, chunks, HEADS, False)

@@ -33,32 +33,20 @@ LAST_STAGES = gl.constexpr(2)
 
 
 @aggregate
-class Shape:
-    HEADS: gl.constexpr
-    K: gl.constexpr
-    V: gl.constexpr
-    BLOCK_V: gl.constexpr
-    V_STRIDES: gl.constexpr
+class Sources:
+    """Point to a head's values and to its results of the first launch."""
 
-
-@aggregate
-class Scratch:
-    """Point to results of the first launch."""
-
+    v: gl.tensor
     k_in: gl.tensor
     q_in: gl.tensor
     k_out: gl.tensor
     inverse: gl.tensor
     scores: gl.tensor
-
-
-@aggregate
-class Chunk:
-    """Hold first token, first entry in scratch, and token count."""
-
-    t: gl.tensor
-    place: gl.tensor
-    count: gl.tensor
+    totals: gl.tensor
+    lines: gl.tensor
+    HEADS: gl.constexpr
+    K: gl.constexpr
+    V_STRIDE: gl.constexpr
 
 
 @aggregate
@@ -75,79 +63,27 @@ class Stages:
 
 
 @gluon.jit
-def copy_first(stages, stage, scratch, v, chunk, lines, shape):
+def _copy_first(stages, stage, sources, t, count):
     """Begin to copy operands of a chunk's first products."""
-    K: gl.constexpr = shape.K
-    STRIDE: gl.constexpr = shape.V_STRIDES[0]
-    count = chunk.count
-    copy_tile(stages.k_in.index(stage), scratch.k_in + chunk.place * K, K, count, K)
-    copy_tile(stages.v.index(stage), v + chunk.t * STRIDE, STRIDE, count, lines)
-    copy_tile(stages.inverse.index(stage), scratch.inverse + chunk.place * CHUNK, CHUNK, count, CHUNK, LOWER=True)
+    t = t.to(gl.int64)
+    copy_tile(stages.k_in.index(stage), sources.k_in + t * sources.K, sources.K, count, sources.K)
+    copy_tile(stages.v.index(stage), sources.v + t * sources.V_STRIDE, sources.V_STRIDE, count, sources.lines)
+    copy_tile(stages.inverse.index(stage), sources.inverse + t * CHUNK, CHUNK, count, CHUNK, LOWER=True)
     async_copy.commit_group()
 
 
 @gluon.jit
-def copy_last(stages, stage, scratch, totals, number, chunk, shape):
-    """Begin to copy the other operands; `number` counts chunks of the batch."""
-    K: gl.constexpr = shape.K
-    count = chunk.count
-    copy_tile(stages.q_in.index(stage), scratch.q_in + chunk.place * K, K, count, K)
-    copy_tile(stages.k_out.index(stage), scratch.k_out + chunk.place * K, K, count, K)
-    copy_tile(stages.scores.index(stage), scratch.scores + chunk.place * CHUNK, CHUNK, count, CHUNK, LOWER=True)
+def _copy_last(stages, stage, sources, chunk, t, count):
+    """Begin to copy the other operands; `chunk` counts chunks of the batch."""
+    t = t.to(gl.int64)
+    copy_tile(stages.q_in.index(stage), sources.q_in + t * sources.K, sources.K, count, sources.K)
+    copy_tile(stages.k_out.index(stage), sources.k_out + t * sources.K, sources.K, count, sources.K)
+    copy_tile(stages.scores.index(stage), sources.scores + t * CHUNK, CHUNK, count, CHUNK, LOWER=True)
     decay = stages.decay.index(stage)
     channel = gl.arange(0, decay.shape[0], layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    copy_async(decay, totals + number.to(gl.int64) * (shape.HEADS * K) + channel, mask=(channel < K) & (count > 0))
+    totals = sources.totals + chunk.to(gl.int64) * (sources.HEADS * sources.K)
+    copy_async(decay, totals + channel, mask=(channel < sources.K) & (count > 0))
     async_copy.commit_group()
-
-
-@gluon.jit
-def allocate_stages(STAGES: gl.constexpr, BLOCK_K: gl.constexpr, BLOCK_V: gl.constexpr):
-    BF16: gl.constexpr = gl.bfloat16
-    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
-    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    return Stages(
-        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key),
-        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value),
-        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square),
-        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key),
-        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key),
-        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square),
-        gl.allocate_shared_memory(gl.float32, [LAST_STAGES, BLOCK_K], flat),
-    )
-
-
-@gluon.jit
-def first_products(S, stages, stage, zeros):
-    """Begin S k_in^T and v^T inverse^T. Return S as an operand, and both products."""
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
-    read = gl.convert_layout(S.to(gl.bfloat16), LEFT)
-    known = warpgroup_mma(read, stages.k_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    inverse = stages.inverse.index(stage).permute((1, 0))
-    u = warpgroup_mma(stages.v.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
-    return read, known, u
-
-
-@gluon.jit
-def last_products(S, products, stages, stage, last_stage, zeros):
-    """Begin the other products. Return S and o, still in flight."""
-    read, known, u = products
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
-    CARRIED: gl.constexpr = S.type.layout
-    inverse = stages.inverse.index(stage)
-    known = warpgroup_mma_wait(1, deps=[known])
-    known = gl.convert_layout((-known).to(gl.bfloat16), LEFT)
-    u = warpgroup_mma(known, inverse.permute((1, 0)), u, is_async=True)
-    q_in = stages.q_in.index(last_stage).permute((1, 0))
-    o = warpgroup_mma(read, q_in, zeros, use_acc=False, is_async=True)
-    S = stages.decay.index(last_stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
-    u = warpgroup_mma_wait(1, deps=[u])
-    u = u.to(gl.bfloat16)
-    written = gl.convert_layout(u, gl.DotOperandLayout(0, CARRIED, 2))
-    S = warpgroup_mma(written, stages.k_out.index(last_stage), S, is_async=True)
-    u = gl.convert_layout(u, LEFT)
-    return S, warpgroup_mma(u, stages.scores.index(last_stage).permute((1, 0)), o, is_async=True)
 
 
 @gluon.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
@@ -178,9 +114,11 @@ def _kda_scan_kernel(
     """Carry BLOCK_V lines of one head's state per program through one row's chunks."""
     TILES: gl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     WARPS: gl.constexpr = BLOCK_V // 16
+    BF16: gl.constexpr = gl.bfloat16
     STATE: gl.constexpr = state.dtype.element_ty
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, CHUNK, 16])
     CARRIED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_K, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_V, BLOCK_V // 8], [WARPS, 1], [1, 0])
     program = gl.program_id(0)
     sequence, index = program // (HEADS * TILES), program % (HEADS * TILES)
@@ -206,29 +144,42 @@ def _kda_scan_kernel(
     if BLOCK_V == V and BLOCK_K == K:
         prefetch_states(later_state, V * K)
 
-    stages = allocate_stages(STAGES, BLOCK_K, BLOCK_V)
-    shape = Shape(HEADS, K, V, BLOCK_V, V_STRIDES)
+    by_key: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_K], BF16)
+    by_value: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, BLOCK_V], BF16)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHUNK, CHUNK], BF16)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    stages = Stages(
+        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_K], by_key),
+        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, BLOCK_V], by_value),
+        gl.allocate_shared_memory(BF16, [STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key),
+        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, BLOCK_K], by_key),
+        gl.allocate_shared_memory(BF16, [LAST_STAGES, CHUNK, CHUNK], square),
+        gl.allocate_shared_memory(gl.float32, [LAST_STAGES, BLOCK_K], flat),
+    )
     v += head * V_STRIDES[1] + first_row
     wide_tokens = gl.cast(num_tokens, gl.int64)
     tiles += head * wide_tokens * CHUNK
     operands += head * wide_tokens * K
     size = wide_tokens * (HEADS * K)
-    scratch = Scratch(operands, operands + size, operands + 2 * size, tiles, tiles + wide_tokens * (HEADS * CHUNK))
+    scores = tiles + wide_tokens * (HEADS * CHUNK)
     totals += head * K
     lines = V - first_row
+    sources = Sources(
+        v, operands, operands + size, operands + 2 * size, tiles, scores, totals, lines, HEADS, K, V_STRIDES[0]
+    )
     outputs = Outputs(out, lines, OUT_STRIDE, OUT)
 
     ready = first_chunk
     for i in gl.static_range(STAGES - 1):
-        ready = wait_for_flags(flags + 1 + head, HEADS, first_chunk + i, last_chunk, ready)
+        ready = wait_for_flags(flags + head, HEADS, first_chunk + i, last_chunk, ready)
         ahead, count = tokens_of_chunk(row, first_chunk + i)
-        ahead = ahead.to(gl.int64)
-        copy_first(stages, i, scratch, v, Chunk(ahead, ahead, count), lines, shape)
+        _copy_first(stages, i, sources, ahead, count)
         if i == 0:
-            copy_last(stages, 0, scratch, totals, first_chunk, Chunk(ahead, ahead, count), shape)
+            _copy_last(stages, 0, sources, first_chunk, ahead, count)
     dst = gl.load(chunk_dst + first_chunk, mask=first_chunk < last_chunk, other=0)
     zeros = gl.zeros([BLOCK_V, CHUNK], gl.float32, layout=PRODUCT)
-    last_o, last_t, last_count = zeros.to(gl.bfloat16), row.start, 0
+    last_o, last_t, last_count = zeros.to(BF16), row.start, 0
     for chunk in range(first_chunk, last_chunk):
         boundary = row.origin + (chunk - first_chunk) * CHUNK
         t, count = tokens_of_chunk(row, chunk)
@@ -238,31 +189,43 @@ def _kda_scan_kernel(
         last_free = (chunk - first_chunk + 1) % LAST_STAGES
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        products = first_products(S, stages, stage, zeros)
+        read = gl.convert_layout(S.to(BF16), LEFT)
+        known = warpgroup_mma(read, stages.k_in.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        inverse = stages.inverse.index(stage).permute((1, 0))
+        u = warpgroup_mma(stages.v.index(stage).permute((1, 0)), inverse, zeros, use_acc=False, is_async=True)
 
         next_dst = gl.load(chunk_dst + chunk + 1, mask=chunk + 1 < last_chunk, other=0)
         after = boundary + CHUNK
         after_count = gl.minimum(after + CHUNK, row.end) - after
-        after = after.to(gl.int64)
-        following = Chunk(after, after, after_count)
         # With two stages, the next chunk's copies must begin early.
         if STAGES == 2:
-            ready = wait_for_flags(flags + 1 + head, HEADS, chunk + 1, last_chunk, ready)
-        copy_last(stages, last_free, scratch, totals, chunk + 1, following, shape)
+            ready = wait_for_flags(flags + head, HEADS, chunk + 1, last_chunk, ready)
+        _copy_last(stages, last_free, sources, chunk + 1, after, after_count)
         store_outputs(outputs, stages.v.index(free), last_o, last_t, last_count)
         if STAGES == 2:
             barrier()
-            copy_first(stages, free, scratch, v, following, lines, shape)
+            _copy_first(stages, free, sources, after, after_count)
 
-        S, o = last_products(S, products, stages, stage, last_stage, zeros)
+        known = warpgroup_mma_wait(1, deps=[known])
+        known = gl.convert_layout((-known).to(BF16), LEFT)
+        u = warpgroup_mma(known, inverse, u, is_async=True)
+        q_in = stages.q_in.index(last_stage).permute((1, 0))
+        o = warpgroup_mma(read, q_in, zeros, use_acc=False, is_async=True)
+        S = stages.decay.index(last_stage).load(gl.SliceLayout(0, CARRIED))[None, :] * S
+        u = warpgroup_mma_wait(1, deps=[u])
+        u = u.to(BF16)
+        written = gl.convert_layout(u, gl.DotOperandLayout(0, CARRIED, 2))
+        S = warpgroup_mma(written, stages.k_out.index(last_stage), S, is_async=True)
+        u = gl.convert_layout(u, LEFT)
+        o = warpgroup_mma(u, stages.scores.index(last_stage).permute((1, 0)), o, is_async=True)
+
         if STAGES > 2:
-            ready = wait_for_flags(flags + 1 + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
+            ready = wait_for_flags(flags + head, HEADS, chunk + STAGES - 1, last_chunk, ready)
             ahead = boundary + (STAGES - 1) * CHUNK
             left = gl.minimum(ahead + CHUNK, row.end) - ahead
-            ahead = ahead.to(gl.int64)
-            copy_first(stages, free, scratch, v, Chunk(ahead, ahead, left), lines, shape)
+            _copy_first(stages, free, sources, ahead, left)
         S, o = warpgroup_mma_wait(0, deps=[S, o])
-        last_o = o.to(gl.bfloat16)
+        last_o = o.to(BF16)
         if STATE != gl.float32:
             S = S.to(STATE).to(gl.float32)
         if dst != 0:
