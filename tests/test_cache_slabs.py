@@ -11,7 +11,7 @@ from cache_calls import hit, make, run_step, started
 from mambacache import CacheConfig
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.retention import NEEDED, SPARE, Chains
 from mambacache.cache.slabs import SlabPool, Slabs
 from symbolic import text
 from test_cache_pool import commit, name, taken
@@ -87,10 +87,10 @@ def test_a_held_page_keeps_only_its_own_slab() -> None:
 
 def test_the_hottest_block_of_a_slab_decides_its_eviction() -> None:
     _, states, pages = pools(num_slabs=4)
-    chains = pages.idle._chains
-    hot = [commit(pages, 5 + i, rank=Rank.LATER if i == 4 else Rank.FIRST) for i in range(5)]
+    chains = pages._chains
+    hot = [commit(pages, 5 + i, group=NEEDED if i == 4 else SPARE) for i in range(5)]
     chains.now += 1
-    cold = [commit(pages, i, rank=Rank.FIRST) for i in range(5)]
+    cold = [commit(pages, i, group=SPARE) for i in range(5)]
     assert {each // PAGES for each in cold} != {each // PAGES for each in hot}
     chains.now += 10
     states.take(3)
@@ -100,7 +100,7 @@ def test_the_hottest_block_of_a_slab_decides_its_eviction() -> None:
 def test_a_lent_block_makes_its_slab_no_hotter() -> None:
     _, states, pages = pools(num_slabs=4)
     cold = [commit(pages, i) for i in range(5)]
-    pages.idle._chains.now += 100
+    pages._chains.now += 100
     hot = [commit(pages, 5 + i) for i in range(5)]
     pages.lend(cold[2]).end()
     states.take(3)
@@ -134,19 +134,15 @@ def test_empty_slabs_go_to_the_pool_that_evicts_except_a_few() -> None:
     check(slabs, [], [])
 
 
-@pytest.mark.parametrize(("ratio", "moves"), [(1.3, 0), (1.5, 2), (4, 6), (0.25, 0)])
+@pytest.mark.parametrize(("ratio", "moves"), [(1.3, 0), (1.5, 2), (4, 10), (0.25, 0)])
 def test_a_slab_moves_once_the_balance_leans_for_long(ratio: float, moves: int) -> None:
-    """States are `ratio` times colder than pages, and 8 slabs are remembered."""
+    """A slab of pages loses `ratio` times the reuse of a slab of states, and 8 slabs are remembered."""
     _, states, pages = pools(num_slabs=40)
-    for pool, rank in ((states, Rank.FIRST), (pages, Rank.FIRST)):
+    for pool, group in ((states, 2), (pages, NEEDED)):
         for i in range(pool.num_owned):
-            commit(pool, i, rank=rank)
-    slabs, chains = pages._slabs, pages.idle._chains
-    gap, chains.now = chains.mean_gap, chains.now + 1000
-    for block in list(pages.idle.blocks()):
-        used = chains.now + gap - (1000 + gap) / ratio
-        pages.idle.remove(block, pages.rank[block])
-        pages.idle.put_back(block, pages.rank[block], used)
+            commit(pool, i, group=group)
+    slabs = pages._slabs
+    states.idle.gain = lambda block: PAGES / ratio
     asked = [slabs.weigh(pages) for _ in range(36)]
     assert sum(asked) == moves and not any(asked[:4])
     assert not any(slabs.weigh(states) for _ in range(36)) or ratio < 1
@@ -173,12 +169,12 @@ def test_random_use_keeps_each_slab_in_a_single_pool(shape: tuple[int, int]) -> 
                 own.remove(block)
                 pool.release(block, used=rng.choice([None, 0.0]))
         elif move == 3 and own and pool.hashes[block := rng.choice(own)] is None:
-            pool.commit(block, name(rng.randrange(40)), exact=rng.random() < 0.5, rank=rng.choice(list(Rank)))
+            pool.commit(block, name(rng.randrange(40)), exact=rng.random() < 0.5, group=rng.randrange(6))
         elif move == 4 and (found := pool.lookup(name(rng.randrange(40)))) is not None:
             own.append(rng.choice([pool.share, pool.lend])(found).block)
         elif move == 5:
             pool.drop(name(rng.randrange(40)))
-            pool.idle._chains.now += rng.randrange(3)
+            pool._chains.now += rng.randrange(3)
         moves += both[0].num_slabs != before
         check(slabs, *held)
     assert moves > 5

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import log2
 
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
-from mambacache.cache.retention import Chains, EvictionOrder, Rank
+from mambacache.cache.retention import Chains, EvictionOrder
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 
 MEMORY = 8
@@ -17,7 +17,7 @@ FEW = 16
 """A pool may keep num_slabs / FEW empty slabs, at least 2."""
 
 LEAN = 0.5
-"""A slab moves above this mean log2 ratio of both pools' coldness."""
+"""A slab moves above this mean log2 ratio of the reuse that a slab of each pool would lose."""
 
 
 def make_pools(
@@ -38,14 +38,14 @@ def make_pools(
 class Slabs:
     """Divides slabs 1 to `num_slabs` between the pools; slab 0 holds the null blocks.
 
-    A slab moves to the pool that has long evicted hotter blocks, or has nothing to evict: rarely, as a move evicts
-    blocks of many chains.
+    A slab moves to the pool whose evictions have long lost more reuse, or that has nothing to evict: rarely, as a move
+    evicts blocks of many chains.
     """
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
         self.num_slabs = num_slabs
         self._reserve = reserve  # slabs for running requests' states
-        self._lean = 0.0  # above 0: pages evict hotter blocks
+        self._lean = 0.0  # above 0: a slab of pages loses more reuse than a slab of states
         self._memory = max(num_slabs // MEMORY, 8)
         self._few = max(num_slabs // FEW, 2)
         self._wasted = 0  # slabs evicted despite empty slabs
@@ -71,12 +71,12 @@ class Slabs:
         self._wasted = self._wasted + 1 if self._other(pool).num_empty > kept else 0
         if self._wasted > self._memory:
             return True
-        cold, other = pages.idle.coldness(), states.idle.coldness()
-        if cold > 0 and other > 0:
-            self._lean += (min(max(log2(other / cold), -1), 1) - self._lean) / self._memory
+        cold, late = states.idle.coldness() / states.per_slab, states.idle.lateness() / pages.per_slab
+        if cold > 0 and late > 0:
+            self._lean += (min(max(log2(cold / late), -1), 1) - self._lean) / self._memory
         due = self._lean > LEAN if pool is pages else self._lean < -LEAN
         if due and self.obtainable(pool):
-            self._lean = 0.0
+            self._lean /= 2
             return True
         return False
 
@@ -114,7 +114,7 @@ class SlabPool(BlockPool):
         self._empty: OrderedDict[int, None] = OrderedDict()
         self._busy = [0] * (slabs.num_slabs + 1)  # referenced blocks by slab
         self._idle_slabs = EvictionOrder(chains)  # unreferenced, not empty
-        self._slab_rank: dict[int, Rank] = {}  # highest rank in each idle slab
+        self._slab_group: dict[int, int] = {}  # highest group in each idle slab
         self._slab_used = [0.0] * (slabs.num_slabs + 1)  # lending is no use
         self._evicted = 0  # since the last `weigh`
 
@@ -173,11 +173,11 @@ class SlabPool(BlockPool):
         super().release(block, used)
         if last and not self._busy[slab] and slab not in self._empty:
             ids = self._ids(slab)
-            rank = self._slab_rank[slab] = max(self.rank[each] for each in ids if self.hashes[each] is not None)
+            group = self._slab_group[slab] = max(self.group[each] for each in ids if self.hashes[each] is not None)
             if used is None:
-                self._idle_slabs.add(slab, rank)
+                self._idle_slabs.add(slab, group)
             else:
-                self._idle_slabs.put_back(slab, rank, self._slab_used[slab])
+                self._idle_slabs.put_back(slab, group, self._slab_used[slab])
 
     def _taken(self, slab: int, blocks: Sequence[int]) -> None:
         self._num_free -= len(blocks)
@@ -191,8 +191,8 @@ class SlabPool(BlockPool):
         return super()._wake(block)
 
     def _occupy(self, slab: int, count: int) -> None:
-        if slab in self._slab_rank:
-            self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
+        if slab in self._slab_group:
+            self._idle_slabs.remove(slab, self._slab_group.pop(slab))
         self._busy[slab] += count
 
     def _free_again(self, block: int) -> None:
@@ -201,8 +201,8 @@ class SlabPool(BlockPool):
         free.append(block)
         self._num_free += 1
         if len(free) == self.per_slab:
-            if slab in self._slab_rank:
-                self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
+            if slab in self._slab_group:
+                self._idle_slabs.remove(slab, self._slab_group.pop(slab))
             self._empty[slab] = None
 
     def _make_room(self, requested: bool = True) -> bool:
@@ -258,6 +258,6 @@ class SlabPool(BlockPool):
         busy = [sum(map(bool, counted[start : start + per])) for start in range(0, len(counted), per)]
         assert busy == self._busy, "references, by slab"
         resting = {b // per for b in idle if not busy[b // per]}
-        assert resting == self._idle_slabs.blocks() == self._slab_rank.keys(), "idle slabs"
+        assert resting == self._idle_slabs.blocks() == self._slab_group.keys(), "idle slabs"
         empty = {slab for slab, blocks in self._free_in.items() if len(blocks) == per}
         assert self._empty.keys() == empty, "empty slabs"
