@@ -8,7 +8,7 @@ import pytest
 
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.cache import pool
-from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder, Marks, Origin, Policy, Turn, Wish
+from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder, Kind, Marks, Origin, Policy, Turn, Wish
 from policy_mixes import KINDS, Asked, Mixes, ceiling
 from selection import some
 
@@ -128,6 +128,16 @@ def test_a_turn_knows_the_chain_that_it_continues() -> None:
     assert first.gone_on and not second.gone_on
     again = talk(chains, 1, shared=11, blocks=13, answer=2)  # inside the answer
     assert (again.origin, again.before, again.at_end) == (Origin.BRANCHED, 10, False)
+
+
+def test_a_prompt_reuses_the_deepest_state_alone_and_a_hit_in_its_place_counts_for_nothing() -> None:
+    chains, chain = Chains(64, 1000), chain_of(*range(1, 100))
+    records = chains.reuse.records
+    for depth in (4, 9):
+        chains.reuse.begin(chain[depth], Kind.TURN, Turn(depth))
+    for hit, junction, uses in ((0, 3, (0, 0)), (4, 12, (0, 1)), (4, 0, (1, 1)), (9, 0, (1, 2))):
+        chains.begin(chain, hit, junction, 20 * 64)
+        assert (records[chain[4]].uses, records[chain[9]].uses) == uses
 
 
 def test_prompts_are_classed_by_their_new_tokens() -> None:

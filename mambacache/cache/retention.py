@@ -214,11 +214,9 @@ class Chains:
         tail = (prompt_len - 1) // self._block_size
         reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
         self.reuse.admitted()
-        records = self.reuse.records
-        deepest = next((depth for depth in range(shared, hit, -1) if chain[depth] in records), hit)
-        for depth in {deepest, hit}:
-            if chain[depth] in records:
-                self.reuse.reused(chain[depth])
+        depths, records = range(shared, max(hit, 1) - 1, -1), self.reuse.records
+        if deepest := next((depth for depth in depths if chain[depth] in records), 0):
+            self.reuse.reused(chain[deepest])
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
         turn = Turn(tail, added=bisect(ADDED, prompt_len - shared * self._block_size))
         if before:
