@@ -202,6 +202,16 @@ def test_without_traffic_the_state_that_saves_least_for_its_age_is_evicted() -> 
     assert order_of(now=5).first(requested=True) is None
 
 
+def test_in_one_memory_a_state_counts_with_the_kv_that_only_it_needs() -> None:
+    order = order_of((1, 3, 0), (2, 2, 0), now=10)
+    order.gain = {1: 9, 2: 20}.__getitem__
+    assert order.first(requested=True) == 1
+    order.kv = 1 / 10
+    assert order.first(requested=True) == 2  # 20 blocks saved in 3 times the memory
+    order.kv = 1 / 20
+    assert order.first(requested=True) == 1
+
+
 def test_pages_that_states_need_are_evicted_by_age_and_spare_pages_before_them() -> None:
     blocks = (1, NEEDED, 10), (2, NEEDED, 0), (3, SPARE, 20)
     order = order_of(*blocks, now=30)

@@ -409,7 +409,7 @@ SAMPLE = 32
 
 
 class EvictionOrder:
-    """Chooses spare blocks, then the coldest: 1 / (value x gain).
+    """Chooses spare blocks, then the coldest: memory / (value x gain).
 
     Even groups are of states without a state behind them: their eviction frees KV.
     """
@@ -417,6 +417,7 @@ class EvictionOrder:
     def __init__(self, chains: Chains) -> None:
         self._reuse = chains.reuse
         self.gain: Callable[[int], int] = lambda _: 1  # blocks that a state saves
+        self.kv = 0.0  # memory of a block's KV in states, if both share a memory
         self._spare: OrderedDict[int, float] = OrderedDict()  # last use
         self._used: dict[int, tuple[int, float]] = {}  # group and last use
         self._slots: tuple[list[int], list[int]] = ([], [])  # even and odd groups
@@ -500,17 +501,13 @@ class EvictionOrder:
         age = self._reuse.now + within - used
         if group == NEEDED:
             return age
-        return 1 / (self._reuse.values[group // 2 - 1][age_of(age)] * self.gain(block))
+        gain = self.gain(block)
+        memory = 1 if group % 2 else 1 + gain * self.kv
+        return memory / (self._reuse.values[group // 2 - 1][age_of(age)] * gain)
 
     def _late(self, block: int, within: int = 0) -> float:
         group, used = self._used[block]
         return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now + within - used)]
-
-    def coldness(self) -> float:
-        return max(map(self._cold, self._sample(*self._slots)), default=-inf)
-
-    def lateness(self) -> float:
-        return max(map(self._late, self._sample(self._slots[0])), default=-inf)
 
     def limit(self, count: int) -> float:
         """Return the coldness of about the `count`th next victim, or infinity."""
