@@ -138,7 +138,7 @@ def test_parts_of_a_block_are_needed_with_it() -> None:
     run(host, "first", prompt_of(1), [1, 2, 3, 4, 5], page=32)
     host.kv_unused([5, 4, 3, 2, 1])
     host.kv_unused([6])
-    assert evict(host, 2) == [5, 6]
+    assert evict(host, 6) == [5, 6, 4, 3, 2, 1]
 
 
 def test_a_state_whose_pages_are_used_is_not_evicted_for_pages() -> None:

@@ -16,7 +16,7 @@ class KVOrder:
 
     def __init__(self) -> None:
         self._hashes: dict[int, bytes] = {}  # of used pages too
-        self._pages: dict[bytes, set[int]] = {}
+        self._pages: dict[bytes, dict[int, None]] = {}  # first parts of a block first
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._needed: OrderedDict[int, None] = OrderedDict()
 
@@ -32,11 +32,11 @@ class KVOrder:
         self.drop(pages)
         for page, block_hash in pages.items():
             self._hashes[page] = block_hash
-            self._pages.setdefault(block_hash, set()).add(page)
+            self._pages.setdefault(block_hash, {})[page] = None
 
     def need(self, block_hash: bytes, needed: bool) -> None:
         before, after = (self._spare, self._needed) if needed else (self._needed, self._spare)
-        for page in filter(self.has, self._pages.get(block_hash, ())):
+        for page in filter(self.has, reversed(self._pages.get(block_hash, {}))):
             after[page] = before.pop(page)
 
     def add(self, pages: Iterable[int]) -> None:
@@ -51,7 +51,7 @@ class KVOrder:
             if self.has(page):
                 self.remove(page)
             if (block_hash := self._hashes.pop(page, None)) is not None:
-                self._pages[block_hash].remove(page)
+                del self._pages[block_hash][page]
                 if not self._pages[block_hash]:
                     del self._pages[block_hash]
 

@@ -359,7 +359,7 @@ class PrefixCache:
         """Note which KV pages of the host a request filled and uses no more. Others may use them still.
 
         Args:
-            pages: number of the request's tokens up to the end of each page.
+            pages: number of the request's tokens up to the end of each page, from the first page on.
         """
         request, ends, size = self._known(request_id), page_ends(pages), self.config.block_size
         if any(map(self._admission.kv_order.has, ends)):
