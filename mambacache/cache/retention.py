@@ -404,8 +404,8 @@ class Marks:
         return block_hash in self._salts.get(salt, ())
 
 
-SAMPLE = 32
-"""Blocks, drawn at random, that compete in an eviction."""
+SAMPLE, LEAVES = 32, 128
+"""Blocks drawn at random: one of SAMPLE is evicted, or to free KV, one of LEAVES."""
 
 
 class EvictionOrder:
@@ -483,15 +483,16 @@ class EvictionOrder:
         return max(self._sample(*self._slots), key=self._cold, default=None)
 
     def first_leaf(self, frees: Callable[[int], bool]) -> int | None:
-        return max(filter(frees, self._sample(self._slots[0])), key=self._late, default=None)
+        drawn = self._sample(self._slots[0], most=LEAVES)
+        return max(filter(frees, drawn), key=self._late, default=None)
 
-    def _sample(self, *lists: list[int]) -> list[int]:
+    def _sample(self, *lists: list[int], most: int = SAMPLE) -> list[int]:
         self._reuse.estimate()
         total = sum(map(len, lists))
-        if total <= SAMPLE:
+        if total <= most:
             return [block for slots in lists for block in slots]
         draw, first, drawn = self._random.random, lists[0], []
-        for _ in range(SAMPLE):
+        for _ in range(most):
             place = int(draw() * total)
             drawn.append(first[place] if place < len(first) else lists[1][place - len(first)])
         return drawn

@@ -491,20 +491,20 @@ class Simulation:
 
         states.issued = watched
         self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last hash
-        self._settled: set[bytes] = set()  # states that a finished turn left and its next turn does not need
+        self._settled: set[bytes] = set()  # states of turns that their next turns do not need
         free, admission = states.free, states._kept
-        settle = admission.states._settle
+        evict_first = admission.states._evict_first
 
         def noting_free(name: str, **kwargs: Any) -> None:
             self._note_prefixes(name)  # the prefixes of its last tokens
             free(name, **kwargs)
 
-        def noting_settle(*args: Any) -> None:
+        def noting_evict_first(*args: Any) -> None:
             before = self._cold()
-            settle(*args)
+            evict_first(*args)
             self._settled |= self._cold() - before
 
-        states.free, admission.states._settle = noting_free, noting_settle
+        states.free, admission.states._evict_first = noting_free, noting_evict_first
         init_none_hash(sha256)
         self._hasher = block_hasher(scheduler.block_size, lookahead)
         scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens = lookahead
