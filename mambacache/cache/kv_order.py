@@ -12,7 +12,7 @@ class KVOrder:
     """Orders unused pages by last use: first the pages that no state needs. If all are needed, evicts a state."""
 
     _needs: Needs
-    _evict_state: Callable[[Callable[[bytes | None], bool]], bool]
+    _evict_state: Callable[[Callable[[bytes], bool]], bool]
 
     def __init__(self) -> None:
         self._hashes: dict[int, bytes] = {}  # of used pages too
@@ -20,7 +20,7 @@ class KVOrder:
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._needed: OrderedDict[int, None] = OrderedDict()
 
-    def follow(self, needs: Needs, evict_state: Callable[[Callable[[bytes | None], bool]], bool]) -> None:
+    def follow(self, needs: Needs, evict_state: Callable[[Callable[[bytes], bool]], bool]) -> None:
         self._needs, self._evict_state = needs, evict_state
         self._spare |= self._needed
         self._needed.clear()
@@ -57,14 +57,15 @@ class KVOrder:
 
     def evict(self, count: int) -> list[int]:
         pages: list[int] = []
+        frees = True
         while len(pages) < count and (self._spare or self._needed):
-            if not self._spare:
-                self._evict_state(self._frees)
+            if frees and not self._spare:
+                frees = self._evict_state(self._frees)
             pages.append(next(iter(self._spare or self._needed)))
             self.drop(pages[-1:])
         return pages
 
-    def _frees(self, block_hash: bytes | None) -> bool:
+    def _frees(self, block_hash: bytes) -> bool:
         """Tell whether a state has KV that nobody uses."""
         return any(map(self.has, self._pages.get(block_hash, ())))
 

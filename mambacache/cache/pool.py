@@ -207,9 +207,9 @@ class BlockPool:
             pass
         return self._evict(self.idle.first(requested))
 
-    def evict_leaf(self, frees: Callable[[bytes | None], bool] = bool) -> bool:
+    def evict_leaf(self, frees: Callable[[bytes], bool] = bool) -> bool:
         """Evict a state without a state behind it, if `frees` holds for its hash."""
-        return self._evict(self.idle.first_leaf(lambda block: frees(self.hashes[block])))
+        return self._evict(self.idle.first_leaf(lambda block: frees(self.hashes[block] or b"")))
 
     def _evict(self, block: int | None) -> bool:
         if block is None:
