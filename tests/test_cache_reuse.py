@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+import numpy as np
 import pytest
 
 from mambacache.cache.prefix_cache import PrefixCache
@@ -92,6 +93,40 @@ def test_a_class_that_is_reused_is_worth_more() -> None:
     assert value(reuse, often, 0) > 10 * value(reuse, never, 0)
     late = age_of(2000)
     assert value(reuse, often, 0) > value(reuse, often, late)
+
+
+def test_time_counts_before_an_age_ends() -> None:
+    reuse, turn, age = Reuse(), Turn(1), 15
+    for i in range(2000):
+        reuse.begin(b"%d" % i, Kind.TURN, turn)
+    end = FIRST_AGE * GROWTH**age
+    reuse.now = int(0.99 * end)
+    for i in range(50):
+        reuse.reused(b"%d" % i)
+    found = []
+    for now in (int(end) - 1, int(end) + 1):
+        reuse.now = now
+        for _ in range(Reuse.EVERY):
+            reuse.admitted()
+        found.append(value(reuse, turn, age))
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_counts_of_ages_agree_with_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reuse, "MOST", 40)
+    reuse, random, turns = Reuse(), Random(0), [Turn(1, origin=origin) for origin in Origin]
+    for _ in range(3000):
+        name = random.choice((b"%d" % random.randrange(1000), *list(reuse.records)[:1]))
+        if name in reuse.records and random.random() < 0.3:
+            reuse.reused(name)
+        else:
+            reuse.begin(name, random.choice([*Kind]), random.choice(turns))
+        reuse.now += random.choice((0, 1, 50, 10**4, 10**4 if random.random() < 0.95 else 10**7))
+        reuse.admitted()
+    expected = np.zeros_like(reuse._inside)
+    for record in reuse.records.values():
+        expected[:, record.place, record.age] += 1, record.used
+    assert (expected == reuse._inside).all()
 
 
 def test_an_evicted_state_counts_as_reused_and_a_reused_state_starts_anew() -> None:

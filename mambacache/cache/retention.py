@@ -113,6 +113,7 @@ class Reuse:
         self.records: OrderedDict[bytes, Record] = OrderedDict()
         self._by_age: list[deque[tuple[bytes, Record]]] = [deque() for _ in range(AGES)]
         self._hits, self._time = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
+        self._inside = np.zeros((2, CLASSES, AGES))  # records within an age, and the sum of their last uses
         self._admitted = 0
         self.values: list[list[float]] = []
         self.due = True  # for another estimate
@@ -122,20 +123,34 @@ class Reuse:
         if block_hash not in self.records:
             self._follow(block_hash, Record(kind, turn, self.now))
         elif kind is Kind.BRANCH:
-            self.records[block_hash].kind = kind
+            record = self.records[block_hash]
+            self._count(record, -1)
+            record.kind = kind
+            self._count(record, 1)
 
     def _follow(self, block_hash: bytes, record: Record) -> None:
         self.records[block_hash] = record
         self._by_age[0].append((block_hash, record))
+        self._count(record, 1)
         if len(self.records) > self.MOST:
-            self.records.popitem(last=False)
+            self._count(self.records.popitem(last=False)[1], -1)
+
+    def _count(self, record: Record, more: int) -> None:
+        self._inside[:, record.place, record.age] += more, more * record.used
+
+    def _grow(self, record: Record) -> None:
+        self._count(record, -1)
+        self._time[record.place, record.age] += _WIDTHS[record.age]
+        record.age += 1
+        if record.age < AGES:
+            self._count(record, 1)
 
     def reused(self, block_hash: bytes) -> None:
         """Note that a prompt would resume there if the state were cached."""
         record = self.records.pop(block_hash)
         while record.age < AGES - 1 and self.now - record.used >= _EDGES[record.age + 1]:
-            self._time[record.place, record.age] += _WIDTHS[record.age]
-            record.age += 1
+            self._grow(record)
+        self._count(record, -1)
         self._hits[record.place, record.age] += 1
         self._time[record.place, record.age] += max(self.now - record.used - _EDGES[record.age], 0)
         uses = min(record.uses + 1, MOST_USES)
@@ -152,8 +167,7 @@ class Reuse:
                 if self.records.get(block_hash) is record:
                     if self.now - record.used < _EDGES[age + 1]:
                         break
-                    self._time[record.place, age] += _WIDTHS[age]
-                    record.age = age + 1
+                    self._grow(record)
                     if record.age < AGES:
                         self._by_age[age + 1].append((block_hash, record))
                     else:
@@ -164,13 +178,15 @@ class Reuse:
         if not self.due:
             return
         self.due = False
-        hits, time = self._hits.sum(0), self._time.sum(0)
+        inside, used = self._inside
+        passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
+        hits, time = self._hits.sum(0), passed.sum(0)
         usual, last = np.empty(AGES), 1e-7  # of all classes
         for age in range(AGES):
             last = usual[age] = (hits[age] + self.GUESS) / (time[age] + 2 * self.GUESS / last)
-        expected = (self._time * usual).sum(1)
+        expected = (passed * usual).sum(1)
         prior = usual * ((self._hits.sum(1) + 1) / (expected + 1))[:, None]
-        rates = (self._hits + self.TRUST) / (self._time + self.TRUST / prior)
+        rates = (self._hits + self.TRUST) / (passed + self.TRUST / prior)
         values = np.empty_like(rates)
         for age in range(AGES):
             widths = _WIDTHS[age:].copy()
