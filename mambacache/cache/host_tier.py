@@ -13,7 +13,7 @@ from mambacache.cache.lookup import Found
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
 from mambacache.cache.requests import CachedRequest, Load
-from mambacache.cache.retention import NEEDED, SPARE, Chains
+from mambacache.cache.retention import NEEDED, SPARE, Chains, Needs
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
 from mambacache.plan import BlockFile, Transfer
@@ -277,6 +277,8 @@ class Loads:
 
     def _arrive(self, arrival: Arrival, load: Load, request_id: str) -> None:
         if arrival.pool in self._host.values():
+            if arrival.pool is self._host["state"]:
+                self.tier.prefix[arrival.block] = load.chain, arrival.depth
             self.name_on_host(arrival, request_id)
             return
         kind = "kv" if arrival.pool is self._pages.pool else "state"
@@ -294,7 +296,10 @@ class Loads:
 
     def name_on_host(self, arrival: Arrival, request_id: str) -> None:
         kind = "state" if arrival.pool is self._host["state"] else "kv"
+        group = self.tier.group(arrival)
+        arrival.group = SPARE
         if arrival.name():
+            arrival.pool.regroup(arrival.block, group)
             self._ledger.stored_on_host(kind, arrival.block_hash, arrival.depth * self._size, request_id)
 
     def leave(self, request: CachedRequest) -> None:
@@ -351,10 +356,17 @@ class Tier:
             config.num_host_states, lambda block_hash, *_: ledger.removed_from_host("state", block_hash), chains
         )
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
+        self.needs = Needs(self.pages.need, self.states.set_leaf)
+        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(self.states.hashes)
+        self.states.on_valued = self._valued
+        self.states.idle.gain = lambda slot: self.needs.gain(*self.prefix[slot])
+        self.states.heir = self._heir
+        self.pages.spill = self.states.evict_leaf
         self._slots = {pool: self.states, pages.pool: self.pages}
         self._host = {"state": self.states, "kv": self.pages}
         self.moves: dict[int, Move] = {}
         self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
+        self.loads.tier = self
         self._unwritten: dict[tuple[str, bytes], None] = {}  # host blocks without a file
         self._unflushed: list[int] | None = None  # None before a flush
         self._spare = False
@@ -368,6 +380,30 @@ class Tier:
             for (device, host), pairs in zip(self._slots.items(), (transfer.states, transfer.pages), strict=True):
                 move.leases += [side.seize(b) for pair in pairs for side, b in zip((device, host), pair, strict=True)]
             move.leases += [self._host[file.kind].seize(file.slot) for file in transfer.files]
+
+    def group(self, arrival):
+        if arrival.pool is self.pages:
+            return NEEDED if arrival.block_hash in self.needs.counts else SPARE
+        return self._state_group(arrival.block_hash, arrival.group)
+
+    def _state_group(self, block_hash, group):
+        record = self._chains.reuse.records.get(block_hash)
+        if group == SPARE or record is None and group < 2:
+            return SPARE
+        group = self._chains.reuse.group(record) if record is not None else group // 2 * 2
+        return group + self.needs.has_below(block_hash)
+
+    def _heir(self, slot: int) -> int | None:
+        chain, depth = self.prefix[slot]
+        above = depth - self.needs.gain(chain, depth)
+        return self.states.lookup(chain[above]) if above else None
+
+    def _valued(self, slot: int, valued: bool) -> None:
+        chain, depth = self.prefix[slot]
+        if valued:
+            self.needs.add(chain, depth)
+        else:
+            self.needs.remove(chain, depth)
 
     def transfers(self, flush: bool) -> tuple[Transfer, ...]:
         """Start at most a transfer to the host and a transfer to files; return all under way."""
@@ -448,7 +484,7 @@ class Tier:
         slot = self.states.lookup(block_hash) if block_hash is not None else None
         if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
             return False
-        return self.states.restore(block_hash, states.group[state])
+        return self.states.restore(block_hash, self._state_group(block_hash, states.group[state]))
 
     def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
         block_hash = pool.hashes[block]
@@ -466,7 +502,7 @@ class Tier:
             if block_hash in move.coming:
                 continue
             if held(block_hash, self.pages):
-                self.pages.restore(block_hash, self._states.group[state])
+                self.pages.restore(block_hash, NEEDED if block_hash in self.needs.counts else SPARE)
                 continue
             page = held(block_hash, self._pages.pool)
             if not page:
@@ -488,6 +524,8 @@ class Tier:
                 continue
             lent = pool.lend(block)
             slot.used = lent.used
+            if host is self.states:
+                self.prefix[number] = self._device.prefix[block]
             move.leases += [lent, slot]
             if host is self.pages:
                 move.coming.add(block_hash)
