@@ -19,7 +19,7 @@ class Gpu(NamedTuple):
     names: str
     shared_memory: int  # KiB per block
     proof: Literal["run", "emulated", "compiled"]
-    """The GPU tests ran on it, a Hopper ran them with its code, or kernels were compiled for it."""
+    """The GPU tests ran on it, a Hopper ran some of them with its code, or kernels were compiled for it."""
 
 
 GPUS = {

@@ -271,7 +271,7 @@ def test_options_that_the_plugin_refuses_are_listed() -> None:
 def test_the_readme_tells_what_proves_the_kernels_of_each_gpu() -> None:
     meanings = {
         "run": "the GPU tests ran on it",
-        "emulated": "a Hopper ran the GPU tests with its code",
+        "emulated": "a Hopper ran tests of kernels or models with its code",
         "compiled": "on a CPU alone",
     }
     rows = []
