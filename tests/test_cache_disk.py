@@ -6,7 +6,7 @@ import pytest
 
 from cache_calls import hit, run_step
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import Rank
+from mambacache.cache.retention import SPARE
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
@@ -110,8 +110,8 @@ def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
         for _ in range(100):
             run_step(cache, str(seed), 1, 7)
         cache.free(str(seed), finished=end == "finished")
-    ranks = [admission.pool.rank[block] for block, held in enumerate(admission.pool.hashes) if held is not None]
-    assert Rank.SPARE in ranks and Rank.FIRST in ranks
+    groups = [admission.pool.group[block] for block, held in enumerate(admission.pool.hashes) if held is not None]
+    assert SPARE in groups and max(groups) > SPARE
     if end == "kv evicted":
         cache.kv_evicted([each for each in admission.pool.hashes if each is not None])
     for seed in range(3):
@@ -132,7 +132,7 @@ def test_spare_states_are_flushed_last() -> None:
     for seed in range(3):
         answer(cache, str(seed), seed)
     admission, order = cache._admission, list[bytes]()
-    asked = {h for b, h in enumerate(admission.pool.hashes) if h is not None and admission.pool.rank[b] > Rank.SPARE}
+    asked = {h for b, h in enumerate(admission.pool.hashes) if h is not None and admission.pool.group[b] > SPARE}
     for transfer in end_all(cache, flush=True):
         order += [file.block_hash for file in transfer.files if file.kind == "state"]
     assert len(order) == 9 and set(order[:3]) == asked

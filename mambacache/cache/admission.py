@@ -12,7 +12,7 @@ from mambacache.cache.ledger import Ledger, Trace
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.requests import CachedRequest, Residency, Row, Rows
-from mambacache.cache.retention import Chains, Policy
+from mambacache.cache.retention import Chains, Needs, Policy
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
@@ -50,12 +50,22 @@ class Admission:
         config = self._config
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
-        self.kv_order.follow(chains)
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
-        self.pages = Pages(config.block_size, page_pool)
+        needs = Needs(self.kv_order.need if config.host_keeps_kv else page_pool.need, self.pool.set_leaf)
+        page_pool.spill = self.pool.evict_leaf
+        self.kv_order.follow(needs, self.pool.evict_leaf)
+        self.pages = Pages(config.block_size, page_pool, needs)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(
-            self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers, self.num_logs
+            self.pool,
+            self.pages,
+            self.lookup,
+            self._policy,
+            chains,
+            needs,
+            self.ledger,
+            self._row_numbers,
+            self.num_logs,
         )
         self.tier = Tier(
             config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,
@@ -141,9 +151,9 @@ class Admission:
         if request.store:
             self.lookup.writes(residency, request.chain)
         self.pages.begin(residency, request.chain, found.coverage)
-        self.states.begin(residency, state)
         if request.store and request.turn is None:
-            request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
+            request.turn = self.chains.begin(request.chain, found.hit, found.junction, request.prompt_len)
+        self.states.begin(residency, state)
         at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
         junction = 0 if at_end else hit.junction  # no other prompt branches off where a turn ended
         residency.marks = self._policy.marks(request.marks, request.prompt_len)
@@ -369,11 +379,11 @@ class Admission:
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("state", block_hash, evicted)
         if evicted:
-            self.tier.states.restore(block_hash, self.pool.rank[block])
+            self.tier.states.restore(block_hash)
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.pages.restore(block_hash, self.pages.pool.rank[block]):
+        if evicted and not self.tier.pages.restore(block_hash):
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

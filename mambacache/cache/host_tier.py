@@ -13,7 +13,7 @@ from mambacache.cache.lookup import Found
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
 from mambacache.cache.requests import CachedRequest, Load
-from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.retention import NEEDED, SPARE, Chains
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
 from mambacache.plan import BlockFile, Transfer
@@ -69,7 +69,7 @@ class Arrival:
     block: int
     block_hash: bytes
     exact: bool
-    rank: Rank
+    group: int
     born: int
     writer: int
     depth: int  # in blocks
@@ -77,12 +77,12 @@ class Arrival:
     @classmethod
     def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int) -> Arrival:
         pool, block = source.pool, source.block
-        flags = pool.exact[block], pool.rank[block], pool.born[block], pool.writer[block]
+        flags = pool.exact[block], pool.group[block], pool.born[block], pool.writer[block]
         return cls(target.pool, target.block, block_hash, *flags, depth)
 
     def name(self) -> bool:
         return self.pool.commit(
-            self.block, self.block_hash, exact=self.exact, rank=self.rank, born=self.born, writer=self.writer
+            self.block, self.block_hash, exact=self.exact, group=self.group, born=self.born, writer=self.writer
         )
 
 
@@ -246,7 +246,7 @@ class Loads:
         move, files = Move(Transfer(0, True, (), ()), load=load), []
         for kind, i in lacks:
             slot, exact = slots[kind, i], bool(self._files.exact(kind, chain[i]))
-            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, Rank.FIRST, 0, 0, i))
+            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, NEEDED, 0, 0, i))
             files.append(BlockFile(kind, slot.block, chain[i], exact, 0))
         move.transfer = move.transfer._replace(files=tuple(files))
         request.may_read = False
@@ -281,11 +281,15 @@ class Loads:
             return
         kind = "kv" if arrival.pool is self._pages.pool else "state"
         new = arrival.pool.lookup(arrival.block_hash) is None
-        if kind == "state" and new and not self._device.checkpoints.has_room(requested=True):
+        if kind == "state" and new and not self._device.checkpoints.has_room():
             return
+        arrival.group = SPARE
         if arrival.name():
             if kind == "state":
                 self._device.prefix[arrival.block] = load.chain, arrival.depth
+                self._device.value(arrival.block)
+            elif arrival.block_hash in self._device.needs.counts:
+                arrival.pool.need(arrival.block_hash, True)
             self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, request_id)
 
     def name_on_host(self, arrival: Arrival, request_id: str) -> None:
@@ -374,7 +378,7 @@ class Tier:
             self._flush()
         elif not flush and seen != self._seen and not to_host:
             self._seen = seen
-            self._copy_out(min(self._limits()))
+            self._copy_out(self._limits())
         if self._unwritten and not to_files:
             self._write_out()
         if flush and not self.moves:
@@ -384,12 +388,12 @@ class Tier:
     def _moving(self, files: bool) -> bool:
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
-    def _copy_out(self, limit: float) -> None:
-        """Start to copy states next in line for eviction, or as cold as the next pages, which they may need."""
+    def _copy_out(self, limits: tuple[float, float]) -> None:
+        """Start to copy the states next in line for eviction, or whose KV is."""
         states = self._states
-        left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
+        left = min(STATES_A_TRANSFER, states.num_available // 2) if min(limits) < inf else 0
         move = Move(Transfer(0, True, (), ()))
-        while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
+        while left > 0 and (state := states.idle.soon(limits, self._within)) is not None:
             missing = self._missing_pages(move, state)
             if missing is None:
                 states.lend(state).end()  # skipped until used again
@@ -408,12 +412,12 @@ class Tier:
     def _flush(self) -> None:
         """Start to bring the next state to files, spare states last."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
-        self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
+        self._unflushed = states.idle.in_order() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
             state = self._unflushed.pop(0)
             if states.hashes[state] is None:
                 continue
-            self._spare = states.rank[state] is Rank.SPARE
+            self._spare = states.group[state] == SPARE
             chain, depth = self._device.prefix[state]
             blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
             lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
@@ -428,13 +432,15 @@ class Tier:
         self._begin(move)
 
     def _limits(self) -> tuple[float, float]:
-        """Return the coldness of states and pages next to evict."""
+        """Return the coldness of the states, and the lateness of the KV, next to evict."""
         states, pages = self._slots
         most = self._config.max_checkpoints
         budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
         ahead = [max(each.num_owned // AHEAD, few) for each, few in self._least.items()]
         room = min(states.num_free, budget)
-        return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
+        needed = len(pages.idle) - pages.idle.num_spare
+        lacking = ahead[1] - pages.num_free - pages.idle.num_spare
+        return states.idle.limit(ahead[0] - room), states.idle.late_limit(lacking / max(needed, 1))
 
     def _restore(self, state: int) -> bool:
         """Tell whether the host has a state as exact, and take back its `evict_first`."""
@@ -442,7 +448,7 @@ class Tier:
         slot = self.states.lookup(block_hash) if block_hash is not None else None
         if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
             return False
-        return self.states.restore(block_hash, states.rank[state])
+        return self.states.restore(block_hash, states.group[state])
 
     def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
         block_hash = pool.hashes[block]
@@ -460,7 +466,7 @@ class Tier:
             if block_hash in move.coming:
                 continue
             if held(block_hash, self.pages):
-                self.pages.restore(block_hash, self._states.rank[state])
+                self.pages.restore(block_hash, self._states.group[state])
                 continue
             page = held(block_hash, self._pages.pool)
             if not page:
