@@ -136,6 +136,9 @@ def test_spare_states_are_flushed_last() -> None:
     for transfer in end_all(cache, flush=True):
         order += [file.block_hash for file in transfer.files if file.kind == "state"]
     assert len(order) == 9 and set(order[:3]) == asked
+    host = admission.tier.states
+    valued = {each for slot, each in enumerate(host.hashes) if each is not None and host.group[slot] > SPARE}
+    assert valued == asked and len(host.hashes) - host.hashes.count(None) > len(asked), "spare states stay spare"
 
 
 def test_a_second_flush_writes_the_blocks_that_came_after_the_first() -> None:

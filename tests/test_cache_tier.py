@@ -118,6 +118,9 @@ def test_blocks_hit_on_the_device_are_evicted_first_on_the_host() -> None:
     assert answer(cache, "again", 2) == 192 and cache.stats.loads == 0
     assert tier.states.idle.first(True) == slots[0]
     assert tier.pages.idle.first(True) in [tier.pages.lookup(each) for each in chain[1:4]]
+    cache._admission.pages.pool.drop(chain[3], evicted=True)
+    assert tier.pages.idle.first(True) in [tier.pages.lookup(each) for each in chain[1:3]]
+    assert not tier.pages.useless[slots[1]] and tier.pages.idle.in_order()[-1] == slots[1]
 
 
 def test_a_state_on_the_host_has_all_kv_before_it() -> None:
@@ -133,6 +136,36 @@ def test_a_state_on_the_host_has_all_kv_before_it() -> None:
                 kv = (admission.tier.pages.lookup, admission.pages.pool.lookup)
                 assert all(any(lookup(h) is not None for lookup in kv) for h in chain[1:4])
     assert held > 6
+
+
+def test_pages_that_no_state_of_the_host_needs_are_evicted_first_there() -> None:
+    cache = filled()
+    tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 1)), "", {})
+    others = {each for each in tier.pages.hashes if each is not None} - {*chain[1:4]}
+    assert tier.pages.idle.num_spare == 0 and len(others) > 3
+    tier.states.drop(chain[3])
+    for _ in range(3):
+        assert tier.pages.evict()
+    assert {each for each in tier.pages.hashes if each is not None} == others
+    cache.check()
+
+
+def test_a_host_short_of_pages_evicts_the_state_of_least_use() -> None:
+    """A prompt that comes again and again stays on the host."""
+    cache = watched(**ROOM | {"num_host_pages": 12})
+    tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 0)), "", {})
+    for seed in range(1, 120):
+        answer(cache, f"other {seed}", seed)
+        copy_all(cache)
+        if seed % 3 == 0:
+            cache.add(f"again {seed}", text(LENGTH, 0))
+            while isinstance(found := cache.admit(f"again {seed}"), Wait):
+                copy_all(cache)
+            assert isinstance(found, Hit)
+            run_step(cache, f"again {seed}", LENGTH - found.num_tokens, 1)
+            cache.free(f"again {seed}", finished=True)
+    assert tier.states.lookup(chain[3]) or cache._admission.pool.lookup(chain[3])
+    assert cache.stats.host_hit_tokens + cache.stats.hit_tokens > 30 * 192
 
 
 @pytest.mark.parametrize("failed", [False, True])

@@ -11,9 +11,9 @@ from typing import Protocol
 from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Found
 from mambacache.cache.pages import Pages
-from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+from mambacache.cache.pool import BlockPool, Lease, Prefixes, RemovedCallback
 from mambacache.cache.requests import CachedRequest, Load
-from mambacache.cache.retention import NEEDED, SPARE, Chains
+from mambacache.cache.retention import SPARE, Chains
 from mambacache.cache.states import States
 from mambacache.config import CacheConfig
 from mambacache.plan import BlockFile, Transfer
@@ -69,7 +69,7 @@ class Arrival:
     block: int
     block_hash: bytes
     exact: bool
-    group: int
+    valued: bool
     born: int
     writer: int
     depth: int  # in blocks
@@ -77,13 +77,18 @@ class Arrival:
     @classmethod
     def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int) -> Arrival:
         pool, block = source.pool, source.block
-        flags = pool.exact[block], pool.group[block], pool.born[block], pool.writer[block]
+        flags = pool.exact[block], pool.group[block] != SPARE, pool.born[block], pool.writer[block]
         return cls(target.pool, target.block, block_hash, *flags, depth)
 
-    def name(self) -> bool:
-        return self.pool.commit(
-            self.block, self.block_hash, exact=self.exact, group=self.group, born=self.born, writer=self.writer
-        )
+    def name(self, prefixes: Prefixes) -> bool:
+        """Name a block among the states of `prefixes` or the pages that they need."""
+        facts = {"exact": self.exact, "born": self.born, "writer": self.writer}
+        if self.pool is not prefixes.pool:
+            return self.pool.commit(self.block, self.block_hash, group=prefixes.needs.group(self.block_hash), **facts)
+        new = self.pool.commit(self.block, self.block_hash, group=SPARE, **facts)
+        if new and self.valued:
+            prefixes.value(self.block)
+        return new
 
 
 @dataclass(slots=True, eq=False)
@@ -121,11 +126,12 @@ class Loads:
 
     def __init__(
         self, config: CacheConfig, device: States, states: BlockPool, pages: Pages, host: dict[str, BlockPool],
-        files: Files, ledger: Ledger, begin: Callable[[Move], None],
+        host_prefixes: Prefixes, files: Files, ledger: Ledger, begin: Callable[[Move], None],
     ) -> None:  # fmt: skip
         self._config, self._size = config, config.block_size
         self._device, self._states, self._pages = device, states, pages
-        self._host, self._files, self._ledger, self._begin = host, files, ledger, begin
+        self._host, self._host_prefixes = host, host_prefixes
+        self._files, self._ledger, self._begin = files, ledger, begin
         self._on_device = {"state": states, "kv": pages.pool}
         self._bytes = {"state": config.state_bytes, "kv": config.page_bytes}
         self._coming: dict[bytes, Load] = {}  # by hash
@@ -197,6 +203,8 @@ class Loads:
             kept[depth + 1] = states.share(self.held(chain[depth], states))
         room = states.num_available > lacks_state
         own = [Lease(states, block) for block in states.take(int(room and lacks_state))]  # may shrink `pages`
+        for lease in own:
+            self._device.prefixes.of[lease.block] = chain, depth
         if not room or pages.num_available < len(lacks):
             for lease in [*own, *slots, *kept.values()]:
                 lease.end()
@@ -246,7 +254,9 @@ class Loads:
         move, files = Move(Transfer(0, True, (), ()), load=load), []
         for kind, i in lacks:
             slot, exact = slots[kind, i], bool(self._files.exact(kind, chain[i]))
-            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, NEEDED, 0, 0, i))
+            if kind == "state":
+                self._host_prefixes.of[slot.block] = chain, i
+            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, True, 0, 0, i))
             files.append(BlockFile(kind, slot.block, chain[i], exact, 0))
         move.transfer = move.transfer._replace(files=tuple(files))
         request.may_read = False
@@ -283,18 +293,12 @@ class Loads:
         new = arrival.pool.lookup(arrival.block_hash) is None
         if kind == "state" and new and not self._device.checkpoints.has_room():
             return
-        arrival.group = SPARE
-        if arrival.name():
-            if kind == "state":
-                self._device.prefix[arrival.block] = load.chain, arrival.depth
-                self._device.value(arrival.block)
-            elif arrival.block_hash in self._device.needs.counts:
-                arrival.pool.need(arrival.block_hash, True)
+        if arrival.name(self._device.prefixes):
             self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, request_id)
 
     def name_on_host(self, arrival: Arrival, request_id: str) -> None:
         kind = "state" if arrival.pool is self._host["state"] else "kv"
-        if arrival.name():
+        if arrival.name(self._host_prefixes):
             self._ledger.stored_on_host(kind, arrival.block_hash, arrival.depth * self._size, request_id)
 
     def leave(self, request: CachedRequest) -> None:
@@ -351,10 +355,12 @@ class Tier:
             config.num_host_states, lambda block_hash, *_: ledger.removed_from_host("state", block_hash), chains
         )
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
+        self.prefixes = Prefixes(self.states, self.pages.need, chains)
+        self.pages.spill = self.states.evict_leaf
         self._slots = {pool: self.states, pages.pool: self.pages}
         self._host = {"state": self.states, "kv": self.pages}
         self.moves: dict[int, Move] = {}
-        self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
+        self.loads = Loads(config, states, pool, pages, self._host, self.prefixes, files, ledger, self._begin)
         self._unwritten: dict[tuple[str, bytes], None] = {}  # host blocks without a file
         self._unflushed: list[int] | None = None  # None before a flush
         self._spare = False
@@ -418,7 +424,7 @@ class Tier:
             if states.hashes[state] is None:
                 continue
             self._spare = states.group[state] == SPARE
-            chain, depth = self._device.prefix[state]
+            chain, depth = self._device.prefixes.of[state]
             blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
             lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
             if lacks and len(lacks) < self._lacked.get(state, len(lacks) + 1):
@@ -448,7 +454,7 @@ class Tier:
         slot = self.states.lookup(block_hash) if block_hash is not None else None
         if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
             return False
-        return self.states.restore(block_hash, states.group[state])
+        return self.prefixes.restore(block_hash)
 
     def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
         block_hash = pool.hashes[block]
@@ -457,7 +463,7 @@ class Tier:
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
         """Return a state's pages that the host lacks; None if it cannot be reused."""
-        chain, depth = self._device.prefix[state]
+        chain, depth = self._device.prefixes.of[state]
         missing: list[int] = []
         held = self.loads.held
         if not held(chain[depth], self._states):
@@ -466,7 +472,7 @@ class Tier:
             if block_hash in move.coming:
                 continue
             if held(block_hash, self.pages):
-                self.pages.restore(block_hash, self._states.group[state])
+                self.restore_page(block_hash)
                 continue
             page = held(block_hash, self._pages.pool)
             if not page:
@@ -488,6 +494,8 @@ class Tier:
                 continue
             lent = pool.lend(block)
             slot.used = lent.used
+            if host is self.states:
+                self.prefixes.of[number] = self._device.prefixes.of[block]
             move.leases += [lent, slot]
             if host is self.pages:
                 move.coming.add(block_hash)
@@ -514,6 +522,13 @@ class Tier:
                 files.append(BlockFile(kind, slot, block_hash, *facts))
         move.transfer = move.transfer._replace(files=tuple(files))
         self._begin(move)
+
+    def restore_page(self, block_hash: bytes) -> bool:
+        """Undo `evict_first`; return whether the page exists."""
+        slot = self.pages.lookup(block_hash)
+        if slot is not None and self.pages.useless[slot]:
+            self.pages.promote(slot, self.prefixes.needs.group(block_hash))
+        return slot is not None
 
     def hit(self, chain: Sequence[bytes], depth: int) -> None:
         """Evict a hit's host copies first, until `_copy_out` restores them."""
@@ -583,4 +598,5 @@ class Tier:
     def check(self, requests: Sequence[CachedRequest]) -> None:
         self.states.check(self.held(self.states))
         self.pages.check(self.held(self.pages))
+        self.prefixes.check(self.pages)
         self.loads.check(list(self.moves.values()), requests)

@@ -275,6 +275,10 @@ class Needs:
     def above(self, chain: Sequence[bytes], depth: int) -> int:
         return next((d for d in range(depth - 1, 0, -1) if chain[d] in self._states), 0)
 
+    def group(self, block_hash: bytes) -> int:
+        """Return the group of this block's KV."""
+        return NEEDED if block_hash in self.counts else SPARE
+
     def has_below(self, block_hash: bytes) -> bool:
         return bool(self._states.get(block_hash, self.counts.get(block_hash, 0)))
 
