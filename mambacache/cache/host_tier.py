@@ -81,12 +81,13 @@ class Arrival:
         return cls(target.pool, target.block, block_hash, *flags, depth)
 
     def name(self, prefixes: Prefixes) -> bool:
-        """Name a block among the states of `prefixes` or the pages that they need."""
-        facts = {"exact": self.exact, "born": self.born, "writer": self.writer}
-        if self.pool is not prefixes.pool:
-            return self.pool.commit(self.block, self.block_hash, group=prefixes.needs.group(self.block_hash), **facts)
-        new = self.pool.commit(self.block, self.block_hash, group=SPARE, **facts)
-        if new and self.valued:
+        """Name a state of `prefixes`, or a page that these states may need."""
+        state = self.pool is prefixes.pool
+        group = SPARE if state else prefixes.needs.group(self.block_hash)
+        new = self.pool.commit(
+            self.block, self.block_hash, exact=self.exact, group=group, born=self.born, writer=self.writer
+        )
+        if new and state and self.valued:
             prefixes.value(self.block)
         return new
 
