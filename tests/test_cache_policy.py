@@ -122,12 +122,12 @@ def talk(chains: Chains, chat: int, shared: int, blocks: int, answer: int) -> Tu
 def test_a_turn_knows_the_chain_that_it_continues() -> None:
     chains = Chains(64, 1000)
     first = talk(chains, 1, shared=0, blocks=10, answer=2)
-    assert (first.origin, first.before, first.at_end) == (Origin.NEW, 0, False)
+    assert (first.origin, first.at_end) == (Origin.NEW, False)
     second = talk(chains, 1, shared=12, blocks=14, answer=2)
-    assert (second.origin, second.before, second.at_end) == (Origin.NEXT, 10, True)
+    assert (second.origin, second.at_end) == (Origin.NEXT, True)
     assert first.gone_on and not second.gone_on
     again = talk(chains, 1, shared=11, blocks=13, answer=2)  # inside the answer
-    assert (again.origin, again.before, again.at_end) == (Origin.BRANCHED, 10, False)
+    assert (again.origin, again.at_end) == (Origin.BRANCHED, False)
 
 
 def test_a_prompt_reuses_the_deepest_state_alone_and_a_hit_in_its_place_counts_for_nothing() -> None:
@@ -176,8 +176,8 @@ def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     chains = Chains(64, 1000)
     for chat in (1, 2, 3, 1, 4):
         talk(chains, chat, shared=0, blocks=10, answer=0)
-    assert talk(chains, 1, shared=10, blocks=12, answer=0).before == 10
-    assert talk(chains, 2, shared=10, blocks=12, answer=0).before == 0
+    assert talk(chains, 1, shared=10, blocks=12, answer=0).origin is Origin.NEXT
+    assert talk(chains, 2, shared=10, blocks=12, answer=0).origin is Origin.NEW
 
 
 # --- the order of eviction ---

@@ -21,7 +21,6 @@ BRANCHING = 0.1
 SPARE, NEEDED = 0, 1
 """Groups of unneeded blocks, and of pages that a state needs."""
 
-
 LONG = KV_TOKENS_PER_STATE
 """An unrequested state of a prompt competes if it saves as many tokens."""
 
@@ -39,8 +38,6 @@ class Origin(IntEnum):
 
 
 ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
-
-
 MOST_USES = 2
 CLASSES = len(Kind) * len(Origin) * (len(ADDED) + 1) * (MOST_USES + 1)
 AGES = 28
@@ -62,7 +59,6 @@ class Turn:
     tail: int
     origin: Origin = Origin.NEW
     added: int = 0  # bounds of ADDED that its new tokens reach
-    before: int = 0  # tail of the turn before
     at_end: bool = False  # the computed prefix ends with that turn
     answered: int = 0
     gone_on: bool = False  # a later turn continues it
@@ -242,7 +238,6 @@ class Chains:
             if last.answered > last.tail:
                 self._answer_kept.note(shared >= last.answered)
             last.gone_on = True
-            turn.before = before
             turn.at_end = shared in (before, last.answered)
         self._remember(chain[tail], turn)
         return turn
