@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mambacache.cache.pool import BlockPool, Prefixes
+from mambacache.cache.pool import BlockPool
 from mambacache.cache.retention import NEEDED, SPARE, Chains
 
 
@@ -224,38 +224,22 @@ def test_random_use_keeps_references_hashes_and_counts_right(removed: Removed) -
         assert sum(pool.counts()[status] for status in ("free", "writing", "committed")) == 12
 
 
-def test_a_page_to_evict_first_stays_so_when_a_state_needs_it(removed: Removed) -> None:
-    pool = BlockPool(2, removed, Chains(64, 100))
-    blocks = [commit(pool, i) for i in range(2)]
-    pool.evict_first(blocks[1])
-    for needed in (True, False, True):
-        pool.need(name(1), needed)
-    pool.need(name(0), True)
-    assert [pool.group[block] for block in blocks] == [NEEDED, SPARE]
-    assert pool.evict() and pool.lookup(name(1)) is None
-
-
 @pytest.mark.parametrize("held", [False, True])
-def test_a_restored_state_is_evicted_after_a_state_to_evict_first(removed: Removed, held: bool) -> None:
-    pool, chains = BlockPool(2, removed, Chains(64, 100)), Chains(64, 100)
-    pages = BlockPool(2, removed, chains)
-    prefixes = Prefixes(pool, pages.need, chains)
+def test_a_restored_block_has_the_group_it_had_before(removed: Removed, held: bool) -> None:
+    pool = BlockPool(2, removed, Chains(64, 100))
     blocks = pool.take(2)
-    for block in blocks:
-        prefixes.of[block] = [b"root", name(block)], 1
-        pool.commit(block, name(block), exact=True, group=SPARE)
-        prefixes.value(block)
+    for block, group in zip(blocks, [4, NEEDED], strict=True):
+        pool.commit(block, name(block), exact=True, group=group)
         if not held:
             pool.release(block)
         pool.evict_first(block)
         pool.evict_first(block)
-    assert not prefixes.needs.counts
-    assert prefixes.restore(name(blocks[1])) and not prefixes.restore(name(99))
-    assert prefixes.needs.counts == {name(blocks[1]): 1}
+    assert pool.restore(name(blocks[0])) and pool.restore(name(blocks[1]), 6)
+    assert not pool.restore(name(99))
+    assert [pool.group[block] for block in blocks] == [4, 6]
     for block in blocks if held else ():
         pool.release(block)
-    prefixes.check(pages)
-    assert pool.evict() and pool.lookup(name(blocks[0])) is None and pool.lookup(name(blocks[1]))
+    assert pool.evict() and pool.lookup(name(blocks[0])) is None
 
 
 def test_a_call_costs_the_same_in_a_large_pool(removed: Removed) -> None:

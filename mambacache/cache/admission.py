@@ -11,11 +11,11 @@ from mambacache.cache.kv_order import KVOrder
 from mambacache.cache.ledger import Ledger, Trace
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
-from mambacache.cache.pool import Prefixes
 from mambacache.cache.requests import CachedRequest, Residency, Row, Rows
 from mambacache.cache.retention import Chains, Policy
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
+from mambacache.cache.values import Values
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
@@ -52,15 +52,23 @@ class Admission:
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
-        prefixes = Prefixes(self.pool, self.kv_order.need if config.host_keeps_kv else page_pool.need, chains)
+        on_need = self.kv_order.need if config.host_keeps_kv else page_pool.need
+        values = Values(self.pool, chains.reuse, on_need)
         page_pool.spill = self.pool.evict_leaf
-        self.kv_order.follow(prefixes.needs, self.pool.evict_leaf)
-        self.pages = Pages(config.block_size, page_pool, prefixes.needs)
+        self.kv_order.follow(values.needs, self.pool.evict_leaf)
+        self.pages = Pages(config.block_size, page_pool, values.needs)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(
-            self.pool, prefixes, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers,
+            self.pool,
+            self.pages,
+            self.lookup,
+            self._policy,
+            chains,
+            values,
+            self.ledger,
+            self._row_numbers,
             self.num_logs,
-        )  # fmt: skip
+        )
         self.tier = Tier(
             config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,
             self._transfer_numbers, under_way,
@@ -136,7 +144,7 @@ class Admission:
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
             return self.admit(request, kv_tokens, max_tokens) if self.tier.loads.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
-        self.tier.hit(request.chain, found.hit)
+        self.tier.hit(request.chain[found.hit])
         self.lookup.wait_no_more(request)
         request.resumed = hit.num_tokens
         residency = self._begin(request, hit.num_tokens, len(request.tokens))
@@ -373,11 +381,11 @@ class Admission:
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("state", block_hash, evicted)
         if evicted:
-            self.tier.prefixes.restore(block_hash)
+            self.tier.states.restore(block_hash)
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.restore_page(block_hash):
+        if evicted and self.tier.pages.lookup(block_hash) is None:
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder, Kind, Needs, Record, Turn
+from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder
+
+Prefix = tuple[Sequence[bytes], int]
+"""The chain and depth of a state."""
+
+NO_PREFIX: Prefix = (), 0
 
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a block loses its hash."""
@@ -48,9 +52,11 @@ class BlockPool:
         self.lookup = self._blocks.get  # hash -> COMMITTED block or None
         self.references = [0] * num_ids
         self.hashes: list[bytes | None] = [None] * num_ids
+        self.prefix = [NO_PREFIX] * num_ids  # of states
         self.exact = [False] * num_ids
         self.group = [SPARE] * num_ids
         self.useless = [False] * num_ids  # evicted first
+        self._group_before = [SPARE] * num_ids  # before `evict_first`
         self.born = [0] * num_ids  # the writing issue
         self.writer = [0] * num_ids  # request number; 0: an earlier process
 
@@ -142,7 +148,10 @@ class BlockPool:
     def _free_again(self, block: int) -> None:
         self._free.append(block)
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, group: int, born: int = 0, writer: int = 0) -> bool:
+    def commit(
+        self, block: int, block_hash: bytes, *, exact: bool, group: int, born: int = 0, writer: int = 0,
+        prefix: Prefix = NO_PREFIX,
+    ) -> bool:  # fmt: skip
         """Name a WRITING block; return False if a block at least as exact has the hash."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
@@ -151,7 +160,7 @@ class BlockPool:
             group = group or self.group[holder]
             self._forget(holder)
         self._blocks[block_hash] = block
-        self.hashes[block] = block_hash
+        self.hashes[block], self.prefix[block] = block_hash, prefix
         self.exact[block] = exact
         self.useless[block] = False
         self._set_group(block, group)
@@ -178,13 +187,19 @@ class BlockPool:
             self.on_valued(block, group != SPARE)
 
     def need(self, block_hash: bytes, needed: bool) -> None:
-        """Regroup a page, unless it is evicted first anyway."""
-        if (block := self.lookup(block_hash)) is not None and not self.useless[block]:
+        if (block := self.lookup(block_hash)) is not None:
             self.regroup(block, NEEDED if needed else SPARE)
 
     def set_leaf(self, block_hash: bytes, leaf: bool) -> None:
         if (block := self.lookup(block_hash)) is not None:
             self.regroup(block, self.group[block] // 2 * 2 + (not leaf))
+
+    def restore(self, block_hash: bytes, group: int | None = None) -> bool:
+        """Undo `evict_first`; return whether it exists."""
+        block = self._blocks.get(block_hash)
+        if block is not None and self.useless[block]:
+            self.promote(block, self._group_before[block] if group is None else group)
+        return block is not None
 
     def evict_first(self, block: int) -> None:
         if self.useless[block]:
@@ -192,6 +207,7 @@ class BlockPool:
         if not self.references[block]:
             self.idle.remove(block, self.group[block])
             self.idle.put_first(block)
+        self._group_before[block] = self.group[block]
         self.useless[block] = True
         self._set_group(block, SPARE)
 
@@ -239,7 +255,7 @@ class BlockPool:
             self.idle.remove(block, self.group[block])
         del self._blocks[block_hash]
         self._set_group(block, SPARE)
-        self.hashes[block] = None
+        self.hashes[block], self.prefix[block] = None, NO_PREFIX
         if not self.references[block]:
             self._free_again(block)
         self._on_removed(block_hash, block, evicted)
@@ -250,6 +266,8 @@ class BlockPool:
             counted[block] += 1
         assert counted == self.references, f"references {self.references}, held {counted}"
         assert {h: b for b, h in enumerate(self.hashes) if h is not None} == self._blocks, "hashes and blocks differ"
+        for block_hash, (chain, depth) in zip(self.hashes, self.prefix, strict=True):
+            assert not chain or chain[depth] == block_hash, "the prefix of a block"
         self._check_idle(counted, {b for b in self._blocks.values() if not counted[b]})
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:
@@ -257,52 +275,3 @@ class BlockPool:
         assert len(free) == len(self._free) and not any(counted[b] or self.hashes[b] for b in free), "a free block"
         assert idle == self.idle.blocks(), "the evictable blocks"
         assert len(free) + len(idle) + sum(map(bool, counted)) == self.num_blocks, "a block is lost"
-
-
-class Prefixes:
-    """Follows the prefixes of a pool's states, and the KV that these states need."""
-
-    def __init__(self, pool: BlockPool, need: Callable[[bytes, bool], None], chains: Chains) -> None:
-        self.pool, self._reuse = pool, chains.reuse
-        self.needs = Needs(need, pool.set_leaf)
-        self.of: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth, by block
-        pool.on_valued, pool.heir, pool.idle.gain = self._valued, self._heir, self._gain
-
-    def value(self, block: int, kind: Kind = Kind.BRANCH, turn: Turn | None = None) -> None:
-        """Note a use of a state, and let its record decide on eviction."""
-        chain, depth = self.of[block]
-        record = self._reuse.records.get(chain[depth]) or Record(kind, turn or Turn(depth), self._reuse.now)
-        self.pool.promote(block, self._reuse.group(record) + self.needs.has_below(chain[depth]))
-
-    def restore(self, block_hash: bytes) -> bool:
-        """Undo `evict_first`; return whether the state exists."""
-        block = self.pool.lookup(block_hash)
-        if block is not None and self.pool.useless[block]:
-            self.value(block)
-        return block is not None
-
-    def _gain(self, block: int) -> int:
-        return self.needs.gain(*self.of[block])
-
-    def _heir(self, block: int) -> int | None:
-        chain, depth = self.of[block]
-        above = depth - self.needs.gain(chain, depth)
-        return self.pool.lookup(chain[above]) if above else None
-
-    def _valued(self, block: int, valued: bool) -> None:
-        (self.needs.add if valued else self.needs.remove)(*self.of[block])
-
-    def check(self, pages: BlockPool) -> None:
-        pool, committed = self.pool, [block for block, each in enumerate(self.pool.hashes) if each is not None]
-        assert all(chain[depth] == pool.hashes[b] for b in committed for chain, depth in [self.of[b]]), "a prefix"
-        valued = {pool.hashes[block]: block for block in committed if pool.group[block] != SPARE}
-        counts, above = Counter[bytes](), set[bytes]()
-        for chain, depth in map(self.of.__getitem__, valued.values()):
-            top = next((d for d in range(depth - 1, 0, -1) if chain[d] in valued), 0)
-            counts.update(chain[top + 1 : depth + 1])
-            above.add(chain[top])
-        assert counts == self.needs.counts, "the KV that states need"
-        assert all(pool.group[block] % 2 == (each in above) for each, block in valued.items()), "states behind states"
-        for page, block_hash in enumerate(pages.hashes):
-            if block_hash is not None and not pages.useless[page]:
-                assert pages.group[page] == self.needs.group(block_hash), "the group of a page"

@@ -352,8 +352,8 @@ class PrefixCache:
         back = prefix_hashes(hashes)
         with self._admission as admission:
             for block_hash in back:
-                admission.states.prefixes.restore(block_hash)
-                admission.tier.prefixes.restore(block_hash)
+                admission.pool.restore(block_hash)
+                admission.tier.states.restore(block_hash)
 
     def kv_released(self, request_id: str, pages: Mapping[int, int]) -> None:
         """Note which KV pages of the host a request filled and uses no more. Others may use them still.

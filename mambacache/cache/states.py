@@ -8,9 +8,10 @@ from itertools import count
 from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
-from mambacache.cache.pool import BlockPool, Lease, Prefixes
+from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.requests import CachedRequest, Commit, Residency, Row
 from mambacache.cache.retention import LONG, SPARE, Chains, Kind, Marks, Policy, Turn, Wish
+from mambacache.cache.values import Values
 from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, SequenceStep
 
 
@@ -92,16 +93,16 @@ class States:
     """
 
     def __init__(
-        self, pool: BlockPool, prefixes: Prefixes, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains,
+        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, values: Values,
         ledger: Ledger, numbers: count[int], num_log_slots: int,
     ) -> None:  # fmt: skip
         self._size = pages.block_size
         self._pool = pool
-        self.prefixes = prefixes
         self._pages = pages
         self._lookup = lookup
         self._policy = policy
         self._chains = chains
+        self.values = values
         self._ledger = ledger
         self._numbers = numbers
         self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
@@ -114,7 +115,7 @@ class States:
     def begin(self, residency: Residency, hit_block: int) -> None:
         if hit_block:
             residency.state = self._pool.share(hit_block)
-            self.prefixes.value(hit_block, turn=residency.request.turn)
+            self.values.value(hit_block, turn=residency.request.turn)
         residency.reserve = self._pool.lease()
 
     def mark(self, residency: Residency, end: int) -> None:
@@ -349,12 +350,14 @@ class States:
         request, pool = residency.request, self._pool
         turn.answered = residency.computed // self._size
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
-        kept, other = (end, turn.tail) if self._chains.keeps_end(turn, end) else (turn.tail, max(end, turn.tail))
-        if kept and (block := pool.lookup(request.chain[kept])) and not pool.useless[block]:
-            self._chains.reuse.begin(request.chain[kept], Kind.TURN, turn)
-            self.prefixes.value(block)
-        if other != kept:
-            self._evict_first(request, other)
+        useless = self._chains.useless(turn, end)
+        for depth in sorted({turn.tail, max(end, turn.tail)} - {0, useless}):
+            block = pool.lookup(request.chain[depth])
+            if block and not pool.useless[block]:
+                self._chains.reuse.begin(request.chain[depth], Kind.TURN, turn)
+                self.values.value(block)
+        if useless:
+            self._evict_first(request, useless)
 
     def _evict_first(self, request: CachedRequest, depth: int) -> None:
         block_hash, pool = request.chain[depth], self._pool
@@ -408,12 +411,14 @@ class States:
         block_hash = residency.request.chain[position // self._size]
         kind, turn = self._kind(residency, position), residency.request.turn
         exact, writer = position <= residency.inexact_from, residency.request.number
-        self.prefixes.of[block] = residency.request.chain, position // self._size
-        if self._pool.commit(block, block_hash, exact=exact, group=SPARE, born=self.num_issued, writer=writer):
+        prefix, born = (residency.request.chain, position // self._size), self.num_issued
+        if self._pool.commit(
+            block, block_hash, exact=exact, group=SPARE, born=born, writer=writer, prefix=prefix
+        ):  # fmt: skip
             if kind not in (None, Kind.TURN) and turn is not None:
                 self._chains.reuse.begin(block_hash, kind, turn)
             if kind is not None:
-                self.prefixes.value(block, kind, turn)
+                self.values.value(block, kind, turn)
             self._ledger.stored("state", block_hash, position, residency.request.request_id)
         if position in residency.marks or self.marks.has(residency.request.salt, block_hash):
             self._mark(residency.request, position)
@@ -423,7 +428,7 @@ class States:
         if kind is not None or not LONG <= position <= residency.prefill_end:
             return kind
         chain, depth = residency.request.chain, position // self._size
-        return Kind.STEP if (depth - self.prefixes.needs.above(chain, depth)) * self._size >= LONG else None
+        return Kind.STEP if (depth - self.values.needs.above(chain, depth)) * self._size >= LONG else None
 
     def _mark(self, request: CachedRequest, position: int) -> None:
         pool, block_hash, depth = self._pool, request.chain[position // self._size], position // self._size
@@ -431,17 +436,10 @@ class States:
             return
         lost = self.marks.add(request.salt, block_hash)
         self._chains.reuse.begin(block_hash, Kind.BRANCH, request.turn or Turn(depth))
-        self.prefixes.value(block)
-        if lost is not None:
-            self._unmark(lost)
-
-    def _unmark(self, block_hash: bytes) -> None:
-        """Evict a state first that is no mark now, unless it was hit or ends a prompt."""
-        block, record = self._pool.lookup(block_hash), self._chains.reuse.records.get(block_hash)
-        if block is None or record is None or record.uses:
-            return
-        if self.prefixes.of[block][1] != record.turn.tail:
-            self._pool.evict_first(block)
+        self.values.value(block)
+        record, held = (self._chains.reuse.records.get(lost), pool.lookup(lost)) if lost is not None else (None, None)
+        if held is not None and record is not None and not record.uses and pool.prefix[held][1] != record.turn.tail:
+            pool.evict_first(held)
 
     def _advance(self, residency: Residency) -> None:
         """Commit pages full of known tokens."""
