@@ -159,7 +159,7 @@ def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> N
     pool, records = d.cache.states, d.cache._admission.chains.reuse.records
     for block, block_hash in enumerate(pool.hashes):
         if block_hash is not None and pool.group[block] != SPARE:  # a mark, or a tail that was a mark
-            depth = d.cache._admission.states.prefix[block][1]
+            depth = d.cache._admission.pool.prefix[block][1]
             assert any(marks.has(salt, block_hash) for salt in salts) or depth == records[block_hash].turn.tail
 
 

@@ -12,9 +12,10 @@ from mambacache.cache.ledger import Ledger, Trace
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.requests import CachedRequest, Residency, Row, Rows
-from mambacache.cache.retention import Chains, Needs, Policy
+from mambacache.cache.retention import Chains, Policy
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
+from mambacache.cache.values import Values
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
@@ -51,10 +52,11 @@ class Admission:
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
-        needs = Needs(self.kv_order.need if config.host_keeps_kv else page_pool.need, self.pool.set_leaf)
+        on_need = self.kv_order.need if config.host_keeps_kv else page_pool.need
+        values = Values(self.pool, chains.reuse, on_need)
         page_pool.spill = self.pool.evict_leaf
-        self.kv_order.follow(needs, self.pool.evict_leaf)
-        self.pages = Pages(config.block_size, page_pool, needs)
+        self.kv_order.follow(values.needs, self.pool.evict_leaf)
+        self.pages = Pages(config.block_size, page_pool, values.needs)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(
             self.pool,
@@ -62,7 +64,7 @@ class Admission:
             self.lookup,
             self._policy,
             chains,
-            needs,
+            values,
             self.ledger,
             self._row_numbers,
             self.num_logs,
@@ -383,7 +385,7 @@ class Admission:
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.pages.restore(block_hash):
+        if evicted and not self.tier.restore_page(block_hash):
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

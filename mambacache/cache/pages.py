@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.requests import ALWAYS_EXACT, Residency
-from mambacache.cache.retention import NEEDED, SPARE, Needs
+from mambacache.cache.retention import Needs
 from mambacache.plan import PageTables
 
 
@@ -89,7 +89,7 @@ class Pages:
             return False
         exact, writer = depth * self.block_size <= residency.inexact_from, residency.request.number
         page = residency.pages[depth - 1]
-        group = NEEDED if block_hash in self._needs.counts else SPARE
+        group = self._needs.group(block_hash)
         return self.pool.commit(page, block_hash, exact=exact, group=group, born=born, writer=writer)
 
     def tables(self, residencies: Sequence[Residency]) -> PageTables | None:

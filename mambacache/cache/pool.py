@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 
 from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder
 
+Prefix = tuple[Sequence[bytes], int]
+"""The chain and depth of a state."""
+
+NO_PREFIX: Prefix = (), 0
+
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a block loses its hash."""
 
@@ -47,6 +52,7 @@ class BlockPool:
         self.lookup = self._blocks.get  # hash -> COMMITTED block or None
         self.references = [0] * num_ids
         self.hashes: list[bytes | None] = [None] * num_ids
+        self.prefix = [NO_PREFIX] * num_ids  # of states
         self.exact = [False] * num_ids
         self.group = [SPARE] * num_ids
         self.useless = [False] * num_ids  # evicted first
@@ -142,7 +148,10 @@ class BlockPool:
     def _free_again(self, block: int) -> None:
         self._free.append(block)
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, group: int, born: int = 0, writer: int = 0) -> bool:
+    def commit(
+        self, block: int, block_hash: bytes, *, exact: bool, group: int, born: int = 0, writer: int = 0,
+        prefix: Prefix = NO_PREFIX,
+    ) -> bool:  # fmt: skip
         """Name a WRITING block; return False if a block at least as exact has the hash."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
@@ -151,7 +160,7 @@ class BlockPool:
             group = group or self.group[holder]
             self._forget(holder)
         self._blocks[block_hash] = block
-        self.hashes[block] = block_hash
+        self.hashes[block], self.prefix[block] = block_hash, prefix
         self.exact[block] = exact
         self.useless[block] = False
         self._set_group(block, group)
@@ -178,7 +187,8 @@ class BlockPool:
             self.on_valued(block, group != SPARE)
 
     def need(self, block_hash: bytes, needed: bool) -> None:
-        if (block := self.lookup(block_hash)) is not None:
+        block = self.lookup(block_hash)
+        if block is not None and not self.useless[block]:
             self.regroup(block, NEEDED if needed else SPARE)
 
     def set_leaf(self, block_hash: bytes, leaf: bool) -> None:
@@ -246,7 +256,7 @@ class BlockPool:
             self.idle.remove(block, self.group[block])
         del self._blocks[block_hash]
         self._set_group(block, SPARE)
-        self.hashes[block] = None
+        self.hashes[block], self.prefix[block] = None, NO_PREFIX
         if not self.references[block]:
             self._free_again(block)
         self._on_removed(block_hash, block, evicted)
@@ -257,6 +267,8 @@ class BlockPool:
             counted[block] += 1
         assert counted == self.references, f"references {self.references}, held {counted}"
         assert {h: b for b, h in enumerate(self.hashes) if h is not None} == self._blocks, "hashes and blocks differ"
+        for block_hash, (chain, depth) in zip(self.hashes, self.prefix, strict=True):
+            assert not chain or chain[depth] == block_hash, "the prefix of a block"
         self._check_idle(counted, {b for b in self._blocks.values() if not counted[b]})
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:

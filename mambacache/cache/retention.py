@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import nsmallest
-from math import inf, log
+from math import ceil, inf, log
 from random import Random
 
 import numpy as np
@@ -275,6 +275,9 @@ class Needs:
     def above(self, chain: Sequence[bytes], depth: int) -> int:
         return next((d for d in range(depth - 1, 0, -1) if chain[d] in self._states), 0)
 
+    def group(self, block_hash: bytes) -> int:
+        return NEEDED if block_hash in self.counts else SPARE
+
     def has_below(self, block_hash: bytes) -> bool:
         return bool(self._states.get(block_hash, self.counts.get(block_hash, 0)))
 
@@ -513,40 +516,26 @@ class EvictionOrder:
             drawn.append(first[place] if place < len(first) else lists[1][place - len(first)])
         return drawn
 
-    def _cold(self, block: int, within: int = 0) -> float:
+    def _cold(self, block: int) -> float:
         group, used = self._used[block]
-        age = self._reuse.now + within - used
+        age = self._reuse.now - used
         if group == NEEDED:
             return age
         gain = self.gain(block)
         memory = 1 if group % 2 else 1 + gain * self.kv
         return memory / (self._reuse.values[group // 2 - 1][age_of(age)] * gain)
 
-    def _late(self, block: int, within: int = 0) -> float:
+    def _late(self, block: int) -> float:
         group, used = self._used[block]
-        return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now + within - used)]
+        return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now - used)]
 
-    def limit(self, count: int) -> float:
-        """Return the coldness of about the `count`th next victim, or infinity."""
-        share = (count - len(self._spare)) / max(len(self._used), 1)
-        return self._limit(self._cold, share, self._sample(*self._slots))
-
-    def late_limit(self, share: float) -> float:
-        return self._limit(self._late, share, self._sample(self._slots[0]))
-
-    @staticmethod
-    def _limit(key: Callable[[int], float], share: float, drawn: list[int]) -> float:
-        if share <= 0 or not drawn:
-            return inf
-        return sorted(map(key, drawn), reverse=True)[min(int(share * len(drawn)), len(drawn) - 1)]
-
-    def soon(self, limits: tuple[float, float], within: int) -> int | None:
-        """Return a state, not put back, that reaches a limit within `within` blocks."""
-        for key, limit, lists in zip((self._cold, self._late), limits, (self._slots, self._slots[:1]), strict=True):
-            fresh = [block for block in self._sample(*lists) if block not in self._back]
-            found = max(fresh, key=lambda block: key(block, within), default=None)
-            if found is not None and key(found, within) >= limit:
-                return found
+    def due(self, share: float, kv_share: float) -> int | None:
+        """Return a state, not put back, of the share next to be evicted, or to be evicted for its KV."""
+        for key, next_share, lists in ((self._cold, share, self._slots), (self._late, kv_share, self._slots[:1])):
+            drawn = sorted(self._sample(*lists), key=key, reverse=True) if next_share > 0 else []
+            for block in drawn[: ceil(next_share * len(drawn))]:
+                if block not in self._back:
+                    return block
         return None
 
     def in_order(self) -> list[int]:

@@ -10,7 +10,8 @@ from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.requests import CachedRequest, Commit, Residency, Row
-from mambacache.cache.retention import LONG, SPARE, Chains, Kind, Marks, Needs, Policy, Record, Turn, Wish
+from mambacache.cache.retention import LONG, SPARE, Chains, Kind, Marks, Policy, Turn, Wish
+from mambacache.cache.values import Values
 from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, SequenceStep
 
 
@@ -92,7 +93,7 @@ class States:
     """
 
     def __init__(
-        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, needs: Needs,
+        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, values: Values,
         ledger: Ledger, numbers: count[int], num_log_slots: int,
     ) -> None:  # fmt: skip
         self._size = pages.block_size
@@ -101,24 +102,20 @@ class States:
         self._lookup = lookup
         self._policy = policy
         self._chains = chains
-        self.needs = needs
+        self.values = values
         self._ledger = ledger
         self._numbers = numbers
         self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
         self.marks = Marks(policy.most_marks, policy.max_checkpoints)
         self.num_issued = 0  # rows
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
-        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth, by block
-        pool.on_valued = self._valued
-        pool.idle.gain = lambda block: needs.gain(*self.prefix[block])
-        pool.heir = self._heir
 
     # --- a residency begins ---
 
     def begin(self, residency: Residency, hit_block: int) -> None:
         if hit_block:
             residency.state = self._pool.share(hit_block)
-            self.value(hit_block, turn=residency.request.turn)
+            self.values.value(hit_block, turn=residency.request.turn)
         residency.reserve = self._pool.lease()
 
     def mark(self, residency: Residency, end: int) -> None:
@@ -356,7 +353,7 @@ class States:
         kept, other = (end, turn.tail) if self._chains.keeps_end(turn, end) else (turn.tail, max(end, turn.tail))
         if kept and (block := pool.lookup(request.chain[kept])) and not pool.useless[block]:
             self._chains.reuse.begin(request.chain[kept], Kind.TURN, turn)
-            self.value(block)
+            self.values.value(block)
         if other != kept:
             self._evict_first(request, other)
 
@@ -412,12 +409,14 @@ class States:
         block_hash = residency.request.chain[position // self._size]
         kind, turn = self._kind(residency, position), residency.request.turn
         exact, writer = position <= residency.inexact_from, residency.request.number
-        self.prefix[block] = residency.request.chain, position // self._size
-        if self._pool.commit(block, block_hash, exact=exact, group=SPARE, born=self.num_issued, writer=writer):
+        prefix, born = (residency.request.chain, position // self._size), self.num_issued
+        if self._pool.commit(
+            block, block_hash, exact=exact, group=SPARE, born=born, writer=writer, prefix=prefix
+        ):  # fmt: skip
             if kind not in (None, Kind.TURN) and turn is not None:
                 self._chains.reuse.begin(block_hash, kind, turn)
             if kind is not None:
-                self.value(block, kind, turn)
+                self.values.value(block, kind, turn)
             self._ledger.stored("state", block_hash, position, residency.request.request_id)
         if position in residency.marks or self.marks.has(residency.request.salt, block_hash):
             self._mark(residency.request, position)
@@ -427,26 +426,7 @@ class States:
         if kind is not None or not LONG <= position <= residency.prefill_end:
             return kind
         chain, depth = residency.request.chain, position // self._size
-        return Kind.STEP if (depth - self.needs.above(chain, depth)) * self._size >= LONG else None
-
-    def value(self, block: int, kind: Kind = Kind.BRANCH, turn: Turn | None = None) -> None:
-        """Note a use of a state, and let its record decide on eviction."""
-        chain, depth = self.prefix[block]
-        block_hash, reuse = chain[depth], self._chains.reuse
-        record = reuse.records.get(block_hash) or Record(kind, turn or Turn(depth), reuse.now)
-        self._pool.promote(block, reuse.group(record) + (self.needs.has_below(block_hash)))
-
-    def _heir(self, block: int) -> int | None:
-        chain, depth = self.prefix[block]
-        above = depth - self.needs.gain(chain, depth)
-        return self._pool.lookup(chain[above]) if above else None
-
-    def _valued(self, block: int, valued: bool) -> None:
-        chain, depth = self.prefix[block]
-        if valued:
-            self.needs.add(chain, depth)
-        else:
-            self.needs.remove(chain, depth)
+        return Kind.STEP if (depth - self.values.needs.above(chain, depth)) * self._size >= LONG else None
 
     def _mark(self, request: CachedRequest, position: int) -> None:
         pool, block_hash, depth = self._pool, request.chain[position // self._size], position // self._size
@@ -454,9 +434,9 @@ class States:
             return
         lost = self.marks.add(request.salt, block_hash)
         self._chains.reuse.begin(block_hash, Kind.BRANCH, request.turn or Turn(depth))
-        self.value(block)
+        self.values.value(block)
         record, held = (self._chains.reuse.records.get(lost), pool.lookup(lost)) if lost is not None else (None, None)
-        if held is not None and record is not None and not record.uses and self.prefix[held][1] != record.turn.tail:
+        if held is not None and record is not None and not record.uses and pool.prefix[held][1] != record.turn.tail:
             pool.evict_first(held)
 
     def _advance(self, residency: Residency) -> None:
