@@ -144,7 +144,7 @@ class Admission:
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
             return self.admit(request, kv_tokens, max_tokens) if self.tier.loads.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
-        self.tier.hit(request.chain, found.hit)
+        self.tier.hit(request.chain[found.hit])
         self.lookup.wait_no_more(request)
         request.resumed = hit.num_tokens
         residency = self._begin(request, hit.num_tokens, len(request.tokens))
@@ -385,7 +385,7 @@ class Admission:
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.restore_page(block_hash):
+        if evicted and self.tier.pages.lookup(block_hash) is None:
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

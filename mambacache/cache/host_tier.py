@@ -448,10 +448,6 @@ class Tier:
             return False
         return self.states.restore(block_hash, states.group[state])
 
-    def restore_page(self, block_hash: bytes) -> bool:
-        """Take back a page's `evict_first`; return whether it exists."""
-        return self.pages.restore(block_hash, self.values.needs.group(block_hash))
-
     def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
         block_hash = pool.hashes[block]
         exact = self._files.exact(kind, block_hash) if block_hash is not None else None
@@ -465,10 +461,7 @@ class Tier:
         if not held(chain[depth], self._states):
             return None
         for block_hash in chain[depth:0:-1] if self._pages.present else ():
-            if block_hash in move.coming:
-                continue
-            if held(block_hash, self.pages):
-                self.restore_page(block_hash)
+            if block_hash in move.coming or held(block_hash, self.pages):
                 continue
             page = held(block_hash, self._pages.pool)
             if not page:
@@ -517,11 +510,10 @@ class Tier:
         move.transfer = move.transfer._replace(files=tuple(files))
         self._begin(move)
 
-    def hit(self, chain: Sequence[bytes], depth: int) -> None:
-        """Evict a hit's host copies first, until `_copy_out` restores them."""
-        for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
-            for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
-                pool.evict_first(slot)
+    def hit(self, block_hash: bytes) -> None:
+        """Evict a hit's host state first, and KV that it alone needs, until `_copy_out` restores it."""
+        if (slot := self.states.lookup(block_hash)) is not None:
+            self.states.evict_first(slot)
 
     def transferred(self, number: int, failed: bool) -> None:
         """Release a transfer's blocks, committed unless it failed."""

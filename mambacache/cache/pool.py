@@ -187,8 +187,7 @@ class BlockPool:
             self.on_valued(block, group != SPARE)
 
     def need(self, block_hash: bytes, needed: bool) -> None:
-        block = self.lookup(block_hash)
-        if block is not None and not self.useless[block]:
+        if (block := self.lookup(block_hash)) is not None:
             self.regroup(block, NEEDED if needed else SPARE)
 
     def set_leaf(self, block_hash: bytes, leaf: bool) -> None:

@@ -50,5 +50,5 @@ class Values:
             inner.add(chain[above])
         assert counts == self.needs.counts, "the KV that states need"
         assert all(states.group[block] % 2 == (h in inner) for h, block in valued.items()), "states above others"
-        held = ((block, h) for block, h in enumerate(pages.hashes) if h is not None and not pages.useless[block])
-        assert all(pages.group[block] == self.needs.group(h) for block, h in held), "pages that states need"
+        held = {h: pages.group[block] for block, h in enumerate(pages.hashes) if h is not None}
+        assert held == {h: self.needs.group(h) for h in held}, "pages that states need"
