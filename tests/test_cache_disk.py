@@ -6,7 +6,7 @@ import pytest
 
 from cache_calls import hit, run_step
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import SPARE
+from mambacache.cache.retention import NEEDED, SPARE
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
@@ -84,6 +84,21 @@ def test_a_failing_read_is_a_miss_and_not_tried_again() -> None:
     cache = on(stored())
     cache.transferred(reading(cache, "a"), failed=True)
     assert finish(cache, "a") == 0 and cache.stats.failed_transfers == 1
+
+
+def test_a_state_that_was_read_has_a_value_and_needs_its_kv() -> None:
+    """The slots had other owners before, and transfers were under way at a rebuild."""
+    cache = on(stored(), num_host_states=1, num_host_pages=3)
+    torn = reading(cache, "torn")
+    cache._admission.torn = True
+    cache.transferred(torn)
+    for seed in (0, 1):
+        cache.transferred(reading(cache, str(seed), seed))
+        tier, chain = cache._admission.tier, cache._admission.requests[str(seed)].chain
+        slot = tier.states.lookup(chain[3])
+        assert slot and tier.states.prefix[slot] == (chain, 3) and tier.states.group[slot] > SPARE
+        assert {tier.pages.lookup(each) for each in chain[1:4]} == {1, 2, 3} and tier.pages.group[1:] == [NEEDED] * 3
+        cache.free(str(seed), finished=False)
 
 
 def test_blocks_on_the_host_are_written_to_files_once() -> None:

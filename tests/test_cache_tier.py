@@ -7,7 +7,9 @@ from array import array
 import pytest
 
 from cache_calls import allocate, run_step
+from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import NEEDED, SPARE
 from mambacache.plan import Transfer
 from mambacache.report import Hit, Wait
 from symbolic import text
@@ -118,6 +120,55 @@ def test_blocks_hit_on_the_device_are_evicted_first_on_the_host() -> None:
     assert answer(cache, "again", 2) == 192 and cache.stats.loads == 0
     assert tier.states.idle.first(True) == slots[0]
     assert tier.pages.idle.first(True) in [tier.pages.lookup(each) for each in chain[1:4]]
+
+
+def chain_of(cache: PrefixCache, tokens: list[int]) -> list[bytes]:
+    return cache._admission.chain(array("i", tokens), "", {})
+
+
+def groups_of(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+    return [pool.group[pool.lookup(each) or 0] for each in hashes]
+
+
+def test_a_host_short_of_pages_evicts_whole_prefixes() -> None:
+    """Room for three prefixes: each has all its KV, or neither state nor KV is left."""
+    cache = filled(num_host_pages=11)
+    tier, kept = cache._admission.tier, 0
+    for seed in range(6):
+        chain = chain_of(cache, text(LENGTH, seed))
+        held = [tier.pages.lookup(each) is not None for each in chain[1:4]]
+        if tier.states.lookup(chain[3]) is not None:
+            kept += 1
+            assert all(held)
+    assert kept == 3 and sum(group == NEEDED for group in tier.pages.group) == 9
+
+
+def test_kv_stays_on_the_host_while_another_state_there_needs_it() -> None:
+    """A hit on the device gives up its copies on the host, but not KV that it shares with another state."""
+    cache = watched(**ROOM)
+    trunk = text(128, 7)
+    prompts = [[*trunk, *text(72, seed)] for seed in range(2)]
+    for name, prompt in zip("ab", prompts, strict=True):
+        cache.add(name, prompt)
+        finish(cache, name)
+    for seed in range(2):
+        answer(cache, str(seed), seed)
+        copy_all(cache)
+    tier, chains = cache._admission.tier, [chain_of(cache, prompt) for prompt in prompts]
+    assert all(tier.states.lookup(chain[3]) for chain in chains)
+    assert groups_of(tier.pages, chains[0][1:4]) == [NEEDED] * 3
+    tier.hit(chains[0][3])
+    assert [groups_of(tier.pages, chain[1:4]) for chain in chains] == [[NEEDED, NEEDED, SPARE], [NEEDED] * 3]
+    tier.hit(chains[1][3])
+    tier.hit(chains[1][2])  # the junction
+    assert groups_of(tier.pages, chains[1][1:4]) == [SPARE] * 3
+    cache._admission.pool.drop(chains[0][3], evicted=True)
+    assert groups_of(tier.pages, chains[0][1:4]) == [NEEDED] * 3, "the copy that is left counts again"
+    junction, end = groups_of(tier.states, chains[0][2:4])
+    assert junction == SPARE < end and end % 2 == 0
+    cache._admission.pool.drop(chains[0][2], evicted=True)
+    assert groups_of(tier.states, chains[0][2:3])[0] % 2 == 1, "a state stands behind it"
+    cache.check()
 
 
 def test_a_state_on_the_host_has_all_kv_before_it() -> None:
