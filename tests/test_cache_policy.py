@@ -239,13 +239,14 @@ def test_a_state_takes_the_group_and_last_use_of_an_evicted_state_that_is_reused
 def test_states_of_the_shares_next_to_be_evicted_are_due_until_they_are_put_back() -> None:
     order = order_of((1, 3, 0), (2, 2, 100), (3, 2, 20), (4, 2, 180), (5, SPARE, 0), now=200)
     order.gain = {1: 100, 2: 1, 3: 1, 4: 100}.__getitem__
+    assert order.due(-0.5, -0.5) is None
     found = []
     while (block := order.due(0.5, 0)) is not None:
         found.append(block)
         order.put_back(block, 2, order.remove(block, 2))
     assert found == [3, 2], "half of four states, which save least"
     assert order.due(0.5, 0.3) is None, "the leaf that is reused last is put back"
-    assert order.due(0, 1) == 4 and order.due(-1, 0) is None
+    assert order.due(0, 1) == 4
     order.put_back(4, 2, order.remove(4, 2))
     assert order.due(0, 1) is None and order.due(1, 1) == 1, "no state with a state behind it frees KV"
 

@@ -126,7 +126,13 @@ class Loads:
     ) -> None:  # fmt: skip
         self._config, self._size = config, config.block_size
         self._device, self._states, self._pages = device, states, pages
-        self._host, self._values, self._files, self._ledger, self._begin = host, values, files, ledger, begin
+        self._host, self._files, self._ledger, self._begin = host, files, ledger, begin
+        self._arriving = {
+            states: ("state", device.values, ledger.loaded),
+            pages.pool: ("kv", device.values, ledger.loaded),
+            host["state"]: ("state", values, ledger.stored_on_host),
+            host["kv"]: ("kv", values, ledger.stored_on_host),
+        }
         self._on_device = {"state": states, "kv": pages.pool}
         self._bytes = {"state": config.state_bytes, "kv": config.page_bytes}
         self._coming: dict[bytes, Load] = {}  # by hash
@@ -278,22 +284,21 @@ class Loads:
             load.let_go()
 
     def _arrive(self, arrival: Arrival, request_id: str) -> None:
-        on_device = arrival.pool is self._states
-        new = arrival.pool.lookup(arrival.block_hash) is None
-        if on_device and new and not self._device.checkpoints.has_room():
+        pool = arrival.pool
+        new = pool.lookup(arrival.block_hash) is None
+        if pool is self._states and new and not self._device.checkpoints.has_room():
             return
-        if self.name(arrival, arrival.prefix[1], request_id) and arrival.pool in (self._states, self._host["state"]):
-            (self._device.values if on_device else self._values).value(arrival.block)
+        kind, values, _ = self._arriving[pool]
+        if self.name(arrival, arrival.prefix[1], request_id) and kind == "state":
+            values.value(arrival.block)
 
     def name(self, arrival: Arrival, depth: int = 0, request_id: str = "") -> bool:
-        """Commit an arrival, KV as states on its side need it; return whether it is new."""
-        on_host = arrival.pool in self._host.values()
-        kind = "state" if arrival.pool in (self._states, self._host["state"]) else "kv"
+        """Commit an arrival, KV as states beside it need it; return whether it is new."""
+        kind, values, tell = self._arriving[arrival.pool]
         if kind == "kv":
-            arrival.group = (self._values if on_host else self._device.values).needs.group(arrival.block_hash)
+            arrival.group = values.needs.group(arrival.block_hash)
         new = arrival.name()
         if new:
-            tell = self._ledger.stored_on_host if on_host else self._ledger.loaded
             tell(kind, arrival.block_hash, depth * self._size, request_id)
         return new
 
