@@ -121,7 +121,8 @@ def test_no_hazard_but_the_start_of_roles_passes() -> None:
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
     """Turn torch's cache of memory off, so that every tensor ends where its memory ends."""
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    searched = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": searched}
     command = ["compute-sanitizer", "--tool", tool, sys.executable, "-c", CODE[name]]
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0 and found_nothing(done.stdout), done.stdout[-4000:]
