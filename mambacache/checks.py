@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from numbers import Integral
 from typing import Any
@@ -92,6 +92,14 @@ def page_numbers(pages: Iterable[int]) -> list[int]:
     for each in found:
         check_integer("a page", each, 0)
     return found
+
+
+def page_ends(pages: Mapping[int, int]) -> dict[int, int]:
+    if not isinstance(pages, Mapping):
+        raise ValueError(f"pages is {pages!r}: give a dict of tokens by page")
+    for end in pages.values():
+        check_integer("the end of a page", end, 1)
+    return dict(zip(page_numbers(pages), pages.values(), strict=True))
 
 
 def check_key(key: object, depth: int = 4) -> None:

@@ -365,7 +365,7 @@ class CheckedCache(PrefixCache):
     def _check_planned(self, planned: Sequence[SequenceStep], before: Mapping[Prefix, bool]) -> None:
         """Check each requested state inside a row: this step writes it, it was cached before, or there is no room.
 
-        The step may evict a cached state for a state of higher rank.
+        The step may evict a cached state for a state of higher value.
         """
         residencies = {step.row: self._admission.rows[step.row].residency for step in planned}
         written = {

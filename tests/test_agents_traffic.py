@@ -14,8 +14,11 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from replay_trace import Run, load, measure  # noqa: E402
+import replay_agents  # noqa: E402
+from replay_agents import compare  # noqa: E402
+from replay_trace import Row, Run, load, measure  # noqa: E402
 from simulators.agents import FIRST_TOKEN, Setting, Traffic, setting  # noqa: E402
+from simulators.parts import GIB  # noqa: E402
 from trace_tokens import FIRST_ANSWER_TOKEN, Request  # noqa: E402
 
 ALONE = replace(
@@ -134,3 +137,24 @@ def test_requests_before_the_split_warm_the_cache_and_are_not_counted(policy: st
     row, late = measure(run), measure(replace(run, after=2.0))
     assert row.share == pytest.approx(1088 / (512 + 1099)) and late.share == pytest.approx(1088 / 1099)
     assert row.place() != late.place()
+
+
+def test_a_comparison_has_means_and_settings_far_behind() -> None:
+    rows = {1: {"mambacache": 0.9, "lru-joint": 0.8}, 3: {"mambacache": 0.5, "lru-joint": 0.55}}
+    assert compare(rows) == [
+        "mambacache    70.0   ahead: mean +0.0, worst +0.0, 2 points behind in 0%",
+        "lru-joint     67.5   ahead: mean +2.5, worst -5.0, 2 points behind in 50%",
+    ]
+
+
+def test_a_quarter_of_the_states_is_compared_with_unbounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Run] = []
+
+    def measured(run: Run) -> Row:
+        runs.append(run)
+        return Row("", run.model, run.policy, 1, None, None, 0.0, share=0.8 / len(runs), states_stored=1000)
+
+    monkeypatch.setattr(replay_agents, "measure", measured)
+    assert replay_agents.shares("quarter", 1) == {"unbounded": 0.8, "mambacache": 0.4}
+    states, kv = map(float, runs[1].budget.split("+"))
+    assert runs[0].budget == "unbounded" and abs(states * GIB - 250 * 77_266_944) < 1e6 and kv > 100

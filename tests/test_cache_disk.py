@@ -6,7 +6,7 @@ import pytest
 
 from cache_calls import hit, run_step
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import Rank
+from mambacache.cache.retention import NEEDED, SPARE
 from mambacache.config import CacheConfig
 from mambacache.plan import Transfer
 from mambacache.report import Wait
@@ -86,6 +86,21 @@ def test_a_failing_read_is_a_miss_and_not_tried_again() -> None:
     assert finish(cache, "a") == 0 and cache.stats.failed_transfers == 1
 
 
+def test_a_state_that_was_read_has_a_value_and_needs_its_kv() -> None:
+    """The slots had other owners before, and transfers were under way at a rebuild."""
+    cache = on(stored(), num_host_states=1, num_host_pages=3)
+    torn = reading(cache, "torn")
+    cache._admission.torn = True
+    cache.transferred(torn)
+    for seed in (0, 1):
+        cache.transferred(reading(cache, str(seed), seed))
+        tier, chain = cache._admission.tier, cache._admission.requests[str(seed)].chain
+        slot = tier.states.lookup(chain[3])
+        assert slot and tier.states.prefix[slot] == (chain, 3) and tier.states.group[slot] > SPARE
+        assert {tier.pages.lookup(each) for each in chain[1:4]} == {1, 2, 3} and tier.pages.group[1:] == [NEEDED] * 3
+        cache.free(str(seed), finished=False)
+
+
 def test_blocks_on_the_host_are_written_to_files_once() -> None:
     files = SymbolicFiles()
     cache = on(files, num_state_blocks=6, num_kv_blocks=12)
@@ -110,8 +125,8 @@ def test_a_restart_hits_all_that_was_cached_before(end: str) -> None:
         for _ in range(100):
             run_step(cache, str(seed), 1, 7)
         cache.free(str(seed), finished=end == "finished")
-    ranks = [admission.pool.rank[block] for block, held in enumerate(admission.pool.hashes) if held is not None]
-    assert Rank.SPARE in ranks and Rank.FIRST in ranks
+    groups = [admission.pool.group[block] for block, held in enumerate(admission.pool.hashes) if held is not None]
+    assert SPARE in groups and max(groups) > SPARE
     if end == "kv evicted":
         cache.kv_evicted([each for each in admission.pool.hashes if each is not None])
     for seed in range(3):
@@ -132,7 +147,7 @@ def test_spare_states_are_flushed_last() -> None:
     for seed in range(3):
         answer(cache, str(seed), seed)
     admission, order = cache._admission, list[bytes]()
-    asked = {h for b, h in enumerate(admission.pool.hashes) if h is not None and admission.pool.rank[b] > Rank.SPARE}
+    asked = {h for b, h in enumerate(admission.pool.hashes) if h is not None and admission.pool.group[b] > SPARE}
     for transfer in end_all(cache, flush=True):
         order += [file.block_hash for file in transfer.files if file.kind == "state"]
     assert len(order) == 9 and set(order[:3]) == asked

@@ -49,7 +49,7 @@ def test_a_call_that_raises_leaves_a_gap_in_event_numbers(monkeypatch: pytest.Mo
     all_free(cache)
 
 
-def test_the_eviction_of_a_page_removes_its_state() -> None:
+def test_a_state_is_evicted_before_the_pages_that_it_needs() -> None:
     cache = watched(num_kv_blocks=6)
     ran(cache, "a", text(300), checkpoint_at=(64, 128))
     stored = {event.num_tokens: event.block_hash for event in cache.take_events() if event.kind == "state"}
@@ -57,7 +57,7 @@ def test_the_eviction_of_a_page_removes_its_state() -> None:
     started(cache, "b", text(200, 1))  # takes four pages, two of them free
     allocate(cache, "b", 200)
     removed = [(event.kind, event.block_hash) for event in cache.take_events()]
-    assert removed[:2] == [("kv", stored[256]), ("state", stored[256])] and len(removed) == 3
+    assert removed[:2] == [("state", stored[256]), ("kv", stored[256])] and len(removed) == 3
     assert hit(cache, text(300)) == 128 and cache.stats.states_evicted == 1
     all_free(cache)
 

@@ -353,7 +353,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     ("report", {"request_id": "decodes"}),
     ("kv_evicted", {"hashes": []}),
     ("kv_stored", {"hashes": []}),
-    ("kv_released", {"request_id": "decodes", "pages": [1]}),
+    ("kv_released", {"request_id": "decodes", "pages": {1: 64}}),
     ("kv_unused", {"pages": [1]}),
     ("kv_used", {"page": 1}),
     ("kv_dropped", {"pages": [1]}),

@@ -7,15 +7,13 @@ import pytest
 from mambacache import CacheConfig, PrefixCache
 from mambacache.report import Hit
 
-PROMPT = [1] * 140
-
 
 def cache() -> PrefixCache:
-    return PrefixCache(CacheConfig(num_state_blocks=40))
+    return PrefixCache(CacheConfig(num_state_blocks=30))
 
 
-def run(host: PrefixCache, name: str, prompt: list[int], pages: list[int]) -> None:
-    """Run a prompt, and release its pages after it."""
+def run(host: PrefixCache, name: str, prompt: list[int], pages: list[int], page: int = 64) -> bytes:
+    """Run a prompt, release its pages of `page` tokens after it, and return the hash of its last state."""
     host.add(name, prompt)
     assert isinstance(host.admit(name, kv_tokens=len(prompt)), Hit)
     while (left := host.next_tokens(name, 1 << 16)) > 0 and host.progress(name).computed < len(prompt):
@@ -24,109 +22,173 @@ def run(host: PrefixCache, name: str, prompt: list[int], pages: list[int]) -> No
         rows = host.plan_rows([row])
         host.issued(rows)
         host.accept(rows, {name: [7]} if rows[0].samples else {})
-    host.kv_released(name, pages)
+    host.kv_released(name, {number: page * i for i, number in enumerate(pages, 1)})
     host.free(name, finished=True)
+    host.check()
+    return host.take_events()[-1].block_hash
 
 
-def chat(host: PrefixCache, number: int, pages: list[int]) -> None:
-    """Run four turns of a chat; the last releases pages."""
-    prompt = [10 + number] * 70
-    for turn in range(4):
-        run(host, f"{number}, {turn}", prompt, pages if turn == 3 else [])
-        prompt = [*prompt, 7, *[9] * 70]
+def prompt_of(number: int, length: int = 140) -> list[int]:
+    return [10 + number] * length
 
 
-def with_chats(pages: list[int]) -> PrefixCache:
-    """Return a cache that saw chats go on and other prompts end; one chat released pages."""
+def evict(host: PrefixCache, count: int) -> list[int]:
+    pages = host.evict_kv(count)
+    host.check()
+    return pages
+
+
+def test_pages_that_no_state_needs_go_first() -> None:
     host = cache()
-    for number in range(20):
-        chat(host, number, [])
-        for single in range(4):
-            run(host, f"{number} single {single}", [100 + 4 * number + single] * 140, [])
-    chat(host, 20, pages)
-    return host
+    run(host, "first", prompt_of(1), [1, 2])
+    lost = run(host, "second", prompt_of(2), [3, 4])
+    host.kv_unused([2, 1])
+    host.kv_unused([4, 3])
+    host.kv_evicted([lost])
+    assert evict(host, 3) == [4, 3, 2]
+
+
+def test_pages_are_needed_again_with_their_state() -> None:
+    host = cache()
+    state = run(host, "first", prompt_of(1), [1, 2])
+    host.kv_evicted([state])
+    host.kv_unused([2, 1])
+    host.kv_stored([state])
+    host.kv_unused([5])
+    assert evict(host, 1) == [5]
+
+
+def test_a_page_stays_while_a_second_state_needs_it() -> None:
+    host = cache()
+    run(host, "short", prompt_of(1, 100), [1])
+    longer = run(host, "longer", prompt_of(1, 100) + prompt_of(2), [1, 2, 3])
+    run(host, "other", prompt_of(3), [4, 5])
+    host.kv_unused([3, 2, 1])
+    host.kv_unused([5, 4])
+    host.kv_evicted([longer])
+    host.kv_unused([6])
+    assert evict(host, 3) == [3, 2, 6]
 
 
 def test_pages_of_a_chat_outlive_newer_pages_of_a_single_prompt() -> None:
-    host = with_chats([2, 1])
+    """Chats go on and other prompts end. If all pages are needed, a state goes, and all its pages with it."""
+    host = cache()
+    for number in range(30):
+        prompt = prompt_of(2 * number, 70)
+        for turn in range(3):
+            run(host, f"{number}, {turn}", prompt, [1, 2] if (number, turn) == (29, 1) else [])
+            prompt = [*prompt, 7, *[9] * 70]
+            single = run(host, f"single {number}, {turn}", prompt_of(1000 + 3 * number + turn), [3, 4])
+            if (number, turn) == (29, 1):
+                break
     host.kv_unused([2, 1])
-    run(host, "alone", PROMPT, [4, 3])
     host.kv_unused([4, 3])
-    assert host.evict_kv(4) == [4, 3, 2, 1]
+    host.take_events()
+    assert evict(host, 1) == [4]
+    assert [event.block_hash for event in host.take_events()] == [single]
+    assert evict(host, 2) == [3, 2]
 
 
 def test_among_equal_pages_the_least_recently_used_goes_first() -> None:
     host = cache()
-    for number in range(3):
-        run(host, str(number), [1 + number] * 140, [2 * number + 2, 2 * number + 1])
-        host.kv_unused([2 * number + 2, 2 * number + 1])
+    host.kv_unused([2, 1, 4, 3])
     host.kv_used(2)
     host.kv_unused([2])
-    assert host.evict_kv(3) == [1, 4, 3]
-    assert host.evict_kv(9) == [6, 5, 2]
-    assert host.evict_kv(1) == []
+    assert evict(host, 2) == [1, 4]
+    assert evict(host, 9) == [3, 2]
+    assert evict(host, 1) == []
 
 
-def test_a_page_that_is_still_used_takes_the_rank_of_a_request_that_releases_it() -> None:
-    """A chat's fourth turn releases page 1 before its other user, which is alone."""
-    host = with_chats([1])
-    run(host, "alone", PROMPT, [3, 2, 1])
-    host.kv_unused([1, 3, 2])
-    assert host.evict_kv(3) == [3, 2, 1]
-
-
-def test_a_prefix_is_evicted_from_its_end_though_later_turns_go_on_less() -> None:
-    """Page 1 belongs to second and third turns, page 2 to a second turn."""
+def test_pages_of_a_state_in_use_go_last_and_from_their_end() -> None:
     host = cache()
-    for number in range(20):
-        prompt = [10 + number] * 70
-        for turn in range(3):
-            run(host, f"{number}, {turn}", prompt, [[], [2, 1], [1]][turn])
-            prompt = [*prompt, 7, *[9] * 70]
-    assert host._admission.chains.weights[3] < host._admission.chains.weights[2]
+    run(host, "first", prompt_of(1), [1, 2])
     host.kv_unused([2, 1])
-    assert host.evict_kv(2) == [2, 1]
+    run(host, "other", prompt_of(2), [3, 4])
+    host.kv_unused([4, 3])
+    host.add("again", prompt_of(1))
+    hit = host.admit("again", kv_tokens=140)
+    assert isinstance(hit, Hit) and hit.num_tokens == 128
+    assert evict(host, 4) == [4, 3, 2, 1]
 
 
-def test_a_page_has_no_rank_after_its_eviction_or_loss() -> None:
-    host = with_chats([1, 2])
-    host.kv_unused([1])
-    assert host.evict_kv(1) == [1]
+def test_a_page_has_no_name_after_its_eviction_or_loss() -> None:
+    host = cache()
+    run(host, "first", prompt_of(1), [1, 2, 3])
+    run(host, "second", prompt_of(2), [4, 5])
     host.kv_dropped([2])
-    run(host, "alone", PROMPT, [3])
-    host.kv_unused([1, 2, 3])
-    assert host.evict_kv(3) == [1, 2, 3]
+    host.kv_unused([3, 1])
+    assert evict(host, 1) == [3]  # behind the state
+    host.kv_unused([2, 3])
+    host.kv_unused([5, 4])
+    assert evict(host, 2) == [2, 3]
+
+
+def test_a_page_takes_the_name_of_its_last_content() -> None:
+    host = cache()
+    first = run(host, "first", prompt_of(1), [1, 2])
+    run(host, "second", prompt_of(2), [2, 1])
+    host.kv_unused([1, 2])
+    host.kv_evicted([first])
+    host.kv_unused([3])
+    assert evict(host, 2) == [3, 1]
+
+
+def test_parts_of_a_block_are_needed_with_it() -> None:
+    host = cache()
+    run(host, "first", prompt_of(1), [1, 2, 3, 4, 5], page=32)
+    host.kv_unused([5, 4, 3, 2, 1])
+    host.kv_unused([6])
+    assert evict(host, 6) == [5, 6, 4, 3, 2, 1]
+
+
+def test_a_state_whose_pages_are_used_is_not_evicted_for_pages() -> None:
+    host = cache()
+    run(host, "used", prompt_of(1), [1, 2])
+    run(host, "other", prompt_of(2), [3, 4])
+    host.kv_unused([4, 3])
+    assert evict(host, 3) == [4, 3]
+    host.add("again", prompt_of(1))
+    hit = host.admit("again", kv_tokens=140)
+    assert isinstance(hit, Hit) and hit.num_tokens == 128
 
 
 def test_a_dropped_page_leaves_the_order() -> None:
     host = cache()
     host.kv_unused([3, 5, 4])
     host.kv_dropped([5, 8])
-    host.check()
-    assert host.evict_kv(3) == [3, 4]
+    assert evict(host, 3) == [3, 4]
 
 
 def test_a_broken_call_keeps_the_pages() -> None:
     host = cache()
+    run(host, "first", prompt_of(1), [1, 2])
+    host.kv_unused([2, 1])
     host.kv_unused([3, 5, 4])
     with pytest.raises(KeyboardInterrupt), host._admission:
         raise KeyboardInterrupt
-    host.check()
     host.kv_used(5)
-    assert host.evict_kv(3) == [3, 4]
+    assert evict(host, 9) == [3, 4, 2, 1]
 
 
 def test_a_wrong_page_changes_nothing() -> None:
     host = cache()
+    run(host, "first", prompt_of(1), [1, 2])
+    host.add("waits", prompt_of(2))
     host.kv_unused([3])
     with pytest.raises(ValueError, match="in the order already"):
         host.kv_unused([4, 3])
     with pytest.raises(ValueError, match="in the order already"):
         host.kv_unused([4, 4])
+    with pytest.raises(ValueError, match="in the order already"):
+        host.kv_released("waits", {4: 64, 3: 128})
+    with pytest.raises(ValueError, match="the end of a page is 0"):
+        host.kv_released("waits", {4: 0})
+    with pytest.raises(ValueError, match="give a dict"):
+        host.kv_released("waits", [4])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="page 4 is not in the order"):
         host.kv_used(4)
     with pytest.raises(ValueError, match="request 'unknown' is not known"):
-        host.kv_released("unknown", [3])
+        host.kv_released("unknown", {3: 64})
     with pytest.raises(ValueError, match="count"):
         host.evict_kv(-1)
-    assert host.evict_kv(9) == [3]
+    assert evict(host, 9) == [3]

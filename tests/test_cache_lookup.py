@@ -11,7 +11,7 @@ from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Found, Lookup, Prompts, extend_chain, root_hash
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.retention import NEEDED, Chains, Needs
 from mambacache.config import CacheConfig
 
 SIZE = 4
@@ -36,7 +36,8 @@ class Cached:
         self.chain = chain
         chains = Chains(SIZE, 50)
         self.states = BlockPool(50, ignore, chains)
-        pages = Pages(SIZE, BlockPool(50 if attention else 0, ignore, chains))
+        pool = BlockPool(50 if attention else 0, ignore, chains)
+        pages = Pages(SIZE, pool, Needs(pool.need, self.states.set_leaf))
         self.kv = pages.pool
         config = CacheConfig(num_state_blocks=50, max_seen_blocks=max_seen, strict_reuse=strict)
         self.index = Lookup(config, self.states, pages, Ledger(SIZE, 0, on=False))
@@ -45,7 +46,7 @@ class Cached:
         for pool, entries in ((self.states, states), (self.kv, kv)):
             for entry in entries:
                 [block] = pool.take(1)
-                pool.commit(block, self.chain[entry], exact=entry not in near, rank=Rank.FIRST)
+                pool.commit(block, self.chain[entry], exact=entry not in near, group=NEEDED)
         for entry in seen:
             self.index.add_computed(self.chain[entry])
         return self

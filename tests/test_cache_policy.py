@@ -8,25 +8,18 @@ import pytest
 
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.cache import pool
-from mambacache.cache.retention import Chains, EvictionOrder, Marks, Policy, Rank, Turn, Wish
+from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder, Kind, Marks, Origin, Policy, Turn, Wish
 from policy_mixes import KINDS, Asked, Mixes, ceiling
 from selection import some
 
 
 class LeastRecentlyUsed(EvictionOrder):
-    """Ignore ranks."""
+    """Order states by their last use alone."""
 
-    def add(self, block: int, rank: Rank) -> None:
-        super().add(block, Rank.SPARE)
+    def _cold(self, block: int, within: int = 0) -> float:
+        return self._reuse.now - self._used[block][1]
 
-    def put_first(self, block: int) -> None:
-        self.add(block, Rank.SPARE)
-
-    def remove(self, block: int, rank: Rank) -> None:
-        super().remove(block, Rank.SPARE)
-
-    def first(self, requested: bool) -> int | None:
-        return next(iter(self._idle[Rank.SPARE]), None)
+    _late = _cold
 
 
 def hit_tokens(
@@ -86,21 +79,18 @@ def test_a_mark_lasts_until_the_next_message_of_a_user(before: int) -> None:
 
 def test_the_oldest_mark_of_a_salt_gives_way_to_newer_marks() -> None:
     marks = Marks(of_a_salt=2, most=100)
-    for salt, block_hash, rank in (("a", b"1", Rank.FIRST), ("a", b"2", Rank.SPARE), ("b", b"9", Rank.FIRST)):
-        assert marks.add(salt, block_hash, rank) is None
-    assert marks.add("a", b"1", Rank.LATER) is None
-    assert marks.add("a", b"3", Rank.FIRST) == (b"2", Rank.SPARE)
+    for salt, block_hash in (("a", b"1"), ("a", b"2"), ("b", b"9"), ("a", b"1")):
+        assert marks.add(salt, block_hash) is None
+    assert marks.add("a", b"3") == b"2"
     assert [marks.has("a", each) for each in (b"1", b"2", b"3", b"9")] == [True, False, True, False]
-    marks.hit("a", b"1")
-    marks.hit("a", b"2")
-    assert marks.add("a", b"4", Rank.FIRST) == (b"1", Rank.SECOND) and marks.has("b", b"9")
+    assert marks.add("a", b"4") == b"1" and marks.has("b", b"9")
 
 
 def test_the_marks_of_all_salts_are_bounded() -> None:
     marks = Marks(of_a_salt=4, most=16)
     for salt in range(1000):
         for each in range(6):
-            marks.add(str(salt), bytes([each]), Rank.FIRST)
+            marks.add(str(salt), bytes([each]))
     assert sum(len(each) for each in marks._salts.values()) == marks._count == 16
     assert list(marks._salts) == ["996", "997", "998", "999"]
 
@@ -123,77 +113,73 @@ def chain_of(*names: int) -> list[bytes]:
 
 def talk(chains: Chains, chat: int, shared: int, blocks: int, answer: int) -> Turn:
     """Add a turn of a chat, in blocks; its answer ends `answer` blocks after its tail."""
-    turn = chains.begin(chain_of(*range(1000 * chat + 1, 1000 * chat + 100)), shared, blocks * 64 + 1)
+    turn = chains.begin(chain_of(*range(1000 * chat + 1, 1000 * chat + 100)), shared, 0, blocks * 64 + 1)
     chains.now += blocks - shared + answer
     turn.answered = blocks + answer
     return turn
 
 
-def test_a_chain_rises_with_every_short_next_turn() -> None:
+def test_a_turn_knows_the_chain_that_it_continues() -> None:
     chains = Chains(64, 1000)
     first = talk(chains, 1, shared=0, blocks=10, answer=2)
-    assert first.rank is Rank.FIRST and not first.before and not first.at_end
+    assert (first.origin, first.at_end) == (Origin.NEW, False)
     second = talk(chains, 1, shared=12, blocks=14, answer=2)
-    assert second.rank is Rank.SECOND and second.before == 10 and second.at_end and first.gone_on
-    edited = talk(chains, 1, shared=14, blocks=16, answer=2)
-    assert edited.rank is Rank.THIRD and edited.before == 14 and edited.at_end
-    inside = talk(chains, 1, shared=17, blocks=20, answer=2)
-    assert inside.rank is Rank.FOURTH and inside.before == 16 and not inside.at_end  # it branches inside the answer
-    long = talk(chains, 1, shared=22, blocks=60, answer=0)
-    assert long.before == 20 and long.rank is Rank.FIRST
-    assert talk(chains, 2, shared=0, blocks=10, answer=2).rank is Rank.FIRST
-    for turn in range(9):
-        last = talk(chains, 3, shared=10 * turn, blocks=10 * turn + 10, answer=0)
-    assert last.rank is Rank.LATER
+    assert (second.origin, second.at_end) == (Origin.NEXT, True)
+    assert first.gone_on and not second.gone_on
+    again = talk(chains, 1, shared=11, blocks=13, answer=2)  # inside the answer
+    assert (again.origin, again.at_end) == (Origin.BRANCHED, False)
+
+
+def test_a_prompt_reuses_the_deepest_state_alone_and_a_hit_in_its_place_counts_for_nothing() -> None:
+    chains, chain = Chains(64, 1000), chain_of(*range(1, 100))
+    records = chains.reuse.records
+    for depth in (4, 9):
+        chains.reuse.begin(chain[depth], Kind.TURN, Turn(depth))
+    for hit, junction, uses in ((0, 3, (0, 0)), (4, 12, (0, 1)), (4, 0, (1, 1)), (9, 0, (1, 2))):
+        chains.begin(chain, hit, junction, 20 * 64)
+        assert (records[chain[4]].uses, records[chain[9]].uses) == uses
+
+
+def test_prompts_are_classed_by_their_new_tokens() -> None:
+    bounds = [talk(Chains(64, 1000), 1, shared=0, blocks=blocks, answer=0).added for blocks in (1, 5, 17, 65, 90)]
+    assert bounds == [0, 1, 2, 3, 3]
 
 
 def test_a_turn_keeps_the_state_that_next_turns_begin_with() -> None:
-    for edited, useless in ((False, [10]), (True, [12])):
+    for edited in (False, True):
         chains = Chains(64, 1000)
-        last = Turn(tail=10, admitted=0, answered=12)
-        assert chains.useless(last, end=12) == []  # nothing is known: both are kept
+        last = Turn(tail=10, answered=12)
         for chat in range(200):
             talk(chains, chat, shared=0, blocks=10, answer=2)
             talk(chains, chat, shared=10 if edited else 12, blocks=13, answer=2)
-        assert chains.useless(last, end=12) == useless
-        assert chains.useless(last, end=10) == []  # no state of the answer
+        assert chains.keeps_end(last, end=12) != edited
+        assert not chains.keeps_end(last, end=10)  # no state of the answer
+    chains = Chains(64, 1000)  # without traffic, each answer is as likely to be kept as not
+    assert chains.keeps_end(last, end=21) and not chains.keeps_end(last, end=20)
 
 
-def test_the_state_of_the_turn_before_is_useless_unless_chains_branch() -> None:
+def test_the_end_that_next_turns_hardly_hit_is_useless() -> None:
+    chains, last = Chains(64, 1000), Turn(tail=10, answered=12)
+    assert chains.useless(last, end=12) == chains.useless(last, end=21) == 0, "without traffic both may be hit"
+    for edited, useless in ((False, 10), (True, 12)):
+        chains = Chains(64, 1000)
+        for chat in range(200):
+            talk(chains, chat, shared=0, blocks=10, answer=2)
+            talk(chains, chat, shared=10 if edited else 12, blocks=13, answer=2)
+        assert chains.useless(last, end=12) == useless and not chains.useless(last, end=10)
+
+
+def test_chains_branch_where_turns_are_continued_again() -> None:
     chains = Chains(64, 1000)
-    second = Turn(tail=14, admitted=0, before=10)
-    assert chains.useless(second, end=14) == [10] and not chains.branching
+    for chat in range(100, 120):
+        for blocks in (10, 14):
+            talk(chains, chat, shared=blocks - 10 and 10, blocks=blocks, answer=2)
+    assert not chains.branching
     for chat in range(20):
         talk(chains, chat, shared=0, blocks=10, answer=2)
         for _ in range(3):
             talk(chains, chat, shared=10, blocks=14, answer=2)
-    assert chains.branching and chains.useless(second, end=14) == []
-
-
-def test_the_odds_follow_traffic_and_forget() -> None:
-    chains = Chains(64, 1000)
-    before = chains.weights[Rank.SECOND]
-    for chat in range(200):
-        for turn in range(4):
-            talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
-        for other in range(30):
-            talk(chains, 10_000 + 30 * chat + other, shared=0, blocks=10, answer=0)
-    seldom = chains.weights[Rank.SECOND]
-    assert seldom > 3 * before  # one first turn in 31 goes on, and most later turns do
-    for chat in range(20_000, 24_000):
-        for turn in range(2):
-            talk(chains, chat, shared=12 * turn, blocks=12 * turn + 10, answer=2)
-    assert chains.weights[Rank.SECOND] < seldom / 3
-
-
-def test_the_mean_gap_between_turns_is_learnt() -> None:
-    chains = Chains(64, 1000)
-    assert chains.mean_gap == 500
-    for chat in range(500):
-        talk(chains, chat, shared=0, blocks=10, answer=0)
-        chains.now += 70
-        talk(chains, chat, shared=10, blocks=20, answer=0)
-    assert chains.mean_gap == pytest.approx(80, rel=0.01)
+    assert chains.branching
 
 
 def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,46 +187,85 @@ def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     chains = Chains(64, 1000)
     for chat in (1, 2, 3, 1, 4):
         talk(chains, chat, shared=0, blocks=10, answer=0)
-    assert talk(chains, 1, shared=10, blocks=12, answer=0).before == 10
-    assert talk(chains, 2, shared=10, blocks=12, answer=0).before == 0
+    assert talk(chains, 1, shared=10, blocks=12, answer=0).origin is Origin.NEXT
+    assert talk(chains, 2, shared=10, blocks=12, answer=0).origin is Origin.NEW
 
 
 # --- the order of eviction ---
 
 
-def order_of(*added: tuple[int, Rank, int], odds: float = 4.0, gap: float = 100, now: int) -> EvictionOrder:
-    """Return the eviction order of blocks with these ranks and times of use."""
+def order_of(*added: tuple[int, int, int], now: int) -> EvictionOrder:
+    """Return the eviction order of blocks with these groups and times of use."""
     chains = Chains(64, 2)
-    chains._gap.value, chains.weights = gap, [1, 2, 2 * odds, 0, 0, 0]
     order = EvictionOrder(chains)
-    for block, rank, used in added:
+    for block, group, used in added:
         chains.now = used
-        order.add(block, rank)
+        order.add(block, group)
     chains.now = now
     return order
 
 
-def test_rank_decides_among_young_blocks_and_age_among_old_blocks() -> None:
-    blocks = (1, Rank.SECOND, 0), (2, Rank.FIRST, 50), (3, Rank.SPARE, 90)
-    assert order_of(*blocks, now=100).first(requested=True) == 3
-    assert order_of(*blocks, now=1000).first(requested=True) == 3
-    assert order_of(*blocks[:2], now=100).first(requested=True) == 2
-    old = (1, Rank.SECOND, 0), (2, Rank.FIRST, 9_900)
-    assert order_of(*old, now=10_000).first(requested=True) == 1  # its chain is dead
+def test_without_traffic_the_state_that_saves_least_for_its_age_is_evicted() -> None:
+    order = order_of((1, 2, 0), (2, 2, 100), now=200)
+    assert order.first(requested=True) == 1
+    order.gain = {1: 100, 2: 1}.__getitem__
+    assert order.first(requested=True) == 2
     assert order_of(now=5).first(requested=True) is None
 
 
-def test_an_unrequested_block_evicts_old_blocks_only() -> None:
-    for rank, spared_until in ((Rank.SPARE, 0), (Rank.FIRST, 100), (Rank.SECOND, 700)):
-        for now in range(0, 1000, 50):
-            first = order_of((1, rank, 0), now=now).first(requested=False)
-            assert (first == 1) == (now >= spared_until), (rank, now)
+def test_in_one_memory_a_state_counts_with_the_kv_that_only_it_needs() -> None:
+    order = order_of((1, 3, 0), (2, 2, 0), now=10)
+    order.gain = {1: 9, 2: 20}.__getitem__
+    assert order.first(requested=True) == 1
+    order.kv = 1 / 10
+    assert order.first(requested=True) == 2  # 20 blocks saved in 3 times the memory
+    order.kv = 1 / 20
+    assert order.first(requested=True) == 1
+
+
+def test_pages_that_states_need_are_evicted_by_age_and_spare_pages_before_them() -> None:
+    blocks = (1, NEEDED, 10), (2, NEEDED, 0), (3, SPARE, 20)
+    order = order_of(*blocks, now=30)
+    assert order.first(requested=True) == order.first(requested=False) == 3
+    order.remove(3, SPARE)
+    assert order.first(requested=True) == 2 and order.first(requested=False) is None
+
+
+def test_only_states_without_a_state_behind_them_free_kv() -> None:
+    order = order_of((1, 3, 0), (2, 2, 50), (3, 2, 20), now=100)
+    assert order.first_leaf(lambda _: True) == 3
+    order.move(1, 3, 2)
+    assert order.first_leaf(lambda _: True) == 1
+
+
+def test_a_state_takes_the_group_and_last_use_of_an_evicted_state_that_is_reused_sooner() -> None:
+    order = order_of((1, 3, 0), (2, 4, 150), (3, 2, 20), now=200)
+    assert order.inherit(1, 2) == 5  # a state stands behind it as before
+    assert order.inherit(3, 1) == 4 and order.inherit(1, 3) is None
+    order.gain = {1: 1, 2: 1, 3: 2}.__getitem__
+    order.remove(2, 4)
+    assert order.first(requested=True) == 1 and order.remove(1, 5) == order.remove(3, 4) == 150
+
+
+def test_states_of_the_shares_next_to_be_evicted_are_due_until_they_are_put_back() -> None:
+    order = order_of((1, 3, 0), (2, 2, 100), (3, 2, 20), (4, 2, 180), (5, SPARE, 0), now=200)
+    order.gain = {1: 100, 2: 1, 3: 1, 4: 100}.__getitem__
+    assert order.due(-0.5, -0.5) is None
+    found = []
+    while (block := order.due(0.5, 0)) is not None:
+        found.append(block)
+        order.put_back(block, 2, order.remove(block, 2))
+    assert found == [3, 2], "half of four states, which save least"
+    assert order.due(0.5, 0.3) is None, "the leaf that is reused last is put back"
+    assert order.due(0, 1) == 4
+    order.put_back(4, 2, order.remove(4, 2))
+    assert order.due(0, 1) is None and order.due(1, 1) == 1, "no state with a state behind it frees KV"
 
 
 def test_useless_blocks_are_evicted_first() -> None:
-    order = order_of((1, Rank.SPARE, 0), (2, Rank.FIRST, 0), now=10)
+    order = order_of((1, SPARE, 0), (2, NEEDED, 0), now=10)
     order.put_first(3)
     order.put_first(4)
     assert order.first(requested=False) == 4 and len(order) == 4 and order.blocks() == {1, 2, 3, 4}
-    order.remove(4, Rank.SPARE)
+    order.remove(4, SPARE)
     assert order.first(requested=True) == 3

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mambacache.cache.pool import BlockPool
-from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.retention import NEEDED, SPARE, Chains
 
 
 class Removed(list[tuple[bytes, int, bool]]):
@@ -25,10 +25,11 @@ def name(i: int) -> bytes:
     return i.to_bytes(16, "big")
 
 
-def commit(pool: BlockPool, i: int, *, exact: bool = True, rank: Rank = Rank.SECOND) -> int:
-    """Commit a block without references."""
+def commit(pool: BlockPool, i: int, *, exact: bool = True, group: int = NEEDED) -> int:
+    """Commit a block without references, at a time of its own."""
+    pool.idle._reuse.now += 1
     block = taken(pool)
-    assert block is not None and pool.commit(block, name(i), exact=exact, rank=rank)
+    assert block is not None and pool.commit(block, name(i), exact=exact, group=group)
     pool.release(block)
     return block
 
@@ -82,12 +83,13 @@ def test_a_referenced_block_is_never_evicted(removed: Removed) -> None:
 
 def test_spare_blocks_go_first_then_the_least_recently_used(removed: Removed) -> None:
     pool = BlockPool(6, removed, Chains(64, 6))
-    for i, rank in enumerate([Rank.SECOND, Rank.SPARE, Rank.SECOND, Rank.SPARE, Rank.SECOND, Rank.SECOND]):
-        commit(pool, i, rank=rank)
+    for i, group in enumerate([NEEDED, SPARE, NEEDED, SPARE, NEEDED, NEEDED]):
+        commit(pool, i, group=group)
     block = pool.lookup(name(0))
     assert block is not None
+    pool.idle._reuse.now += 1
     pool.share(block)
-    pool.release(block)  # used again: now the last of Rank.SECOND
+    pool.release(block)  # used again: now the last that is needed
     assert [taken(pool, requested=False) is not None for _ in range(3)] == [True, True, False]
     while taken(pool) is not None:
         pass
@@ -95,17 +97,18 @@ def test_spare_blocks_go_first_then_the_least_recently_used(removed: Removed) ->
 
 
 @pytest.mark.parametrize("referenced", [False, True])
-def test_promote_moves_a_block_to_the_end_of_its_rank(referenced: bool, removed: Removed) -> None:
+def test_promote_moves_a_block_to_the_end_of_its_group(referenced: bool, removed: Removed) -> None:
     pool = BlockPool(3, removed, Chains(64, 3))
-    cold = commit(pool, 0, rank=Rank.SPARE)
+    cold = commit(pool, 0, group=SPARE)
     commit(pool, 1)
     commit(pool, 2)
+    pool.idle._reuse.now += 1
     if referenced:
         pool.share(cold)
-        pool.promote(cold, Rank.SECOND)
+        pool.promote(cold, NEEDED)
         pool.release(cold)
     else:
-        pool.promote(cold, Rank.SECOND)
+        pool.promote(cold, NEEDED)
     assert taken(pool, requested=False) is None
     while taken(pool) is not None:
         pass
@@ -116,7 +119,7 @@ def test_a_hash_that_is_held_stays_with_its_holder(removed: Removed) -> None:
     pool = BlockPool(2, removed, Chains(64, 2))
     holder, late = commit(pool, 5), taken(pool)
     assert late is not None
-    assert not pool.commit(late, name(5), exact=True, rank=Rank.SECOND)
+    assert not pool.commit(late, name(5), exact=True, group=NEEDED)
     assert pool.lookup(name(5)) == holder and pool.hashes[late] is None
     pool.release(late)
     assert pool.counts()["free"] == 1 and removed == []
@@ -129,22 +132,22 @@ def test_an_exact_block_takes_the_hash_of_a_near_block(shared: bool, removed: Re
     if shared:
         pool.share(near)
     exact = taken(pool)
-    assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SPARE)
+    assert exact is not None and pool.commit(exact, name(5), exact=True, group=SPARE)
     assert pool.lookup(name(5)) == exact and pool.exact[exact]
     assert removed == [(name(5), near, False)]
-    assert pool.hashes[near] is None and pool.rank[exact] is Rank.SECOND
+    assert pool.hashes[near] is None and pool.group[exact] == NEEDED
     assert pool.counts()["free"] == (0 if shared else 1)
     if shared:
         pool.release(near)
         assert pool.counts()["free"] == 1
     late = taken(pool)
-    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.SECOND)
+    assert late is not None and not pool.commit(late, name(5), exact=False, group=NEEDED)
 
 
 def test_a_near_block_takes_no_hash_from_another(removed: Removed) -> None:
     pool = BlockPool(2, removed, Chains(64, 2))
     near, late = commit(pool, 5, exact=False), taken(pool)
-    assert late is not None and not pool.commit(late, name(5), exact=False, rank=Rank.SECOND)
+    assert late is not None and not pool.commit(late, name(5), exact=False, group=NEEDED)
     assert pool.lookup(name(5)) == near and removed == []
 
 
@@ -166,7 +169,7 @@ def test_removing_a_hash_leaves_other_blocks_alone(removed: Removed) -> None:
     near = commit(pool, 5, exact=False)
     pool.share(near)
     exact = taken(pool)
-    assert exact is not None and pool.commit(exact, name(5), exact=True, rank=Rank.SECOND)
+    assert exact is not None and pool.commit(exact, name(5), exact=True, group=NEEDED)
     pool.release(near)  # its hash went to `exact`, and is not removed again
     assert pool.lookup(name(5)) == exact
     assert len(removed) == 1
@@ -205,14 +208,14 @@ def test_random_use_keeps_references_hashes_and_counts_right(removed: Removed) -
         elif move == 2 and held:
             pool.release(held.pop(rng.randrange(len(held))))
         elif move == 3 and held and pool.hashes[block := rng.choice(held)] is None:
-            pool.commit(block, name(rng.randrange(30)), exact=rng.random() < 0.5, rank=rng.choice(list(Rank)))
+            pool.commit(block, name(rng.randrange(30)), exact=rng.random() < 0.5, group=rng.randrange(6))
         elif move == 4 and (found := pool.lookup(name(rng.randrange(30)))) is not None:
             pool.share(found)
             held.append(found)
             if rng.random() < 0.3:
                 pool.evict_first(found)
             elif rng.random() < 0.5:
-                pool.promote(found, rng.choice(list(Rank)))
+                pool.promote(found, rng.randrange(6))
         elif move == 5 and rng.random() < 0.1:
             pool.drop(name(rng.randrange(30)))
         assert [pool.references[b] for b in range(13)] == [held.count(b) for b in range(13)]
@@ -222,18 +225,18 @@ def test_random_use_keeps_references_hashes_and_counts_right(removed: Removed) -
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_a_restored_block_has_the_rank_it_had_before(removed: Removed, held: bool) -> None:
+def test_a_restored_block_has_the_group_it_had_before(removed: Removed, held: bool) -> None:
     pool = BlockPool(2, removed, Chains(64, 100))
     blocks = pool.take(2)
-    for block, rank in zip(blocks, [Rank.THIRD, Rank.SECOND], strict=True):
-        pool.commit(block, name(block), exact=True, rank=rank)
+    for block, group in zip(blocks, [4, NEEDED], strict=True):
+        pool.commit(block, name(block), exact=True, group=group)
         if not held:
             pool.release(block)
         pool.evict_first(block)
         pool.evict_first(block)
-    assert pool.restore(name(blocks[0])) and pool.restore(name(blocks[1]), Rank.FOURTH)
+    assert pool.restore(name(blocks[0])) and pool.restore(name(blocks[1]), 6)
     assert not pool.restore(name(99))
-    assert [pool.rank[block] for block in blocks] == [Rank.THIRD, Rank.FOURTH]
+    assert [pool.group[block] for block in blocks] == [4, 6]
     for block in blocks if held else ():
         pool.release(block)
     assert pool.evict() and pool.lookup(name(blocks[0])) is None

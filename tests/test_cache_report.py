@@ -57,7 +57,7 @@ def test_no_state_stored() -> None:
 
 
 def test_evicted_state() -> None:
-    others = [Job(text(100, seed), 1) for seed in range(1, 5)]
+    others = [Job(text(400, seed), 1) for seed in range(1, 5)]  # each saves more than the first
     again = Job(text(300), arrives=40)  # an earlier arrival would wait, and keep the state
     assert losses({"num_state_blocks": 3}, Job(text(300)), *others, again)[-1] == {E: 256, G: 43}
 

@@ -1,4 +1,4 @@
-"""Check the states that are kept when blocks are few: requested states, then the last used."""
+"""Check the states that are kept when blocks are few: those that will save most, and no spare states."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections import deque
 
 import pytest
 
+from mambacache.cache import states
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import Policy, Rank, Wish
+from mambacache.cache.retention import AGES, SPARE, Kind, Policy, Record, Wish
 from mambacache.config import CacheConfig, SamplingParams
 from mambacache.plan import StepPlan
 from mambacache.scheduler.request import Request
@@ -50,10 +51,8 @@ def test_wishes_between_two_positions() -> None:
     assert retention.wish(wishes, 256) is Wish.MARKED
     assert retention.wish(wishes, 128) is Wish.INTERVAL
     assert retention.wish(wishes, 192) is None
-    promised, tail, junction, marked, interval, none = [retention.rank(wish, Rank.FIRST) for wish in (*Wish, None)]
-    assert promised is junction is Rank.SECOND and interval is none is Rank.SPARE
-    assert tail is marked is Rank.FIRST and retention.rank(Wish.TAIL, Rank.LATER) is Rank.LATER
-    assert retention.rank(Wish.MARKED, Rank.LATER) is Rank.LATER
+    promised, tail, junction, marked, interval, none = [retention.kind(wish) for wish in (*Wish, None)]
+    assert promised is junction is marked is Kind.BRANCH and tail is Kind.TURN and interval is none is None
 
 
 def test_only_the_last_boundary_of_an_answer_is_kept() -> None:
@@ -124,6 +123,17 @@ def test_an_interval_of_a_block_on_a_long_prompt_leaves_other_tails() -> None:
     assert finds(d, text(3000, 30)) == 2944
 
 
+def chain_of(d: Driver, prompt: list[int]) -> list[bytes]:
+    return list(d.cache._admission.chain(array("i", prompt), "", {}))
+
+
+def record_of(d: Driver, prompt: list[int], depth: int) -> Record:
+    """Return the record of a cached state, by the state's depth in blocks."""
+    block_hash = chain_of(d, prompt)[depth]
+    assert d.cache.states.lookup(block_hash) is not None
+    return d.cache._admission.chains.reuse.records[block_hash]
+
+
 def marked_everywhere(length: int, seed: int, salt: str = "") -> Job:
     return Job(text(length, seed), 1, marks=tuple(range(0, length, 64)), salt=salt)
 
@@ -144,21 +154,22 @@ def test_a_prompt_with_marks_everywhere_leaves_other_prefixes(num_state_blocks: 
 def test_the_marks_of_a_salt_hold_a_quarter_of_the_states(salts: list[str]) -> None:
     d = run([marked_everywhere(1200, seed, salt) for seed, salt in enumerate(salts)], max_num_seqs=1,
             num_state_blocks=48, num_kv_blocks=1000)  # fmt: skip
-    pool, ranked = d.cache.states, list[str]()
+    marks = d.cache._admission.states.marks
+    assert {salt: len(held) for salt, held in marks._salts.items()} == dict.fromkeys(salts, 12)
+    pool, records = d.cache.states, d.cache._admission.chains.reuse.records
     for block, block_hash in enumerate(pool.hashes):
-        if block_hash is not None and pool.rank[block] is Rank.SECOND:
-            ranked.append(d.cache._names["state", block_hash][0])
-    assert {salt: ranked.count(salt) for salt in ranked} == dict.fromkeys(salts, 12)
+        if block_hash is not None and pool.group[block] != SPARE:  # a mark, or a tail that was a mark
+            depth = d.cache._admission.pool.prefix[block][1]
+            assert any(marks.has(salt, block_hash) for salt in salts) or depth == records[block_hash].turn.tail
 
 
 @pytest.mark.parametrize("position", [64, 128, 320])
-def test_a_mark_ranks_above_a_tail_wherever_it_stands(position: int) -> None:
+def test_a_mark_is_a_branch_wherever_it_stands(position: int) -> None:
     """Mark a position before the tail, at the branch from another prompt, and at the tail."""
     prompt = [*text(150, 1), *text(200, 2)]
     d = run([Job(text(200, 1), 1)], num_state_blocks=20)
     resume(d, Job(prompt, 1, marks=(position,)))
-    block = d.cache.states.lookup(d.cache._admission.chain(array("i", prompt), "", {})[position // 64])
-    assert block is not None and d.cache.states.rank[block] is Rank.SECOND
+    assert record_of(d, prompt, position // 64).kind is Kind.BRANCH
 
 
 def test_a_mark_takes_a_state_that_is_cached_already() -> None:
@@ -167,8 +178,14 @@ def test_a_mark_takes_a_state_that_is_cached_already() -> None:
     second = [*first, *said[0], 1, 2]
     jobs = [Job(first, 70), Job(second, 5, marks=(128,)), Job([*second, *text(40)], 5)]
     d = run(jobs, max_num_seqs=1, num_state_blocks=20)
-    block = d.cache.states.lookup(d.cache._admission.chain(array("i", first), "", {})[2])
-    assert block is not None and d.cache.states.rank[block] is Rank.SECOND
+    assert record_of(d, first, 2).kind is Kind.BRANCH and d.cache._admission.states.marks.has("", chain_of(d, first)[2])
+
+
+def test_a_hit_gives_a_state_the_class_of_states_that_were_used() -> None:
+    d = run([Job(text(150), 1), Job([*text(150), *text(200, 1)], 1)], max_num_seqs=1, num_state_blocks=20)
+    assert d.hit(1) == 128
+    record, block = record_of(d, text(150), 2), d.cache.states.lookup(chain_of(d, text(150))[2])
+    assert block is not None and record.uses == 1 and d.cache.states.group[block] // 2 - 1 == record.place
 
 
 def test_without_a_fresh_block_an_unrequested_state_is_overwritten() -> None:
@@ -185,6 +202,40 @@ def test_without_a_fresh_block_an_unrequested_state_is_overwritten() -> None:
     d.check()
     assert cached(d) == [64] and finds(d, other.prompt) == 64  # the tail of `other` stays
     assert d.cache.stats.preemptions == 0
+
+
+def test_an_answer_that_next_turns_keep_takes_the_block_of_its_prompt() -> None:
+    other, first = Job(text(100, 1), 1), Job(text(100), 130)
+    for kept, expected in ((0.0, [64, 64]), (1.0, [64, 192])):
+        d = Driver(Mix([other, first], max_num_seqs=1, cache={"num_state_blocks": 3, "num_kv_blocks": 9}))
+        d.cache._admission.chains._answer_kept.value = kept
+        for job in (0, 1):
+            d.submit(job)
+            while not d.scheduler.idle:
+                d.step()
+        d.check()
+        assert cached(d) == expected and finds(d, other.prompt) == 64
+
+
+def test_where_a_step_ends_a_state_competes_if_it_saves_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LONG", 128)
+    d = run([Job(text(400), 1)], max_num_seqs=1, num_state_blocks=20, budget=64)
+    pool, chain = d.cache.states, chain_of(d, text(400))
+    assert cached(d) == [64, 128, 192, 256, 320, 384]
+    assert [pool.group[pool.lookup(h) or 0] != SPARE for h in chain[1:7]] == [False, True, False, True, False, True]
+    assert [record_of(d, text(400), depth).kind for depth in (2, 4, 6)] == [Kind.STEP, Kind.STEP, Kind.TURN]
+
+
+def test_the_state_above_an_evicted_state_takes_its_value_until_it_is_hit() -> None:
+    d = run([Job(text(100), 1), Job([*text(100), *text(200, 1)], 1)], max_num_seqs=1, num_state_blocks=20)
+    reuse, pool, long = d.cache._admission.chains.reuse, d.cache.states, [*text(100), *text(200, 1)]
+    above, evicted = (pool.lookup(block_hash) for block_hash in (chain_of(d, long)[1], chain_of(d, long)[4]))
+    assert above is not None and evicted is not None
+    reuse.values[record_of(d, long, 4).place], place = [1.0] * AGES, record_of(d, long, 4).place
+    pool._evict(evicted)
+    assert pool.group[above] // 2 - 1 == place != record_of(d, long, 1).place
+    resume(d, Job(text(90), 1))
+    assert pool.group[above] // 2 - 1 == record_of(d, long, 1).place
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -213,23 +264,22 @@ def test_within_the_checkpoint_budget_only_requested_states_evict_tails() -> Non
 
 
 def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
-    old, other = Job(text(300), 1, marks=(64, 128)), Job(text(100, 1), 1)
+    old, other = Job(text(200), 1, marks=(64, 128)), Job(text(100, 1), 1)
     d = run([old, other, Job(text(150), 1)], max_num_seqs=1, num_state_blocks=8, budget=8192)
-    # Eight blocks: 64, 128 and 256 of the first, 64 of the second, two that ran, two free. The third prompt hit 128.
+    # Eight blocks: 64, 128 and 192 of the first, 64 of the second, two that ran, two free. The third prompt hit 128.
     assert d.hit(2) == 128
-    resume(d, *(Job(text(100, seed), 1) for seed in range(2, 7)))
-    assert finds(d, text(300)) == 128  # 256 is older, and gone
-    assert finds(d, text(128)) == 64  # a mark is kept longer than a tail
+    resume(d, *(Job(text(100, seed), 1) for seed in range(2, 13)))
+    assert finds(d, text(200)) == 128  # 192 is older, and gone
+    assert finds(d, text(128)) == 0
     assert finds(d, text(100, 1)) == 0
 
 
-def test_the_states_of_a_prompt_are_evicted_from_its_end() -> None:
-    d = run([Job(text(300), 1, marks=(64, 128, 192))], max_num_seqs=1, num_state_blocks=12, budget=8192)
-    assert cached(d) == [64, 128, 192, 256]
-    d.cache.states.evict()
-    assert finds(d, text(300)) == 192
-    d.cache.states.evict()
-    assert finds(d, text(300)) == 128
+def test_of_equally_old_states_those_that_save_least_are_evicted_first() -> None:
+    d = run([Job(text(500), 1, marks=(64, 192))], max_num_seqs=1, num_state_blocks=12, budget=8192)
+    for left in ([64, 192, 448], [192, 448], [448], []):
+        depths = enumerate(chain_of(d, text(500)))
+        assert [64 * depth for depth, block_hash in depths if d.cache.states.lookup(block_hash)] == left
+        d.cache.states.evict()
 
 
 def test_kv_is_evicted_from_its_end_with_its_states() -> None:
@@ -245,7 +295,7 @@ def test_the_last_state_of_an_answer_is_kept_for_the_next_turn_once_it_finished(
     d = run([Job(text(30), 50, aborts=None if finished else 45)], max_num_seqs=1)
     assert cached(d) == [64]
     block = next(block for block, block_hash in enumerate(d.cache.states.hashes) if block_hash is not None)
-    assert d.cache.states.rank[block] is (Rank.FIRST if finished else Rank.SPARE)
+    assert (d.cache.states.group[block] != SPARE) == finished
 
 
 def test_a_chat_outlives_the_cold_states_of_others() -> None:

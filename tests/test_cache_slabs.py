@@ -11,7 +11,7 @@ from cache_calls import hit, make, run_step, started
 from mambacache import CacheConfig
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.retention import NEEDED, SPARE, Chains
 from mambacache.cache.slabs import SlabPool, Slabs
 from symbolic import text
 from test_cache_pool import commit, name, taken
@@ -30,7 +30,9 @@ def pools(
     chains = Chains(64, 100)
     slabs = Slabs(num_slabs, reserve)
     made = SlabPool(slabs, states, ignore, chains), SlabPool(slabs, pages, ignore, chains)
-    slabs.divide(*made, pages // states if pages > 1 else 1)
+    slabs.divide(*made)
+    while made[0].num_slabs < num_slabs // 2:
+        slabs.move(made[0])
     return slabs, *made
 
 
@@ -85,26 +87,54 @@ def test_a_held_page_keeps_only_its_own_slab() -> None:
     assert states.lease() is None and states.lease(requested=False) is None
 
 
-def test_the_hottest_block_of_a_slab_decides_its_eviction() -> None:
+def test_a_slab_without_valued_blocks_moves_before_others() -> None:
     _, states, pages = pools(num_slabs=4)
-    chains = pages.idle._chains
-    hot = [commit(pages, 5 + i, rank=Rank.LATER if i == 4 else Rank.FIRST) for i in range(5)]
-    chains.now += 1
-    cold = [commit(pages, i, rank=Rank.FIRST) for i in range(5)]
-    assert {each // PAGES for each in cold} != {each // PAGES for each in hot}
-    chains.now += 10
+    valued = [commit(pages, 5 + i, group=NEEDED if i == 4 else SPARE) for i in range(5)]
+    spare = [commit(pages, i, group=SPARE) for i in range(5)]
     states.take(3)
-    assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
+    assert not any(pages.hashes[each] for each in spare) and all(pages.hashes[each] for each in valued)
 
 
-def test_a_lent_block_makes_its_slab_no_hotter() -> None:
-    _, states, pages = pools(num_slabs=4)
-    cold = [commit(pages, i) for i in range(5)]
-    pages.idle._chains.now += 100
-    hot = [commit(pages, 5 + i) for i in range(5)]
-    pages.lend(cold[2]).end()
-    states.take(3)
-    assert not any(pages.hashes[each] for each in cold) and all(pages.hashes[each] for each in hot)
+def test_pages_take_the_place_of_a_state_but_never_of_the_reserve() -> None:
+    slabs, states, pages = pools()
+    for i in range(5):
+        commit(states, i, group=3)
+    for i in range(26):
+        commit(pages, i)
+    assert (states.num_slabs, states.num_committed, pages.num_committed) == (4, 4, 26)
+    for i in range(26, 60):
+        commit(pages, i)
+    assert (states.num_slabs, states.num_committed, pages.num_committed) == (2, 2, 40)
+    check(slabs, [], [])
+
+
+def test_at_the_reserve_pages_take_the_place_of_the_kv_of_a_state() -> None:
+    slabs, states, pages = pools(num_slabs=4)
+    inner, leaf = (commit(states, i, group=group) for i, group in enumerate((3, 2)))
+    kv = [commit(pages, i) for i in range(10)]
+
+    def removed(_: bytes, block: int, evicted: bool) -> None:
+        if block == leaf:
+            pages.need(name(3), needed=False)
+
+    states._on_removed = removed
+    commit(pages, 10)
+    assert states.hashes[inner] and not states.hashes[leaf] and not pages.lookup(name(3))
+    assert sum(pages.hashes[page] is not None for page in kv) == 10  # page 10 has the id of page 3
+    check(slabs, [], [])
+
+
+def test_spare_blocks_of_the_fullest_slab_are_evicted_first() -> None:
+    slabs, states, pages = pools(num_slabs=6)
+    held = [*states.take(3)], [*pages.take(15)]
+    for i, page in enumerate(held[1]):
+        assert pages.commit(page, name(i), exact=True, group=SPARE if i in (0, 1, 2, 5, 6, 10, 11) else NEEDED)
+        if i != 6:
+            pages.release(page)
+    assert pages.take(1) == [held[1][5]]
+    assert not {*pages.take(2)} ^ {*held[1][10:12]}
+    assert pages.num_committed == 12
+    check(slabs, held[0], [held[1][i] for i in (5, 6, 10, 11)])
 
 
 def test_a_seized_block_keeps_its_pool_and_the_division() -> None:
@@ -118,38 +148,20 @@ def test_a_seized_block_keeps_its_pool_and_the_division() -> None:
     check(slabs, [], [])
 
 
-def test_empty_slabs_go_to_the_pool_that_evicts_except_a_few() -> None:
+def test_empty_slabs_go_to_the_pool_that_lacks_room() -> None:
     slabs, states, pages = pools(num_slabs=40, reserve=5)
     for i in range(28):
         commit(states, i)
-    assert (states.num_slabs, pages.num_empty) == (20, 20)
+    assert (states.num_slabs, pages.num_empty) == (28, 12)
     for i in range(100):
-        commit(states, 100 + i)
-    assert (states.num_slabs, pages.num_empty) == (38, 2)
+        commit(pages, i)
+    assert (states.num_committed, pages.num_committed) == (20, 100)
     check(slabs, [], [])
     slabs, states, pages = pools(num_slabs=40, reserve=5)
     for i in range(400):
         commit(pages, i)
-    assert (states.num_slabs, states.num_empty) == (7, 7)  # the reserve, and two
+    assert (states.num_slabs, states.num_empty) == (5, 5)
     check(slabs, [], [])
-
-
-@pytest.mark.parametrize(("ratio", "moves"), [(1.3, 0), (1.5, 2), (4, 6), (0.25, 0)])
-def test_a_slab_moves_once_the_balance_leans_for_long(ratio: float, moves: int) -> None:
-    """States are `ratio` times colder than pages, and 8 slabs are remembered."""
-    _, states, pages = pools(num_slabs=40)
-    for pool, rank in ((states, Rank.FIRST), (pages, Rank.FIRST)):
-        for i in range(pool.num_owned):
-            commit(pool, i, rank=rank)
-    slabs, chains = pages._slabs, pages.idle._chains
-    gap, chains.now = chains.mean_gap, chains.now + 1000
-    for block in list(pages.idle.blocks()):
-        used = chains.now + gap - (1000 + gap) / ratio
-        pages.idle.remove(block, pages.rank[block])
-        pages.idle.put_back(block, pages.rank[block], used)
-    asked = [slabs.weigh(pages) for _ in range(36)]
-    assert sum(asked) == moves and not any(asked[:4])
-    assert not any(slabs.weigh(states) for _ in range(36)) or ratio < 1
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (1, 1), (4, 1)])
@@ -173,12 +185,12 @@ def test_random_use_keeps_each_slab_in_a_single_pool(shape: tuple[int, int]) -> 
                 own.remove(block)
                 pool.release(block, used=rng.choice([None, 0.0]))
         elif move == 3 and own and pool.hashes[block := rng.choice(own)] is None:
-            pool.commit(block, name(rng.randrange(40)), exact=rng.random() < 0.5, rank=rng.choice(list(Rank)))
+            pool.commit(block, name(rng.randrange(40)), exact=rng.random() < 0.5, group=rng.randrange(6))
         elif move == 4 and (found := pool.lookup(name(rng.randrange(40)))) is not None:
             own.append(rng.choice([pool.share, pool.lend])(found).block)
         elif move == 5:
             pool.drop(name(rng.randrange(40)))
-            pool.idle._chains.now += rng.randrange(3)
+            pool.idle._reuse.now += rng.randrange(3)
         moves += both[0].num_slabs != before
         check(slabs, *held)
     assert moves > 5
@@ -223,16 +235,6 @@ def test_shared_memory_hits_more_than_two_badly_divided_pools() -> None:
     shared, divided = cache_of(40), make(num_state_blocks=6, num_kv_blocks=34 * PAGES, accounting=False)
     hits = [sum(list(ask_repeatedly(cache, 130, 24, 2000, 3))[1000:]) for cache in (shared, divided)]
     assert hits[0] > 1.5 * hits[1]
-
-
-def test_traffic_that_stays_as_it_is_moves_few_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, moved = cache_of(60), []
-    move = Slabs.move
-    monkeypatch.setattr(Slabs, "move", lambda self, pool: (moved.append(pool), move(self, pool))[1])
-    list(ask_repeatedly(cache, 700, 30, 1500, 1))
-    moved.clear()
-    list(ask_repeatedly(cache, 700, 30, 3000, 2))
-    assert len(moved) <= 15
 
 
 def test_a_long_prompt_may_take_all_but_the_reserve() -> None:

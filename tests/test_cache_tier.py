@@ -7,7 +7,9 @@ from array import array
 import pytest
 
 from cache_calls import allocate, run_step
+from mambacache.cache.pool import BlockPool
 from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import NEEDED, SPARE
 from mambacache.plan import Transfer
 from mambacache.report import Hit, Wait
 from symbolic import text
@@ -57,6 +59,14 @@ def loading(cache: PrefixCache, name: str, seed: int = 0) -> Transfer:
     return next(transfer for transfer in cache.transfers() if not transfer.to_host)
 
 
+def chain_of(cache: PrefixCache, tokens: list[int]) -> list[bytes]:
+    return cache._admission.chain(array("i", tokens), "", {})
+
+
+def groups_of(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+    return [pool.group[pool.lookup(each) or 0] for each in hashes]
+
+
 def test_an_evicted_prefix_is_hit_from_the_host() -> None:
     cache = filled()
     transfer = loading(cache, "again")
@@ -78,6 +88,23 @@ def test_nothing_is_copied_while_there_is_room() -> None:
     cache = watched(**ROOM | {"num_state_blocks": 140, "num_kv_blocks": 140})
     answer(cache, "a", 0)
     assert cache.transfers() == ()
+    cache = watched(**ROOM | {"num_state_blocks": 140, "num_kv_blocks": 140, "max_checkpoints": 4})
+    answer(cache, "a", 0)
+    assert len(cache.transfers()[0].states) == 1, "there is no room in the budget"
+
+
+def test_nothing_is_copied_while_there_is_kv_that_no_state_needs() -> None:
+    cache = watched(**ROOM | {"num_state_blocks": 140, "num_kv_blocks": 140})
+    for seed in range(11):
+        answer(cache, str(seed), seed)
+    assert cache.transfers() != ()
+    copy_all(cache, failed=True)
+    cache = watched(**ROOM | {"num_state_blocks": 140, "num_kv_blocks": 140})
+    for seed in range(11):
+        answer(cache, str(seed), seed)
+        cache._admission.pool.drop(chain_of(cache, text(LENGTH, seed))[3])
+    answer(cache, "last", 11)
+    assert cache.stats.kv_blocks["free"] == 104 and cache.transfers() == ()
 
 
 def test_copies_run_singly_and_leave_half_of_the_available_blocks() -> None:
@@ -111,13 +138,54 @@ def test_a_copy_does_not_count_as_use_of_a_block() -> None:
 
 def test_blocks_hit_on_the_device_are_evicted_first_on_the_host() -> None:
     cache = filled(3)
-    tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 2)), "", {})
+    tier, chain = cache._admission.tier, chain_of(cache, text(LENGTH, 2))
     before = [pool.idle.first(True) for pool in (tier.states, tier.pages)]
     slots = [tier.states.lookup(chain[3]), tier.pages.lookup(chain[3])]
     assert None not in slots and before != slots
     assert answer(cache, "again", 2) == 192 and cache.stats.loads == 0
     assert tier.states.idle.first(True) == slots[0]
     assert tier.pages.idle.first(True) in [tier.pages.lookup(each) for each in chain[1:4]]
+
+
+def test_a_host_short_of_pages_evicts_whole_prefixes() -> None:
+    """Room for three prefixes: each has all its KV, or neither state nor KV is left."""
+    cache = filled(num_host_pages=11)
+    tier, kept = cache._admission.tier, 0
+    for seed in range(6):
+        chain = chain_of(cache, text(LENGTH, seed))
+        held = [tier.pages.lookup(each) is not None for each in chain[1:4]]
+        if tier.states.lookup(chain[3]) is not None:
+            kept += 1
+            assert all(held)
+    assert kept == 3 and sum(group == NEEDED for group in tier.pages.group) == 9
+
+
+def test_kv_stays_on_the_host_while_another_state_there_needs_it() -> None:
+    """A hit on the device gives up its copies on the host, but not KV that it shares with another state."""
+    cache = watched(**ROOM)
+    trunk = text(128, 7)
+    prompts = [[*trunk, *text(72, seed)] for seed in range(2)]
+    for name, prompt in zip("ab", prompts, strict=True):
+        cache.add(name, prompt)
+        finish(cache, name)
+    for seed in range(2):
+        answer(cache, str(seed), seed)
+        copy_all(cache)
+    tier, chains = cache._admission.tier, [chain_of(cache, prompt) for prompt in prompts]
+    assert all(tier.states.lookup(chain[3]) for chain in chains)
+    assert groups_of(tier.pages, chains[0][1:4]) == [NEEDED] * 3
+    tier.hit(chains[0][3])
+    assert [groups_of(tier.pages, chain[1:4]) for chain in chains] == [[NEEDED, NEEDED, SPARE], [NEEDED] * 3]
+    tier.hit(chains[1][3])
+    tier.hit(chains[1][2])  # the junction
+    assert groups_of(tier.pages, chains[1][1:4]) == [SPARE] * 3
+    cache._admission.pool.drop(chains[0][3], evicted=True)
+    assert groups_of(tier.pages, chains[0][1:4]) == [NEEDED] * 3, "the copy that is left counts again"
+    junction, end = groups_of(tier.states, chains[0][2:4])
+    assert junction == SPARE < end and end % 2 == 0
+    cache._admission.pool.drop(chains[0][2], evicted=True)
+    assert groups_of(tier.states, chains[0][2:3])[0] % 2 == 1, "a state stands behind it"
+    cache.check()
 
 
 def test_a_state_on_the_host_has_all_kv_before_it() -> None:
@@ -127,7 +195,7 @@ def test_a_state_on_the_host_has_all_kv_before_it() -> None:
         answer(cache, str(seed), seed)
         copy_all(cache)
         for each in range(seed + 1):
-            chain = admission.chain(array("i", text(LENGTH, each)), "", {})
+            chain = chain_of(cache, text(LENGTH, each))
             if admission.tier.states.lookup(chain[3]) is not None:
                 held += 1
                 kv = (admission.tier.pages.lookup, admission.pages.pool.lookup)
@@ -187,6 +255,16 @@ def test_a_running_request_may_take_blocks_loaded_for_a_waiting_request() -> Non
     for _ in range(64 * 4):
         run_step(cache, "long", 1, 1)
     assert cache.progress("long").computed == 250 + 256
+
+
+def test_loaded_kv_whose_state_finds_no_room_is_needed_by_nobody() -> None:
+    cache = filled(max_checkpoints=1)
+    transfer = loading(cache, "a")
+    cache.add("running", text(LENGTH, 5))
+    assert cache.admit("running").num_tokens == 192  # type: ignore[union-attr]
+    cache.transferred(transfer)
+    pool, chain = cache._admission.pages.pool, chain_of(cache, text(LENGTH, 0))
+    assert cache._admission.pool.lookup(chain[3]) is None and groups_of(pool, chain[1:4]) == [SPARE] * 3
 
 
 def test_a_load_that_is_not_worth_its_bytes_is_not_started() -> None:
@@ -287,7 +365,7 @@ def test_a_state_whose_kv_goes_while_it_comes_back_costs_a_miss() -> None:
 
 def test_states_in_host_memory_without_kv_are_evicted_first() -> None:
     cache = filled_outside()
-    tier, chain = cache._admission.tier, cache._admission.chain(array("i", text(LENGTH, 1)), "", {})
+    tier, chain = cache._admission.tier, chain_of(cache, text(LENGTH, 1))
     slot, next_slot = tier.states.lookup(chain[3]), tier.states.idle.first(True)
     assert slot not in (None, next_slot)
     cache.kv_evicted([chain[3]])

@@ -18,13 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class LastFirst(EvictionOrder):
-    """Evict the block that was used last, whatever its rank."""
+    """Evict the block that was used last, whatever its group."""
 
     def first(self, requested: bool) -> int | None:
-        for order in reversed(self._idle) if requested else self._idle[:1]:
-            if order:
-                return next(reversed(order))
-        return None
+        return next(reversed([*self._spare, *self._used] if requested else self._spare), None)
 
 
 class EverySecond(Policy):

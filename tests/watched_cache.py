@@ -17,7 +17,8 @@ Steps = Sequence[SequenceStep]
 MOMENTS = ("allocated", "planned", "issued", "accepted")  # of a row
 CALLS = (
     "add", "match", "admit", "withdraw", "fork", "preempt", "free", "abandon", "allocate", "drop", "plan_rows", "plan",
-    "issued", "accept", "decoded", "cancel", "kv_evicted", "kv_stored", "reset",
+    "issued", "accept", "decoded", "cancel", "transfers", "transferred", "invalidate", "kv_evicted", "kv_stored",
+    "reset",
 )  # fmt: skip
 
 

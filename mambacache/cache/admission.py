@@ -15,6 +15,7 @@ from mambacache.cache.requests import CachedRequest, Residency, Row, Rows
 from mambacache.cache.retention import Chains, Policy
 from mambacache.cache.slabs import make_pools
 from mambacache.cache.states import States
+from mambacache.cache.values import Values
 from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
 from mambacache.plan import Guess, SequenceStep, Transfer
 from mambacache.report import CachedBlock, Hit, RequestReport, Wait
@@ -50,12 +51,23 @@ class Admission:
         config = self._config
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
         chains = self.chains = Chains(config.block_size, blocks)
-        self.kv_order.follow(chains)
         self.slabs, self.pool, page_pool = make_pools(config, self._state_removed, self._page_removed, chains)
-        self.pages = Pages(config.block_size, page_pool)
+        on_need = self.kv_order.need if config.host_keeps_kv else page_pool.need
+        values = Values(self.pool, chains.reuse, on_need)
+        page_pool.spill = self.pool.evict_leaf
+        self.kv_order.follow(values.needs, self.pool.evict_leaf)
+        self.pages = Pages(config.block_size, page_pool, values.needs)
         self.lookup = Lookup(config, self.pool, self.pages, self.ledger)
         self.states = States(
-            self.pool, self.pages, self.lookup, self._policy, chains, self.ledger, self._row_numbers, self.num_logs
+            self.pool,
+            self.pages,
+            self.lookup,
+            self._policy,
+            chains,
+            values,
+            self.ledger,
+            self._row_numbers,
+            self.num_logs,
         )
         self.tier = Tier(
             config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,
@@ -132,7 +144,7 @@ class Admission:
         if not room or not self.pages.has_room(request.chain, found.coverage, len(request.tokens)):
             return self.admit(request, kv_tokens, max_tokens) if self.tier.loads.let_go() else Wait("no room")
         hit = self.lookup.hit(request, found)
-        self.tier.hit(request.chain, found.hit)
+        self.tier.hit(request.chain[found.hit])
         self.lookup.wait_no_more(request)
         request.resumed = hit.num_tokens
         residency = self._begin(request, hit.num_tokens, len(request.tokens))
@@ -141,9 +153,9 @@ class Admission:
         if request.store:
             self.lookup.writes(residency, request.chain)
         self.pages.begin(residency, request.chain, found.coverage)
-        self.states.begin(residency, state)
         if request.store and request.turn is None:
-            request.turn = self.chains.begin(request.chain, max(found.hit, found.junction), request.prompt_len)
+            request.turn = self.chains.begin(request.chain, found.hit, found.junction, request.prompt_len)
+        self.states.begin(residency, state)
         at_end = request.turn is not None and request.turn.at_end and not self.chains.branching
         junction = 0 if at_end else hit.junction  # no other prompt branches off where a turn ended
         residency.marks = self._policy.marks(request.marks, request.prompt_len)
@@ -369,11 +381,11 @@ class Admission:
     def _state_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("state", block_hash, evicted)
         if evicted:
-            self.tier.states.restore(block_hash, self.pool.rank[block])
+            self.tier.states.restore(block_hash)
 
     def _page_removed(self, block_hash: bytes, block: int, evicted: bool) -> None:
         self.ledger.removed("kv", block_hash, evicted)
-        if evicted and not self.tier.pages.restore(block_hash, self.pages.pool.rank[block]):
+        if evicted and self.tier.pages.lookup(block_hash) is None:
             self._drop_state(block_hash)
 
     def _host_page_removed(self, block_hash: bytes, slot: int, evicted: bool) -> None:

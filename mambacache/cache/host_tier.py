@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import inf
 from typing import Protocol
 
 from mambacache.cache.ledger import Ledger
 from mambacache.cache.lookup import Found
 from mambacache.cache.pages import Pages
-from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
+from mambacache.cache.pool import BlockPool, Lease, Prefix, RemovedCallback
 from mambacache.cache.requests import CachedRequest, Load
-from mambacache.cache.retention import Chains, Rank
+from mambacache.cache.retention import SPARE, Chains
 from mambacache.cache.states import States
+from mambacache.cache.values import Values
 from mambacache.config import CacheConfig
 from mambacache.plan import BlockFile, Transfer
 from mambacache.report import Wait
@@ -68,22 +68,23 @@ class Arrival:
     pool: BlockPool
     block: int
     block_hash: bytes
+    prefix: Prefix
     exact: bool
-    rank: Rank
-    born: int
-    writer: int
-    depth: int  # in blocks
+    born: int = 0
+    writer: int = 0
+    group: int = SPARE
 
     @classmethod
-    def copied(cls, source: Lease, target: Lease, block_hash: bytes, depth: int) -> Arrival:
+    def copied(cls, source: Lease, target: Lease, block_hash: bytes, prefix: Prefix) -> Arrival:
         pool, block = source.pool, source.block
-        flags = pool.exact[block], pool.rank[block], pool.born[block], pool.writer[block]
-        return cls(target.pool, target.block, block_hash, *flags, depth)
+        flags = pool.exact[block], pool.born[block], pool.writer[block], pool.group[block]
+        return cls(target.pool, target.block, block_hash, prefix, *flags)
 
     def name(self) -> bool:
         return self.pool.commit(
-            self.block, self.block_hash, exact=self.exact, rank=self.rank, born=self.born, writer=self.writer
-        )
+            self.block, self.block_hash, exact=self.exact, group=self.group, born=self.born, writer=self.writer,
+            prefix=self.prefix,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,7 @@ class Move:
         """Return copies of blocks that still have a hash."""
         pairs = zip(self.leases[::2], self.leases[1::2], strict=True)
         named = ((lent, slot, lent.pool.hashes[lent.block]) for lent, slot in pairs)
-        return [Arrival.copied(lent, slot, each, depth=0) for lent, slot, each in named if each is not None]
+        return [Arrival.copied(lent, slot, each, lent.pool.prefix[lent.block]) for lent, slot, each in named if each]
 
 
 def check_under_way(transfer: Transfer, moves: Mapping[int, Move]) -> None:
@@ -121,11 +122,17 @@ class Loads:
 
     def __init__(
         self, config: CacheConfig, device: States, states: BlockPool, pages: Pages, host: dict[str, BlockPool],
-        files: Files, ledger: Ledger, begin: Callable[[Move], None],
+        values: Values, files: Files, ledger: Ledger, begin: Callable[[Move], None],
     ) -> None:  # fmt: skip
         self._config, self._size = config, config.block_size
         self._device, self._states, self._pages = device, states, pages
         self._host, self._files, self._ledger, self._begin = host, files, ledger, begin
+        self._arriving = {
+            states: ("state", device.values, ledger.loaded),
+            pages.pool: ("kv", device.values, ledger.loaded),
+            host["state"]: ("state", values, ledger.stored_on_host),
+            host["kv"]: ("kv", values, ledger.stored_on_host),
+        }
         self._on_device = {"state": states, "kv": pages.pool}
         self._bytes = {"state": config.state_bytes, "kv": config.page_bytes}
         self._coming: dict[bytes, Load] = {}  # by hash
@@ -207,7 +214,8 @@ class Loads:
         load = Load(request.request_id, chain, depth, [blocks[i] for i in sorted(blocks)])
         move = Move(Transfer(0, False, (), ()), load=load)
         for place, lease, slot in zip(places, fresh, slots, strict=True):
-            move.arrivals.append(Arrival.copied(slot, lease, chain[min(place, depth)], min(place, depth)))
+            at = min(place, depth)
+            move.arrivals.append(Arrival.copied(slot, lease, chain[at], (chain, at)))
             move.leases += [lease, slot]
         request.may_load = False
         self._ledger.loads()
@@ -246,7 +254,7 @@ class Loads:
         move, files = Move(Transfer(0, True, (), ()), load=load), []
         for kind, i in lacks:
             slot, exact = slots[kind, i], bool(self._files.exact(kind, chain[i]))
-            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], exact, Rank.FIRST, 0, 0, i))
+            move.arrivals.append(Arrival(slot.pool, slot.block, chain[i], (chain, i), exact))
             files.append(BlockFile(kind, slot.block, chain[i], exact, 0))
         move.transfer = move.transfer._replace(files=tuple(files))
         request.may_read = False
@@ -269,29 +277,30 @@ class Loads:
         if not names and self._config.host_keeps_kv:
             arrivals = ()  # the host engine knows their KV by a request alone
         for arrival in arrivals:
-            self._arrive(arrival, load, names[0] if names else load.request_id)
+            self._arrive(arrival, names[0] if names else load.request_id)
         if arrivals and load.waiting:
             self._arrived[load] = None
         else:
             load.let_go()
 
-    def _arrive(self, arrival: Arrival, load: Load, request_id: str) -> None:
-        if arrival.pool in self._host.values():
-            self.name_on_host(arrival, request_id)
+    def _arrive(self, arrival: Arrival, request_id: str) -> None:
+        pool = arrival.pool
+        new = pool.lookup(arrival.block_hash) is None
+        if pool is self._states and new and not self._device.checkpoints.has_room():
             return
-        kind = "kv" if arrival.pool is self._pages.pool else "state"
-        new = arrival.pool.lookup(arrival.block_hash) is None
-        if kind == "state" and new and not self._device.checkpoints.has_room(requested=True):
-            return
-        if arrival.name():
-            if kind == "state":
-                self._device.prefix[arrival.block] = load.chain, arrival.depth
-            self._ledger.loaded(kind, arrival.block_hash, arrival.depth * self._size, request_id)
+        kind, values, _ = self._arriving[pool]
+        if self.name(arrival, arrival.prefix[1], request_id) and kind == "state":
+            values.value(arrival.block)
 
-    def name_on_host(self, arrival: Arrival, request_id: str) -> None:
-        kind = "state" if arrival.pool is self._host["state"] else "kv"
-        if arrival.name():
-            self._ledger.stored_on_host(kind, arrival.block_hash, arrival.depth * self._size, request_id)
+    def name(self, arrival: Arrival, depth: int = 0, request_id: str = "") -> bool:
+        """Commit an arrival, KV as states beside it need it; return whether it is new."""
+        kind, values, tell = self._arriving[arrival.pool]
+        if kind == "kv":
+            arrival.group = values.needs.group(arrival.block_hash)
+        new = arrival.name()
+        if new:
+            tell(kind, arrival.block_hash, depth * self._size, request_id)
+        return new
 
     def leave(self, request: CachedRequest) -> None:
         """Take a request off its load; the last gives back its blocks."""
@@ -347,17 +356,18 @@ class Tier:
             config.num_host_states, lambda block_hash, *_: ledger.removed_from_host("state", block_hash), chains
         )
         self.pages = BlockPool(config.num_host_pages, on_page_removed, chains)
+        self.values = Values(self.states, chains.reuse, self.pages.need)
+        self.pages.spill = self.states.evict_leaf
         self._slots = {pool: self.states, pages.pool: self.pages}
         self._host = {"state": self.states, "kv": self.pages}
         self.moves: dict[int, Move] = {}
-        self.loads = Loads(config, states, pool, pages, self._host, files, ledger, self._begin)
+        self.loads = Loads(config, states, pool, pages, self._host, self.values, files, ledger, self._begin)
         self._unwritten: dict[tuple[str, bytes], None] = {}  # host blocks without a file
         self._unflushed: list[int] | None = None  # None before a flush
         self._spare = False
         self._lacked: dict[int, int] = {}  # state being flushed -> blocks without a file
         self._writable = True
         self._least = {each: min(each.num_blocks, few) for each, few in zip(self._slots, LEAST, strict=True)}
-        self._within = max(chains.blocks // AHEAD, LEAST[1])
         self._seen = (-1, 0)  # while equal, no block is due
         for transfer in under_way:
             self.moves[transfer.number] = move = Move(transfer, void=True)
@@ -374,7 +384,7 @@ class Tier:
             self._flush()
         elif not flush and seen != self._seen and not to_host:
             self._seen = seen
-            self._copy_out(min(self._limits()))
+            self._copy_out()
         if self._unwritten and not to_files:
             self._write_out()
         if flush and not self.moves:
@@ -384,12 +394,14 @@ class Tier:
     def _moving(self, files: bool) -> bool:
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
-    def _copy_out(self, limit: float) -> None:
-        """Start to copy states next in line for eviction, or as cold as the next pages, which they may need."""
-        states = self._states
-        left = min(STATES_A_TRANSFER, states.num_available // 2) if limit < inf else 0
+    def _copy_out(self) -> None:
+        """Start to copy the states next in line for eviction, or whose KV is."""
+        states, pages, most = self._states, self._pages.pool, self._config.max_checkpoints
+        budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
+        shares = self._share(states, min(states.num_free, budget)), self._share(pages, pages.num_free)
+        left = min(STATES_A_TRANSFER, states.num_available // 2) if max(shares) > 0 else 0
         move = Move(Transfer(0, True, (), ()))
-        while left > 0 and (state := states.idle.coldest(limit, self._within)) is not None:
+        while left > 0 and (state := states.idle.due(*shares)) is not None:
             missing = self._missing_pages(move, state)
             if missing is None:
                 states.lend(state).end()  # skipped until used again
@@ -408,13 +420,13 @@ class Tier:
     def _flush(self) -> None:
         """Start to bring the next state to files, spare states last."""
         states, move = self._states, Move(Transfer(0, True, (), ()))
-        self._unflushed = states.idle.by_rank() if self._unflushed is None else self._unflushed
+        self._unflushed = states.idle.in_order() if self._unflushed is None else self._unflushed
         while self._unflushed and not (move.leases or self._unwritten):
             state = self._unflushed.pop(0)
             if states.hashes[state] is None:
                 continue
-            self._spare = states.rank[state] is Rank.SPARE
-            chain, depth = self._device.prefix[state]
+            self._spare = states.group[state] == SPARE
+            chain, depth = states.prefix[state]
             blocks = [("kv", each) for each in chain[depth:0:-1] if self._pages.present]
             lacks = [each for each in [*blocks, ("state", chain[depth])] if self._files.exact(*each) is None]
             if lacks and len(lacks) < self._lacked.get(state, len(lacks) + 1):
@@ -427,14 +439,11 @@ class Tier:
                     self._copy(move, pool, [block])
         self._begin(move)
 
-    def _limits(self) -> tuple[float, float]:
-        """Return the coldness of states and pages next to evict."""
-        states, pages = self._slots
-        most = self._config.max_checkpoints
-        budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
-        ahead = [max(each.num_owned // AHEAD, few) for each, few in self._least.items()]
-        room = min(states.num_free, budget)
-        return states.idle.limit(ahead[0] - room), pages.idle.limit(ahead[1] - pages.num_free)
+    def _share(self, pool: BlockPool, room: int) -> float:
+        """Return the share of a pool's valued blocks next to be evicted; at most 0 if there is room."""
+        idle = pool.idle
+        ahead = max(pool.num_owned // AHEAD, self._least[pool])
+        return (ahead - room - idle.num_spare) / max(len(idle) - idle.num_spare, 1)
 
     def _restore(self, state: int) -> bool:
         """Tell whether the host has a state as exact, and take back its `evict_first`."""
@@ -442,7 +451,7 @@ class Tier:
         slot = self.states.lookup(block_hash) if block_hash is not None else None
         if block_hash is None or slot is None or states.exact[state] > self.states.exact[slot]:
             return False
-        return self.states.restore(block_hash, states.rank[state])
+        return self.states.restore(block_hash, states.group[state])
 
     def _filed(self, kind: str, pool: BlockPool, block: int) -> bool:
         block_hash = pool.hashes[block]
@@ -451,16 +460,13 @@ class Tier:
 
     def _missing_pages(self, move: Move, state: int) -> list[int] | None:
         """Return a state's pages that the host lacks; None if it cannot be reused."""
-        chain, depth = self._device.prefix[state]
+        chain, depth = self._states.prefix[state]
         missing: list[int] = []
         held = self.loads.held
         if not held(chain[depth], self._states):
             return None
         for block_hash in chain[depth:0:-1] if self._pages.present else ():
-            if block_hash in move.coming:
-                continue
-            if held(block_hash, self.pages):
-                self.pages.restore(block_hash, self._states.rank[state])
+            if block_hash in move.coming or held(block_hash, self.pages):
                 continue
             page = held(block_hash, self._pages.pool)
             if not page:
@@ -509,11 +515,10 @@ class Tier:
         move.transfer = move.transfer._replace(files=tuple(files))
         self._begin(move)
 
-    def hit(self, chain: Sequence[bytes], depth: int) -> None:
-        """Evict a hit's host copies first, until `_copy_out` restores them."""
-        for pool, first in ((self.states, depth), (self.pages, 1)) if self.present else ():
-            for slot in filter(None, map(pool.lookup, chain[first : depth + 1] if depth else ())):
-                pool.evict_first(slot)
+    def hit(self, block_hash: bytes) -> None:
+        """Evict a hit's host state first, and KV that it alone needs, until `_copy_out` restores it."""
+        if (slot := self.states.lookup(block_hash)) is not None:
+            self.states.evict_first(slot)
 
     def transferred(self, number: int, failed: bool) -> None:
         """Release a transfer's blocks, committed unless it failed."""
@@ -523,7 +528,7 @@ class Tier:
             self._writable = good
         elif load is None and good:
             for arrival in move.copies():
-                self.loads.name_on_host(arrival, request_id="")
+                self.loads.name(arrival)
             self._note_unwritten(move)
         for lease in move.leases if load is None else move.leases[1::2]:
             lease.end()
@@ -577,4 +582,5 @@ class Tier:
     def check(self, requests: Sequence[CachedRequest]) -> None:
         self.states.check(self.held(self.states))
         self.pages.check(self.held(self.pages))
+        self.values.check(self.pages)
         self.loads.check(list(self.moves.values()), requests)

@@ -2,55 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 
-from mambacache.cache.retention import Chains, EvictionOrder, Rank
+from mambacache.cache.retention import Needs
 
 
 class KVOrder:
-    """Orders unused pages. A page has the highest rank of the requests that released it."""
+    """Orders unused pages by last use: first the pages that no state needs. If all are needed, evicts a state."""
 
-    _order: EvictionOrder
+    _needs: Needs
+    _evict_state: Callable[[Callable[[bytes], bool]], bool]
 
     def __init__(self) -> None:
-        self._ranks: dict[int, Rank] = {}  # of used pages too
-        self._unused: dict[int, None] = {}  # in the order of their last use
+        self._hashes: dict[int, bytes] = {}  # of used pages too
+        self._pages: dict[bytes, dict[int, None]] = {}  # first parts of a block first
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        self._needed: OrderedDict[int, None] = OrderedDict()
 
-    def follow(self, chains: Chains) -> None:
-        self._order = EvictionOrder(chains, rising=True)  # the last page of a prefix goes first
-        for page in self._unused:
-            self._order.add(page, self._rank(page))
-
-    def _rank(self, page: int) -> Rank:
-        return self._ranks.get(page, Rank.FIRST)
+    def follow(self, needs: Needs, evict_state: Callable[[Callable[[bytes], bool]], bool]) -> None:
+        self._needs, self._evict_state = needs, evict_state
+        self._spare |= self._needed
+        self._needed.clear()
 
     def has(self, page: int) -> bool:
-        return page in self._unused
+        return page in self._spare or page in self._needed
 
-    def release(self, pages: Iterable[int], rank: Rank) -> None:
-        self._ranks.update((page, max(self._rank(page), rank)) for page in pages)
+    def release(self, pages: Mapping[int, bytes]) -> None:
+        self.drop(pages)
+        for page, block_hash in pages.items():
+            self._hashes[page] = block_hash
+            self._pages.setdefault(block_hash, {})[page] = None
+
+    def need(self, block_hash: bytes, needed: bool) -> None:
+        before, after = (self._spare, self._needed) if needed else (self._needed, self._spare)
+        for page in filter(self.has, reversed(self._pages.get(block_hash, {}))):
+            after[page] = before.pop(page)
 
     def add(self, pages: Iterable[int]) -> None:
         for page in pages:
-            self._unused[page] = None
-            self._order.add(page, self._rank(page))
+            (self._needed if self._hashes.get(page) in self._needs.counts else self._spare)[page] = None
 
     def remove(self, page: int) -> None:
-        del self._unused[page]
-        self._order.remove(page, self._rank(page))
+        del (self._needed if page in self._needed else self._spare)[page]
 
     def drop(self, pages: Iterable[int]) -> None:
         for page in pages:
-            if page in self._unused:
+            if self.has(page):
                 self.remove(page)
-            self._ranks.pop(page, None)
+            if (block_hash := self._hashes.pop(page, None)) is not None:
+                del self._pages[block_hash][page]
+                if not self._pages[block_hash]:
+                    del self._pages[block_hash]
 
     def evict(self, count: int) -> list[int]:
         pages: list[int] = []
-        while len(pages) < count and (page := self._order.first(requested=True)) is not None:
-            self.drop([page])
-            pages.append(page)
+        frees = True
+        while len(pages) < count and (self._spare or self._needed):
+            if frees and not self._spare:
+                frees = self._evict_state(self._frees)
+            pages.append(next(iter(self._spare or self._needed)))
+            self.drop(pages[-1:])
         return pages
 
+    def _frees(self, block_hash: bytes) -> bool:
+        """Tell whether a state has KV that nobody uses."""
+        return any(map(self.has, self._pages.get(block_hash, ())))
+
     def check(self) -> None:
-        assert self._order.blocks() == self._unused.keys(), "the host's unused pages"
+        unused = self._spare.keys() | self._needed.keys()
+        needed = {page for page in unused if self._hashes.get(page) in self._needs.counts}
+        assert self._needed.keys() == needed and self._spare.keys() == unused - needed, "the host's unused pages"

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 from mambacache.cache.pool import BlockPool
 from mambacache.cache.requests import ALWAYS_EXACT, Residency
-from mambacache.cache.retention import Rank
+from mambacache.cache.retention import Needs
 from mambacache.plan import PageTables
 
 
 class Pages:
     """Manages KV pages; without a pool every call succeeds."""
 
-    def __init__(self, block_size: int, pool: BlockPool) -> None:
+    def __init__(self, block_size: int, pool: BlockPool, needs: Needs) -> None:
         self.block_size = block_size
         self.pool = pool
+        self._needs = needs
         self.present = pool.num_blocks > 0
         self._lacking = 0  # pages still needed by admitted prompts
 
@@ -88,7 +89,8 @@ class Pages:
             return False
         exact, writer = depth * self.block_size <= residency.inexact_from, residency.request.number
         page = residency.pages[depth - 1]
-        return self.pool.commit(page, block_hash, exact=exact, rank=Rank.FIRST, born=born, writer=writer)
+        group = self._needs.group(block_hash)
+        return self.pool.commit(page, block_hash, exact=exact, group=group, born=born, writer=writer)
 
     def tables(self, residencies: Sequence[Residency]) -> PageTables | None:
         if not self.present:
@@ -108,10 +110,7 @@ class Pages:
     def end(self, residency: Residency) -> None:
         self.copied(residency)
         pages, residency.pages = residency.pages, array("i")
-        rank, ranks = residency.request.rank, self.pool.rank
         for page in reversed(pages):  # evicts chains from their ends
-            if ranks[page] < rank:
-                ranks[page] = rank
             self.pool.release(page)
 
     def unused(self, residency: Residency) -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from mambacache.cache.retention import Chains, EvictionOrder, Rank
+from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder
+
+Prefix = tuple[Sequence[bytes], int]
+"""The chain and depth of a state."""
+
+NO_PREFIX: Prefix = (), 0
 
 RemovedCallback = Callable[[bytes, int, bool], None]
 """Called with (hash, block, evicted) when a block loses its hash."""
@@ -39,15 +44,19 @@ class BlockPool:
 
     def _set_up(self, num_blocks: int, num_ids: int, chains: Chains) -> None:
         self.num_blocks = num_blocks  # maximum
+        self.spill: Callable[[], bool] = lambda: False  # makes blocks spare; False if impossible
+        self.on_valued: Callable[[int, bool], None] = lambda *_: None  # a block leaves or joins group SPARE
+        self.heir: Callable[[int], int | None] = lambda _: None  # is hit in its place
         self.idle = EvictionOrder(chains)
         self._blocks: dict[bytes, int] = {}
         self.lookup = self._blocks.get  # hash -> COMMITTED block or None
         self.references = [0] * num_ids
         self.hashes: list[bytes | None] = [None] * num_ids
+        self.prefix = [NO_PREFIX] * num_ids  # of states
         self.exact = [False] * num_ids
-        self.rank = [Rank.SPARE] * num_ids
-        self._useless = [False] * num_ids  # evicted first
-        self._rank_before = [Rank.SPARE] * num_ids  # before `evict_first`
+        self.group = [SPARE] * num_ids
+        self.useless = [False] * num_ids  # evicted first
+        self._group_before = [SPARE] * num_ids  # before `evict_first`
         self.born = [0] * num_ids  # the writing issue
         self.writer = [0] * num_ids  # request number; 0: an earlier process
 
@@ -88,7 +97,7 @@ class BlockPool:
         return blocks
 
     def lease(self, requested: bool = True) -> Lease | None:
-        """Lease a WRITING block, if there is room."""
+        """Lease a WRITING block, if there is room; unless `requested`, evict spare blocks only."""
         if not self.num_free and not self._make_room(requested):
             return None
         return Lease(self, self.take(1)[0])
@@ -123,70 +132,100 @@ class BlockPool:
             return
         if self.hashes[block] is None:
             self._free_again(block)
-        elif self._useless[block]:
+        elif self.useless[block]:
             self.idle.put_first(block)
         elif used is None:
-            self.idle.add(block, self.rank[block])
+            self.idle.add(block, self.group[block])
         else:
-            self.idle.put_back(block, self.rank[block], used)
+            self.idle.put_back(block, self.group[block], used)
 
     def _make_room(self, requested: bool = True) -> bool:
         return self.evict(requested)
 
     def _wake(self, block: int) -> float:
-        return self.idle.remove(block, self.rank[block])
+        return self.idle.remove(block, self.group[block])
 
     def _free_again(self, block: int) -> None:
         self._free.append(block)
 
-    def commit(self, block: int, block_hash: bytes, *, exact: bool, rank: Rank, born: int = 0, writer: int = 0) -> bool:
+    def commit(
+        self, block: int, block_hash: bytes, *, exact: bool, group: int, born: int = 0, writer: int = 0,
+        prefix: Prefix = NO_PREFIX,
+    ) -> bool:  # fmt: skip
         """Name a WRITING block; return False if a block at least as exact has the hash."""
         holder = self._blocks.get(block_hash)
         if holder is not None:
             if self.exact[holder] or not exact:
                 return False
-            rank = max(rank, self.rank[holder])
+            group = group or self.group[holder]
             self._forget(holder)
         self._blocks[block_hash] = block
-        self.hashes[block] = block_hash
+        self.hashes[block], self.prefix[block] = block_hash, prefix
         self.exact[block] = exact
-        self.rank[block], self._useless[block] = rank, False
+        self.useless[block] = False
+        self._set_group(block, group)
         self.born[block], self.writer[block] = born, writer
         return True
 
-    def promote(self, block: int, rank: Rank) -> None:
-        """Set the rank; counts as a use."""
+    def promote(self, block: int, group: int) -> None:
+        """Set the group; counts as a use."""
         if not self.references[block]:
-            self.idle.remove(block, self.rank[block])
-            self.idle.add(block, rank)
-        self.rank[block], self._useless[block] = rank, False
+            self.idle.remove(block, self.group[block])
+            self.idle.add(block, group)
+        self.useless[block] = False
+        self._set_group(block, group)
 
-    def lower(self, block: int, rank: Rank) -> None:
-        """Lower the rank; does not count as a use."""
+    def regroup(self, block: int, group: int) -> None:
+        """Set the group; does not count as a use."""
         if not self.references[block]:
-            self.idle.put_back(block, rank, self.idle.remove(block, self.rank[block]))
-        self.rank[block] = rank
+            self.idle.move(block, self.group[block], group)
+        self._set_group(block, group)
 
-    def restore(self, block_hash: bytes, rank: Rank | None = None) -> bool:
+    def _set_group(self, block: int, group: int) -> None:
+        before, self.group[block] = self.group[block], group
+        if (before == SPARE) != (group == SPARE):
+            self.on_valued(block, group != SPARE)
+
+    def need(self, block_hash: bytes, needed: bool) -> None:
+        if (block := self.lookup(block_hash)) is not None:
+            self.regroup(block, NEEDED if needed else SPARE)
+
+    def set_leaf(self, block_hash: bytes, leaf: bool) -> None:
+        if (block := self.lookup(block_hash)) is not None:
+            self.regroup(block, self.group[block] // 2 * 2 + (not leaf))
+
+    def restore(self, block_hash: bytes, group: int | None = None) -> bool:
         """Undo `evict_first`; return whether it exists."""
         block = self._blocks.get(block_hash)
-        if block is not None and self._useless[block]:
-            self.promote(block, self._rank_before[block] if rank is None else rank)
+        if block is not None and self.useless[block]:
+            self.promote(block, self._group_before[block] if group is None else group)
         return block is not None
 
     def evict_first(self, block: int) -> None:
-        if self._useless[block]:
+        if self.useless[block]:
             return
         if not self.references[block]:
-            self.idle.remove(block, self.rank[block])
+            self.idle.remove(block, self.group[block])
             self.idle.put_first(block)
-        self._rank_before[block] = self.rank[block]
-        self.rank[block], self._useless[block] = Rank.SPARE, True
+        self._group_before[block] = self.group[block]
+        self.useless[block] = True
+        self._set_group(block, SPARE)
 
     def evict(self, requested: bool = True) -> bool:
-        block = self.idle.first(requested)
+        while requested and not self.idle.num_spare and len(self.idle) and self.spill():
+            pass
+        return self._evict(self.idle.first(requested))
+
+    def evict_leaf(self, frees: Callable[[bytes], bool] = bool) -> bool:
+        """Evict a state without a state behind it, if `frees` holds for its hash."""
+        return self._evict(self.idle.first_leaf(lambda block: frees(self.hashes[block] or b"")))
+
+    def _evict(self, block: int | None) -> bool:
         if block is None:
             return False
+        heir = self.heir(block) if self.group[block] != SPARE else None
+        if heir and not self.references[heir]:
+            self.group[heir] = self.idle.inherit(heir, block) or self.group[heir]
         self._forget(block, evicted=True)
         return True
 
@@ -212,10 +251,12 @@ class BlockPool:
     def _forget(self, block: int, evicted: bool = False) -> None:
         block_hash = self.hashes[block]
         assert block_hash is not None
-        del self._blocks[block_hash]
-        self.hashes[block] = None
         if not self.references[block]:
-            self.idle.remove(block, self.rank[block])
+            self.idle.remove(block, self.group[block])
+        del self._blocks[block_hash]
+        self._set_group(block, SPARE)
+        self.hashes[block], self.prefix[block] = None, NO_PREFIX
+        if not self.references[block]:
             self._free_again(block)
         self._on_removed(block_hash, block, evicted)
 
@@ -225,6 +266,8 @@ class BlockPool:
             counted[block] += 1
         assert counted == self.references, f"references {self.references}, held {counted}"
         assert {h: b for b, h in enumerate(self.hashes) if h is not None} == self._blocks, "hashes and blocks differ"
+        for block_hash, (chain, depth) in zip(self.hashes, self.prefix, strict=True):
+            assert not chain or chain[depth] == block_hash, "the prefix of a block"
         self._check_idle(counted, {b for b in self._blocks.values() if not counted[b]})
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:

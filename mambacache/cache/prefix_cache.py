@@ -14,6 +14,7 @@ from mambacache.checks import (
     check_bounds,
     check_integer,
     check_text,
+    page_ends,
     page_numbers,
     prefix_hashes,
     prompt_array,
@@ -354,11 +355,18 @@ class PrefixCache:
                 admission.pool.restore(block_hash)
                 admission.tier.states.restore(block_hash)
 
-    def kv_released(self, request_id: str, pages: Iterable[int]) -> None:
-        """Rank pages of the host's KV by the turn of a request that uses them no more. Others may use them still."""
-        request, released = self._known(request_id), page_numbers(pages)
+    def kv_released(self, request_id: str, pages: Mapping[int, int]) -> None:
+        """Note which KV pages of the host a request filled and uses no more. Others may use them still.
+
+        Args:
+            pages: number of the request's tokens up to the end of each page, from the first page on.
+        """
+        request, ends, size = self._known(request_id), page_ends(pages), self.config.block_size
+        if any(map(self._admission.kv_order.has, ends)):
+            raise ValueError("a page is in the order already: release it before `kv_unused`")
+        depths = {page: -(-end // size) for page, end in ends.items()}
         with self._admission as admission:
-            admission.kv_order.release(released, request.rank)
+            admission.kv_order.release({page: request.chain[d] for page, d in depths.items() if d < len(request.chain)})
 
     def kv_unused(self, pages: Iterable[int]) -> None:
         """Order unused pages of the host's KV for eviction, a request's last page first."""

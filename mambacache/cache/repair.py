@@ -32,9 +32,8 @@ def check(admission: Admission) -> None:
         admission.slabs.check()
     admission.lookup.check(requests)
     admission.kv_order.check()
+    states.values.check(admission.pages.pool)
     tier.check(requests)
-    for block_hash, (chain, depth) in zip(admission.pool.hashes, states.prefix, strict=True):
-        assert block_hash is None or chain[depth] == block_hash, "the prefix of a state"
     logs = [*states.free_logs, *(residency.log_slot for residency in residencies if residency.log_slot)]
     assert sorted(logs) == [*range(1, len(logs) + 1)] and len(logs) == admission.states.num_logs, "slots of token logs"
     unwritten = sum(len(residency.row.checkpoints) for residency in residencies if residency.row is not None)

@@ -12,7 +12,7 @@ import numpy as np
 
 from mambacache.cache.ledger import Trace
 from mambacache.cache.pool import Lease
-from mambacache.cache.retention import Rank, Turn, Wish
+from mambacache.cache.retention import Turn, Wish
 from mambacache.checks import MAX_TOKEN, accepted_tokens, check_integer, token_array, tree_parents
 from mambacache.plan import FOLD, NO_GUESS, PLACEHOLDER, Guess, SequenceStep
 from mambacache.report import RequestReport
@@ -51,10 +51,6 @@ class CachedRequest:
     sound: int = 0  # tokens before its last finite logits
     resumed: int = 0  # tokens of its hit
     stale: bool = False  # from before a reset: commits nothing
-
-    @property
-    def rank(self) -> Rank:
-        return self.turn.rank if self.turn is not None else Rank.FIRST
 
     def loaded(self, hit: int) -> tuple[int, int]:
         """Return a hit's tokens from host memory and from files."""

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from bisect import bisect
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import nsmallest
-from itertools import accumulate
-from math import inf
+from math import ceil, inf, log
+from random import Random
+
+import numpy as np
+
+from mambacache.config import KV_TOKENS_PER_STATE
 
 BRANCHING = 0.1
 """Chains branch if more than this share of next turns continue a continued turn."""
 
-FIRST_RATES = (0.25, 0.4, 0.5, 0.6, 0.7)
-"""Initial shares of turns that go on, by rank, from a public chat service."""
-
-SPARES = 2
-"""Weight of a block of rank FIRST in the eviction order, beside a spare block's 1."""
-
 USEFUL = 0.05
-"""A finished turn keeps a second state if it adds this share of the longest hit to the expected hit."""
+"""A turn's state is useless if its expected gain is a smaller share of the turn."""
+
+SPARE, NEEDED = 0, 1
+"""Groups of unneeded blocks, and of pages that a state needs."""
+
+LONG = KV_TOKENS_PER_STATE
+"""An unrequested state of a prompt competes if it saves as many tokens."""
 
 
-class Rank(IntEnum):
-    SPARE = 0  # not requested
-    FIRST = 1
-    SECOND = 2  # minimum for hits and marks
-    THIRD = 3
-    FOURTH = 4
-    LATER = 5
+class Kind(IntEnum):
+    TURN = 0  # the end of a prompt or of its answer
+    BRANCH = 1  # junctions, marks, promised states
+    STEP = 2  # unrequested, saves `LONG` tokens of a prompt
+
+
+class Origin(IntEnum):
+    NEW = 0
+    NEXT = 1  # continues a turn
+    BRANCHED = 2  # continues a turn that was continued before
+
+
+ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
+
+MOST_USES = 2
+CLASSES = len(Kind) * len(Origin) * (len(ADDED) + 1) * (MOST_USES + 1)
+AGES = 28
+FIRST_AGE, GROWTH = 8.0, 1.6  # blocks; each age's end over the last's
+
+_EDGES = np.array([0.0, *(FIRST_AGE * GROWTH**age for age in range(AGES))])
+_WIDTHS = np.diff(_EDGES)
+_LOG_GROWTH = log(GROWTH)
+
+
+def age_of(blocks: float) -> int:
+    return min(int(log(blocks / FIRST_AGE) / _LOG_GROWTH) + 1, AGES - 1) if blocks >= FIRST_AGE else 0
 
 
 @dataclass(slots=True)
@@ -37,12 +61,28 @@ class Turn:
     """Describes a prompt and its answer; depths are in blocks."""
 
     tail: int
-    admitted: int  # time
-    rank: Rank = Rank.FIRST
-    before: int = 0  # tail of the turn before
+    origin: Origin = Origin.NEW
+    added: int = 0  # bounds of ADDED that its new tokens reach
     at_end: bool = False  # the computed prefix ends with that turn
     answered: int = 0
     gone_on: bool = False  # a later turn continues it
+
+
+@dataclass(slots=True)
+class Record:
+    """Follows a state from its last use on, evicted or not."""
+
+    kind: Kind
+    turn: Turn
+    used: int  # time
+    uses: int = 0
+    age: int = 0
+
+    @property
+    def place(self) -> int:
+        turn = self.turn
+        place = self.kind * len(Origin) + turn.origin
+        return (place * (len(ADDED) + 1) + turn.added) * (MOST_USES + 1) + self.uses
 
 
 class Average:
@@ -57,23 +97,109 @@ class Average:
         self.value += (value - self.value) / self._count
 
 
-class Rate:
-    FIRST, MEMORY = 8, 1024
+class Reuse:
+    """Learns how soon states of a class are reused, at each age.
 
-    def __init__(self, guess: float) -> None:
-        self._begun, self._gone_on = float(self.FIRST), self.FIRST * guess
+    A value is a Gittins index: the most hits for each block of time that the state is kept.
+    """
 
-    @property
-    def odds(self) -> float:
-        return (self._gone_on + 1) / (max(self._begun - self._gone_on, 0) + 1)
+    MOST = 1 << 16
+    EVERY = 64  # admissions between two estimates
+    TRUST = 3.0  # hits that a class is worth before its own hits
+    GUESS = 0.02  # hits of an age before any is seen
 
-    def begin(self) -> None:
-        self._begun += 1
-        if self._begun > self.MEMORY:
-            self._begun, self._gone_on = self._begun / 2, self._gone_on / 2
+    def __init__(self) -> None:
+        self.now = 0  # computed blocks
+        self.records: OrderedDict[bytes, Record] = OrderedDict()
+        self._by_age: list[deque[tuple[bytes, Record]]] = [deque() for _ in range(AGES)]
+        self._hits, self._time = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
+        self._inside = np.zeros((2, CLASSES, AGES))  # records within an age, and the sum of their last uses
+        self._admitted = 0
+        self.values: list[list[float]] = []
+        self.due = True  # for another estimate
+        self.estimate()
 
-    def go_on(self) -> None:
-        self._gone_on += 1
+    def begin(self, block_hash: bytes, kind: Kind, turn: Turn) -> None:
+        if block_hash not in self.records:
+            self._follow(block_hash, Record(kind, turn, self.now))
+        elif kind is Kind.BRANCH:
+            record = self.records[block_hash]
+            self._count(record, -1)
+            record.kind = kind
+            self._count(record, 1)
+
+    def _follow(self, block_hash: bytes, record: Record) -> None:
+        self.records[block_hash] = record
+        self._by_age[0].append((block_hash, record))
+        self._count(record, 1)
+        if len(self.records) > self.MOST:
+            self._count(self.records.popitem(last=False)[1], -1)
+
+    def _count(self, record: Record, more: int) -> None:
+        self._inside[:, record.place, record.age] += more, more * record.used
+
+    def _grow(self, record: Record) -> None:
+        self._count(record, -1)
+        self._time[record.place, record.age] += _WIDTHS[record.age]
+        record.age += 1
+        if record.age < AGES:
+            self._count(record, 1)
+
+    def reused(self, block_hash: bytes) -> None:
+        """Note that a prompt would resume there if the state were cached."""
+        record = self.records.pop(block_hash)
+        while record.age < AGES - 1 and self.now - record.used >= _EDGES[record.age + 1]:
+            self._grow(record)
+        self._count(record, -1)
+        self._hits[record.place, record.age] += 1
+        self._time[record.place, record.age] += max(self.now - record.used - _EDGES[record.age], 0)
+        uses = min(record.uses + 1, MOST_USES)
+        self._follow(block_hash, Record(record.kind, record.turn, self.now, uses))
+
+    def admitted(self) -> None:
+        self._admitted += 1
+        if self._admitted % self.EVERY:
+            return
+        self.due = True
+        for age, line in enumerate(self._by_age):
+            while line:
+                block_hash, record = line[0]
+                if self.records.get(block_hash) is record:
+                    if self.now - record.used < _EDGES[age + 1]:
+                        break
+                    self._grow(record)
+                    if record.age < AGES:
+                        self._by_age[age + 1].append((block_hash, record))
+                    else:
+                        del self.records[block_hash]
+                line.popleft()
+
+    def estimate(self) -> None:
+        if not self.due:
+            return
+        self.due = False
+        inside, used = self._inside
+        passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
+        hits, time = self._hits.sum(0), passed.sum(0)
+        usual, last = np.empty(AGES), 1e-7  # of all classes
+        for age in range(AGES):
+            last = usual[age] = (hits[age] + self.GUESS) / (time[age] + 2 * self.GUESS / last)
+        expected = (passed * usual).sum(1)
+        prior = usual * ((self._hits.sum(1) + 1) / (expected + 1))[:, None]
+        rates = (self._hits + self.TRUST) / (passed + self.TRUST / prior)
+        values = np.empty_like(rates)
+        for age in range(AGES):
+            widths = _WIDTHS[age:].copy()
+            widths[0] = _EDGES[age + 1] - np.sqrt(max(_EDGES[age], 1.0) * _EDGES[age + 1])
+            risk = rates[:, age:] * widths
+            alive = np.exp(-np.cumsum(risk, 1))
+            before = np.concatenate([np.ones((len(rates), 1)), alive[:, :-1]], 1)
+            gained = before - alive
+            values[:, age] = (gained.cumsum(1) / (gained / rates[:, age:]).cumsum(1)).max(1)
+        self.values = values.tolist()
+
+    def group(self, record: Record) -> int:
+        return 2 + 2 * record.place
 
 
 class Chains:
@@ -81,51 +207,44 @@ class Chains:
 
     MOST_TURNS = 1 << 16
     LONGEST_ANSWER = 64  # blocks
-    LONGEST_TURN = 1024  # tokens
 
     def __init__(self, block_size: int, blocks: int) -> None:
         self._block_size = block_size
         self.blocks = blocks
         self._turns: OrderedDict[bytes, Turn] = OrderedDict()  # by tail hash
-        self.now = 0  # computed blocks
-        self._gap = Average(blocks / 2)
-        self._rates = [Rate(guess) for guess in FIRST_RATES]  # index 0: FIRST
-        self.weights = self.rising_weights = self._weigh()
+        self.reuse = Reuse()
         self._answer_kept = Average(0.5)
         self._branches = Average(0)
 
-    def begin(self, chain: Sequence[bytes], shared: int, prompt_len: int) -> Turn:
-        """Record an admission after `shared` computed blocks."""
+    @property
+    def now(self) -> int:
+        return self.reuse.now
+
+    @now.setter
+    def now(self, now: int) -> None:
+        self.reuse.now = now
+
+    def begin(self, chain: Sequence[bytes], hit: int, junction: int, prompt_len: int) -> Turn:
+        """Record an admission after `hit` or `junction` computed blocks."""
+        shared = max(hit, junction)
         tail = (prompt_len - 1) // self._block_size
         reach = range(shared, max(shared - self.LONGEST_ANSWER, 0), -1)
+        self.reuse.admitted()
+        depths, records = range(shared, max(hit, 1) - 1, -1), self.reuse.records
+        if deepest := next((depth for depth in depths if chain[depth] in records), 0):
+            self.reuse.reused(chain[deepest])
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
-        turn = Turn(tail, self.now)
+        turn = Turn(tail, added=bisect(ADDED, prompt_len - shared * self._block_size))
         if before:
             last = self._turns[chain[before]]
-            self._note_next(last, shared)
-            added = prompt_len - shared * self._block_size
-            if added <= self.LONGEST_TURN + self._block_size:
-                turn.rank = Rank(min(last.rank + 1, Rank.LATER))
-            turn.before = before
+            turn.origin = Origin.BRANCHED if last.gone_on else Origin.NEXT
+            self._branches.note(last.gone_on)
+            if last.answered > last.tail:
+                self._answer_kept.note(shared >= last.answered)
+            last.gone_on = True
             turn.at_end = shared in (before, last.answered)
-        self._rates[turn.rank - 1].begin()
-        self.weights = self._weigh()
-        self.rising_weights = [*accumulate(self.weights, max)]
         self._remember(chain[tail], turn)
         return turn
-
-    def _weigh(self) -> list[float]:
-        first = self._rates[0].odds
-        return [1, *(SPARES * max(rate.odds / first, 1.0) for rate in self._rates)]
-
-    def _note_next(self, last: Turn, shared: int) -> None:
-        self._branches.note(last.gone_on)
-        if last.answered > last.tail:
-            self._answer_kept.note(shared >= last.answered)
-        if not last.gone_on:
-            last.gone_on = True
-            self._rates[last.rank - 1].go_on()
-            self._gap.note(self.now - last.admitted)
 
     def _remember(self, tail_hash: bytes, turn: Turn) -> None:
         replaced = self._turns.pop(tail_hash, None)
@@ -133,23 +252,83 @@ class Chains:
         if replaced is None and len(self._turns) > self.MOST_TURNS:
             self._turns.popitem(last=False)
 
-    def useless(self, turn: Turn, end: int) -> list[int]:
-        """Return depths without use for the next turn, which resumes at `end`, or at the tail after an edit."""
-        before = [turn.before] if 0 < turn.before < turn.tail and not self.branching else []
-        kept = self._answer_kept.value
-        if end <= turn.tail:
-            return before
-        if kept * end > turn.tail:
-            return [*before, turn.tail] if (1 - kept) * turn.tail < USEFUL * end else before
-        return [*before, end] if kept * (end - turn.tail) < USEFUL * end else before
+    def keeps_end(self, turn: Turn, end: int) -> bool:
+        """Tell whether the next turn hits more at `end` than at the tail."""
+        return end > turn.tail and self._answer_kept.value * end > turn.tail
 
-    @property
-    def mean_gap(self) -> float:
-        return self._gap.value
+    def useless(self, turn: Turn, end: int) -> int:
+        """Return the depth of the tail or of `end` if the next turn hardly hits it, else 0."""
+        kept = self._answer_kept.value
+        depth, gain = (
+            (turn.tail, (1 - kept) * turn.tail) if self.keeps_end(turn, end) else (end, kept * (end - turn.tail))
+        )
+        return depth if end > turn.tail and gain < USEFUL * end else 0
 
     @property
     def branching(self) -> bool:
         return self._branches.value > BRANCHING
+
+
+class Needs:
+    """Counts the states that need the KV of a block: the nearest below it."""
+
+    def __init__(self, on_change: Callable[[bytes, bool], None], on_leaf: Callable[[bytes, bool], None]) -> None:
+        self._states: dict[bytes, int] = {}  # states right below each state
+        self._above: dict[bytes, tuple[int, int]] = {}  # depth of the state above, at an insertion
+        self._insertions = 0  # states that came between two others
+        self.counts: dict[bytes, int] = {}
+        self._on_change, self._on_leaf = on_change, on_leaf
+
+    def above(self, chain: Sequence[bytes], depth: int) -> int:
+        return next((d for d in range(depth - 1, 0, -1) if chain[d] in self._states), 0)
+
+    def group(self, block_hash: bytes) -> int:
+        return NEEDED if block_hash in self.counts else SPARE
+
+    def has_below(self, block_hash: bytes) -> bool:
+        return bool(self._states.get(block_hash, self.counts.get(block_hash, 0)))
+
+    def add(self, chain: Sequence[bytes], depth: int) -> None:
+        above, state = self.above(chain, depth), chain[depth]
+        below = self.counts.get(state, 0)
+        self._insertions += below > 0
+        self._states[state], self._above[state] = below, (above, self._insertions)
+        self._count(chain, above, depth, 1 - below)
+        self._adopt(chain, above, 1 - below)
+
+    def remove(self, chain: Sequence[bytes], depth: int) -> None:
+        above, below = self.above(chain, depth), self._states.pop(chain[depth])
+        del self._above[chain[depth]]
+        self._count(chain, above, depth, below - 1)
+        self._adopt(chain, above, below - 1)
+
+    def gain(self, chain: Sequence[bytes], depth: int) -> int:
+        above, at = self._above[chain[depth]]
+        if at != self._insertions or (above and chain[above] not in self._states):
+            above = self.above(chain, depth)
+            self._above[chain[depth]] = above, self._insertions
+        return depth - above
+
+    def _adopt(self, chain: Sequence[bytes], above: int, more: int) -> None:
+        if above and more:
+            state = chain[above]
+            before = self._states[state]
+            self._states[state] = before + more
+            if not before or not before + more:
+                self._on_leaf(state, before > 0)
+
+    def _count(self, chain: Sequence[bytes], above: int, depth: int, more: int) -> None:
+        if not more:
+            return
+        counts = self.counts
+        for d in range(depth, above, -1):  # deepest first, as pages are evicted
+            before = counts.get(chain[d], 0)
+            if before + more:
+                counts[chain[d]] = before + more
+            else:
+                del counts[chain[d]]
+            if not before or not before + more:
+                self._on_change(chain[d], not before)
 
 
 class Wish(IntEnum):
@@ -215,11 +394,10 @@ class Policy:
     def requested(wish: Wish | None) -> bool:
         return wish is not None and wish is not Wish.INTERVAL
 
-    def rank(self, wish: Wish | None, rank: Rank) -> Rank:
-        """Return a state's rank; `States` raises it for marks."""
+    def kind(self, wish: Wish | None) -> Kind | None:
         if not self.requested(wish):
-            return Rank.SPARE
-        return max(rank, Rank.SECOND) if wish in (Wish.PROMISED, Wish.JUNCTION) else rank
+            return None
+        return Kind.TURN if wish is Wish.TAIL else Kind.BRANCH
 
     def gives_up(self, wishes: Mapping[int, Wish], position: int, prefill_end: int) -> bool:
         """Tell whether the next commit drops this state inside an answer."""
@@ -231,17 +409,18 @@ class Marks:
 
     def __init__(self, of_a_salt: int, most: int) -> None:
         self._of_a_salt, self._most, self._count = of_a_salt, most, 0
-        self._salts: OrderedDict[str, OrderedDict[bytes, Rank]] = OrderedDict()  # oldest first
+        self._salts: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()  # oldest first
 
-    def add(self, salt: str, block_hash: bytes, rank: Rank) -> tuple[bytes, Rank] | None:
+    def add(self, salt: str, block_hash: bytes) -> bytes | None:
         marks = self._salts.setdefault(salt, OrderedDict())
         self._salts.move_to_end(salt)
         self._count += block_hash not in marks
-        marks[block_hash] = marks.pop(block_hash, rank)
+        marks[block_hash] = None
+        marks.move_to_end(block_hash)
         if len(marks) <= self._of_a_salt and self._count <= self._most:
             return None
         oldest = salt if len(marks) > self._of_a_salt else next(iter(self._salts))
-        lost = self._salts[oldest].popitem(last=False)
+        lost, _ = self._salts[oldest].popitem(last=False)
         self._count -= 1
         if not self._salts[oldest]:
             del self._salts[oldest]
@@ -250,119 +429,124 @@ class Marks:
     def has(self, salt: str, block_hash: bytes) -> bool:
         return block_hash in self._salts.get(salt, ())
 
-    def hit(self, salt: str, block_hash: bytes) -> None:
-        """Let a displaced mark keep rank SECOND."""
-        if self.has(salt, block_hash):
-            self._salts[salt][block_hash] = max(self._salts[salt][block_hash], Rank.SECOND)
+
+SAMPLE, LEAVES = 32, 128
+"""Blocks drawn at random: one of SAMPLE is evicted, or to free KV, one of LEAVES."""
 
 
 class EvictionOrder:
-    """Orders blocks by coldness, (age + mean gap) / weight: rank decides among young blocks.
+    """Chooses spare blocks, then the coldest: memory / (value x gain).
 
-    With `rising` weights no block goes before another of lower rank and earlier use.
+    Even groups are of states without a state behind them: their eviction frees KV.
     """
 
-    def __init__(self, chains: Chains, rising: bool = False) -> None:
-        self._chains, self._rising = chains, rising
-        self._idle: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # last use
-        self._back: list[OrderedDict[int, float]] = [OrderedDict() for _ in Rank]  # separate: both stay sorted
-        self._all = (*self._idle, *self._back)
-        self._going: tuple[OrderedDict[int, float], float, float, int, list[float]] | None = None
-        """The last victim's list and weight, the highest coldness in other lists, the time, and all weights."""
-        self._count = 0
-
-    @property
-    def _weights(self) -> list[float]:
-        return self._chains.rising_weights if self._rising else self._chains.weights
+    def __init__(self, chains: Chains) -> None:
+        self._reuse = chains.reuse
+        self.gain: Callable[[int], int] = lambda _: 1  # blocks that a state saves
+        self.kv = 0.0  # memory of a block's KV in states, if both share a memory
+        self._spare: OrderedDict[int, float] = OrderedDict()  # last use
+        self._used: dict[int, tuple[int, float]] = {}  # group and last use
+        self._slots: tuple[list[int], list[int]] = ([], [])  # even and odd groups
+        self._slot: dict[int, int] = {}
+        self._back: set[int] = set()  # blocks that were put back
+        self._random = Random(0)
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._spare) + len(self._used)
 
-    def add(self, block: int, rank: Rank) -> None:
-        self._idle[rank][block] = self._chains.now
-        self._count, self._going = self._count + 1, None
+    @property
+    def num_spare(self) -> int:
+        return len(self._spare)
+
+    def add(self, block: int, group: int) -> None:
+        self._insert(block, group, self._reuse.now)
 
     def put_first(self, block: int) -> None:
-        spare = self._idle[Rank.SPARE]
-        spare[block] = -inf
-        self._count, self._going = self._count + 1, None
-        spare.move_to_end(block, last=False)
+        self._spare[block] = -inf
+        self._spare.move_to_end(block, last=False)
 
-    def put_back(self, block: int, rank: Rank, used: float) -> None:
-        self._back[rank][block] = used
-        self._count, self._going = self._count + 1, None
+    def put_back(self, block: int, group: int, used: float) -> None:
+        self._insert(block, group, max(used, 0))
+        self._back.add(block)
 
-    def remove(self, block: int, rank: Rank) -> float:
-        idle = self._idle[rank]
-        self._count -= 1
-        return (idle if block in idle else self._back[rank]).pop(block)
+    def move(self, block: int, before: int, group: int) -> None:
+        back = block in self._back
+        self._insert(block, group, max(self.remove(block, before), 0))
+        if back:
+            self._back.add(block)
+
+    def _insert(self, block: int, group: int, used: float) -> None:
+        if group == SPARE:
+            self._spare[block] = used
+            return
+        slots = self._slots[group % 2]
+        self._slot[block] = len(slots)
+        slots.append(block)
+        self._used[block] = group, used
+
+    def remove(self, block: int, group: int) -> float:
+        self._back.discard(block)
+        if group == SPARE:
+            return self._spare.pop(block)
+        slots, slot, last = self._slots[group % 2], self._slot.pop(block), self._slots[group % 2].pop()
+        if last != block:
+            slots[slot], self._slot[last] = last, slot
+        return self._used.pop(block)[1]
+
+    def inherit(self, heir: int, block: int) -> int | None:
+        """Return the group, and note the last use, that a state takes from an evicted state worth more."""
+        (group, used), (own, _) = self._used[block], self._used[heir]
+        if self._late(block) >= self._late(heir):
+            return None
+        group = group // 2 * 2 + own % 2
+        self._used[heir] = group, used
+        return group
 
     def first(self, requested: bool) -> int | None:
-        """Return the next victim; unless `requested`, none hotter than a fresh spare block."""
-        now, gap, weights = self._chains.now, self._chains.mean_gap, self._weights
-        if requested and self._going is not None:  # victims mostly share a list
-            idle, weight, others, then, weighed = self._going
-            if idle and then == now and weighed is weights:
-                block, used = next(iter(idle.items()))
-                if (now - used + gap) / weight > others:
+        """Return the next victim; unless `requested`, a spare block."""
+        if self._spare or not requested:
+            return next(iter(self._spare), None)
+        return max(self._sample(*self._slots), key=self._cold, default=None)
+
+    def first_leaf(self, frees: Callable[[int], bool]) -> int | None:
+        drawn = self._sample(self._slots[0], most=LEAVES)
+        return max(filter(frees, drawn), key=self._late, default=None)
+
+    def _sample(self, *lists: list[int], most: int = SAMPLE) -> list[int]:
+        self._reuse.estimate()
+        total = sum(map(len, lists))
+        if total <= most:
+            return [block for slots in lists for block in slots]
+        draw, first, drawn = self._random.random, lists[0], []
+        for _ in range(most):
+            place = int(draw() * total)
+            drawn.append(first[place] if place < len(first) else lists[1][place - len(first)])
+        return drawn
+
+    def _cold(self, block: int) -> float:
+        group, used = self._used[block]
+        age = self._reuse.now - used
+        if group == NEEDED:
+            return age
+        gain = self.gain(block)
+        memory = 1 if group % 2 else 1 + gain * self.kv
+        return memory / (self._reuse.values[group // 2 - 1][age_of(age)] * gain)
+
+    def _late(self, block: int) -> float:
+        group, used = self._used[block]
+        return 1 / self._reuse.values[group // 2 - 1][age_of(self._reuse.now - used)]
+
+    def due(self, share: float, kv_share: float) -> int | None:
+        """Return a state, not put back, of the share next to be evicted, or to be evicted for its KV."""
+        for key, next_share, lists in ((self._cold, share, self._slots), (self._late, kv_share, self._slots[:1])):
+            drawn = sorted(self._sample(*lists), key=key, reverse=True) if next_share > 0 else []
+            for block in drawn[: ceil(next_share * len(drawn))]:
+                if block not in self._back:
                     return block
-        found, most, others, going = None, 0 if requested else gap, -inf, None
-        for each in self._weighed():
-            idle, weight = each
-            if idle:
-                block, used = next(iter(idle.items()))
-                cold = (now - used + gap) / weight
-                if cold > most or (found is None and cold == most):
-                    others = most if found is not None else others
-                    found, most, going = block, cold, each
-                elif cold > others:
-                    others = cold
-        self._going = (*going, others, now, weights) if requested and going is not None else None
-        return found
+        return None
 
-    def coldness(self) -> float:
-        """Return the highest coldness above rank SPARE."""
-        now, gap = self._chains.now, self._chains.mean_gap
-        heads = [
-            (now - next(iter(idle.values())) + gap) / weight
-            for ranks in (self._idle, self._back)
-            for idle, weight in zip(ranks[Rank.FIRST :], self._weights[Rank.FIRST :], strict=True)
-            if idle
-        ]
-        return max(heads, default=-inf)
-
-    def limit(self, count: int) -> float:
-        """Return the coldness of about the `count`th next victim, or infinity."""
-        now, gap = self._chains.now, self._chains.mean_gap
-        limit = inf
-        heads = [
-            ((now - next(iter(idle.values())) + gap) / weight, len(idle)) for idle, weight in self._weighed() if idle
-        ]
-        for cold, length in sorted(heads, reverse=True):
-            if count <= 0:
-                break
-            limit = cold
-            count -= length
-        return limit
-
-    def coldest(self, limit: float, within: int) -> int | None:
-        """Return the coldest block above SPARE, not put back, that reaches `limit` within `within` blocks."""
-        then, gap = self._chains.now + within, self._chains.mean_gap
-        found, most = None, limit
-        for idle, weight in list(zip(self._idle, self._weights, strict=True))[Rank.FIRST :]:
-            if idle:
-                block, used = next(iter(idle.items()))
-                if (cold := (then - used + gap) / weight) >= most:
-                    found, most = block, cold
-        return found
-
-    def by_rank(self) -> list[int]:
-        ranks = [*range(Rank.FIRST, len(Rank)), Rank.SPARE]
-        return [block for rank in ranks for each in (self._back, self._idle) for block in each[rank]]
-
-    def _weighed(self) -> Iterator[tuple[OrderedDict[int, float], float]]:
-        weights = self._weights
-        return zip(self._all, weights + weights, strict=True)
+    def in_order(self) -> list[int]:
+        return [*self._used, *self._spare]
 
     def blocks(self) -> set[int]:
-        return set().union(*self._all)
+        return self._used.keys() | self._spare.keys()

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import log2
 
 from mambacache.cache.pool import BlockPool, Lease, RemovedCallback
-from mambacache.cache.retention import Chains, EvictionOrder, Rank
-from mambacache.config import KV_TOKENS_PER_STATE, CacheConfig
-
-MEMORY = 8
-"""Averages take num_slabs / MEMORY evicted slabs, at least 8."""
-
-FEW = 16
-"""A pool may keep num_slabs / FEW empty slabs, at least 2."""
-
-LEAN = 0.5
-"""A slab moves above this mean log2 ratio of both pools' coldness."""
+from mambacache.cache.retention import SPARE, Chains
+from mambacache.config import CacheConfig
 
 
 def make_pools(
@@ -31,54 +21,38 @@ def make_pools(
     num_slabs = config.num_state_blocks // states_a_slab
     slabs = Slabs(num_slabs, reserve=num_slabs - config.num_kv_blocks // pages_a_slab)
     pools = SlabPool(slabs, states_a_slab, state_removed, chains), SlabPool(slabs, pages_a_slab, page_removed, chains)
-    slabs.divide(*pools, KV_TOKENS_PER_STATE // config.block_size)
+    slabs.divide(*pools)
     return slabs, *pools
 
 
 class Slabs:
     """Divides slabs 1 to `num_slabs` between the pools; slab 0 holds the null blocks.
 
-    A slab moves to the pool that has long evicted hotter blocks, or has nothing to evict: rarely, as a move evicts
-    blocks of many chains.
+    Both pools evict the state worth least for its memory and KV. An unused slab moves to the pool that lacks room.
     """
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
         self.num_slabs = num_slabs
         self._reserve = reserve  # slabs for running requests' states
-        self._lean = 0.0  # above 0: pages evict hotter blocks
-        self._memory = max(num_slabs // MEMORY, 8)
-        self._few = max(num_slabs // FEW, 2)
-        self._wasted = 0  # slabs evicted despite empty slabs
 
-    def divide(self, states: SlabPool, pages: SlabPool, pages_per_state: int) -> None:
+    def divide(self, states: SlabPool, pages: SlabPool) -> None:
         self.pools = states, pages
-        share = pages.per_slab / (pages.per_slab + pages_per_state * states.per_slab)
-        first = min(max(round(share * self.num_slabs), self._reserve), self.num_slabs - 1)
+        states.idle.kv = states.per_slab / pages.per_slab
         for slab in range(1, self.num_slabs + 1):
-            (states if slab <= first else pages).adopt(slab)
+            (states if slab <= self._reserve else pages).adopt(slab)
 
-    def obtainable(self, pool: SlabPool) -> int:
-        """Count slabs that the other pool could give up."""
+    def obtainable(self, pool: SlabPool, unused: bool = False) -> int:
+        """Count slabs, or unused slabs, that the other pool could give up."""
+        other = self._other(pool)
+        count = other.num_unused_slabs if unused else other.num_idle_slabs
+        return count if pool is self.pools[0] else min(count, self._beyond_reserve)
+
+    def spill(self, pool: SlabPool) -> bool:
+        """Evict a state in favour of pages; False if that makes no room."""
         states, pages = self.pools
         if pool is states:
-            return pages.num_idle_slabs
-        return max(min(states.num_idle_slabs, states.num_slabs - self._reserve), 0)
-
-    def weigh(self, pool: SlabPool) -> bool:
-        """Return whether `pool` should take a slab before it evicts more."""
-        states, pages = self.pools
-        kept = self._few + (self._reserve if pool is pages else 0)
-        self._wasted = self._wasted + 1 if self._other(pool).num_empty > kept else 0
-        if self._wasted > self._memory:
-            return True
-        cold, other = pages.idle.coldness(), states.idle.coldness()
-        if cold > 0 and other > 0:
-            self._lean += (min(max(log2(other / cold), -1), 1) - self._lean) / self._memory
-        due = self._lean > LEAN if pool is pages else self._lean < -LEAN
-        if due and self.obtainable(pool):
-            self._lean = 0.0
-            return True
-        return False
+            return False
+        return states.evict() if self._beyond_reserve else len(pages.idle) > 0 and states.evict_leaf()
 
     def move(self, pool: SlabPool) -> None:
         """Move the other pool's least useful slab to `pool`."""
@@ -90,6 +64,10 @@ class Slabs:
         pool.adopt(other.give_up(slab))
         if pool.num_empty > 1:
             other.adopt(pool.give_up())
+
+    @property
+    def _beyond_reserve(self) -> int:
+        return max(self.pools[0].num_slabs - self._reserve, 0)
 
     def _other(self, pool: SlabPool) -> SlabPool:
         states, pages = self.pools
@@ -108,15 +86,15 @@ class SlabPool(BlockPool):
         self._on_removed = on_removed
         self._set_up(slabs.num_slabs * per_slab, (slabs.num_slabs + 1) * per_slab, chains)
         self.num_slabs, self.per_slab = 0, per_slab
-        self._slabs, self._chains = slabs, chains
+        self._slabs = slabs
         self._free_in: OrderedDict[int, list[int]] = OrderedDict()  # by slab
         self._num_free = 0
         self._empty: OrderedDict[int, None] = OrderedDict()
-        self._busy = [0] * (slabs.num_slabs + 1)  # referenced blocks by slab
-        self._idle_slabs = EvictionOrder(chains)  # unreferenced, not empty
-        self._slab_rank: dict[int, Rank] = {}  # highest rank in each idle slab
-        self._slab_used = [0.0] * (slabs.num_slabs + 1)  # lending is no use
-        self._evicted = 0  # since the last `weigh`
+        self._referenced = [0] * (slabs.num_slabs + 1)  # blocks by slab
+        self._valued = [0] * (slabs.num_slabs + 1)  # unreferenced blocks not of group SPARE
+        self._idle_slabs: OrderedDict[int, None] = OrderedDict()  # without referenced blocks
+        self._unused = [0] * (slabs.num_slabs + 1)  # free and spare blocks
+        self._by_unused: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(per_slab + 1)]  # slabs
 
     @property
     def num_available(self) -> int:
@@ -132,7 +110,11 @@ class SlabPool(BlockPool):
 
     @property
     def num_idle_slabs(self) -> int:
-        return len(self._idle_slabs) + len(self._empty)
+        return len(self._idle_slabs)
+
+    @property
+    def num_unused_slabs(self) -> int:
+        return len(self._by_unused[self.per_slab])
 
     @property
     def num_empty(self) -> int:
@@ -165,35 +147,40 @@ class SlabPool(BlockPool):
         return Lease(self, block)
 
     def release(self, block: int, used: float | None = None) -> None:
-        slab, last = block // self.per_slab, self.references[block] == 1
-        if last:
-            self._busy[slab] -= 1
-            if used is None:
-                self._slab_used[slab] = self._chains.now
+        if self.references[block] == 1:
+            self._change(block, referenced=-1, valued=self.group[block] != SPARE)
         super().release(block, used)
-        if last and not self._busy[slab] and slab not in self._empty:
-            ids = self._ids(slab)
-            rank = self._slab_rank[slab] = max(self.rank[each] for each in ids if self.hashes[each] is not None)
-            if used is None:
-                self._idle_slabs.add(slab, rank)
-            else:
-                self._idle_slabs.put_back(slab, rank, self._slab_used[slab])
 
     def _taken(self, slab: int, blocks: Sequence[int]) -> None:
         self._num_free -= len(blocks)
         self._empty.pop(slab, None)
         if not self._free_in[slab]:
             del self._free_in[slab]
-        self._occupy(slab, len(blocks))
+        self._change(blocks[0], referenced=len(blocks))
 
     def _wake(self, block: int) -> float:
-        self._occupy(block // self.per_slab, 1)
+        self._change(block, referenced=1, valued=-(self.group[block] != SPARE))
         return super()._wake(block)
 
-    def _occupy(self, slab: int, count: int) -> None:
-        if slab in self._slab_rank:
-            self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
-        self._busy[slab] += count
+    def _set_group(self, block: int, group: int) -> None:
+        if not self.references[block]:
+            self._change(block, valued=(group != SPARE) - (self.group[block] != SPARE))
+        super()._set_group(block, group)
+
+    def _change(self, block: int, referenced: int = 0, valued: int = 0) -> None:
+        slab = block // self.per_slab
+        self._referenced[slab] += referenced
+        self._valued[slab] += valued
+        self._sort(slab)
+
+    def _sort(self, slab: int) -> None:
+        self._by_unused[self._unused[slab]].pop(slab, None)
+        self._unused[slab] = unused = self.per_slab - self._referenced[slab] - self._valued[slab]
+        self._by_unused[unused][slab] = None
+        if self._referenced[slab]:
+            self._idle_slabs.pop(slab, None)
+        else:
+            self._idle_slabs.setdefault(slab)
 
     def _free_again(self, block: int) -> None:
         slab = block // self.per_slab
@@ -201,24 +188,35 @@ class SlabPool(BlockPool):
         free.append(block)
         self._num_free += 1
         if len(free) == self.per_slab:
-            if slab in self._slab_rank:
-                self._idle_slabs.remove(slab, self._slab_rank.pop(slab))
             self._empty[slab] = None
 
     def _make_room(self, requested: bool = True) -> bool:
         """Free at least a block; False if impossible."""
-        self._evicted += requested
-        if self._evicted >= self.per_slab:
-            self._evicted = 0
-            if self._slabs.weigh(self):
+        while not self.idle.num_spare:
+            if self._slabs.obtainable(self, unused=True):
                 self._slabs.move(self)
                 return True
-        if self.evict(requested):
+            if not requested or not self._slabs.spill(self):
+                break
+        if self.idle.num_spare:
+            self._evict_spare()
+            return True
+        if self._evict(self.idle.first(requested)):
             return True
         if requested and self._slabs.obtainable(self):
             self._slabs.move(self)
             return True
         return False
+
+    def _evict_spare(self) -> None:
+        """Evict the spare blocks of the fullest slab, so that others become unused."""
+        fullest = next(slab for slabs in self._by_unused for slab in slabs if self._has_spare(slab))
+        for block in self._ids(fullest):
+            if self.hashes[block] is not None and not self.references[block] and self.group[block] == SPARE:
+                self._forget(block, evicted=True)
+
+    def _has_spare(self, slab: int) -> bool:
+        return self._unused[slab] > len(self._free_in.get(slab, ()))
 
     def adopt(self, slab: int) -> None:
         """Add a slab of free blocks."""
@@ -226,17 +224,15 @@ class SlabPool(BlockPool):
         self._free_in[slab] = self._ids(slab)
         self._num_free += self.per_slab
         self._empty[slab] = None
+        self._sort(slab)
 
     def give_up(self, slab: int = 0) -> int:
-        """Remove and return this empty slab; if 0, any empty slab or the next victim."""
-        if not slab and not self._empty:
-            first = self._idle_slabs.first(requested=True)
-            assert first is not None
-            for block in self._ids(first):
-                if self.hashes[block] is not None:
-                    self._forget(block, evicted=True)
-        slab = slab or next(iter(self._empty))
-        del self._empty[slab], self._free_in[slab]
+        """Remove and return this empty slab; if 0, the least useful slab."""
+        slab = slab or next(iter(self._empty or self._by_unused[self.per_slab] or self._idle_slabs))
+        for block in self._ids(slab):
+            if self.hashes[block] is not None:
+                self._forget(block, evicted=True)
+        del self._empty[slab], self._free_in[slab], self._idle_slabs[slab], self._by_unused[self.per_slab][slab]
         self._num_free -= self.per_slab
         self.num_slabs -= 1
         return slab
@@ -255,9 +251,14 @@ class SlabPool(BlockPool):
         assert not any(counted[b] or self.hashes[b] for b in free), "a free block"
         assert idle == self.idle.blocks(), "the evictable blocks"
         assert len(free) + len(idle) + sum(map(bool, counted)) == self.num_owned, "a block is lost"
-        busy = [sum(map(bool, counted[start : start + per])) for start in range(0, len(counted), per)]
-        assert busy == self._busy, "references, by slab"
-        resting = {b // per for b in idle if not busy[b // per]}
-        assert resting == self._idle_slabs.blocks() == self._slab_rank.keys(), "idle slabs"
-        empty = {slab for slab, blocks in self._free_in.items() if len(blocks) == per}
-        assert self._empty.keys() == empty, "empty slabs"
+        owned = self._free_in.keys() | {b // per for b in range(len(counted)) if counted[b] or self.hashes[b]}
+        for slab in owned:
+            blocks = range(slab * per, slab * per + per)
+            referenced = sum(counted[b] > 0 for b in blocks)
+            valued = sum(not counted[b] and self.group[b] != SPARE for b in blocks)
+            assert (referenced, valued) == (self._referenced[slab], self._valued[slab]), "blocks of a slab"
+            assert slab in self._by_unused[per - referenced - valued], "a slab's unused blocks"
+            assert (slab in self._idle_slabs) == (not referenced), "an idle slab"
+            assert (slab in self._empty) == (len(self._free_in.get(slab, ())) == per), "an empty slab"
+        listed = [slab for slabs in self._by_unused for slab in slabs]
+        assert sorted(listed) == sorted(owned) and self._idle_slabs.keys() | self._empty.keys() <= owned, "other slabs"

@@ -10,7 +10,8 @@ from mambacache.cache.lookup import Lookup
 from mambacache.cache.pages import Pages
 from mambacache.cache.pool import BlockPool, Lease
 from mambacache.cache.requests import CachedRequest, Commit, Residency, Row
-from mambacache.cache.retention import Chains, Marks, Policy, Rank, Turn, Wish
+from mambacache.cache.retention import LONG, SPARE, Chains, Kind, Marks, Policy, Turn, Wish
+from mambacache.cache.values import Values
 from mambacache.plan import CHUNK, FOLD, NO_CHECKPOINTS, PLACEHOLDER, Guess, SequenceStep
 
 
@@ -68,7 +69,7 @@ class Checkpoints:
             if self._lookup.worth_a_wait(residency, depth):
                 self._policy.promise(residency.wishes, depth * size)
 
-    def has_room(self, requested: bool) -> bool:
+    def has_room(self, requested: bool = True) -> bool:
         """Tell whether the budget holds another checkpoint; evict if needed."""
         most = self._policy.max_checkpoints
         full = self._pool.num_committed + self.unwritten >= most
@@ -92,8 +93,8 @@ class States:
     """
 
     def __init__(
-        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, ledger: Ledger,
-        numbers: count[int], num_log_slots: int,
+        self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, values: Values,
+        ledger: Ledger, numbers: count[int], num_log_slots: int,
     ) -> None:  # fmt: skip
         self._size = pages.block_size
         self._pool = pool
@@ -101,21 +102,20 @@ class States:
         self._lookup = lookup
         self._policy = policy
         self._chains = chains
+        self.values = values
         self._ledger = ledger
         self._numbers = numbers
         self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
         self.marks = Marks(policy.most_marks, policy.max_checkpoints)
         self.num_issued = 0  # rows
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
-        self.prefix: list[tuple[Sequence[bytes], int]] = [((), 0)] * len(pool.hashes)  # chain and depth, by block
 
     # --- a residency begins ---
 
     def begin(self, residency: Residency, hit_block: int) -> None:
         if hit_block:
             residency.state = self._pool.share(hit_block)
-            self._pool.promote(hit_block, max(self._pool.rank[hit_block], Rank.SECOND))
-            self.marks.hit(residency.request.salt, residency.request.chain[residency.hit // self._size])
+            self.values.value(hit_block, turn=residency.request.turn)
         residency.reserve = self._pool.lease()
 
     def mark(self, residency: Residency, end: int) -> None:
@@ -351,12 +351,19 @@ class States:
         turn.answered = residency.computed // self._size
         end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
         useless = self._chains.useless(turn, end)
-        if end > turn.tail and end not in useless and (last := pool.lookup(request.chain[end])):
-            pool.promote(last, max(pool.rank[last], turn.rank))
-        unmarked = [request.chain[d] for d in useless if not self.marks.has(request.salt, request.chain[d])]
-        for block in filter(None, map(pool.lookup, unmarked)):
-            if not pool.references[block]:
-                pool.evict_first(block)
+        for depth in sorted({turn.tail, max(end, turn.tail)} - {0, useless}):
+            block = pool.lookup(request.chain[depth])
+            if block and not pool.useless[block]:
+                self._chains.reuse.begin(request.chain[depth], Kind.TURN, turn)
+                self.values.value(block)
+        if useless:
+            self._evict_first(request, useless)
+
+    def _evict_first(self, request: CachedRequest, depth: int) -> None:
+        block_hash, pool = request.chain[depth], self._pool
+        block = pool.lookup(block_hash)
+        if block and not pool.references[block] and not self.marks.has(request.salt, block_hash):
+            pool.evict_first(block)
 
     def release(self, residency: Residency) -> None:
         row, residency.row = residency.row, None
@@ -387,36 +394,52 @@ class States:
             residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        requested = self._policy.requested(self._policy.wish(residency.wishes, position))
-        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(requested):
+        kind, turn = self._kind(residency, position), request.turn
+        if kind is None and turn is not None and self._chains.keeps_end(turn, position // self._size):
+            self._evict_first(request, turn.tail)  # makes room for this state
+        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(kind is not None):
             self._ledger.refused(block_hash)
             return
         self._name(residency, position, lease.block)
         previous, residency.checkpoint = residency.checkpoint, (position, block_hash)
         if previous is not None and self._policy.gives_up(residency.wishes, previous[0], residency.prefill_end):
             held = self._pool.lookup(previous[1])
-            if held is not None and not self._pool.references[held] and self._pool.rank[held] is Rank.SPARE:
+            if held is not None and not self._pool.references[held] and self._pool.group[held] == SPARE:
                 self._pool.drop(previous[1])
 
     def _name(self, residency: Residency, position: int, block: int) -> None:
         block_hash = residency.request.chain[position // self._size]
-        rank = self._policy.rank(self._policy.wish(residency.wishes, position), residency.request.rank)
+        kind, turn = self._kind(residency, position), residency.request.turn
         exact, writer = position <= residency.inexact_from, residency.request.number
-        if self._pool.commit(block, block_hash, exact=exact, rank=rank, born=self.num_issued, writer=writer):
-            self.prefix[block] = residency.request.chain, position // self._size
+        prefix, born = (residency.request.chain, position // self._size), self.num_issued
+        if self._pool.commit(
+            block, block_hash, exact=exact, group=SPARE, born=born, writer=writer, prefix=prefix
+        ):  # fmt: skip
+            if kind not in (None, Kind.TURN) and turn is not None:
+                self._chains.reuse.begin(block_hash, kind, turn)
+            if kind is not None:
+                self.values.value(block, kind, turn)
             self._ledger.stored("state", block_hash, position, residency.request.request_id)
         if position in residency.marks or self.marks.has(residency.request.salt, block_hash):
             self._mark(residency.request, position)
 
+    def _kind(self, residency: Residency, position: int) -> Kind | None:
+        kind = self._policy.kind(self._policy.wish(residency.wishes, position))
+        if kind is not None or not LONG <= position <= residency.prefill_end:
+            return kind
+        chain, depth = residency.request.chain, position // self._size
+        return Kind.STEP if (depth - self.values.needs.above(chain, depth)) * self._size >= LONG else None
+
     def _mark(self, request: CachedRequest, position: int) -> None:
-        pool, block_hash = self._pool, request.chain[position // self._size]
+        pool, block_hash, depth = self._pool, request.chain[position // self._size], position // self._size
         if (block := pool.lookup(block_hash)) is None:
             return
-        lost = self.marks.add(request.salt, block_hash, pool.rank[block])
-        pool.promote(block, max(pool.rank[block], Rank.SECOND))
-        held = pool.lookup(lost[0]) if lost is not None else None
-        if lost is not None and held is not None and pool.rank[held] is Rank.SECOND:
-            pool.lower(held, lost[1])
+        lost = self.marks.add(request.salt, block_hash)
+        self._chains.reuse.begin(block_hash, Kind.BRANCH, request.turn or Turn(depth))
+        self.values.value(block)
+        record, held = (self._chains.reuse.records.get(lost), pool.lookup(lost)) if lost is not None else (None, None)
+        if held is not None and record is not None and not record.uses and pool.prefix[held][1] != record.turn.tail:
+            pool.evict_first(held)
 
     def _advance(self, residency: Residency) -> None:
         """Commit pages full of known tokens."""

@@ -16,14 +16,20 @@ class PageQueue:
         self._blocks, self._prefix_cache = pool.blocks, prefix_cache
         self._empty, pool.free_block_queue = pool.free_block_queue, self
         self._cached: set[int] = set()
+        self._sizes = [group.kv_cache_spec.block_size for group in manager.kv_cache_config.kv_cache_groups]
         self._pages_of = manager.get_block_ids
         self._free, manager.free = manager.free, self._free_request
 
     def _free_request(self, request: Any) -> None:
         name = request.request_id
         if self._prefix_cache.knows(name):
-            pages = [page for group in self._pages_of(name) for page in group]
-            self._prefix_cache.kv_released(name, [page for page in pages if self._blocks[page].block_hash is not None])
+            pages = {
+                page: (i + 1) * size
+                for size, group in zip(self._sizes, self._pages_of(name), strict=True)
+                for i, page in enumerate(group)
+                if self._blocks[page].block_hash is not None
+            }
+            self._prefix_cache.kv_released(name, pages)
         self._free(request)
 
     @property

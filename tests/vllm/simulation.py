@@ -491,20 +491,20 @@ class Simulation:
 
         states.issued = watched
         self._prefixes: dict[bytes, dict[bytes, list[bytes]]] = {}  # vLLM's hashes of each prefix, by the last hash
-        self._settled: set[bytes] = set()  # states that a finished turn left and its next turn does not need
+        self._settled: set[bytes] = set()  # states of turns that their next turns do not need
         free, admission = states.free, states._kept
-        settle = admission.states._settle
+        evict_first = admission.states._evict_first
 
         def noting_free(name: str, **kwargs: Any) -> None:
             self._note_prefixes(name)  # the prefixes of its last tokens
             free(name, **kwargs)
 
-        def noting_settle(*args: Any) -> None:
+        def noting_evict_first(*args: Any) -> None:
             before = self._cold()
-            settle(*args)
+            evict_first(*args)
             self._settled |= self._cold() - before
 
-        states.free, admission.states._settle = noting_free, noting_settle
+        states.free, admission.states._evict_first = noting_free, noting_evict_first
         init_none_hash(sha256)
         self._hasher = block_hasher(scheduler.block_size, lookahead)
         scheduler.kv_cache_manager.block_pool.num_hash_lookahead_tokens = lookahead
@@ -575,7 +575,7 @@ class Simulation:
     def _cold(self) -> set[bytes]:
         """Return the hashes of the states that are evicted first."""
         pool = self.scheduler.prefix_cache._kept.pool  # also amid a change of the admission
-        return {block_hash for block_hash, block in pool._blocks.items() if pool._useless[block]}
+        return {block_hash for block_hash, block in pool._blocks.items() if pool.useless[block]}
 
     def _check_cold(self) -> None:
         """Check that a state is evicted first once vLLM lost KV of its prefix.
@@ -606,8 +606,8 @@ class Simulation:
         assert free == [block.block_id for block in pool.blocks if not (block.ref_cnt or block.is_null)]
         assert len(free) == pool.get_num_free_blocks()
         order = self.scheduler.prefix_cache._admission.kv_order
-        kept = [pool.blocks[page] for page in order._ranks if not order.has(page)]
-        assert all(block.block_hash or block.ref_cnt for block in kept), "a rank outlives its page"
+        kept = [pool.blocks[page] for page in order._hashes if not order.has(page)]
+        assert all(block.block_hash or block.ref_cnt for block in kept), "a name outlives its page"
         for block in self.scheduler.kv_cache_manager.block_pool.blocks:
             if block.block_hash is not None:
                 content = self.worker.kv.get(block.block_id, [])

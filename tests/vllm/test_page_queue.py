@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from scheduler_mixes import random_tokens
 from simulation import Simulation, make_scheduler
 
@@ -13,9 +14,9 @@ def ask(simulation: Simulation, name: str, prompt: list[int]) -> list[int]:
     return [*prompt, *simulation.answers[name], *random_tokens(70, len(prompt))]
 
 
-def learned(num_pages: int) -> Simulation:
-    """Return a scheduler that saw chats go on and other prompts end."""
-    simulation = Simulation(make_scheduler(40, num_pages, budget=2048))
+def learned(page: int = 64) -> Simulation:
+    """Return a scheduler with KV for 29 blocks that saw chats go on and other prompts end."""
+    simulation = Simulation(make_scheduler(40, 29 * 64 // page + 1, page=page, budget=2048))
     for number in range(6):
         prompt = random_tokens(70, number)
         for turn in range(4):
@@ -34,13 +35,14 @@ def chat(simulation: Simulation, turns: int) -> list[int]:
 
 
 def fill(simulation: Simulation) -> None:
-    """Run single prompts with 28 full pages; the pool has 29."""
+    """Run single prompts with 28 full blocks; the pool has 29."""
     for number in range(14):
         ask(simulation, f"later {number}", random_tokens(140, 2000 + number))
 
 
-def test_a_chat_keeps_its_kv_beside_single_prompts_that_fill_the_pool() -> None:
-    simulation = learned(num_pages=30)
+@pytest.mark.parametrize("page", [64, 16])
+def test_a_chat_keeps_its_kv_beside_single_prompts_that_fill_the_pool(page: int) -> None:
+    simulation = learned(page)
     prompt = chat(simulation, turns=4)
     fill(simulation)
     ask(simulation, "last turn", prompt)
@@ -48,8 +50,8 @@ def test_a_chat_keeps_its_kv_beside_single_prompts_that_fill_the_pool() -> None:
     simulation.check_end()
 
 
-def test_an_aborted_turn_ranks_its_pages_too() -> None:
-    simulation = learned(num_pages=30)
+def test_an_aborted_turn_names_its_pages_too() -> None:
+    simulation = learned()
     prompt = chat(simulation, turns=3)
     simulation.add("aborted", prompt, 9)
     for _ in range(2):
@@ -63,7 +65,7 @@ def test_an_aborted_turn_ranks_its_pages_too() -> None:
 
 
 def test_a_reset_leaves_no_page_in_the_order() -> None:
-    simulation = learned(num_pages=30)
+    simulation = learned()
     assert simulation.scheduler.reset_prefix_cache()
     assert simulation.scheduler.prefix_cache.evict_kv(30) == []
     ask(simulation, "after", random_tokens(140, 3))
@@ -71,11 +73,11 @@ def test_a_reset_leaves_no_page_in_the_order() -> None:
     simulation.check_end()
 
 
-def test_a_page_that_is_lost_in_use_has_no_rank_after_it() -> None:
-    simulation = learned(num_pages=30)
+def test_a_page_that_is_lost_in_use_has_no_name_after_it() -> None:
+    simulation = learned()
     manager = simulation.scheduler.kv_cache_manager
     simulation.add("user", chat(simulation, turns=3), 9)
     simulation.step()
     manager.evict_blocks({*manager.get_block_ids("user")[0]})
-    simulation.drain()  # checks ranks after each step
+    simulation.drain()  # checks names after each step
     simulation.check_end()

@@ -1,0 +1,189 @@
+"""Check the learned order of eviction: values by class and age, and the KV that states need, by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from mambacache.cache.prefix_cache import PrefixCache
+from mambacache.cache.retention import AGES, FIRST_AGE, GROWTH, Kind, Needs, Origin, Record, Reuse, Turn, age_of
+from mambacache.config import CacheConfig
+
+
+def tree(random: Random) -> list[list[bytes]]:
+    """Return chains that share beginnings."""
+    chains = [[b"root"]]
+    for name in range(12):
+        start = random.choice(chains)
+        kept = start[: random.randint(1, len(start))]
+        chains.append([*kept, *(b"%d %d" % (name, depth) for depth in range(random.randint(1, 6)))])
+    return chains[1:]
+
+
+def expected(states: set[tuple[bytes, ...]]) -> dict[bytes, int]:
+    """Count the states that need each block and stand above no other state."""
+    counts: dict[bytes, int] = {}
+    for state in states:
+        for block in reversed(state[1:]):
+            if block != state[-1] and any(other[-1] == block for other in states):
+                break
+            counts[block] = counts.get(block, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_needs_follow_from_the_set_of_states(seed: int) -> None:
+    random = Random(seed)
+    chains, needed, leaves = tree(random), set[bytes](), dict[bytes, bool]()
+
+    def change(block: bytes, on: bool) -> None:
+        assert (block in needed) != on
+        (needed.add if on else needed.remove)(block)
+
+    needs, states = Needs(change, lambda state, leaf: leaves.update({state: leaf})), set[tuple[bytes, ...]]()
+    for _ in range(60):
+        chain = random.choice(chains)
+        depth = random.randint(1, len(chain) - 1)
+        state = tuple(chain[: depth + 1])
+        if state in states:
+            states.remove(state)
+            needs.remove(chain, depth)
+        else:
+            leaves[state[-1]] = not needs.has_below(state[-1])
+            states.add(state)
+            needs.add(chain, depth)
+        assert needs.counts == expected(states) and needed == needs.counts.keys()
+        for each in states:
+            assert leaves[each[-1]] == (not any(each[-1] in other[:-1] for other in states))
+            assert (
+                needs.above(each, len(each) - 1)
+                == len(each) - 1 - needs.gain(each, len(each) - 1)
+                == max((d for d in range(1, len(each) - 1) if tuple(each[: d + 1]) in states), default=0)
+            )
+
+
+def test_ages_grow_without_gaps() -> None:
+    ends = [FIRST_AGE * GROWTH**age for age in range(AGES)]
+    assert age_of(0) == 0 and age_of(1e30) == AGES - 1
+    assert all(age_of(end * 0.999) == age and age_of(end * 1.001) == age + 1 for age, end in enumerate(ends[:-1]))
+
+
+def learn(reuse: Reuse, turn: Turn, reused: bool, names: Sequence[bytes], gap: int) -> None:
+    for name in names:
+        reuse.begin(name, Kind.TURN, turn)
+        reuse.now += gap
+        reuse.admitted()
+        if reused:
+            reuse.reused(name)
+
+
+def value(reuse: Reuse, turn: Turn, age: int) -> float:
+    reuse.estimate()
+    return reuse.values[Record(Kind.TURN, turn, 0).place][age]
+
+
+def test_a_class_that_is_reused_is_worth_more() -> None:
+    reuse, often, never = Reuse(), Turn(1, origin=Origin.NEXT), Turn(1, origin=Origin.NEW)
+    for i in range(100):
+        learn(reuse, often, True, [b"o%d" % i], 100)
+        learn(reuse, never, False, [b"n%d" % i], 100)
+    assert value(reuse, often, 0) > 10 * value(reuse, never, 0)
+    late = age_of(2000)
+    assert value(reuse, often, 0) > value(reuse, often, late)
+
+
+def test_time_counts_before_an_age_ends() -> None:
+    reuse, turn, age = Reuse(), Turn(1), 15
+    for i in range(2000):
+        reuse.begin(b"%d" % i, Kind.TURN, turn)
+    end = FIRST_AGE * GROWTH**age
+    reuse.now = int(0.99 * end)
+    for i in range(50):
+        reuse.reused(b"%d" % i)
+    found = []
+    for now in (int(end) - 1, int(end) + 1):
+        reuse.now = now
+        for _ in range(Reuse.EVERY):
+            reuse.admitted()
+        found.append(value(reuse, turn, age))
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_counts_of_ages_agree_with_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reuse, "MOST", 40)
+    reuse, random, turns = Reuse(), Random(0), [Turn(1, origin=origin) for origin in Origin]
+    for _ in range(3000):
+        name = random.choice((b"%d" % random.randrange(1000), *list(reuse.records)[:1]))
+        if name in reuse.records and random.random() < 0.3:
+            reuse.reused(name)
+        else:
+            reuse.begin(name, random.choice([*Kind]), random.choice(turns))
+        reuse.now += random.choice((0, 1, 50, 10**4, 10**4 if random.random() < 0.95 else 10**7))
+        reuse.admitted()
+    expected = np.zeros_like(reuse._inside)
+    for record in reuse.records.values():
+        expected[:, record.place, record.age] += 1, record.used
+    assert (expected == reuse._inside).all()
+
+
+def test_an_evicted_state_counts_as_reused_and_a_reused_state_starts_anew() -> None:
+    reuse, turn = Reuse(), Turn(1)
+    reuse.begin(b"a", Kind.TURN, turn)
+    reuse.now = 50
+    reuse.reused(b"a")
+    record = reuse.records[b"a"]
+    assert (record.used, record.uses, record.age) == (50, 1, 0)
+
+
+def test_a_mark_makes_a_branch_of_a_turn_and_a_turn_leaves_a_branch() -> None:
+    reuse = Reuse()
+    for kind, expects in ((Kind.TURN, Kind.TURN), (Kind.BRANCH, Kind.BRANCH), (Kind.TURN, Kind.BRANCH)):
+        reuse.begin(b"a", kind, Turn(1))
+        assert reuse.records[b"a"].kind is expects
+
+
+def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reuse, "MOST", 10)
+    monkeypatch.setattr(Reuse, "EVERY", 1)
+    reuse = Reuse()
+    for i in range(30):
+        reuse.begin(b"%d" % i, Kind.TURN, Turn(1))
+        reuse.now += 1000
+        reuse.admitted()
+    assert list(reuse.records) == [b"%d" % i for i in range(20, 30)]
+
+
+def served(cache: PrefixCache, prompt: list[int], count: int = 1) -> int:
+    """Run a prompt alone, and return its hit."""
+    cache.add("a", prompt)
+    hit = cache.admit("a").num_tokens  # type: ignore[union-attr]
+    for number in range(count):
+        row = cache.allocate("a", cache.next_tokens("a", 10**6))
+        assert row is not None
+        planned = cache.plan_rows([row])
+        cache.issued(planned)
+        cache.accept(planned, {"a": [number]})
+    cache.free("a", finished=True)
+    cache.check()
+    return hit
+
+
+def test_kv_without_a_state_is_evicted_before_older_kv_that_a_state_needs() -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=8, num_kv_blocks=9))  # two prompts of four blocks, and a page
+    older, later, other = ([name * 1000 + i for i in range(300)] for name in range(3))
+    assert [served(cache, prompt) for prompt in (older, later)] == [0, 0]
+    cache.add("look", later)
+    state = cache._admission.requests["look"].chain[4]
+    cache.free("look", finished=False)
+    cache._admission.pool.drop(state)
+    assert served(cache, other) == 0
+    assert served(cache, older) == 256
+
+
+def test_time_counts_each_computed_block_once() -> None:
+    cache = PrefixCache(CacheConfig(num_state_blocks=8, num_kv_blocks=9))
+    assert served(cache, list(range(300)), count=30) == 0
+    assert cache._admission.chains.now == (300 + 29) // 64
