@@ -142,20 +142,29 @@ bench-kernels:
 bench-scheduler: $(READY)
 	$(PY) benchmarks/bench_scheduler.py
 
-# What is hit of a real trace, beside other policies: a quarter of an hour or more, nearly all of it mambacache's rows.
+# Hits on a real trace and on generated traffic, beside other policies: several hours, nearly all of it mambacache's rows.
 # Rows go into the file one by one, in place of those of the same runs.
-REPLAY := benchmarks/replay_trace.py benchmarks/traces/mooncake_conversation.jsonl.gz --losses \
-	--json benchmarks/results/replay-conversation.json
+TRACE := benchmarks/traces/mooncake_conversation.jsonl.gz
+REPLAY := benchmarks/replay_trace.py $(TRACE) --losses --json benchmarks/results/replay-conversation.json
+REPLAY_REPORT := benchmarks/replay_trace.py $(TRACE) --after 1800 --jobs 2 --budgets 5+20 20+40 40+80 60 \
+	--policies mambacache vllm sglang marconi lru lru-joint --json benchmarks/results/replay-report.json
+REPLAY_AGENTS := benchmarks/replay_agents.py --jobs 2 --json benchmarks/results/replay-agents.json
 replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets unbounded 40+80 20+40 5+20
 	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model nemotron-h-8b
+	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model qwen3-next-fp8-kv
+	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model qwen3-next-bf16-states
 	$(PY) $(REPLAY) --budgets 20+40 --running 32 --policies mambacache
 	$(PY) $(REPLAY) --budgets 20+40+200 --policies mambacache
 	$(PY) $(REPLAY) --jobs 2 --budgets 160 60 25 --policies mambacache lru-joint vllm sglang
+	$(PY) $(REPLAY_REPORT)
+	$(PY) $(REPLAY_REPORT) --agents 9
+	$(PY) $(REPLAY_AGENTS)
+	$(PY) $(REPLAY_AGENTS) --budget quarter --odd --settings 10
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
 REPLAY_VLLM := VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \
-	benchmarks/traces/mooncake_conversation.jsonl.gz --requests 12031 --budgets 20+40 --json benchmarks/results/replay-vllm.json
+	$(TRACE) --requests 12031 --budgets 20+40 --json benchmarks/results/replay-vllm.json
 replay-vllm: $(VLLM_READY)
 	$(REPLAY_VLLM)
 	$(REPLAY_VLLM) --by-last-use

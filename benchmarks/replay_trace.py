@@ -44,6 +44,8 @@ SAMPLED = 100  # requests
 STATES_OF_A_REQUEST = 8  # upper bound of the average
 MODELS = {
     "qwen3-next": Shape(77_266_944, 24_576, 36, 12, 4096, 3_000_000_000),
+    "qwen3-next-fp8-kv": Shape(77_266_944, 12_288, 36, 12, 4096, 3_000_000_000),
+    "qwen3-next-bf16-states": Shape(39_518_208, 24_576, 36, 12, 4096, 3_000_000_000),
     "nemotron-h-8b": Shape(102_137_856, 16_384, 24, 4, 4096, 8_000_000_000),
 }
 

@@ -67,7 +67,12 @@ REPLAYED = {
     "clairvoyant": "clairvoyant bound",
 }
 ROUTINGS = "round robin", "by chat", "pages", "pages and states"
-REPLAYED_MODELS = {"qwen3-next": "Qwen3-Next", "nemotron-h-8b": "Nemotron-H-8B"}
+REPLAYED_MODELS = {
+    "qwen3-next": "Qwen3-Next",
+    "qwen3-next-fp8-kv": "Qwen3-Next, KV in fp8",
+    "qwen3-next-bf16-states": "Qwen3-Next, states in bf16",
+    "nemotron-h-8b": "Nemotron-H-8B",
+}
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> str:
@@ -171,18 +176,20 @@ def memory(row: dict) -> str:
 
 
 def replayed(row: dict) -> str:
-    """Return a replay's model, number of running requests and memory."""
+    """Return a replay's model, traffic if mixed, number of running requests and memory."""
+    mixed = " with agents" if "+" in row["trace"] else ""
     running = f", {row['running']} running" if row["running"] > 1 else ""
-    return f"{REPLAYED_MODELS[row['model']]}{running}, {memory(row)}"
+    return f"{REPLAYED_MODELS[row['model']]}{mixed}{running}, {memory(row)}"
 
 
 def in_order(rows: list[dict]) -> list[dict]:
-    """Sort rows by model, number of running requests and memory, unbounded memory last."""
+    """Sort rows by model, traffic, number of running requests and memory, unbounded memory last."""
     models = list(REPLAYED_MODELS)
     return sorted(
         rows,
         key=lambda row: (
             models.index(row["model"]),
+            row["trace"],
             row["running"],
             row["state_gib"] or 1e9,
             row["kv_gib"],
@@ -195,8 +202,9 @@ def replay_table(result: dict) -> str:
     """Return a table of each policy's share of the ceiling, by memory."""
     shares = {(replayed(row), row["policy"]): f"{row['share']:.1%}" for row in result["rows"]}
     settings = list(dict.fromkeys(map(replayed, in_order(result["rows"]))))
-    lines = [[setting, *(shares.get((setting, policy), "") for policy in REPLAYED)] for setting in settings]
-    return markdown(["model, memory", *REPLAYED.values()], lines)
+    policies = [policy for policy in REPLAYED if any(row["policy"] == policy for row in result["rows"])]
+    lines = [[setting, *(shares.get((setting, policy), "") for policy in policies)] for setting in settings]
+    return markdown(["model, memory", *map(REPLAYED.get, policies)], lines)
 
 
 def fleet_table(result: dict) -> str:
