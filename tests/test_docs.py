@@ -130,6 +130,16 @@ def test_kernel_times_match_the_benchmark() -> None:
     assert f"takes {called['ours_us']:.0f} µs, and vLLM's takes {peer:.0f} (kernels-h200.json)" in PERFORMANCE
 
 
+def test_ratios_with_the_code_of_another_gpu_match_the_benchmark() -> None:
+    ratios: dict[str, dict[str, str]] = {}
+    for row in result("kernels-sm80-h200.json")["rows"]:
+        if row["mode"] == "graph" and "vLLM" in row["peers_us"]:
+            ratios.setdefault(row["op"], {})[row["case"]] = f"{row['ours_us'] / row['peers_us']['vLLM']:.2f}"
+    for op, cases in ratios.items():
+        figures = [cases[case] for case in ("1 x 8192", "8 x 1024", "64 x 128", "batch 64")]
+        assert f"| `{op}` | {' | '.join(figures)} |" in PERFORMANCE
+
+
 @pytest.mark.usefixtures("benchmarks")
 def test_replay_hits_match_the_benchmark() -> None:
     from table import REPLAYED, replay_table, replayed

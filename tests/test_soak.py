@@ -135,7 +135,7 @@ def soak(engine: Engines, requests: int, drafts: bool, seed: int = 0) -> None:
     soaks[0].run(requests)
     stats = llm.stats
     assert soaks[0].right + soaks[0].aborted == requests and soaks[0].aborted == -(-requests // ABORT_EACH)
-    assert stats.hit_tokens > 0.05 * stats.prompt_tokens and stats.preemptions and stats.states_evicted
+    assert stats.hit_tokens > 0.03 * stats.prompt_tokens and stats.preemptions and stats.states_evicted
     assert not stats.state_blocks["writing"]
 
 
