@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import mean
 
 LAYERS = {
     "falcon_h1": "Falcon-H1-7B",
@@ -207,6 +208,17 @@ def replay_table(result: dict) -> str:
     return markdown(["model, memory", *map(REPLAYED.get, policies)], lines)
 
 
+def agents_table(settings: list[dict]) -> str:
+    """Return a table of each policy's mean share of the ceiling, and of mambacache's lead in points."""
+    lines = []
+    for policy in [key for key in settings[0] if key != "setting"]:
+        ahead = [100 * (row["mambacache"] - row[policy]) for row in settings]
+        leads = [f"{mean(ahead):.1f}", f"{min(ahead):.1f}", f"{sum(points < -2 for points in ahead)}"]
+        share = f"{mean(row[policy] for row in settings):.1%}"
+        lines.append([REPLAYED[policy], share, *([""] * 3 if policy == "mambacache" else leads)])
+    return markdown(["", "share", "mambacache's lead, mean", "least", "settings 2 points behind"], lines)
+
+
 def fleet_table(result: dict) -> str:
     """Return a table of each routing: hits, wrong predictions by pages and by states too, and times."""
     lines = []
@@ -224,6 +236,8 @@ def tables(figures: dict) -> list[str]:
     if "models" in figures:
         errors = [error_table(figures[part]) for part in ("models", "quantised", "fp8")]
         return [*errors, cut_table(figures["fp8_in_steps_of_128_tokens"])]
+    if "budgets" in figures:
+        return [agents_table(settings) for settings in figures["budgets"].values()]
     if "runs" in figures:
         return [engine_table(run) for run in figures["runs"]]
     makers = {"policy": replay_table, "workload": engine_table, "first_token_median": serving_table, "op": kernel_table}

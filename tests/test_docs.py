@@ -142,20 +142,22 @@ def test_ratios_with_the_code_of_another_gpu_match_the_benchmark() -> None:
 
 @pytest.mark.usefixtures("benchmarks")
 def test_replay_hits_match_the_benchmark() -> None:
-    from table import REPLAYED, replay_table, replayed
+    from table import REPLAYED, agents_table, replay_table, replayed
 
     figures = result("replay-conversation.json")
     assert replay_table(figures) in PERFORMANCE
     assert {row["policy"] for row in figures["rows"]} == set(REPLAYED)
     shares = {(row["policy"], row["state_gib"]): row["share"] for row in figures["rows"] if row["kv_gib"] == 0}
     budgets = {gib for _, gib in shares}
-    assert {25, 60, 160} <= budgets and shares["mambacache", 60] >= 0.36
+    assert {25, 60, 160} <= budgets and shares["mambacache", 60] >= 0.35
     assert all(shares["mambacache", gib] == max(shares[p, gib] for p, at in shares if at == gib) for gib in budgets)
     report = result("replay-report.json")
     assert replay_table(report) in PERFORMANCE
     for row in report["rows"]:
         ours = [each for each in report["rows"] if each["policy"] == "mambacache" and replayed(each) == replayed(row)]
         assert row["policy"] == "mambacache" or row["share"] + 0.03 < ours[0]["share"], row
+    agents = result("replay-agents.json")["budgets"]["25"]
+    assert agents_table(agents) in PERFORMANCE and f"{len(agents)} settings" in PERFORMANCE
     served = {row["by_last_use"]: f"hits {row['share']:.1%}" for row in result("replay-vllm.json")["rows"]}
     assert f"it {served[False]} of the ceiling" in PERFORMANCE and f"eviction it {served[True]}." in PERFORMANCE
 
