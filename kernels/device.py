@@ -29,8 +29,8 @@ GPUS = {
     HOPPER: Gpu("H100, H200", 227, "run"),
     (10, 0): Gpu("B200, GB200", 227, "compiled"),
     (10, 3): Gpu("B300, GB300", 227, "compiled"),
-    (12, 0): Gpu("RTX 5090, RTX PRO 6000", 99, "emulated"),
-    (12, 1): Gpu("DGX Spark", 99, "emulated"),
+    (12, 0): Gpu("RTX 5090, RTX PRO 6000", 99, "compiled"),
+    (12, 1): Gpu("DGX Spark", 99, "compiled"),
 }
 """This maps compute capabilities to GPUs."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+import os
+from .knobs import SET, knob
 from ...device import is_hopper, takes_large_tiles
 from .chunks import CHUNK
 from .decays import LOG2_E, softplus
@@ -20,6 +22,8 @@ def scan_tile(V: int, few: bool, narrow: bool, device: int) -> tuple[int, int]:
 
     If `few`, all programs with 64 lines run at once. `narrow` activations have 16 bits.
     """
+    if SET.get("TILE") or "TILE" in os.environ:
+        return knob("TILE", 0)
     if not narrow and not is_hopper(device):
         return 16, 8  # more lines spill thousands of bytes
     if not takes_large_tiles(device):

@@ -18,6 +18,7 @@ from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
 from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
+from ..common.knobs import knob
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
 from . import prefill_hopper_fused, prefill_hopper_prepare, prefill_hopper_scan, prefill_triton
 
@@ -97,9 +98,9 @@ def prefill(
             (q, k, a, b, A_log, dt_bias, tiles, vectors),
             chunks,
             (num_prefills, num_tokens),
-            {"BETA_SCALE": beta_scale, **keys, **gates, **shape},
-            num_warps=8 if portable else 4,
-            maxnreg=255 if portable else 128,
+            {"BETA_SCALE": beta_scale, **keys, **gates, **shape, "SQUARES": knob("SQ", 0)},
+            num_warps=knob("PW", 8),
+            maxnreg=knob("PR", 255),
         )
 
     programs = tiles_of_row * (num_prefills + 1)
@@ -116,13 +117,13 @@ def prefill(
             launch_pdl=flags is not None,
         )
     else:
-        stages = (2 if K <= 128 else 1) + takes_large_tiles(device) if narrow else 1
+        stages = knob("ST", 0) or (2 if K <= 128 else 1) + takes_large_tiles(device) if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,
             rows,
             numbers,
-            constants | {"CONCURRENT": concurrent, "STAGES": stages},
+            constants | {"CONCURRENT": concurrent, "STAGES": stages, "ONE": knob("ONE", 0)},
             num_warps=warps,
-            maxnreg=255 if portable else None,  # ptxas gives the widest tile 32 on an A100
+            maxnreg=knob("SR", 255),  # ptxas gives the widest tile 32 on an A100
         )

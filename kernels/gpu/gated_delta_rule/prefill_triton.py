@@ -42,6 +42,7 @@ def _prepare_kernel(
     VALUE_HEADS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
     OPERAND: tl.constexpr = tiles.dtype.element_ty
     PRECISE: tl.constexpr = OPERAND == tl.float32
@@ -74,7 +75,11 @@ def _prepare_kernel(
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     score_tile = tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
     stored = filled[:, None] & (column // 8 <= row // 8)  # as `_scan_kernel` masks
-    query_norm = inverse_norms(dot(queries, tl.trans(queries))) * K**-0.5
+    if SQUARES:
+        wide = queries.to(tl.float32)
+        query_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + 1e-6) * K**-0.5
+    else:
+        query_norm = inverse_norms(dot(queries, tl.trans(queries))) * K**-0.5
     scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]
     if not REFLECTING:
         tl.store(score_tile, scores.to(OPERAND), mask=stored)
@@ -127,6 +132,7 @@ def _scan_kernel(
     BLOCK_V: tl.constexpr,
     CONCURRENT: tl.constexpr,
     STAGES: tl.constexpr,
+    ONE: tl.constexpr,
 ):
     """Carry BLOCK_V lines of a value head's state through a sequence."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -193,8 +199,11 @@ def _scan_kernel(
         query_decay, to_end = tl.split(high)
         keys, queries, read = keys.to(OPERAND), queries.to(OPERAND), operand(S, OPERAND)
         known = -key_decay[None, :] * dot(read, tl.trans(keys))
-        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
-        u = dot(operand(known, OPERAND), tl.trans(inverse), u)
+        if ONE:
+            u = dot(operand(known + tl.trans(values).to(tl.float32), OPERAND), tl.trans(inverse))
+        else:
+            u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+            u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = query_decay[None, :] * dot(read, tl.trans(queries))
         o = dot(operand(u, OPERAND), tl.trans(scores), o)
         S = dot(operand(to_end[None, :] * u, OPERAND), keys, decay * S)

@@ -14,6 +14,7 @@ from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
 from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
+from ..common.knobs import knob
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
 from .prefill_hopper_persistent import MIN_TURNS, persistent_scan
 from .prefill_hopper_prepare import prepare as hopper_prepare
@@ -76,10 +77,10 @@ def prefill(
         hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
     else:
         if num_chunks:
-            width, prepare_warps = (32 if narrow else 16, 8) if portable else (128 if narrow else 64, 4)
+            width, prepare_warps = (knob("KC", 32), knob("PW", 8)) if portable else (128 if narrow else 64, 4)
             layout |= {"BLOCK_C": min(block_K, width)}
             counts = num_prefills, num_tokens
-            triton_prepare(heads * num_chunks, first, chunks, counts, layout, num_warps=prepare_warps)
-        tiling |= {"CONCURRENT": concurrent}
-        programs, registers = tiles_of_row * (num_prefills + 1), 255 if portable else None
+            triton_prepare(heads * num_chunks, first, chunks, counts, layout, num_warps=prepare_warps, maxnreg=knob("PR", 255))
+        tiling |= {"CONCURRENT": concurrent, "STAGES": knob("ST", 1), "ONE": knob("ONE", 0)}
+        programs, registers = tiles_of_row * (num_prefills + 1), knob("SR", 255)
         triton_scan(programs, second, rows, numbers, tiling, num_warps=warps, maxnreg=registers)

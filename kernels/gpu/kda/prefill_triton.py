@@ -220,6 +220,8 @@ def _scan_kernel(
     V_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     CONCURRENT: tl.constexpr,
+    STAGES: tl.constexpr,
+    ONE: tl.constexpr,
 ):
     """Carry BLOCK_V lines of one head's state per program through one row's chunks."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -260,7 +262,7 @@ def _scan_kernel(
     tile = wide_step * CHUNK + step[None, :]
     place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
-    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=1):
+    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=STAGES):
         chunk_start, count = tokens_of_chunk(batch_row, chunk)
         filled = step < count
         t = chunk_start.to(tl.int64)
@@ -278,8 +280,11 @@ def _scan_kernel(
 
         read = operand(S, OPERAND)
         known = -dot(read, tl.trans(k_in))
-        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
-        u = dot(operand(known, OPERAND), tl.trans(inverse), u)
+        if ONE:
+            u = dot(operand(known + tl.trans(values).to(tl.float32), OPERAND), tl.trans(inverse))
+        else:
+            u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+            u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = dot(read, tl.trans(q_in))
         u = operand(u, OPERAND)
         o = dot(u, tl.trans(scores), o)

@@ -10,6 +10,7 @@ from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS
 from ..common.hopper import served
 from ..common.launch import index_pointers
+from ..common.knobs import knob
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
 from . import prefill_hopper, prefill_triton
 from .prefill_triton import HEADS_PER_PROGRAM, ROWS
@@ -68,7 +69,7 @@ def prefill(
     portable, narrow = not is_hopper(device), x.element_size() == 2
     tiles = x.new_empty(num_tokens * heads * CHUNK.value)
     vectors = x.new_empty(2 * num_tokens * heads, dtype=torch.float32)
-    parts = groups * cdiv(heads // groups, HEADS_PER_PROGRAM)
+    parts = groups * cdiv(heads // groups, knob("SH", HEADS_PER_PROGRAM))
     num_chunks = indices.chunk_seq.shape[0]
     if num_chunks:
         prefill_triton.prepare(
@@ -83,11 +84,12 @@ def prefill(
                 "GROUPS": groups,
                 "N": N,
                 "BLOCK_N": power_of_2(N),
-                "BLOCK_H": HEADS_PER_PROGRAM,
+                "BLOCK_H": knob("SH", HEADS_PER_PROGRAM),
             },
-            num_warps=4,
+            num_warps=knob("PW", 4),
+            maxnreg=knob("PR", 255),
         )
-    block_P = 32 if portable and not narrow else ROWS.value
+    block_P = knob("SP", 32 if portable and not narrow else ROWS.value)
     prefill_triton.scan(
         heads * cdiv(P, block_P) * (indices.num_prefills + 1),
         (x, B, C, D, z, tiles, vectors, state, out),
@@ -96,9 +98,9 @@ def prefill(
         {
             **constants,
             "BLOCK_P": block_P,
-            "STAGES": 3 if narrow and not portable else 1,
+            "STAGES": knob("ST", 1),
             "CONCURRENT": 2 * concurrent,
         },
-        num_warps=8 if portable else 4,
-        maxnreg=255 if portable else None,
+        num_warps=knob("SW", 8),
+        maxnreg=knob("SR", 255),
     )
