@@ -216,7 +216,7 @@ def agents_table(settings: list[dict]) -> str:
         leads = [f"{mean(ahead):.1f}", f"{min(ahead):.1f}", f"{sum(points < -2 for points in ahead)}"]
         share = f"{mean(row[policy] for row in settings):.1%}"
         lines.append([REPLAYED[policy], share, *([""] * 3 if policy == "mambacache" else leads)])
-    return markdown(["", "share", "mambacache's lead, mean", "least", "settings 2 points behind"], lines)
+    return markdown(["", "share", "mambacache's lead, mean", "least", "settings more than 2 points behind"], lines)
 
 
 def fleet_table(result: dict) -> str:
