@@ -70,6 +70,21 @@ def test_a_page_stays_while_a_second_state_needs_it() -> None:
     assert evict(host, 3) == [3, 2, 6]
 
 
+def test_a_page_stays_while_another_prompt_needs_it_that_parts_within_its_block() -> None:
+    host = cache()
+    first = run(host, "first", [5] * 32 + prompt_of(1, 40), [1, 2], page=32)
+    second = run(host, "second", [5] * 32 + prompt_of(2, 40), [3, 4], page=32)
+    third = run(host, "third", [5] * 32 + prompt_of(2, 40) + prompt_of(3), [1, 4], page=32)
+    host.kv_unused([2, 3, 4, 1])
+    host.kv_evicted([first])
+    host.kv_unused([9])
+    assert evict(host, 2) == [2, 9]
+    host.kv_stored([first])
+    host.kv_evicted([second, third])
+    host.kv_unused([10])
+    assert evict(host, 4) == [4, 3, 10, 1]
+
+
 def test_pages_of_a_chat_outlive_newer_pages_of_a_single_prompt() -> None:
     """Chats go on and other prompts end. If all pages are needed, a state goes, and all its pages with it."""
     host = cache()
@@ -78,6 +93,7 @@ def test_pages_of_a_chat_outlive_newer_pages_of_a_single_prompt() -> None:
         for turn in range(3):
             run(host, f"{number}, {turn}", prompt, [1, 2] if (number, turn) == (29, 1) else [])
             prompt = [*prompt, 7, *[9] * 70]
+            host.kv_dropped([3, 4])
             single = run(host, f"single {number}, {turn}", prompt_of(1000 + 3 * number + turn), [3, 4])
             if (number, turn) == (29, 1):
                 break

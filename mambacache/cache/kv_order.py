@@ -15,7 +15,7 @@ class KVOrder:
     _evict_state: Callable[[Callable[[bytes], bool]], bool]
 
     def __init__(self) -> None:
-        self._hashes: dict[int, bytes] = {}  # of used pages too
+        self._hashes: dict[int, set[bytes]] = {}  # of used pages too; prompts may part within a block
         self._pages: dict[bytes, dict[int, None]] = {}  # first parts of a block first
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._needed: OrderedDict[int, None] = OrderedDict()
@@ -29,19 +29,31 @@ class KVOrder:
         return page in self._spare or page in self._needed
 
     def release(self, pages: Mapping[int, bytes]) -> None:
-        self.drop(pages)
         for page, block_hash in pages.items():
-            self._hashes[page] = block_hash
+            hashes = self._hashes.setdefault(page, set())
+            self._forget(page, hashes - self._needs.counts.keys())
+            hashes.add(block_hash)
             self._pages.setdefault(block_hash, {})[page] = None
+
+    def _forget(self, page: int, hashes: Iterable[bytes]) -> None:
+        for block_hash in hashes:
+            self._hashes[page].remove(block_hash)
+            del self._pages[block_hash][page]
+            if not self._pages[block_hash]:
+                del self._pages[block_hash]
 
     def need(self, block_hash: bytes, needed: bool) -> None:
         before, after = (self._spare, self._needed) if needed else (self._needed, self._spare)
-        for page in filter(self.has, reversed(self._pages.get(block_hash, {}))):
-            after[page] = before.pop(page)
+        for page in reversed(self._pages.get(block_hash, {})):
+            if page in before and self._is_needed(page) == needed:
+                after[page] = before.pop(page)
+
+    def _is_needed(self, page: int) -> bool:
+        return not self._needs.counts.keys().isdisjoint(self._hashes.get(page, ()))
 
     def add(self, pages: Iterable[int]) -> None:
         for page in pages:
-            (self._needed if self._hashes.get(page) in self._needs.counts else self._spare)[page] = None
+            (self._needed if self._is_needed(page) else self._spare)[page] = None
 
     def remove(self, page: int) -> None:
         del (self._needed if page in self._needed else self._spare)[page]
@@ -50,10 +62,8 @@ class KVOrder:
         for page in pages:
             if self.has(page):
                 self.remove(page)
-            if (block_hash := self._hashes.pop(page, None)) is not None:
-                del self._pages[block_hash][page]
-                if not self._pages[block_hash]:
-                    del self._pages[block_hash]
+            self._forget(page, [*self._hashes.get(page, ())])
+            self._hashes.pop(page, None)
 
     def evict(self, count: int) -> list[int]:
         pages: list[int] = []
@@ -71,5 +81,5 @@ class KVOrder:
 
     def check(self) -> None:
         unused = self._spare.keys() | self._needed.keys()
-        needed = {page for page in unused if self._hashes.get(page) in self._needs.counts}
+        needed = set(filter(self._is_needed, unused))
         assert self._needed.keys() == needed and self._spare.keys() == unused - needed, "the host's unused pages"

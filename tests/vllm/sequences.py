@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import dataclass, field
 
 from vllm.v1.request import Request
@@ -21,14 +22,15 @@ def keys_of(request: Request) -> dict[int, str]:
 
 def prefixes(tokens: list[int], keys: dict[int, str]) -> list[int]:
     """Return `prefix[n]` for n from 0 on."""
-    found = [hash(keys[-1])]
+    found = [extend(0, 0, keys[-1])]
     for position, token in enumerate(tokens):
         found.append(extend(found[-1], token, keys.get(position)))
     return found
 
 
 def extend(prefix: int, token: int, key: str | None = None) -> int:
-    return hash((prefix, token, key))
+    """Return the same number in every process, so that a mix comes again."""
+    return zlib.crc32(f"{prefix} {token} {key}".encode())
 
 
 def sampled(prefix: int) -> int:
