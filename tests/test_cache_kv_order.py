@@ -139,14 +139,16 @@ def test_a_page_has_no_name_after_its_eviction_or_loss() -> None:
     assert evict(host, 2) == [2, 3]
 
 
-def test_a_page_takes_the_name_of_its_last_content() -> None:
+def test_a_page_forgets_a_prompt_whose_state_is_gone_when_another_releases_it() -> None:
     host = cache()
-    first = run(host, "first", prompt_of(1), [1, 2])
-    run(host, "second", prompt_of(2), [2, 1])
-    host.kv_unused([1, 2])
+    first = run(host, "first", [5] * 32 + prompt_of(1, 40), [1, 2], page=32)
     host.kv_evicted([first])
-    host.kv_unused([3])
-    assert evict(host, 2) == [3, 1]
+    second = run(host, "second", [5] * 32 + prompt_of(2, 40), [1, 3], page=32)
+    host.kv_stored([first])
+    host.kv_evicted([second])
+    host.kv_unused([1])
+    host.kv_unused([4])
+    assert evict(host, 2) == [1, 4]
 
 
 def test_parts_of_a_block_are_needed_with_it() -> None:

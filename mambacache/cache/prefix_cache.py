@@ -358,7 +358,7 @@ class PrefixCache:
     def kv_released(self, request_id: str, pages: Mapping[int, int]) -> None:
         """Note which KV pages of the host a request filled and uses no more. Others may use them still.
 
-        Prompts that part within a block may share its first pages. Give pages with new content to `kv_dropped` before.
+        Give pages with new content to `kv_dropped` before.
 
         Args:
             pages: number of the request's tokens up to the end of each page, from the first page on.
