@@ -1,10 +1,14 @@
-"""Check the order in which a host engine evicts KV pages that no request uses."""
+"""Check the order of a host engine's evictions of unused KV pages."""
 
 from __future__ import annotations
+
+import time
 
 import pytest
 
 from mambacache import CacheConfig, PrefixCache
+from mambacache.cache.kv_order import KVOrder
+from mambacache.cache.retention import Needs
 from mambacache.report import Hit
 
 
@@ -83,6 +87,18 @@ def test_a_page_stays_while_another_prompt_needs_it_that_parts_within_its_block(
     host.kv_evicted([second, third])
     host.kv_unused([10])
     assert evict(host, 4) == [4, 3, 10, 1]
+
+
+def test_a_release_takes_no_longer_beside_many_needed_blocks() -> None:
+    needs, order = Needs(lambda *_: None, lambda *_: None), KVOrder()
+    chain = [number.to_bytes(4, "big") for number in range(100_001)]
+    needs.add(chain, 100_000)
+    order.follow(needs, lambda frees: False)
+    pages = {page: chain[1 + page // 4] for page in range(2000)}
+    order.release(pages)
+    began = time.perf_counter()
+    order.release(pages)
+    assert time.perf_counter() - began < 0.2  # a walk over all needed blocks takes 2 s
 
 
 def test_pages_of_a_chat_outlive_newer_pages_of_a_single_prompt() -> None:

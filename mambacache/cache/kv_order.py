@@ -31,7 +31,7 @@ class KVOrder:
     def release(self, pages: Mapping[int, bytes]) -> None:
         for page, block_hash in pages.items():
             hashes = self._hashes.setdefault(page, set())
-            self._forget(page, hashes - self._needs.counts.keys())
+            self._forget(page, [each for each in hashes if each not in self._needs.counts])
             hashes.add(block_hash)
             self._pages.setdefault(block_hash, {})[page] = None
 

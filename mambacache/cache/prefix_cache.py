@@ -387,7 +387,7 @@ class PrefixCache:
             admission.kv_order.remove(page)
 
     def kv_dropped(self, pages: Iterable[int]) -> None:
-        """Forget pages whose content is gone."""
+        """Forget pages with lost content."""
         dropped = page_numbers(pages)
         with self._admission as admission:
             admission.kv_order.drop(dropped)
