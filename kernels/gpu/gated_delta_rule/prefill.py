@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...device import is_hopper, processors, takes_large_tiles
+from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
-from ..common.delta_rule import scan_tile
+from ..common.delta_rule import scan_stages, scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -53,9 +53,10 @@ def prefill(
     hopper_prepare = hopper and beta_scale <= 1
     device = q.get_device()
     concurrent = processors(device)  # a program of 128 lines each
-    few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
+    tiles_of_64 = value_heads * cdiv(V, 64) * num_prefills
+    few = tiles_of_64 <= concurrent
     portable, narrow = not is_hopper(device), q.element_size() == 2
-    block_V, warps = scan_tile(V, few, narrow, device)
+    block_V, warps = scan_tile(V, tiles_of_64, concurrent, narrow, device)
     tiles_of_row = value_heads * cdiv(V, block_V)
 
     # One launch takes nearly twice the second's time per chunk: it needs busy processors.
@@ -98,7 +99,7 @@ def prefill(
             chunks,
             (num_prefills, num_tokens),
             {"BETA_SCALE": beta_scale, **keys, **gates, **shape},
-            num_warps=8 if portable else 4,
+            num_warps=4 if narrow or not portable else 8,
             maxnreg=255 if portable else 128,
         )
 
@@ -116,7 +117,10 @@ def prefill(
             launch_pdl=flags is not None,
         )
     else:
-        stages = (2 if K <= 128 else 1) + takes_large_tiles(device) if narrow else 1
+        if portable:
+            stages = scan_stages(K, tiles_of_row * num_prefills, concurrent, narrow, device)
+        else:
+            stages = (3 if K <= 128 else 2) if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import pairwise_decays
-from ..common.delta_rule import dot, inverse_norms, log2_decay, operand, unit_lower_inverse
+from ..common.delta_rule import NORM_EPS, dot, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
 from ..common.prefetch import later_tile, prefetch
@@ -74,12 +74,14 @@ def _prepare_kernel(
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     score_tile = tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
     stored = filled[:, None] & (column // 8 <= row // 8)  # as `_scan_kernel` masks
-    query_norm = inverse_norms(dot(queries, tl.trans(queries))) * K**-0.5
+    wide = queries.to(tl.float32)
+    query_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS) * K**-0.5
     scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]
     if not REFLECTING:
         tl.store(score_tile, scores.to(OPERAND), mask=stored)
     products = dot(keys, tl.trans(keys))
-    key_norm = inverse_norms(products)
+    squares = tl.sum(tl.where(row == column, products, 0.0), axis=1)
+    key_norm = tl.rsqrt(squares + NORM_EPS)
     scale = key_norm * BETA_SCALE / (1 + tl.exp(-beta))
     system = products * pairwise * key_norm[:, None] * scale[None, :]
     if REFLECTING:
@@ -168,7 +170,7 @@ def _scan_kernel(
     wide_step = step.to(tl.int64)[:, None]
     k_tile = wide_step * K_STRIDES[0] + channel[None, :]
     q_tile = wide_step * Q_STRIDES[0] + channel[None, :]
-    v_tile = wide_step * V_STRIDES[0] + row[None, :]
+    v_tile = step.to(tl.int64)[None, :] * V_STRIDES[0] + row[:, None]
     tile = wide_step * (VALUE_HEADS * CHUNK) + step[None, :]
     place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
@@ -178,7 +180,7 @@ def _scan_kernel(
         t = chunk_start.to(tl.int64)
         mask = filled[:, None] & in_K[None, :]
         lower = filled[:, None] & triangle
-        mask_V = filled[:, None] & in_V[None, :]
+        mask_V = filled[None, :] & in_V[:, None]
         keys = tl.load(k + t * K_STRIDES[0] + k_tile, mask=mask, other=0)
         queries = tl.load(q + t * Q_STRIDES[0] + q_tile, mask=mask, other=0)
         values = tl.load(v + t * V_STRIDES[0] + v_tile, mask=mask_V, other=0)
@@ -193,11 +195,12 @@ def _scan_kernel(
         query_decay, to_end = tl.split(high)
         keys, queries, read = keys.to(OPERAND), queries.to(OPERAND), operand(S, OPERAND)
         known = -key_decay[None, :] * dot(read, tl.trans(keys))
-        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+        u = dot(values.to(OPERAND), tl.trans(inverse))
         u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = query_decay[None, :] * dot(read, tl.trans(queries))
-        o = dot(operand(u, OPERAND), tl.trans(scores), o)
         S = dot(operand(to_end[None, :] * u, OPERAND), keys, decay * S)
+        # This product comes last: the compiler chooses the warps' lines by it, and a square gives each warp its own.
+        o = dot(operand(u, OPERAND), tl.trans(scores), o)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])

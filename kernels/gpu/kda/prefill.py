@@ -11,7 +11,7 @@ from torch import Tensor
 from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
-from ..common.delta_rule import scan_tile
+from ..common.delta_rule import scan_stages, scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -45,8 +45,10 @@ def prefill(
     device = q.get_device()
     portable, narrow = not is_hopper(device), q.element_size() == 2
     concurrent = max(processors(device), 1)  # a processor runs one program of 128 lines
-    few = heads * cdiv(V, 64) * num_prefills <= concurrent
-    block_V, warps = scan_tile(V, few, narrow, device)
+    tiles_of_64 = heads * cdiv(V, 64) * num_prefills
+    few = tiles_of_64 <= concurrent
+    # With three operands a tile of 128 lines takes more shared memory than small GPUs have.
+    block_V, warps = scan_tile(64 if portable else V, tiles_of_64, concurrent, narrow, device)
     tiles_of_row = heads * cdiv(V, block_V)
 
     tiles = q.new_empty(2 * num_tokens * heads * 64)  # inverse and scores
@@ -75,11 +77,17 @@ def prefill(
         programs = tiles_of_row * (num_prefills + 1)
         hopper_scan(programs, *arguments, tiling, num_warps=warps, launch_pdl=True)
     else:
+        registers = 255 if portable else None
         if num_chunks:
-            width, prepare_warps = (32 if narrow else 16, 8) if portable else (128 if narrow else 64, 4)
+            if portable:
+                width, prepare_warps = (32, 4) if narrow else (16, 8)
+            else:
+                width, prepare_warps = 128 if narrow else 64, 4
             layout |= {"BLOCK_C": min(block_K, width)}
             counts = num_prefills, num_tokens
-            triton_prepare(heads * num_chunks, first, chunks, counts, layout, num_warps=prepare_warps)
-        tiling |= {"CONCURRENT": concurrent}
-        programs, registers = tiles_of_row * (num_prefills + 1), 255 if portable else None
+            options = {"num_warps": prepare_warps, "maxnreg": registers}
+            triton_prepare(heads * num_chunks, first, chunks, counts, layout, **options)
+        stages = scan_stages(K, tiles_of_row * num_prefills, concurrent, narrow, device) if portable else 1
+        tiling |= {"CONCURRENT": concurrent, "STAGES": stages}
+        programs = tiles_of_row * (num_prefills + 1)
         triton_scan(programs, second, rows, numbers, tiling, num_warps=warps, maxnreg=registers)

@@ -11,12 +11,13 @@ import triton.language as tl
 
 from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import LOG2_E, log2_softplus
-from ..common.delta_rule import dot, inverse_norms, log2_decay, operand, unit_lower_inverse
+from ..common.delta_rule import NORM_EPS, dot, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, state_tile, store_tile
 from .prefill_hopper_pairs import MAX_FACTORED_DECAY
+from .token_tile import TokenTile, column_channels, load_tokens, store_tokens, token_tile
 
 MIN_LOG2_DECAY = tl.constexpr(-256.0)  # per token: 2^-256 is 0 in fp32, and sums stay finite
 # Small in fp32, since exponents are rounded too, and in fp16, which has few of them.
@@ -44,6 +45,15 @@ def _two_factors(x):
 def _scaled(x, factor):
     """Multiply in the dtype of x: packed arithmetic is faster than fp32."""
     return x * factor.to(x.dtype)
+
+
+@triton.jit
+def _inner_products(q, k, count, STRIDES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return each token's q q, k k and q k [64]."""
+    tile = token_tile(0, count, K, BLOCK_K)
+    queries = load_tokens(tile, q, STRIDES[0][0]).to(tl.float32)
+    keys = load_tokens(tile, k, STRIDES[1][0]).to(tl.float32)
+    return tl.sum(queries * queries, axis=1), tl.sum(keys * keys, axis=1), tl.sum(queries * keys, axis=1)
 
 
 @triton.jit
@@ -145,48 +155,33 @@ def _prepare_kernel(
     one, zero = tl.full([1, 1], 1, tl.float16), tl.zeros([1, 1], tl.float16)
     before, after = tl.where(column <= row, one, zero), tl.where(column > row, one, zero)
     LIMIT: tl.constexpr = (MAX_FACTORED_DECAY if OPERAND == tl.bfloat16 else MAX_PRECISE_FACTORED_DECAY) * LOG2_E
-    q += row * STRIDES[0][0]
-    k += row * STRIDES[1][0]
-    g += row * STRIDES[2][0]
-    operands += row * K
-    qq, kk = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    qk = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for first in tl.range(0, K, BLOCK_C, num_stages=1):
-        channel = first + tl.arange(0, BLOCK_C)[None, :]
-        mask = filled[:, None] & (channel < K)
-        queries = tl.load(q + channel, mask=mask, other=0).to(OPERAND)
-        keys = tl.load(k + channel, mask=mask, other=0).to(OPERAND)
-        qq = dot(queries, tl.trans(queries), qq)
-        kk = dot(keys, tl.trans(keys), kk)
-        if not PRECISE:
-            qk = dot(queries, tl.trans(keys), qk)
-    q_power, q_norm = _two_factors(inverse_norms(qq) * K**-0.5)
-    k_power, k_norm = _two_factors(inverse_norms(kk))
+    prefetch(g + tl.minimum(row, tl.maximum(count - 1, 0)) * STRIDES[2][0], BLOCK_K)
+    qq, kk, qk = _inner_products(q, k, count, STRIDES, K, BLOCK_K)
+    q_power, q_norm = _two_factors(tl.rsqrt(qq + NORM_EPS) * K**-0.5)
+    k_power, k_norm = _two_factors(tl.rsqrt(kk + NORM_EPS))
     scores, products = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for first in tl.range(0, K, BLOCK_C, num_stages=1):
-        channel = first + tl.arange(0, BLOCK_C)
-        in_K = channel < K
-        mask = filled[:, None] & in_K[None, :]
-        gates = tl.load(g + channel[None, :], mask=mask, other=float("-inf")).to(tl.float32)
-        queries = tl.load(q + channel[None, :], mask=mask, other=0).to(OPERAND)
-        keys = tl.load(k + channel[None, :], mask=mask, other=0).to(OPERAND)
-        bias = tl.load(dt_bias + head * K + channel, mask=in_K, other=0).to(tl.float32)
+        channel = first + column_channels(BLOCK_C)
+        tile = token_tile(first, count, K, BLOCK_C)
+        gates = load_tokens(tile, g, STRIDES[2][0], float("-inf")).to(tl.float32)
+        queries = load_tokens(tile, q, STRIDES[0][0]).to(OPERAND)
+        keys = load_tokens(tile, k, STRIDES[1][0]).to(OPERAND)
+        bias = tl.load(dt_bias + head * K + channel, mask=channel < K, other=0).to(tl.float32)
         queries, keys = _scaled(queries, q_power[:, None]), _scaled(keys, k_power[:, None])
-        decays = _log2_decays(gates, rate, bias[None, :], PRECISE)
-        tl.store(totals + channel, tl.exp2(tl.sum(decays, axis=0)), mask=in_K)
-        parts = _parts(decays)
+        parts = _parts(_log2_decays(gates, rate, bias[None, :], PRECISE))
         from_start = tl.exp2(_sums(before, parts))
-        place_of_k = operands + channel[None, :]
-        tl.store(place_of_k, _scaled(keys, k_norm[:, None] * from_start), mask=mask)
-        tl.store(place_of_k + size, _scaled(queries, q_norm[:, None] * from_start), mask=mask)
+        last = TokenTile(tile.step, tile.channel, (tile.step == CHUNK - 1) & (tile.channel < K))
+        store_tokens(last, totals, 0, from_start)
+        store_tokens(tile, operands, K, _scaled(keys, k_norm[:, None] * from_start))
+        store_tokens(tile, operands + size, K, _scaled(queries, q_norm[:, None] * from_start))
         to_end = tl.exp2(_sums(after, parts))
-        tl.store(place_of_k + 2 * size, _scaled(keys, k_norm[:, None] * to_end), mask=mask)
+        store_tokens(tile, operands + 2 * size, K, _scaled(keys, k_norm[:, None] * to_end))
         scores, products = _add_pair_products(scores, products, queries, keys, parts, LIMIT)
 
     scores *= q_norm[:, None] * k_norm[None, :]
     if not PRECISE:  # no decay rounds a token's product with itself
-        own = qk * (q_power * q_norm)[:, None] * (k_power * k_norm)[None, :]
-        scores = tl.where(row == column, own, scores)
+        own = qk * (q_power * q_norm) * (k_power * k_norm)
+        scores = tl.where(row == column, own[:, None], scores)
     products *= k_norm[:, None] * (k_norm * beta)[None, :]
     tile = tiles + place * CHUNK + row * CHUNK + column
     stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
@@ -220,6 +215,7 @@ def _scan_kernel(
     V_STRIDES: tl.constexpr,
     OUT_STRIDE: tl.constexpr,
     CONCURRENT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Carry BLOCK_V lines of one head's state per program through one row's chunks."""
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -255,18 +251,18 @@ def _scan_kernel(
     operands += head * wide_tokens * K
     totals += head * K
     wide_step = step.to(tl.int64)[:, None]
-    v_tile = wide_step * V_STRIDES[0] + row[None, :]
+    v_tile = step.to(tl.int64)[None, :] * V_STRIDES[0] + row[:, None]
     operand_tile = wide_step * K + channel[None, :]
     tile = wide_step * CHUNK + step[None, :]
     place = step.to(tl.int64)[None, :] * OUT_STRIDE + row[:, None]
     triangle = step[None, :] // 8 <= step[:, None] // 8
-    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=1):
+    for chunk in tl.range(batch_row.first_chunk, batch_row.last_chunk, num_stages=STAGES):
         chunk_start, count = tokens_of_chunk(batch_row, chunk)
         filled = step < count
         t = chunk_start.to(tl.int64)
         mask = filled[:, None] & in_K[None, :]
         lower = filled[:, None] & triangle
-        mask_V = filled[:, None] & in_V[None, :]
+        mask_V = filled[None, :] & in_V[:, None]
         k_in = tl.load(operands + t * K + operand_tile, mask=mask, other=0)
         q_in = tl.load(operands + wide_tokens * (HEADS * K) + t * K + operand_tile, mask=mask, other=0)
         k_out = tl.load(operands + wide_tokens * (2 * HEADS * K) + t * K + operand_tile, mask=mask, other=0)
@@ -278,12 +274,13 @@ def _scan_kernel(
 
         read = operand(S, OPERAND)
         known = -dot(read, tl.trans(k_in))
-        u = dot(tl.trans(values.to(OPERAND)), tl.trans(inverse))
+        u = dot(values.to(OPERAND), tl.trans(inverse))
         u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = dot(read, tl.trans(q_in))
         u = operand(u, OPERAND)
-        o = dot(u, tl.trans(scores), o)
         S = dot(u, k_out, decay[None, :] * S)
+        # This product comes last: the compiler chooses the warps' lines by it, and a square gives each warp its own.
+        o = dot(u, tl.trans(scores), o)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         tl.store(out + t * OUT_STRIDE + place, o.to(out.dtype.element_ty), mask=filled[None, :] & in_V[:, None])

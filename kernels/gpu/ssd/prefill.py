@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...device import is_hopper, processors
 from ...indices import StateIndices
-from ..common.chunks import ROW_ARRAYS
+from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS
+from ..common.delta_rule import scan_stages
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
 from . import prefill_hopper, prefill_triton
-from .prefill_triton import ROWS
+from .prefill_triton import HEADS_PER_PROGRAM, ROWS
 
 
 def prefill(
@@ -30,7 +32,7 @@ def prefill(
 ) -> None:
     """Fill prefill and padding tokens of `out` [F, H, P] and store states at `chunk_dst`.
 
-    Scratch of two launches: 16 bytes per token and head for 16-bit activations, else 20.
+    Scratch of two launches: 136 bytes per token and head for 16-bit activations, else 264.
     """
     num_tokens, heads, P = x.shape
     groups, N = B.shape[1:]
@@ -65,22 +67,40 @@ def prefill(
         )
         return
     portable, narrow = not is_hopper(device), x.element_size() == 2
-    num_vectors = 4 if narrow else 5
-    block_P = 32 if portable and not narrow else ROWS.value
-    tiles = heads * cdiv(P, block_P)
-    vectors = prefill_triton.decays(dt, A, dt_bias, indices, dt_limit, num_vectors)
+    scores = x.new_empty(num_tokens * heads * CHUNK.value)
+    vectors = x.new_empty(2 * num_tokens * heads, dtype=torch.float32)
+    parts = groups * cdiv(heads // groups, HEADS_PER_PROGRAM)
+    num_chunks = indices.chunk_seq.shape[0]
+    if num_chunks:
+        prefill_triton.prepare(
+            parts * num_chunks,
+            (B, C, dt, A, dt_bias, D, scores, vectors),
+            index_pointers(indices, CHUNK_ARRAYS),
+            (indices.num_prefills, *dt.stride(), *map(float, dt_limit), num_tokens),
+            {
+                "B_STRIDES": B_strides,
+                "C_STRIDES": C_strides,
+                "HEADS": heads,
+                "GROUPS": groups,
+                "N": N,
+                "BLOCK_N": power_of_2(N),
+                "BLOCK_H": HEADS_PER_PROGRAM,
+            },
+            num_warps=(2 if N <= 128 else 4) if narrow else 8,
+            maxnreg=168 if narrow else 255,
+        )
+    if portable:
+        block_P, warps = (64, 4) if narrow and N <= 128 else (32, 4) if narrow else (32, 8)
+        programs = heads * cdiv(P, block_P) * indices.num_prefills
+        stages = scan_stages(N, programs, concurrent, narrow, device)
+    else:
+        block_P, warps, stages = 64, 4, (3 if N <= 128 else 2) if narrow else 1
     prefill_triton.scan(
-        tiles * (indices.num_prefills + 1),
-        (x, B, C, D, z, vectors, state, out),
+        heads * cdiv(P, block_P) * (indices.num_prefills + 1),
+        (x, B, C, z, scores, vectors, state, out),
         rows,
         numbers,
-        {
-            **constants,
-            "BLOCK_P": block_P,
-            "VECTORS": num_vectors,
-            "STAGES": 3 if narrow and not portable else 1,
-            "CONCURRENT": 2 * concurrent,
-        },
-        num_warps=8 if portable else 4,
+        {**constants, "BLOCK_P": block_P, "STAGES": stages, "CONCURRENT": 2 * concurrent, "HOPPER": not portable},
+        num_warps=warps,
         maxnreg=255 if portable else None,
     )

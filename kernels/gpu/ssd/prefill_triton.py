@@ -2,34 +2,23 @@
 
 A chunk of 64 tokens, the lines of x, B and C, takes the state S [P, N] of a head through
 
-    y = decay * (C S^T) + scores x + D x;  S = decay S + (to_end * x)^T B
+    y = decay * (C S^T) + scores x;  S = decay S + (to_end * x)^T B
 
-Scores are C B^T times the decay between both tokens and the earlier token's step size. The first launch computes step
-sizes and decays. The second carries states. Its products are transposed: every scaled operand is a left operand, in
-registers.
+Scores are C B^T times the decay between both tokens and the earlier token's step size, plus D on the diagonal. The
+first launch computes scores and vectors of all chunks. The second carries states. Its products are transposed: every
+scaled operand is a left operand, in registers.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ...indices import StateIndices
-from ..common.chunks import (
-    CHUNK,
-    CHUNK_ARRAYS,
-    chunk_tokens,
-    clear_padding,
-    prefill_row,
-    row_and_tile,
-    tokens_of_chunk,
-)
-from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY, softplus
+from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
+from ..common.decays import LOG2_E, pairwise_decays, softplus
 from ..common.delta_rule import dot, operand
-from ..common.launch import Launcher, index_pointers
-from ..common.layout import cdiv, slot_elements
+from ..common.launch import Launcher
+from ..common.layout import slot_elements
 from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, state_tile, store_tile
 
@@ -37,59 +26,6 @@ HEADS_PER_PROGRAM = 8  # of the first launch
 ROWS = tl.constexpr(64)  # state lines per program of the second launch
 # With more chunks, prefetching a later program's state costs more than it hides.
 PREFETCH_CHUNKS = tl.constexpr(8)
-
-
-@triton.jit(do_not_specialize=["num_prefills", "dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_tokens"])
-def _decays_kernel(
-    dt,
-    A,
-    dt_bias,
-    vectors,
-    query_start_loc,
-    chunk_start,
-    seq_chunk_start,
-    num_prefills,
-    dt_stride,
-    dt_head_stride,
-    dt_min,
-    dt_max,
-    num_tokens,
-    HEADS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
-    TILES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    chunk, tile = row_and_tile(TILES)
-    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, TILES)
-    step = tl.arange(0, CHUNK)[None, :]
-    head = tile * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    in_heads = head < HEADS
-    filled = (step < count) & in_heads
-    token = start.to(tl.int64) + step
-
-    rate = tl.load(A + head, mask=in_heads, other=0).to(tl.float32)
-    size = tl.load(dt + token * dt_stride + head * dt_head_stride, mask=filled, other=0).to(tl.float32)
-    if dt_bias is not None:
-        size += tl.load(dt_bias + head, mask=in_heads, other=0).to(tl.float32)
-    size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
-    log_decay = size * rate * LOG2_E
-    clamped = tl.maximum(log_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
-    # Differences of one running sum lose digits: in fp32 coarse parts are summed exactly, apart from the rest.
-    coarse = clamped
-    if VECTORS > 4:
-        coarse = tl.floor(clamped * 2048) / 2048
-    sums, fine = tl.cumsum(coarse, 1), tl.cumsum(clamped - coarse, 1)
-    last = step == CHUNK - 1  # the last token's difference must be 0
-    to_end = tl.sum(tl.where(last, sums, 0.0), 1)[:, None] - sums
-    to_end += tl.sum(tl.where(last, fine, 0.0), 1)[:, None] - fine
-
-    vector = vectors + head.to(tl.int64) * (VECTORS * num_tokens) + token
-    tl.store(vector, tl.exp2(tl.cumsum(log_decay, 1)), mask=filled)
-    tl.store(vector + num_tokens, sums, mask=filled)
-    tl.store(vector + 2 * num_tokens, size, mask=filled)
-    tl.store(vector + 3 * num_tokens, tl.exp2(to_end) * size, mask=filled)
-    if VECTORS > 4:
-        tl.store(vector + 4 * num_tokens, fine, mask=filled)
 
 
 @triton.jit
@@ -108,13 +44,82 @@ def _products(x, y):
         return dot(x, tl.trans(y))
 
 
+@triton.jit(do_not_specialize=["num_prefills", "dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_tokens"])
+def _prepare_kernel(
+    B,
+    C,
+    dt,
+    A,
+    dt_bias,
+    D,
+    score_tiles,
+    vectors,
+    query_start_loc,
+    chunk_start,
+    seq_chunk_start,
+    num_prefills,
+    dt_stride,
+    dt_head_stride,
+    dt_min,
+    dt_max,
+    num_tokens,
+    B_STRIDES: tl.constexpr,
+    C_STRIDES: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Serve BLOCK_H heads of a group."""
+    OPERAND: tl.constexpr = score_tiles.dtype.element_ty
+    OF_GROUP: tl.constexpr = HEADS // GROUPS
+    PARTS: tl.constexpr = (OF_GROUP + BLOCK_H - 1) // BLOCK_H
+    chunk, part = row_and_tile(GROUPS * PARTS)
+    start, count = chunk_tokens(chunk, query_start_loc, chunk_start, seq_chunk_start, num_prefills, GROUPS * PARTS)
+    group, first = part // PARTS, part % PARTS * BLOCK_H
+    step = tl.arange(0, CHUNK)
+    filled = step < count
+    t = start.to(tl.int64)
+    row, column = step[:, None], step[None, :]
+
+    channel = tl.arange(0, BLOCK_N)
+    mask = filled[:, None] & (channel < N)[None, :]
+    B += t * B_STRIDES[0] + group * B_STRIDES[1]
+    C += t * C_STRIDES[0] + group * C_STRIDES[1]
+    inputs = tl.load(B + row * B_STRIDES[0] + channel[None, :], mask=mask, other=0).to(OPERAND)
+    reads = tl.load(C + row * C_STRIDES[0] + channel[None, :], mask=mask, other=0).to(OPERAND)
+    products = _products(reads, inputs)
+    stored = filled[:, None] & (column // 8 <= row // 8)  # as `_scan_kernel` masks
+
+    for i in tl.range(tl.minimum(OF_GROUP - first, BLOCK_H), num_stages=2):
+        head = group * OF_GROUP + first + i
+        rate = tl.load(A + head).to(tl.float32)
+        size = tl.load(dt + (t + step) * dt_stride + head * dt_head_stride, mask=filled, other=0).to(tl.float32)
+        if dt_bias is not None:
+            size += tl.load(dt_bias + head).to(tl.float32)
+        size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
+        log_decay = size * rate * LOG2_E
+        pairwise = pairwise_decays(log_decay, OPERAND == tl.float32)
+        to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0) * size
+        scores = products * pairwise * size[None, :]
+        if D is not None:
+            scores += tl.where(row == column, tl.load(D + head).to(tl.float32), 0.0)
+
+        place = head.to(tl.int64) * num_tokens + t
+        tl.store(score_tiles + place * CHUNK + row * CHUNK + column, operand(scores, OPERAND), mask=stored)
+        vector = vectors + 2 * head.to(tl.int64) * num_tokens + t + step
+        tl.store(vector, tl.exp2(tl.cumsum(log_decay, 0)), mask=filled)
+        tl.store(vector + num_tokens, to_end, mask=filled)
+
+
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
 def _scan_kernel(
     x,
     B,
     C,
-    D,
     z,
+    score_tiles,
     vectors,
     state,
     out,
@@ -135,13 +140,13 @@ def _scan_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    VECTORS: tl.constexpr,
     STAGES: tl.constexpr,
     CONCURRENT: tl.constexpr,
+    HOPPER: tl.constexpr,
 ):
     """Carry BLOCK_P lines of a head's state through a row's chunks."""
     TILES: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    OPERAND: tl.constexpr = x.dtype.element_ty
+    OPERAND: tl.constexpr = score_tiles.dtype.element_ty
     STATE: tl.constexpr = state.dtype.element_ty
     sequence, index = row_and_tile(HEADS * TILES)
     head = index // TILES
@@ -171,18 +176,17 @@ def _scan_kernel(
     x += head * X_STRIDES[1] + first_line
     B += head // (HEADS // GROUPS) * B_STRIDES[1]
     C += head // (HEADS // GROUPS) * C_STRIDES[1]
-    vectors += head.to(tl.int64) * (VECTORS * num_tokens)
-    skip = 0.0
-    if D is not None:
-        skip = tl.load(D + head).to(tl.float32)
-    each_step = tl.arange(0, 4 * CHUNK) % CHUNK
-    each = tl.arange(0, 4 * CHUNK) // CHUNK * num_tokens + each_step
+    score_tiles += head.to(tl.int64) * num_tokens * CHUNK
+    vectors += 2 * head.to(tl.int64) * num_tokens
+    each_step = tl.arange(0, 2 * CHUNK) % CHUNK
+    each = tl.arange(0, 2 * CHUNK) // CHUNK * num_tokens + each_step
     # 32-bit offsets, added to a scalar pointer: 64 bits take twice the registers.
-    x_tile = step[:, None] * X_STRIDES[0] + line[None, :]
+    x_tile = step[None, :] * X_STRIDES[0] + line[:, None]
     B_tile = step[:, None] * B_STRIDES[0] + channel[None, :]
     C_tile = step[:, None] * C_STRIDES[0] + channel[None, :]
+    tile = step[:, None] * CHUNK + step[None, :]
     place = step[None, :] * OUT_STRIDE + line[:, None]
-    earlier = step[:, None] <= step[None, :]
+    triangle = step[None, :] // 8 <= step[:, None] // 8
     for chunk in tl.range(row.first_chunk, row.last_chunk, num_stages=STAGES):
         chunk_start, count = tokens_of_chunk(row, chunk)
         filled = step < count
@@ -190,71 +194,36 @@ def _scan_kernel(
         mask_N = filled[:, None]
         if BLOCK_N != N:
             mask_N &= (channel < N)[None, :]
-        mask_P = filled[:, None]
+        mask_P = filled[None, :]
         if TILES * BLOCK_P != P:
-            mask_P &= in_P[None, :]
+            mask_P &= in_P[:, None]
         inputs = tl.load(B + t * B_STRIDES[0] + B_tile, mask=mask_N, other=0).to(OPERAND)
         reads = tl.load(C + t * C_STRIDES[0] + C_tile, mask=mask_N, other=0).to(OPERAND)
-        values = tl.trans(tl.load(x + t * X_STRIDES[0] + x_tile, mask=mask_P, other=0))
-        four = tl.load(vectors + t + each, mask=each_step < count, other=0)
+        values = tl.load(x + t * X_STRIDES[0] + x_tile, mask=mask_P, other=0)
+        scores = tl.load(score_tiles + t * CHUNK + tile, mask=filled[:, None] & triangle, other=0)
+        two = tl.load(vectors + t + each, mask=each_step < count, other=0)
         total_decay = tl.load(vectors + t + count - 1)
         dst = tl.load(chunk_dst + chunk)
 
-        low, high = tl.split(tl.permute(tl.reshape(four, [2, 2, CHUNK]), (2, 1, 0)))
-        decay, sums = tl.split(low)
-        size, to_end = tl.split(high)
-        # Negated, B comes from registers. In shared memory it needs a buffer more: one program per processor, not two.
-        scores = _products(-inputs, reads)
-        differences = sums[None, :] - sums[:, None]
-        if VECTORS > 4:
-            fine = tl.load(vectors + 4 * num_tokens + t + step, mask=filled, other=0)
-            differences += fine[None, :] - fine[:, None]
-        scores *= tl.exp2(tl.where(earlier, differences, float("-inf"))) * -size[:, None]
-        scores = operand(scores, OPERAND)
+        decay, to_end = tl.split(tl.permute(tl.reshape(two, [2, CHUNK]), (1, 0)))
         y = decay[None, :] * dot(operand(S, OPERAND), tl.trans(reads))
-        y = dot(values.to(OPERAND), scores, y)
         S = dot(operand(to_end[None, :] * values.to(tl.float32), OPERAND), inputs, total_decay * S)
+        # This product comes last: the compiler chooses the warps' lines by it, and a square gives each warp its own.
+        y = dot(values.to(OPERAND), tl.trans(scores), y)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
         mask = filled[None, :] & in_P[:, None]
-        if D is not None:
-            y += skip * values.to(tl.float32)
         if z is not None:
             gate = z + t * Z_STRIDES[0] + head * Z_STRIDES[1] + first_line
             gate = tl.load(gate + step[None, :] * Z_STRIDES[0] + line[:, None], mask=mask, other=0).to(tl.float32)
             y *= gate / (1 + tl.exp(-gate))
         tl.store(out + t * OUT_STRIDE + place, y.to(out.dtype.element_ty), mask=mask)
-        # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
-        store_tile(held, dst, S, MAY_BE_NULL=True)
+        if HOPPER:
+            # A mask, not a branch: the compiler does not wait for a product that only a branch reads.
+            store_tile(held, dst, S, MAY_BE_NULL=True)
+        elif dst != 0:
+            store_tile(held, dst, S)
 
 
-_launch_decays = Launcher(_decays_kernel)
+prepare = Launcher(_prepare_kernel)
 scan = Launcher(_scan_kernel)
-
-
-def decays(
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None,
-    indices: StateIndices,
-    dt_limit: tuple[float, float],
-    num_vectors: int,
-) -> Tensor:
-    """Return fp32 vectors [H, num_vectors, F], of chunks.
-
-    A token has its decay from the chunk's start, the log2 sum, its step size, and this times the decay to the chunk's
-    end. The fifth vector has the sum's fine part.
-    """
-    num_tokens, heads = dt.shape
-    vectors = dt.new_empty(num_vectors * num_tokens * heads, dtype=torch.float32)
-    num_chunks = indices.chunk_seq.shape[0]
-    if num_chunks:
-        _launch_decays(
-            cdiv(heads, HEADS_PER_PROGRAM) * num_chunks,
-            (dt, A, dt_bias, vectors),
-            index_pointers(indices, CHUNK_ARRAYS),
-            (indices.num_prefills, *dt.stride(), *map(float, dt_limit), num_tokens),
-            {"HEADS": heads, "BLOCK_H": HEADS_PER_PROGRAM, "VECTORS": num_vectors},
-            num_warps=1,
-        )
-    return vectors
