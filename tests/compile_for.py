@@ -43,6 +43,7 @@ class Launch:
     shared: int
     registers: int
     spilled: int
+    barriers: int
     overlaps: bool  # it may begin before the previous launch ends
 
     def __str__(self) -> str:
@@ -230,7 +231,7 @@ def main() -> None:
         assert registers and spilled, said.getvalue()
         numbers = metadata["shared"], int(registers[1]), int(spilled[1])
         found = tuple(name for name in INSTRUCTIONS if name in ptx)
-        launch = Launch(case, metadata["name"], found, *numbers, bool(options.launch_pdl))
+        launch = Launch(case, metadata["name"], found, *numbers, ptx.count("bar.sync"), bool(options.launch_pdl))
         print(json.dumps(asdict(launch)), flush=True)
         return cubin
 
