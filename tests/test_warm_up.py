@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import triton
 
+from gpu_cases import served_as
 from kernel_cases import Row, plan_arrays
 from mambacache.kernels import StateIndices, api, experts, gpu, ngrams, paths
 from mambacache.kernels.compilation import Zeros
@@ -20,7 +21,7 @@ from mambacache.models.adapt import load_model
 from mambacache.plan import SequenceStep
 from mambacache.warm_up import decode_row, prompt_row, prompts_of_every_form, warm_up_batches
 from runner_driver import Driver
-from selection import ONE_OF_EACH_FAMILY, by_family, full
+from selection import ONE_OF_EACH_FAMILY, full, parameter
 from tiny_models import TINY_MODELS, save_tiny_model
 
 PROCESSORS = 132  # of an H100 or H200
@@ -74,10 +75,16 @@ def random_batch(rng: random.Random, width: int) -> list[SequenceStep]:
     return rows + [prompt_row(str(-i), tokens) for i, tokens in enumerate(prompts, 1)]
 
 
+WARMED_UP = [
+    *[parameter(("", name), name in ONE_OF_EACH_FAMILY) for name in TINY_MODELS],
+    *[("sm80", name) for name in ("qwen3_next", "kimi_linear", "nemotron_h")],
+]
+
+
 @pytest.mark.parametrize("width", [*full(1), 4])
-@pytest.mark.parametrize("name", by_family(TINY_MODELS))
+@pytest.mark.parametrize(("capability", "name"), WARMED_UP)
 def test_no_batch_takes_a_kernel_that_was_not_warmed_up(
-    name: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: str, name: str, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Note kernels instead of launching them. With four processors few rows keep them busy."""
     taken: set[Any] = set()
@@ -93,19 +100,20 @@ def test_no_batch_takes_a_kernel_that_was_not_warmed_up(
     for ops in (api, experts, ngrams, paths):
         monkeypatch.setattr(ops, "backend", lambda x: Zeros(gpu))
     for module in [module for name, module in sys.modules.items() if name.startswith("mambacache.kernels.gpu")]:
-        for function, value in (("processors", 4), ("served", True)):
+        for function, value in (("processors", 4), ("served", not capability)):
             if hasattr(module, function):
                 monkeypatch.setattr(module, function, lambda *_, value=value: value)
-    driver = Driver(load_model(save_tiny_model(name, tmp_path), "bfloat16"))
-    if width > 1:
-        driver.runner.draft(8192, width - 1, 64)
-    driver.runner.warm_up(warm_up_batches(8192, 8192, 64, width), 64)
-    known, rng = set(taken), random.Random(0)
-    assert known
-    for _ in range(40):
-        batch = random_batch(rng, width)
-        driver.runner.warm_up([batch], 64)
-        assert taken == known, (sorted(map(str, taken - known)), [(row.prefill, row.num_tokens) for row in batch])
+    with served_as(capability):
+        driver = Driver(load_model(save_tiny_model(name, tmp_path), "bfloat16"))
+        if width > 1:
+            driver.runner.draft(8192, width - 1, 64)
+        driver.runner.warm_up(warm_up_batches(8192, 8192, 64, width), 64)
+        known, rng = set(taken), random.Random(0)
+        assert known
+        for _ in range(40):
+            batch = random_batch(rng, width)
+            driver.runner.warm_up([batch], 64)
+            assert taken == known, (sorted(map(str, taken - known)), [(row.prefill, row.num_tokens) for row in batch])
 
 
 # Other tests of a model compile its kernels in float32; in bfloat16 one model for each op is enough.

@@ -15,28 +15,20 @@ MAX_FP16 = tl.constexpr(65504.0)
 TERMS = tl.constexpr(32)  # of an fp32 product
 
 
-def scan_tile(V: int, tiles: int, concurrent: int, narrow: bool, device: int) -> tuple[int, int]:
+def scan_tile(V: int, few: bool, narrow: bool, device: int) -> tuple[int, int]:
     """Return the state lines and the warps of a program that carries states.
 
-    `tiles` counts tiles of 64 lines, `concurrent` processors. `narrow` activations have 16 bits.
+    If `few`, all programs with 64 lines run at once. `narrow` activations have 16 bits.
     """
     if is_hopper(device):
         # Tiles of 64 lines only if all run at once: they read q and k twice as often.
-        return (64, 4) if V <= 64 or tiles <= concurrent else (128, 8)
+        return (64, 4) if V <= 64 or few else (128, 8)
     if not narrow:
         return 16, 8  # more lines spill thousands of bytes
-    if 2 * tiles <= concurrent:
+    if few:
         return 32, 4
     # Two programs of 64 lines need the shared memory of an A100.
     return (64, 4) if V <= 64 or takes_large_tiles(device) else (128, 8)
-
-
-def scan_stages(K: int, programs: int, concurrent: int, narrow: bool, device: int) -> int:
-    """Return the stages of a portable launch that carries states."""
-    if not narrow:
-        return 1
-    one_wave = programs <= concurrent and takes_large_tiles(device)
-    return (2 if K <= 128 else 1) + one_wave
 
 
 @triton.jit

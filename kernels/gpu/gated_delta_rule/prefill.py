@@ -15,7 +15,7 @@ from torch import Tensor
 from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
-from ..common.delta_rule import scan_stages, scan_tile
+from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -53,10 +53,9 @@ def prefill(
     hopper_prepare = hopper and beta_scale <= 1
     device = q.get_device()
     concurrent = processors(device)  # a program of 128 lines each
-    tiles_of_64 = value_heads * cdiv(V, 64) * num_prefills
-    few = tiles_of_64 <= concurrent
+    few = value_heads * cdiv(V, 64) * num_prefills <= concurrent
     portable, narrow = not is_hopper(device), q.element_size() == 2
-    block_V, warps = scan_tile(V, tiles_of_64, concurrent, narrow, device)
+    block_V, warps = scan_tile(V, few, narrow, device)
     tiles_of_row = value_heads * cdiv(V, block_V)
 
     # One launch takes nearly twice the second's time per chunk: it needs busy processors.
@@ -117,10 +116,7 @@ def prefill(
             launch_pdl=flags is not None,
         )
     else:
-        if portable:
-            stages = scan_stages(K, tiles_of_row * num_prefills, concurrent, narrow, device)
-        else:
-            stages = (3 if K <= 128 else 2) if narrow else 1
+        stages = (2 if K <= 128 else 1) + (not portable) if narrow else 1
         prefill_triton.scan(
             programs,
             tensors,

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK_ARRAYS, ROW_ARRAYS, keep_busy
-from ..common.delta_rule import scan_stages, scan_tile
+from ..common.delta_rule import scan_tile
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -45,10 +45,9 @@ def prefill(
     device = q.get_device()
     portable, narrow = not is_hopper(device), q.element_size() == 2
     concurrent = max(processors(device), 1)  # a processor runs one program of 128 lines
-    tiles_of_64 = heads * cdiv(V, 64) * num_prefills
-    few = tiles_of_64 <= concurrent
+    few = heads * cdiv(V, 64) * num_prefills <= concurrent
     # With three operands a tile of 128 lines takes more shared memory than small GPUs have.
-    block_V, warps = scan_tile(64 if portable else V, tiles_of_64, concurrent, narrow, device)
+    block_V, warps = scan_tile(64 if portable else V, few, narrow, device)
     tiles_of_row = heads * cdiv(V, block_V)
 
     tiles = q.new_empty(2 * num_tokens * heads * 64)  # inverse and scores
@@ -87,7 +86,7 @@ def prefill(
             counts = num_prefills, num_tokens
             options = {"num_warps": prepare_warps, "maxnreg": registers}
             triton_prepare(heads * num_chunks, first, chunks, counts, layout, **options)
-        stages = scan_stages(K, tiles_of_row * num_prefills, concurrent, narrow, device) if portable else 1
+        stages = 2 if portable and narrow and K <= 128 else 1
         tiling |= {"CONCURRENT": concurrent, "STAGES": stages}
         programs = tiles_of_row * (num_prefills + 1)
         triton_scan(programs, second, rows, numbers, tiling, num_warps=warps, maxnreg=registers)

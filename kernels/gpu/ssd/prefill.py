@@ -8,7 +8,6 @@ from torch import Tensor
 from ...device import is_hopper, processors
 from ...indices import StateIndices
 from ..common.chunks import CHUNK, CHUNK_ARRAYS, ROW_ARRAYS
-from ..common.delta_rule import scan_stages
 from ..common.hopper import served
 from ..common.launch import index_pointers
 from ..common.layout import cdiv, layer_strides, power_of_2, slot_stride
@@ -90,9 +89,7 @@ def prefill(
             maxnreg=168 if narrow else 255,
         )
     if portable:
-        block_P, warps = (64, 4) if narrow and N <= 128 else (32, 4) if narrow else (32, 8)
-        programs = heads * cdiv(P, block_P) * indices.num_prefills
-        stages = scan_stages(N, programs, concurrent, narrow, device)
+        block_P, warps, stages = (64, 4, 2) if narrow and N <= 128 else (32, 4, 1) if narrow else (32, 8, 1)
     else:
         block_P, warps, stages = 64, 4, (3 if N <= 128 else 2) if narrow else 1
     prefill_triton.scan(
