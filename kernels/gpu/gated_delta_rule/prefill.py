@@ -1,6 +1,6 @@
 """Choose the form of prefill.
 
-A chunk of 64 tokens, the lines of q, k and v, takes the state S [V, K] of a value head through
+A chunk has 64 tokens, the lines of q, k and v. It takes the state S [V, K] of a value head through
 
     u = inverse (v - key_decay * (k S^T));  o = query_decay * (q S^T) + scores u;  S = decay S + (to_end * u)^T k
 

@@ -199,7 +199,7 @@ def _scan_kernel(
         u = dot(operand(known, OPERAND), tl.trans(inverse), u)
         o = query_decay[None, :] * dot(read, tl.trans(queries))
         S = dot(operand(to_end[None, :] * u, OPERAND), keys, decay * S)
-        # This product comes last: the compiler chooses the warps' lines by it, and a square gives each warp its own.
+        # The compiler looks at the last product: if it has no more columns than lines, each warp has its own lines.
         o = dot(operand(u, OPERAND), tl.trans(scores), o)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)

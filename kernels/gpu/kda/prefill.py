@@ -84,8 +84,8 @@ def prefill(
                 width, prepare_warps = 128 if narrow else 64, 4
             layout |= {"BLOCK_C": min(block_K, width)}
             counts = num_prefills, num_tokens
-            options = {"num_warps": prepare_warps, "maxnreg": registers}
-            triton_prepare(heads * num_chunks, first, chunks, counts, layout, **options)
+            programs = heads * num_chunks
+            triton_prepare(programs, first, chunks, counts, layout, num_warps=prepare_warps, maxnreg=registers)
         stages = 2 if portable and narrow and K <= 128 else 1
         tiling |= {"CONCURRENT": concurrent, "STAGES": stages}
         programs = tiles_of_row * (num_prefills + 1)

@@ -279,7 +279,7 @@ def _scan_kernel(
         o = dot(read, tl.trans(q_in))
         u = operand(u, OPERAND)
         S = dot(u, k_out, decay[None, :] * S)
-        # This product comes last: the compiler chooses the warps' lines by it, and a square gives each warp its own.
+        # The compiler looks at the last product: if it has no more columns than lines, each warp has its own lines.
         o = dot(u, tl.trans(scores), o)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)

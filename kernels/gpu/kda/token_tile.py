@@ -14,7 +14,7 @@ LOADED = tl.constexpr(4)
 
 @aggregate
 class TokenTile:
-    """Hold tokens and channels of the elements that threads load, and both bounds."""
+    """Hold tokens and channels of the elements that threads load, and whether both are in bounds."""
 
     step: tl.tensor
     channel: tl.tensor
@@ -30,7 +30,7 @@ def column_channels(BLOCK: tl.constexpr):
 
 @triton.jit
 def token_tile(first, count, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the tile of a chunk's first `count` tokens, and BLOCK of the CHANNELS channels from `first` on."""
+    """Return the tile of a chunk's first `count` tokens and of BLOCK channels from `first` on."""
     quad = tl.arange(0, 4)[:, None, None, None, None, None]
     line = tl.arange(0, 8)[None, :, None, None, None, None]
     warp = tl.arange(0, CHUNK // 16)[None, None, :, None, None, None]
@@ -43,7 +43,7 @@ def token_tile(first, count, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tokens(tile, x, STRIDE: tl.constexpr, OTHER: tl.constexpr = 0):
-    """Load [CHUNK, BLOCK] from x, whose tokens have STRIDE."""
+    """Load [CHUNK, BLOCK] from x. Tokens are STRIDE elements apart."""
     SHAPE: tl.constexpr = [CHUNK, tile.channel.shape[4] * 16]
     loaded = tl.load(x + (tile.step * STRIDE + tile.channel), mask=tile.inside, other=OTHER)
     parts = tl.reshape(loaded, [4, 8, CHUNK // 16, 2, SHAPE[1] // 16, 2, 2])

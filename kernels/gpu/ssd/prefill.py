@@ -88,10 +88,12 @@ def prefill(
             num_warps=(2 if N <= 128 else 4) if narrow else 8,
             maxnreg=168 if narrow else 255,
         )
-    if portable:
-        block_P, warps, stages = (64, 4, 2) if narrow and N <= 128 else (32, 4, 1) if narrow else (32, 8, 1)
+    if not portable:
+        block_P, warps, stages = ROWS.value, 4, (3 if N <= 128 else 2) if narrow else 1
+    elif narrow and N <= 128:
+        block_P, warps, stages = ROWS.value, 4, 2
     else:
-        block_P, warps, stages = 64, 4, (3 if N <= 128 else 2) if narrow else 1
+        block_P, warps, stages = 32, 4 if narrow else 8, 1
     prefill_triton.scan(
         heads * cdiv(P, block_P) * (indices.num_prefills + 1),
         (x, B, C, z, scores, vectors, state, out),

@@ -1,6 +1,6 @@
 """Run prefill (arXiv:2405.21060) in two Triton launches.
 
-A chunk of 64 tokens, the lines of x, B and C, takes the state S [P, N] of a head through
+A chunk has 64 tokens, the lines of x, B and C. It takes the state S [P, N] of a head through
 
     y = decay * (C S^T) + scores x;  S = decay S + (to_end * x)^T B
 
@@ -23,7 +23,7 @@ from ..common.prefetch import later_tile, prefetch
 from ..common.state_tile import load_tile, state_tile, store_tile
 
 HEADS_PER_PROGRAM = 8  # of the first launch
-ROWS = tl.constexpr(64)  # state lines per program of the second launch
+ROWS = tl.constexpr(64)  # most state lines per program of the second launch
 # With more chunks, prefetching a later program's state costs more than it hides.
 PREFETCH_CHUNKS = tl.constexpr(8)
 
@@ -208,7 +208,7 @@ def _scan_kernel(
         decay, to_end = tl.split(tl.permute(tl.reshape(two, [2, CHUNK]), (1, 0)))
         y = decay[None, :] * dot(operand(S, OPERAND), tl.trans(reads))
         S = dot(operand(to_end[None, :] * values.to(tl.float32), OPERAND), inputs, total_decay * S)
-        # This product comes last: the compiler chooses the warps' lines by it, and a square gives each warp its own.
+        # The compiler looks at the last product: if it has no more columns than lines, each warp has its own lines.
         y = dot(values.to(OPERAND), tl.trans(scores), y)
         if STATE != tl.float32:
             S = S.to(STATE).to(tl.float32)
