@@ -43,19 +43,25 @@ def log2_softplus(x):
 
 
 @triton.jit
-def pairwise_decays(log2_decay, PRECISE: tl.constexpr):
-    """Return decays from token j (column) to i (line), 0 for j > i.
+def log2_sums(log2_decay, PRECISE: tl.constexpr):
+    """Return running sums over a chunk's tokens (last axis), in two parts; the second is 0 unless `PRECISE`.
 
     Differences of one running sum lose digits. `PRECISE` sums coarse parts (12 + 11 bits) exactly, apart from the rest.
     """
+    AXIS: tl.constexpr = len(log2_decay.shape) - 1
     log2_decay = tl.maximum(log2_decay, MIN_PAIRWISE_LOG_DECAY * LOG2_E)
-    coarse = log2_decay
     if PRECISE:
         coarse = tl.floor(log2_decay * 2048) / 2048
-    sums = tl.cumsum(coarse, 0)
+        return tl.cumsum(coarse, AXIS), tl.cumsum(log2_decay - coarse, AXIS)
+    else:
+        return tl.cumsum(log2_decay, AXIS), tl.zeros_like(log2_decay)
+
+
+@triton.jit
+def pairwise_decays(sums, fine, PRECISE: tl.constexpr):
+    """Return decays from token j (column) to i (line), 0 for j > i, from both parts of `log2_sums`."""
     differences = sums[:, None] - sums[None, :]
     if PRECISE:
-        fine = tl.cumsum(log2_decay - coarse, 0)
         differences += fine[:, None] - fine[None, :]
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.exp2(tl.where(row >= column, differences, float("-inf")))

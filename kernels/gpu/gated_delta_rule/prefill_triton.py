@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
-from ..common.decays import pairwise_decays
+from ..common.decays import log2_sums, pairwise_decays
 from ..common.delta_rule import NORM_EPS, dot, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
@@ -67,13 +67,14 @@ def _prepare_kernel(
     rate, bias = tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
 
     gate = tl.where(filled, log2_decay(gate, rate, bias), 0.0)
-    decay = tl.exp2(tl.cumsum(gate, 0))
-    pairwise = pairwise_decays(gate, PRECISE)
+    sums, fine = log2_sums(gate, PRECISE)
+    decay = tl.exp2(sums + fine)
+    pairwise = pairwise_decays(sums, fine, PRECISE)
     row, column = step[:, None], step[None, :]
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     score_tile = tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
-    stored = filled[:, None] & (column // 8 <= row // 8)  # as `_scan_kernel` masks
+    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
     wide = queries.to(tl.float32)
     query_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS) * K**-0.5
     scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]

@@ -57,19 +57,14 @@ def _inner_products(q, k, count, STRIDES: tl.constexpr, K: tl.constexpr, BLOCK_K
 
 
 @triton.jit
-def _parts(x):
-    """Split x into two fp16 parts that together hold 22 bits."""
-    high = x.to(tl.float16)
-    return high, (x - high.to(tl.float32)).to(tl.float16)
+def _sums(signs, high, low):
+    """Return signs (high + low), sums of log decays; `low` may be None."""
+    sums = tl.dot(signs, high)
+    return sums if low is None else tl.dot(signs, low, sums)
 
 
 @triton.jit
-def _sums(signs, parts):
-    return tl.dot(signs, parts[1], tl.dot(signs, parts[0]))
-
-
-@triton.jit
-def _from_middle(parts, span):
+def _from_middle(high, low, span):
     """Return log decays between a span's middle and each token [64, C], negated before the middle."""
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     start = column & -span
@@ -78,11 +73,11 @@ def _from_middle(parts, span):
     # Per column: lines take more registers.
     first, last = tl.where(upper, column, start), tl.where(upper, start + span - 1, column - 1)
     sign = tl.where(upper, 1.0, -1.0).to(tl.float16)
-    return _sums(tl.where((row >= first) & (row <= last), sign, tl.zeros([1, 1], tl.float16)), parts)
+    return _sums(tl.where((row >= first) & (row <= last), sign, tl.zeros([1, 1], tl.float16)), high, low)
 
 
 @triton.jit
-def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
+def _add_pair_products(qk, kk, q, k, high, low, LIMIT: tl.constexpr):
     """Add q k^T and k k^T [64, 64] for j <= i, every channel decayed from token j (columns) to token i.
 
     Pairs from different halves of a span of 64, 32, ... tokens meet in its middle. Halving ends once all factors are in
@@ -90,7 +85,7 @@ def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
     """
     row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     span = CHUNK
-    exponent = _from_middle(parts, span)
+    exponent = _from_middle(high, low, span)
     while tl.max(tl.abs(exponent)) > LIMIT:
         factor = tl.exp2(-tl.abs(exponent))
         right = _scaled(k, factor)
@@ -100,7 +95,7 @@ def _add_pair_products(qk, kk, q, k, parts, LIMIT: tl.constexpr):
         qk = tl.where(met, dot(_scaled(q, factor), tl.trans(right), qk), qk)
         kk = tl.where(met, dot(right, tl.trans(right), kk), kk)
         span //= 2
-        exponent = _from_middle(parts, span)
+        exponent = _from_middle(high, low, span)
     right = tl.trans(_scaled(k, tl.exp2(-exponent)))
     factor = tl.exp2(exponent)
     met = (column >= (row & -span)) & (column <= row)
@@ -168,15 +163,18 @@ def _prepare_kernel(
         keys = load_tokens(tile, k, STRIDES[1][0]).to(OPERAND)
         bias = tl.load(dt_bias + head * K + channel, mask=channel < K, other=0).to(tl.float32)
         queries, keys = _scaled(queries, q_power[:, None]), _scaled(keys, k_power[:, None])
-        parts = _parts(_log2_decays(gates, rate, bias[None, :], PRECISE))
-        from_start = tl.exp2(_sums(before, parts))
+        log_decays = _log2_decays(gates, rate, bias[None, :], PRECISE)
+        # bf16 operands have 8 bits, so 11 bits of log decays do; fp16 operands need 22.
+        high = log_decays.to(tl.float16)
+        low = None if OPERAND == tl.bfloat16 else (log_decays - high.to(tl.float32)).to(tl.float16)
+        from_start = tl.exp2(_sums(before, high, low))
         last = TokenTile(tile.step, tile.channel, (tile.step == CHUNK - 1) & (tile.channel < K))
         store_tokens(last, totals, 0, from_start)
         store_tokens(tile, operands, K, _scaled(keys, k_norm[:, None] * from_start))
         store_tokens(tile, operands + size, K, _scaled(queries, q_norm[:, None] * from_start))
-        to_end = tl.exp2(_sums(after, parts))
+        to_end = tl.exp2(_sums(after, high, low))
         store_tokens(tile, operands + 2 * size, K, _scaled(keys, k_norm[:, None] * to_end))
-        scores, products = _add_pair_products(scores, products, queries, keys, parts, LIMIT)
+        scores, products = _add_pair_products(scores, products, queries, keys, high, low, LIMIT)
 
     scores *= q_norm[:, None] * k_norm[None, :]
     if not PRECISE:  # no decay rounds a token's product with itself

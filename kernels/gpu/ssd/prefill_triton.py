@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
-from ..common.decays import LOG2_E, pairwise_decays, softplus
+from ..common.decays import LOG2_E, log2_sums, pairwise_decays, softplus
 from ..common.delta_rule import dot, operand
 from ..common.launch import Launcher
 from ..common.layout import slot_elements
@@ -42,6 +42,11 @@ def _products(x, y):
         return dot(x_right, tl.trans(y_right), dot(x_left, tl.trans(y_left)))
     else:
         return dot(x, tl.trans(y))
+
+
+@triton.jit
+def _line(x, i):
+    return tl.sum(tl.where(tl.arange(0, x.shape[0])[:, None] == i, x, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_prefills", "dt_stride", "dt_head_stride", "dt_min", "dt_max", "num_tokens"])
@@ -73,6 +78,7 @@ def _prepare_kernel(
 ):
     """Serve BLOCK_H heads of a group."""
     OPERAND: tl.constexpr = score_tiles.dtype.element_ty
+    PRECISE: tl.constexpr = OPERAND == tl.float32
     OF_GROUP: tl.constexpr = HEADS // GROUPS
     PARTS: tl.constexpr = (OF_GROUP + BLOCK_H - 1) // BLOCK_H
     chunk, part = row_and_tile(GROUPS * PARTS)
@@ -90,27 +96,34 @@ def _prepare_kernel(
     inputs = tl.load(B + row * B_STRIDES[0] + channel[None, :], mask=mask, other=0).to(OPERAND)
     reads = tl.load(C + row * C_STRIDES[0] + channel[None, :], mask=mask, other=0).to(OPERAND)
     products = _products(reads, inputs)
-    stored = filled[:, None] & (column // 8 <= row // 8)  # as `_scan_kernel` masks
+    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
+
+    # In one dimension, so that a thread has one token of all heads.
+    each = tl.arange(0, BLOCK_H * CHUNK)
+    each_step, each_head = each % CHUNK, group * OF_GROUP + first + each // CHUNK
+    present = (each_step < count) & (first + each // CHUNK < OF_GROUP)
+    size = tl.load(dt + (t + each_step) * dt_stride + each_head * dt_head_stride, mask=present, other=0).to(tl.float32)
+    if dt_bias is not None:
+        size += tl.load(dt_bias + each_head, mask=present, other=0).to(tl.float32)
+    size = tl.where(present, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
+    log_decay = size * tl.load(A + each_head, mask=present, other=0).to(tl.float32) * LOG2_E
+    sums, fine = log2_sums(tl.reshape(log_decay, [BLOCK_H, CHUNK]), PRECISE)
+    last = column == CHUNK - 1
+    to_end = tl.sum(tl.where(last, sums, 0.0), axis=1)[:, None] - sums
+    to_end += tl.sum(tl.where(last, fine, 0.0), axis=1)[:, None] - fine
+    vector = vectors + 2 * each_head.to(tl.int64) * num_tokens + t + each_step
+    tl.store(vector, tl.reshape(tl.exp2(sums + fine), [BLOCK_H * CHUNK]), mask=present)
+    tl.store(vector + num_tokens, tl.reshape(tl.exp2(to_end), [BLOCK_H * CHUNK]) * size, mask=present)
+    size = tl.reshape(size, [BLOCK_H, CHUNK])
 
     for i in tl.range(tl.minimum(OF_GROUP - first, BLOCK_H), num_stages=2):
         head = group * OF_GROUP + first + i
-        rate = tl.load(A + head).to(tl.float32)
-        size = tl.load(dt + (t + step) * dt_stride + head * dt_head_stride, mask=filled, other=0).to(tl.float32)
-        if dt_bias is not None:
-            size += tl.load(dt_bias + head).to(tl.float32)
-        size = tl.where(filled, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
-        log_decay = size * rate * LOG2_E
-        pairwise = pairwise_decays(log_decay, OPERAND == tl.float32)
-        to_end = tl.sum(tl.where(row == CHUNK - 1, pairwise, 0.0), axis=0) * size
-        scores = products * pairwise * size[None, :]
+        pairwise = pairwise_decays(_line(sums, i), _line(fine, i), PRECISE)
+        scores = products * pairwise * _line(size, i)[None, :]
         if D is not None:
             scores += tl.where(row == column, tl.load(D + head).to(tl.float32), 0.0)
-
-        place = head.to(tl.int64) * num_tokens + t
-        tl.store(score_tiles + place * CHUNK + row * CHUNK + column, operand(scores, OPERAND), mask=stored)
-        vector = vectors + 2 * head.to(tl.int64) * num_tokens + t + step
-        tl.store(vector, tl.exp2(tl.cumsum(log_decay, 0)), mask=filled)
-        tl.store(vector + num_tokens, to_end, mask=filled)
+        tile = score_tiles + (head.to(tl.int64) * num_tokens + t) * CHUNK + row * CHUNK + column
+        tl.store(tile, operand(scores, OPERAND), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_prefills", "slot_stride", "num_tokens"])
