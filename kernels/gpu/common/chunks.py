@@ -13,6 +13,7 @@ from .structs import aggregate
 CHUNK = tl.constexpr(plan.CHUNK)
 ROW_FIELDS = tl.constexpr(6)  # of `StateIndices.prefill_rows`
 SRC_FIELD = tl.constexpr(5)
+SECTOR = tl.constexpr(16)  # columns of 16 bits; memory takes longer to write half a sector
 
 
 CHUNK_ARRAYS = "query_start_loc", "chunk_start", "seq_chunk_start"

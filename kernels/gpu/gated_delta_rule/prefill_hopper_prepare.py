@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..common import delta_rule
-from ..common.chunks import CHUNK
+from ..common.chunks import CHUNK, SECTOR
 from ..common.decays import LOG2_E, MIN_PAIRWISE_LOG_DECAY
 from ..common.delta_rule import BLOCK, NORM_EPS
 from ..common.hopper import Chunks, barrier, clear_flags, copy_tile, set_flag, tokens_of_task
@@ -230,7 +230,7 @@ def _delta_prepare_kernel(
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
         entry = row.to(gl.int64) * (VALUE_HEADS * CHUNK) + column
-        stored = (row < count) & (column // 8 <= row // 8)  # as the second launch masks
+        stored = (row < count) & (column // SECTOR <= row // SECTOR)  # the second launch loads no more
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (VALUE_HEADS * CHUNK)
         gl.store(score_tile + entry, tile_s.load(OUT), mask=stored)
 

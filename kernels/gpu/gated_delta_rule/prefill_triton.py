@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
+from ..common.chunks import CHUNK, SECTOR, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import log2_sums, pairwise_decays
 from ..common.delta_rule import NORM_EPS, dot, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
@@ -74,7 +74,7 @@ def _prepare_kernel(
 
     tile = tiles + (t * VALUE_HEADS + head) * CHUNK + wide_step[:, None] * (VALUE_HEADS * CHUNK) + column
     score_tile = tile + tl.cast(num_tokens, tl.int64) * (VALUE_HEADS * CHUNK)
-    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
+    stored = filled[:, None] & (column // SECTOR <= row // SECTOR)  # the second launch loads no more
     wide = queries.to(tl.float32)
     query_norm = tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS) * K**-0.5
     scores = dot(queries, tl.trans(keys)) * pairwise * query_norm[:, None]

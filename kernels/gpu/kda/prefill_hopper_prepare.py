@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..common.chunks import CHUNK
+from ..common.chunks import CHUNK, SECTOR
 from ..common.decays import LOG2_E
 from ..common.delta_rule import BLOCK, NORM_EPS
 from ..common.hopper import (
@@ -281,7 +281,7 @@ def _kda_prepare_kernel(
         tile = tiles + place * CHUNK
         row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, OUT))[:, None]
         column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, OUT))[None, :]
-        stored = (row < tokens.count) & (column // 8 <= row // 8)  # as the second launch masks
+        stored = (row < tokens.count) & (column // SECTOR <= row // SECTOR)  # the second launch loads no more
         score_tile = tile + gl.cast(num_tokens, gl.int64) * (HEADS * CHUNK)
         gl.store(score_tile + (row * CHUNK + column), tile_s.load(OUT), mask=stored)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
+from ..common.chunks import CHUNK, SECTOR, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import LOG2_E, log2_softplus
 from ..common.delta_rule import NORM_EPS, dot, log2_decay, operand, unit_lower_inverse
 from ..common.launch import Launcher
@@ -182,7 +182,7 @@ def _prepare_kernel(
         scores = tl.where(row == column, own[:, None], scores)
     products *= k_norm[:, None] * (k_norm * beta)[None, :]
     tile = tiles + place * CHUNK + row * CHUNK + column
-    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
+    stored = filled[:, None] & (column // SECTOR <= row // SECTOR)  # the second launch loads no more
     tl.store(tile + tl.cast(num_tokens, tl.int64) * (HEADS * CHUNK), scores.to(OPERAND), mask=stored)
     inverse = unit_lower_inverse(products, OPERAND) * beta[:, None]
     tl.store(tile, inverse.to(OPERAND), mask=stored)

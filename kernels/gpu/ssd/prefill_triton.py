@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.chunks import CHUNK, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
+from ..common.chunks import CHUNK, SECTOR, chunk_tokens, clear_padding, prefill_row, row_and_tile, tokens_of_chunk
 from ..common.decays import LOG2_E, log2_sums, pairwise_decays, softplus
 from ..common.delta_rule import dot, operand
 from ..common.launch import Launcher
@@ -96,7 +96,7 @@ def _prepare_kernel(
     inputs = tl.load(B + row * B_STRIDES[0] + channel[None, :], mask=mask, other=0).to(OPERAND)
     reads = tl.load(C + row * C_STRIDES[0] + channel[None, :], mask=mask, other=0).to(OPERAND)
     products = _products(reads, inputs)
-    stored = filled[:, None] & (column // 8 <= row // 8)  # as the second launch masks
+    stored = filled[:, None] & (column // SECTOR <= row // SECTOR)  # the second launch loads no more
 
     # In one dimension, so that a thread has one token of all heads.
     each = tl.arange(0, BLOCK_H * CHUNK)
