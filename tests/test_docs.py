@@ -135,11 +135,13 @@ def test_ratios_with_the_code_of_another_gpu_match_the_benchmark() -> None:
     for row in result("kernels-sm80-h200.json")["rows"]:
         if row["mode"] == "graph" and "vLLM" in row["peers_us"]:
             ratios.setdefault(row["op"], {})[row["case"]] = f"{row['ours_us'] / row['peers_us']['vLLM']:.2f}"
-    assert ratios.keys() == {"gated_delta_rule", "ssd"}
+    assert ratios.keys() == {"gated_delta_rule", "kda", "ssd"}
     for op, cases in ratios.items():
         figures = [cases[case] for case in ("1 x 8192", "8 x 1024", "64 x 128", "batch 64")]
         assert f"| `{op}` | {' | '.join(figures)} |" in PERFORMANCE
     assert f"SSD's batch of 64 takes {ratios['ssd']['batch 64, vLLM replays']}." in PERFORMANCE
+    prefill = [ratio for cases in ratios.values() for case, ratio in cases.items() if not case.startswith("batch")]
+    assert f"prefill takes {min(prefill)} to {max(prefill)} of vLLM's [time]" in README
 
 
 @pytest.mark.usefixtures("benchmarks")

@@ -25,8 +25,9 @@ from test_gpu_contract import pools_on_the_gpu  # noqa: F401 (a fixture)
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 GPUS = ("sm80", "sm120")  # with large tiles; with small tiles, and with launches that overlap
-TILED = ("gated_delta_rule", "kda", "ssd")  # on the second GPU others have the same kernels as on the first
-ON_EACH = [(gpu, op) for gpu in GPUS for op in MODELS if gpu == GPUS[0] or op in TILED]
+TILED = ("gated_delta_rule", "kda", "ssd")
+BY_MEMORY = ("gated_delta_rule", "kda")  # on the second GPU prefill of others has the kernels of the first
+ON_EACH = [(gpu, op) for gpu in GPUS for op in MODELS if gpu == GPUS[0] or op in BY_MEMORY]
 ATTENTION = [(gpu, name) for gpu in GPUS for name in ("grouped, drafts", "wide", "latent", "small pages", "fp32")]
 ENGINES = [(gpu, model) for gpu in GPUS for model in ("qwen3_next", "kimi_linear", "falcon_h1")]
 
