@@ -37,6 +37,7 @@ SHAPES: dict[str, Make] = {
         "ssd": partial(SsdOp, 1, 2, values, width),
     }.items()
 }
+QUICK = "-16-128", "-48-128"
 CASES = [
     *(Case(op, model, SHARED_BY[model], "varlen", DTYPES[op][0]) for op, models in MODELS.items() for model in models),
     *(Case(op, next(iter(MODELS[op])), 8, "varlen", dtypes) for op in MODELS for dtypes in DTYPES[op][1:]),
@@ -89,7 +90,7 @@ def spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "dtypes"),
     [
-        pytest.param(make, (FP32, FP32), id=name, marks=() if name.endswith("-128") else pytest.mark.gpu_full)
+        pytest.param(make, (FP32, FP32), id=name, marks=() if name.endswith(QUICK) else pytest.mark.gpu_full)
         for name, make in SHAPES.items()
     ],
 )
