@@ -34,7 +34,7 @@ from gpu_cases import (
     norm_errors,
     served_as,
 )
-from kernel_cases import Recurrence, assert_bitwise
+from kernel_cases import Pool, Recurrence, Row, assert_bitwise, run_rows
 from mambacache.kernels import api, gpu, reference
 from op_conv1d import Conv1dOp
 from op_gated_delta_rule import DeltaRuleOp, TokenRows
@@ -116,6 +116,24 @@ def test_large_states_are_finite_operands_in_fp16(op: str) -> None:
     batch.pool.state.mul_(1e6)
     batch.run()
     assert batch.pool.state[batch.prefill_blocks].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *(("gated_delta_rule", name) for name in "kvab"),
+        *(("kda", name) for name in "kvb"),
+        *(("ssd", name) for name in "xB"),
+    ],
+)
+def test_a_nan_input_of_a_prompt_reaches_its_state(op: str, name: str) -> None:
+    recurrence = OPS[op]()
+    inputs = recurrence.inputs(100, FP16)
+    inputs[name][30] = torch.nan
+    pool = Pool(recurrence.state_shape, FP32)
+    end = pool.take(torch.zeros(recurrence.state_shape))
+    run_rows(recurrence, pool, [], [(Row(100, 0, end), inputs)])
+    assert pool.state[end].isnan().any()
 
 
 @pytest.mark.parametrize("make", [partial(KDAOp, 2, 32, 16), partial(DeltaRuleOp, 1, 2, 32, 16)], ids=["kda", "gdn"])

@@ -67,8 +67,8 @@ def _prepare_kernel(
     rate, bias = tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
 
     gate = tl.where(filled, log2_decay(gate, rate, bias), 0.0)
+    decay = tl.exp2(tl.cumsum(gate, 0))
     sums, fine = log2_sums(gate, PRECISE)
-    decay = tl.exp2(sums + fine)
     pairwise = pairwise_decays(sums, fine, PRECISE)
     row, column = step[:, None], step[None, :]
 

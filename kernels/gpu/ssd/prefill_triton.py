@@ -107,12 +107,13 @@ def _prepare_kernel(
         size += tl.load(dt_bias + each_head, mask=present, other=0).to(tl.float32)
     size = tl.where(present, tl.minimum(tl.maximum(softplus(size), dt_min), dt_max), 0.0)
     log_decay = size * tl.load(A + each_head, mask=present, other=0).to(tl.float32) * LOG2_E
-    sums, fine = log2_sums(tl.reshape(log_decay, [BLOCK_H, CHUNK]), PRECISE)
+    log_decay = tl.reshape(log_decay, [BLOCK_H, CHUNK])
+    sums, fine = log2_sums(log_decay, PRECISE)
     last = column == CHUNK - 1
     to_end = tl.sum(tl.where(last, sums, 0.0), axis=1)[:, None] - sums
     to_end += tl.sum(tl.where(last, fine, 0.0), axis=1)[:, None] - fine
     vector = vectors + 2 * each_head.to(tl.int64) * num_tokens + t + each_step
-    tl.store(vector, tl.reshape(tl.exp2(sums + fine), [BLOCK_H * CHUNK]), mask=present)
+    tl.store(vector, tl.reshape(tl.exp2(tl.cumsum(log_decay, 1)), [BLOCK_H * CHUNK]), mask=present)
     tl.store(vector + num_tokens, tl.reshape(tl.exp2(to_end), [BLOCK_H * CHUNK]) * size, mask=present)
     size = tl.reshape(size, [BLOCK_H, CHUNK])
 
