@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "MAMBACACHE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other check starts CUDA, and then no worker can be forked
 
 import torch
 from recall_run import asked, generate, prompt
