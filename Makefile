@@ -164,7 +164,8 @@ replay: $(READY)
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
 REPLAY_VLLM := VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \
-	$(TRACE) --requests 12031 --budgets 20+40 --json benchmarks/results/replay-vllm.json
+	$(TRACE) --budgets 20+40 --json benchmarks/results/replay-vllm.json
 replay-vllm: $(VLLM_READY)
-	$(REPLAY_VLLM)
-	$(REPLAY_VLLM) --by-last-use
+	$(REPLAY_VLLM) --requests 12031
+	$(REPLAY_VLLM) --requests 12031 --by-last-use
+	$(REPLAY_VLLM) --requests 1000 --speed 140000 --seeds 2 3 4 5 6 7 8 9

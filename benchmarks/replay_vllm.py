@@ -1,11 +1,12 @@
 """Replay a trace through vLLM's scheduler with the plugin, without a model, and report the share of the ceiling hit.
 
     python benchmarks/replay_vllm.py benchmarks/traces/mooncake_conversation.jsonl.gz [--requests 2000] [--agents N]
-        [--model qwen3-next] [--budgets 5+20 20+40] [--rate 5] [--by-last-use] [--json OUT.json]
+        [--model qwen3-next] [--budgets 5+20 20+40] [--rate 5] [--speed 120000] [--seeds 2] [--by-last-use]
+        [--json OUT.json]
 
 A budget is GiB of states + GiB of KV. It needs vLLM 0.32 or 0.33, and no GPU. Requests come as a Poisson process, and a
-step takes a time for each token: many requests run at once, as in a server. With `--by-last-use` KV pages keep vLLM's
-order of eviction. Answers have the trace's tokens.
+step takes a time for each token: many requests run at once, as in a server. Seed 2 gives the arrivals of
+bench_serving.py. With `--by-last-use` KV pages keep vLLM's order of eviction. Answers have the trace's tokens.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import argparse
 import json
 import random
 import re
+import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ MODEL = {
     "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 320, "max_position_embeddings": 1 << 18,
 }  # fmt: skip
 RUNNING, STEP = 64, 16_384  # requests at once, tokens of a step
-TOKENS_A_SECOND, SHORTEST_STEP = 120_000, 0.006
+SHORTEST_STEP = 0.006  # seconds
 
 
 @dataclass
@@ -54,7 +56,10 @@ class Row:
     state_gib: float
     kv_gib: float
     rate: float
+    speed: float
+    seed: int
     by_last_use: bool
+    first_token_median: float  # seconds
     share: float
 
 
@@ -85,29 +90,38 @@ def scheduler_of(num_states: int, num_pages: int) -> Any:
     )
 
 
-def replay(scheduler: Any, trace: Sequence[Request], rate: float) -> int:
-    """Return the tokens of all prompts that are hit at their first admission."""
+def replay(scheduler: Any, trace: Sequence[Request], rate: float, speed: float, seed: int) -> tuple[int, float]:
+    """Return the tokens that prompts hit at their first admission, and the median time to the first token in seconds.
+
+    Args:
+        rate: requests a second.
+        speed: tokens a second.
+        seed: the seed of the arrivals.
+    """
     init_none_hash(sha256)
-    hasher, rng = get_request_block_hasher(BLOCK, sha256), random.Random(2)
-    due, now, hits, given = rng.expovariate(rate), 0.0, dict[str, int](), 0
+    hasher, rng = get_request_block_hasher(BLOCK, sha256), random.Random(seed)
+    arrivals = [*accumulate(rng.expovariate(rate) for _ in trace)]
+    now, given, hits, waits = 0.0, 0, dict[str, int](), dict[str, float]()
     bar = tqdm(total=len(trace), mininterval=2, leave=False)
     while given < len(trace) or scheduler.has_requests():
         if not scheduler.has_requests():
-            now = max(now, due)
-        while given < len(trace) and due <= now:
+            now = max(now, arrivals[given])
+        while given < len(trace) and arrivals[given] <= now:
             params = SamplingParams(temperature=0, max_tokens=len(trace[given].answer), ignore_eos=True)
             prompt = trace[given].prompt.tolist()
-            scheduler.add_request(ServedRequest(str(given), prompt, params, None, due, block_hasher=hasher))
-            given, due = given + 1, due + rng.expovariate(rate)
+            scheduler.add_request(ServedRequest(str(given), prompt, params, None, arrivals[given], block_hasher=hasher))
+            given += 1
         output = scheduler.schedule()
         for new in output.scheduled_new_reqs:
             hits.setdefault(new.req_id, new.num_computed_tokens)
         sampled = [_sampled(scheduler.requests[name], trace[int(name)]) for name in output.num_scheduled_tokens]
         names = {name: place for place, name in enumerate(output.num_scheduled_tokens)}
         done = scheduler.update_from_output(output, ModelRunnerOutput([*names], names, sampled))
-        bar.update(sum(each.finish_reason is not None for outputs in done.values() for each in outputs.outputs))
-        now += max(sum(output.num_scheduled_tokens.values()) / TOKENS_A_SECOND, SHORTEST_STEP)
-    return sum(hits.values())
+        now += max(sum(output.num_scheduled_tokens.values()) / speed, SHORTEST_STEP)
+        for each in (each for outputs in done.values() for each in outputs.outputs):
+            waits.setdefault(each.request_id, now - arrivals[int(each.request_id)])
+            bar.update(each.finish_reason is not None)
+    return sum(hits.values()), statistics.median(waits.values())
 
 
 def _sampled(request: Any, wanted: Request) -> list[int]:
@@ -123,6 +137,8 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="qwen3-next")
     parser.add_argument("--budgets", nargs="+", default=["5+20", "20+40", "40+80"])
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
+    parser.add_argument("--speed", type=float, default=120_000, help="tokens a second")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[2], help="of the arrivals")
     parser.add_argument("--by-last-use", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -137,13 +153,14 @@ def main() -> None:
         name, trace = f"agents-{options.agents}", Traffic(setting(options.agents)).run()
     if options.by_last_use:
         plugin.PageQueue = lambda *_: None
-    shape = MODELS[options.model]
-    for budget in options.budgets:
+    shape, ceiling = MODELS[options.model], sum(request.ceiling for request in trace)
+    for budget, seed in product(options.budgets, options.seeds):
         states, pages = (float(part) for part in budget.split("+"))
         made = scheduler_of(int(states * GIB / shape.state_bytes), int(pages * GIB / shape.kv_bytes / BLOCK))
-        share = replay(made, trace, options.rate) / sum(request.ceiling for request in trace)
-        row = Row(name, len(trace), options.model, states, pages, options.rate, options.by_last_use, share)
-        print(f"{budget:8} {share:.4f} of the ceiling", flush=True)
+        hits, median = replay(made, trace, options.rate, options.speed, seed)
+        run = options.rate, options.speed, seed, options.by_last_use
+        row = Row(name, len(trace), options.model, states, pages, *run, median, hits / ceiling)
+        print(f"{budget:8} {row.share:.4f} of the ceiling, first token after {median:.3f} s", flush=True)
         if options.json:
             write(options.json, row)
 
@@ -151,7 +168,8 @@ def main() -> None:
 def write(path: Path, row: Row) -> None:
     """Add a row to a file in place of the row of the same run."""
     old = [Row(**each) for each in json.loads(path.read_text())["rows"]] if path.exists() else []
-    rows = [each for each in old if replace(each, share=row.share) != row] + [row]
+    found = {"first_token_median": row.first_token_median, "share": row.share}
+    rows = [each for each in old if replace(each, **found) != row] + [row]
     path.write_text(json.dumps({"rows": [asdict(each) for each in rows]}, indent=1) + "\n")
 
 

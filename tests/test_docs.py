@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -162,8 +163,17 @@ def test_replay_hits_match_the_benchmark() -> None:
         assert row["policy"] == "mambacache" or row["share"] + 0.03 < ours[0]["share"], row
     agents = result("replay-agents.json")["budgets"]["25"]
     assert agents_table(agents) in PERFORMANCE and f"{len(agents)} settings" in PERFORMANCE
-    served = {row["by_last_use"]: f"hits {row['share']:.1%}" for row in result("replay-vllm.json")["rows"]}
+    simulated = result("replay-vllm.json")["rows"]
+    served = {row["by_last_use"]: f"hits {row['share']:.1%}" for row in simulated if row["requests"] > 1000}
     assert f"it {served[False]} of the ceiling" in PERFORMANCE and f"eviction it {served[True]}." in PERFORMANCE
+    [run] = result("serving-window-h200.json")["rows"]
+    window = [row for row in simulated if row["requests"] == 1000]
+    share, shares = run["hit_tokens"] / run["ceiling_tokens"], [row["share"] for row in window]
+    waits = [row["first_token_median"] for row in window]
+    assert len(window) == 8 and min(waits) < run["first_token_median"] < max(waits)
+    assert abs(mean(shares) - share) < 0.02
+    assert f"They hit {share:.1%} of the ceiling" in PERFORMANCE
+    assert f"hit {mean(shares):.1%} in the mean, {min(shares):.1%} to {max(shares):.1%}." in PERFORMANCE
 
 
 @pytest.mark.usefixtures("benchmarks")

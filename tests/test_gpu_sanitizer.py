@@ -1,4 +1,4 @@
-"""Run a small batch of every op under compute-sanitizer."""
+"""Run a small batch of every op under compute-sanitizer, with a Hopper's kernels and with those of other GPUs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 from gpu_cases import MODELS
 from mambacache import kernels
+from test_gpu_portable import ON_EACH
 
 RECURRENT = """
 from gpu_cases import DTYPES, MODELS, run_once
@@ -117,12 +118,16 @@ def test_no_hazard_but_the_start_of_roles_passes() -> None:
 
 @pytest.mark.gpu_full
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize(("gpu", "name"), [*(("", name) for name in CODE), *ON_EACH, ("sm80", "paged_attention")])
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_sanitizer_finds_nothing(name: str, tool: str) -> None:
+def test_sanitizer_finds_nothing(gpu: str, name: str, tool: str) -> None:
     """Turn torch's cache of memory off, so that every tensor ends where its memory ends."""
     searched = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": searched}
+    environment = os.environ | {
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "PYTHONPATH": searched,
+        "MAMBACACHE_GPU": gpu,
+    }
     command = ["compute-sanitizer", "--tool", tool, sys.executable, "-c", CODE[name]]
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0 and found_nothing(done.stdout), done.stdout[-4000:]
