@@ -9,7 +9,7 @@ from mambacache.cache.prefix_cache import PrefixCache
 
 
 class PageQueue:
-    """Stands in for vLLM's queue of free pages, where pages without a hash stay. These go first."""
+    """Stands in for vLLM's queue of free pages. Pages without a hash stay in that queue, and go first."""
 
     def __init__(self, manager: Any, prefix_cache: PrefixCache) -> None:
         pool = manager.block_pool
