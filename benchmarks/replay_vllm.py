@@ -1,12 +1,13 @@
-"""Replay a trace through vLLM's scheduler with the plugin, without a model, and report the share of the ceiling hit.
+"""Replay a trace through vLLM's scheduler with the plugin, and report the share of the ceiling that is hit.
 
     python benchmarks/replay_vllm.py benchmarks/traces/mooncake_conversation.jsonl.gz [--requests 2000] [--agents N]
         [--model qwen3-next] [--budgets 5+20 20+40] [--rate 5] [--speed 120000] [--seeds 2] [--by-last-use]
         [--json OUT.json]
 
-A budget is GiB of states + GiB of KV. It needs vLLM 0.32 or 0.33, and no GPU. Requests come as a Poisson process, and a
-step takes a time for each token: many requests run at once, as in a server. Seed 2 gives the arrivals of
-bench_serving.py. With `--by-last-use` KV pages keep vLLM's order of eviction. Answers have the trace's tokens.
+No model runs: this needs vLLM 0.32 or 0.33, and no GPU. A budget is GiB of states + GiB of KV. Requests come as a
+Poisson process, and a step takes a time for each token: many requests run at once, as in a server. Seed 2 gives the
+arrivals of bench_serving.py. With `--by-last-use` KV pages keep vLLM's order of eviction. Answers have the trace's
+tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, islice, product
+from itertools import accumulate, chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def replay(scheduler: Any, trace: Sequence[Request], rate: float, speed: float, 
         names = {name: place for place, name in enumerate(output.num_scheduled_tokens)}
         done = scheduler.update_from_output(output, ModelRunnerOutput([*names], names, sampled))
         now += max(sum(output.num_scheduled_tokens.values()) / speed, SHORTEST_STEP)
-        for each in (each for outputs in done.values() for each in outputs.outputs):
+        for each in chain.from_iterable(outputs.outputs for outputs in done.values()):
             waits.setdefault(each.request_id, now - arrivals[int(each.request_id)])
             bar.update(each.finish_reason is not None)
     return sum(hits.values()), statistics.median(waits.values())
@@ -144,6 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.trace is None) == (options.agents is None):
         parser.error("give a trace, or --agents N")
+    if min(options.rate, options.speed) <= 0:
+        parser.error("--rate and --speed must be above 0")
     for budget in options.budgets:
         if not re.fullmatch(r"\d+(\.\d+)?\+\d+(\.\d+)?", budget):
             parser.error(f"{budget!r} is not a budget: give GiB of states and KV, as 20+40")

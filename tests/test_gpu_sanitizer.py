@@ -1,4 +1,4 @@
-"""Run a small batch of every op under compute-sanitizer, with a Hopper's kernels and with those of other GPUs."""
+"""Run a small batch of every op under compute-sanitizer. Kernels are a Hopper's, and then other GPUs'."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
 }
 
 
-# Triton tells a warp its role by a byte. The machine code writes the byte before a barrier of all warps, and reads it
-# after the barrier. racecheck reports the two all the same, both at the kernel's first line.
+# Triton tells a warp its role by a byte, which is written before a barrier of all warps and read after it. racecheck
+# still reports a race, with both accesses at the kernel's first line.
 HAZARD = re.compile(
     r"Race reported between Read access at (\w+)\+\w+ in (\S+)\n=+ +and Write access at (\w+)\+\w+ in (\S+) \["
 )
@@ -123,11 +123,7 @@ def test_no_hazard_but_the_start_of_roles_passes() -> None:
 def test_sanitizer_finds_nothing(gpu: str, name: str, tool: str) -> None:
     """Turn torch's cache of memory off, so that every tensor ends where its memory ends."""
     searched = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
-        "PYTHONPATH": searched,
-        "MAMBACACHE_GPU": gpu,
-    }
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": searched, "MAMBACACHE_GPU": gpu}
     command = ["compute-sanitizer", "--tool", tool, sys.executable, "-c", CODE[name]]
     done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0 and found_nothing(done.stdout), done.stdout[-4000:]
