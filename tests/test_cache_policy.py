@@ -8,7 +8,7 @@ import pytest
 
 from mambacache import CacheConfig, Hit, PrefixCache
 from mambacache.cache import pool
-from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder, Kind, Marks, Origin, Policy, Turn, Wish
+from mambacache.cache.retention import NEEDED, SPARE, Chains, EvictionOrder, Kind, Marks, Policy, Turn, Wish
 from policy_mixes import KINDS, Asked, Mixes, ceiling
 from selection import some
 
@@ -122,12 +122,13 @@ def talk(chains: Chains, chat: int, shared: int, blocks: int, answer: int) -> Tu
 def test_a_turn_knows_the_chain_that_it_continues() -> None:
     chains = Chains(64, 1000)
     first = talk(chains, 1, shared=0, blocks=10, answer=2)
-    assert (first.origin, first.at_end) == (Origin.NEW, False)
+    assert (first.number, first.branched, first.at_end) == (0, False, False)
     second = talk(chains, 1, shared=12, blocks=14, answer=2)
-    assert (second.origin, second.at_end) == (Origin.NEXT, True)
+    assert (second.number, second.branched, second.at_end) == (1, False, True)
     assert first.gone_on and not second.gone_on
     again = talk(chains, 1, shared=11, blocks=13, answer=2)  # inside the answer
-    assert (again.origin, again.at_end) == (Origin.BRANCHED, False)
+    assert (again.number, again.branched, again.at_end) == (1, True, False)
+    assert talk(chains, 1, shared=16, blocks=18, answer=0).number == 2
 
 
 def test_a_prompt_reuses_the_deepest_state_alone_and_a_hit_in_its_place_counts_for_nothing() -> None:
@@ -143,6 +144,11 @@ def test_a_prompt_reuses_the_deepest_state_alone_and_a_hit_in_its_place_counts_f
 def test_prompts_are_classed_by_their_new_tokens() -> None:
     bounds = [talk(Chains(64, 1000), 1, shared=0, blocks=blocks, answer=0).added for blocks in (1, 5, 17, 65, 90)]
     assert bounds == [0, 1, 2, 3, 3]
+
+
+def test_turns_are_classed_by_the_turns_before_them() -> None:
+    continued, branched = ([Turn(1, number, again).past for number in (1, 2, 3, 4, 8, 99)] for again in (False, True))
+    assert Turn(1).past == 0 and continued == [1, 2, 2, 3, 4, 4] and branched == [5, 6, 6, 7, 8, 8]
 
 
 def test_a_turn_keeps_the_state_that_next_turns_begin_with() -> None:
@@ -187,8 +193,8 @@ def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     chains = Chains(64, 1000)
     for chat in (1, 2, 3, 1, 4):
         talk(chains, chat, shared=0, blocks=10, answer=0)
-    assert talk(chains, 1, shared=10, blocks=12, answer=0).origin is Origin.NEXT
-    assert talk(chains, 2, shared=10, blocks=12, answer=0).origin is Origin.NEW
+    assert talk(chains, 1, shared=10, blocks=12, answer=0).number == 1
+    assert talk(chains, 2, shared=10, blocks=12, answer=0).number == 0
 
 
 # --- the order of eviction ---

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from random import Random
 
 import numpy as np
 import pytest
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import AGES, FIRST_AGE, GROWTH, Kind, Needs, Origin, Record, Reuse, Turn, age_of
+from mambacache.cache.retention import AGES, FIRST_AGE, GROWTH, Kind, Needs, Record, Reuse, Turn, age_of
 from mambacache.config import CacheConfig
 
 
@@ -86,13 +87,43 @@ def value(reuse: Reuse, turn: Turn, age: int) -> float:
 
 
 def test_a_class_that_is_reused_is_worth_more() -> None:
-    reuse, often, never = Reuse(), Turn(1, origin=Origin.NEXT), Turn(1, origin=Origin.NEW)
+    reuse, often, never = Reuse(), Turn(1, number=1), Turn(1)
     for i in range(100):
         learn(reuse, often, True, [b"o%d" % i], 100)
         learn(reuse, never, False, [b"n%d" % i], 100)
     assert value(reuse, often, 0) > 10 * value(reuse, never, 0)
     late = age_of(2000)
     assert value(reuse, often, 0) > value(reuse, often, late)
+
+
+def test_a_new_class_is_expected_to_behave_like_classes_with_the_same_traits() -> None:
+    reuse = Reuse()
+    for i in range(100):
+        for number in (0, 4):
+            learn(reuse, Turn(1, number), number > 0, [b"%d %d" % (number, i)], 100)
+    assert value(reuse, Turn(1, 5, added=2), 0) > 10 * value(reuse, Turn(1, 0, added=2), 0)
+
+
+def test_hits_of_a_class_outweigh_its_traits() -> None:
+    reuse = Reuse()
+    for i in range(200):
+        for number, added in product((0, 4), (0, 2)):
+            reused = (number > 0) == (added > 0)
+            learn(reuse, Turn(1, number, added=added), reused, [b"%d %d %d" % (number, added, i)], 100)
+    for number in (0, 4):
+        often, seldom = (value(reuse, Turn(1, number, added=2 * (same == (number > 0))), 0) for same in (True, False))
+        assert often > 3 * seldom
+
+
+def test_factors_of_a_trait_differ_by_age() -> None:
+    """Reuse turns with turns before them soon, and others late, equally often."""
+    reuse, late = Reuse(), age_of(1500)
+    for i in range(300):
+        learn(reuse, Turn(1, 1), True, [b"soon %d" % i], 10)
+        learn(reuse, Turn(1, 0), True, [b"late %d" % i], 1500)
+    soon_first = value(reuse, Turn(1, 1, added=2), 0) / value(reuse, Turn(1, 0, added=2), 0)
+    late_first = value(reuse, Turn(1, 1, added=2), late) / value(reuse, Turn(1, 0, added=2), late)
+    assert soon_first > 3 * late_first
 
 
 def test_time_counts_before_an_age_ends() -> None:
@@ -114,7 +145,7 @@ def test_time_counts_before_an_age_ends() -> None:
 
 def test_counts_of_ages_agree_with_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reuse, "MOST", 40)
-    reuse, random, turns = Reuse(), Random(0), [Turn(1, origin=origin) for origin in Origin]
+    reuse, random, turns = Reuse(), Random(0), [Turn(1), *(Turn(1, number, branched) for number in (1, 9) for branched in (False, True))]
     for _ in range(3000):
         name = random.choice((b"%d" % random.randrange(1000), *list(reuse.records)[:1]))
         if name in reuse.records and random.random() < 0.3:

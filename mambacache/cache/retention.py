@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import nsmallest
-from math import ceil, inf, log
+from math import ceil, inf, log, prod
 from random import Random
 
 import numpy as np
@@ -34,17 +34,14 @@ class Kind(IntEnum):
     STEP = 2  # unrequested, saves `LONG` tokens of a prompt
 
 
-class Origin(IntEnum):
-    NEW = 0
-    NEXT = 1  # continues a turn
-    BRANCHED = 2  # continues a turn that was continued before
-
-
+TURNS = (1, 2, 4, 8)  # turns before a turn: bounds between short and long chains
 ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
-
 MOST_USES = 2
-CLASSES = len(Kind) * len(Origin) * (len(ADDED) + 1) * (MOST_USES + 1)
-AGES = 28
+
+TRAITS = (len(Kind), 2 * len(TURNS) + 1, len(ADDED) + 1, MOST_USES + 1)
+"""Counts the values of each trait; a class has a kind, a past, added tokens and uses."""
+
+AGES, SPAN = 28, 4  # a trait has a factor for each span of ages
 FIRST_AGE, GROWTH = 8.0, 1.6  # blocks; each age's end over the last's
 
 _EDGES = np.array([0.0, *(FIRST_AGE * GROWTH**age for age in range(AGES))])
@@ -61,11 +58,16 @@ class Turn:
     """Describes a prompt and its answer; depths are in blocks."""
 
     tail: int
-    origin: Origin = Origin.NEW
+    number: int = 0  # turns before it
+    branched: bool = False  # continues a turn that was continued before
     added: int = 0  # bounds of ADDED that its new tokens reach
     at_end: bool = False  # the computed prefix ends with that turn
     answered: int = 0
     gone_on: bool = False  # a later turn continues it
+
+    @property
+    def past(self) -> int:
+        return bisect(TURNS, self.number) + len(TURNS) * self.branched
 
 
 @dataclass(slots=True)
@@ -80,9 +82,8 @@ class Record:
 
     @property
     def place(self) -> int:
-        turn = self.turn
-        place = self.kind * len(Origin) + turn.origin
-        return (place * (len(ADDED) + 1) + turn.added) * (MOST_USES + 1) + self.uses
+        _, pasts, added, uses = TRAITS
+        return ((self.kind * pasts + self.turn.past) * added + self.turn.added) * uses + self.uses
 
 
 class Average:
@@ -100,20 +101,22 @@ class Average:
 class Reuse:
     """Learns how soon states of a class are reused, at each age.
 
+    The rate of a class is the usual rate times a factor for each trait, and its own rate where it has many hits.
     A value is a Gittins index: the most hits for each block of time that the state is kept.
     """
 
     MOST = 1 << 16
     EVERY = 64  # admissions between two estimates
-    TRUST = 3.0  # hits that a class is worth before its own hits
+    TRUST = 3.0  # expected hits of a trait or class that weigh as much as its own hits
     GUESS = 0.02  # hits of an age before any is seen
 
     def __init__(self) -> None:
         self.now = 0  # computed blocks
         self.records: OrderedDict[bytes, Record] = OrderedDict()
         self._by_age: list[deque[tuple[bytes, Record]]] = [deque() for _ in range(AGES)]
-        self._hits, self._time = np.zeros((CLASSES, AGES)), np.zeros((CLASSES, AGES))
-        self._inside = np.zeros((2, CLASSES, AGES))  # records within an age, and the sum of their last uses
+        self._hits, self._time = np.zeros((prod(TRAITS), AGES)), np.zeros((prod(TRAITS), AGES))
+        self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and the sum of their last uses
+        self._factors = [np.ones(AGES)] * len(TRAITS)  # by value and age, with an axis for each trait
         self._admitted = 0
         self.values: list[list[float]] = []
         self.due = True  # for another estimate
@@ -180,23 +183,33 @@ class Reuse:
         self.due = False
         inside, used = self._inside
         passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
-        hits, time = self._hits.sum(0), passed.sum(0)
-        usual, last = np.empty(AGES), 1e-7  # of all classes
-        for age in range(AGES):
-            last = usual[age] = (hits[age] + self.GUESS) / (time[age] + 2 * self.GUESS / last)
-        expected = (passed * usual).sum(1)
-        prior = usual * ((self._hits.sum(1) + 1) / (expected + 1))[:, None]
-        rates = (self._hits + self.TRUST) / (passed + self.TRUST / prior)
-        values = np.empty_like(rates)
+        rates = (self._hits + self.TRUST) / (passed + self.TRUST / self._expected(passed))
+        values, waits = np.empty_like(rates), 1 / rates
         for age in range(AGES):
             widths = _WIDTHS[age:].copy()
             widths[0] = _EDGES[age + 1] - np.sqrt(max(_EDGES[age], 1.0) * _EDGES[age + 1])
-            risk = rates[:, age:] * widths
-            alive = np.exp(-np.cumsum(risk, 1))
-            before = np.concatenate([np.ones((len(rates), 1)), alive[:, :-1]], 1)
-            gained = before - alive
-            values[:, age] = (gained.cumsum(1) / (gained / rates[:, age:]).cumsum(1)).max(1)
+            reached = -np.expm1(-np.cumsum(rates[:, age:] * widths, 1))
+            gained = np.diff(reached, prepend=0)
+            values[:, age] = (reached / np.cumsum(gained * waits[:, age:], 1)).max(1)
         self.values = values.tolist()
+
+    def _expected(self, passed: np.ndarray) -> np.ndarray:
+        """Learn the factors of traits, and return the rate of hits that they give each class at each age."""
+        hits, time = self._hits.reshape(*TRAITS, AGES), passed.reshape(*TRAITS, AGES)
+        traits, product = range(len(TRAITS)), prod(self._factors)
+        seen, expected = hits.sum((*traits,)), (time * product).sum((*traits,))
+        usual, last = np.empty(AGES), 1e-7  # of all classes
+        for age in range(AGES):
+            last = usual[age] = (seen[age] + self.GUESS) / (expected[age] + 2 * self.GUESS / last)
+        for trait, factors in enumerate(self._factors):
+            others = (*(other for other in traits if other != trait),)
+            seen, expected = (
+                np.add.reduceat(each.sum(others, keepdims=True), range(0, AGES, SPAN), -1)
+                for each in (hits, time * usual * product / factors)
+            )
+            self._factors[trait] = ((seen + self.TRUST) / (expected + self.TRUST)).repeat(SPAN, -1)
+            product = product * (self._factors[trait] / factors)
+        return (product * usual).reshape(-1, AGES)
 
     def group(self, record: Record) -> int:
         return 2 + 2 * record.place
@@ -237,7 +250,7 @@ class Chains:
         turn = Turn(tail, added=bisect(ADDED, prompt_len - shared * self._block_size))
         if before:
             last = self._turns[chain[before]]
-            turn.origin = Origin.BRANCHED if last.gone_on else Origin.NEXT
+            turn.number, turn.branched = last.number + 1, last.gone_on
             self._branches.note(last.gone_on)
             if last.answered > last.tail:
                 self._answer_kept.note(shared >= last.answered)
