@@ -82,7 +82,6 @@ def learn(reuse: Reuse, turn: Turn, reused: bool, names: Sequence[bytes], gap: i
 
 
 def value(reuse: Reuse, turn: Turn, age: int) -> float:
-    reuse.estimate()
     return reuse.values[Record(Kind.TURN, turn, 0).place][age]
 
 
@@ -145,7 +144,8 @@ def test_time_counts_before_an_age_ends() -> None:
 
 def test_counts_of_ages_agree_with_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reuse, "MOST", 40)
-    reuse, random, turns = Reuse(), Random(0), [Turn(1), *(Turn(1, number, branched) for number in (1, 9) for branched in (False, True))]
+    turns = [Turn(1), *(Turn(1, *past) for past in product((1, 9), (False, True)))]
+    reuse, random = Reuse(), Random(0)
     for _ in range(3000):
         name = random.choice((b"%d" % random.randrange(1000), *list(reuse.records)[:1]))
         if name in reuse.records and random.random() < 0.3:

@@ -118,9 +118,8 @@ class Reuse:
         self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and the sum of their last uses
         self._factors = [np.ones(AGES)] * len(TRAITS)  # by value and age, with an axis for each trait
         self._admitted = 0
-        self.values: list[list[float]] = []
-        self.due = True  # for another estimate
-        self.estimate()
+        self._values: list[list[float]] = []
+        self._due = True  # for another estimate
 
     def begin(self, block_hash: bytes, kind: Kind, turn: Turn) -> None:
         if block_hash not in self.records:
@@ -163,7 +162,7 @@ class Reuse:
         self._admitted += 1
         if self._admitted % self.EVERY:
             return
-        self.due = True
+        self._due = True
         for age, line in enumerate(self._by_age):
             while line:
                 block_hash, record = line[0]
@@ -177,10 +176,15 @@ class Reuse:
                         del self.records[block_hash]
                 line.popleft()
 
-    def estimate(self) -> None:
-        if not self.due:
-            return
-        self.due = False
+    @property
+    def values(self) -> list[list[float]]:
+        """Return the value of each class at each age."""
+        if self._due:
+            self._due = False
+            self._values = self._estimate()
+        return self._values
+
+    def _estimate(self) -> list[list[float]]:
         inside, used = self._inside
         passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
         rates = (self._hits + self.TRUST) / (passed + self.TRUST / self._expected(passed))
@@ -191,7 +195,7 @@ class Reuse:
             reached = -np.expm1(-np.cumsum(rates[:, age:] * widths, 1))
             gained = np.diff(reached, prepend=0)
             values[:, age] = (reached / np.cumsum(gained * waits[:, age:], 1)).max(1)
-        self.values = values.tolist()
+        return values.tolist()
 
     def _expected(self, passed: np.ndarray) -> np.ndarray:
         """Learn the factors of traits, and return the rate of hits that they give each class at each age."""
@@ -526,7 +530,6 @@ class EvictionOrder:
         return max(filter(frees, drawn), key=self._late, default=None)
 
     def _sample(self, *lists: list[int], most: int = SAMPLE) -> list[int]:
-        self._reuse.estimate()
         total = sum(map(len, lists))
         if total <= most:
             return [block for slots in lists for block in slots]
