@@ -158,6 +158,8 @@ def test_counts_of_ages_agree_with_the_records(monkeypatch: pytest.MonkeyPatch) 
     for record in reuse.records.values():
         expected[:, record.place, record.age] += 1, record.used
     assert (expected == reuse._inside).all()
+    values = np.array(reuse.values)
+    assert np.isfinite(values).all() and (values > 0).all()
 
 
 def test_an_evicted_state_counts_as_reused_and_a_reused_state_starts_anew() -> None:

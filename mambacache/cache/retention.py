@@ -34,14 +34,14 @@ class Kind(IntEnum):
     STEP = 2  # unrequested, saves `LONG` tokens of a prompt
 
 
-TURNS = (1, 2, 4, 8)  # turns before a turn: bounds between short and long chains
+TURNS = (1, 2, 4, 8)  # bounds of the turns before a turn
 ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
 MOST_USES = 2
 
 TRAITS = (len(Kind), 2 * len(TURNS) + 1, len(ADDED) + 1, MOST_USES + 1)
-"""Counts the values of each trait; a class has a kind, a past, added tokens and uses."""
+"""Counts the values of each trait: kind, past, added tokens, uses."""
 
-AGES, SPAN = 28, 4  # a trait has a factor for each span of ages
+AGES, SPAN = 28, 4  # a factor holds for a span of ages
 FIRST_AGE, GROWTH = 8.0, 1.6  # blocks; each age's end over the last's
 
 _EDGES = np.array([0.0, *(FIRST_AGE * GROWTH**age for age in range(AGES))])
@@ -101,13 +101,13 @@ class Average:
 class Reuse:
     """Learns how soon states of a class are reused, at each age.
 
-    The rate of a class is the usual rate times a factor for each trait, and its own rate where it has many hits.
+    A class's rate is the usual rate times its traits' factors, or with many hits its own rate.
     A value is a Gittins index: the most hits for each block of time that the state is kept.
     """
 
     MOST = 1 << 16
     EVERY = 64  # admissions between two estimates
-    TRUST = 3.0  # expected hits of a trait or class that weigh as much as its own hits
+    TRUST = 3.0  # expected hits that weigh as much as own hits
     GUESS = 0.02  # hits of an age before any is seen
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Reuse:
         self.records: OrderedDict[bytes, Record] = OrderedDict()
         self._by_age: list[deque[tuple[bytes, Record]]] = [deque() for _ in range(AGES)]
         self._hits, self._time = np.zeros((prod(TRAITS), AGES)), np.zeros((prod(TRAITS), AGES))
-        self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and the sum of their last uses
+        self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and their last uses
         self._factors = [np.ones(AGES)] * len(TRAITS)  # by value and age, with an axis for each trait
         self._admitted = 0
         self._values: list[list[float]] = []
@@ -178,7 +178,6 @@ class Reuse:
 
     @property
     def values(self) -> list[list[float]]:
-        """Return the value of each class at each age."""
         if self._due:
             self._due = False
             self._values = self._estimate()
@@ -198,7 +197,7 @@ class Reuse:
         return values.tolist()
 
     def _expected(self, passed: np.ndarray) -> np.ndarray:
-        """Learn the factors of traits, and return the rate of hits that they give each class at each age."""
+        """Learn the factors, and return the rates [classes, ages] that they make."""
         hits, time = self._hits.reshape(*TRAITS, AGES), passed.reshape(*TRAITS, AGES)
         traits, product = range(len(TRAITS)), prod(self._factors)
         seen, expected = hits.sum((*traits,)), (time * product).sum((*traits,))

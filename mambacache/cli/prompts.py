@@ -65,7 +65,6 @@ def tokens_of_chat(llm: LLM, messages: list[Any]) -> list[int]:
 
 
 def _of_lines(file: str, params: SamplingParams, options: dict[str, Any]) -> list[Asked]:
-    """Return the prompts of lines, with an error if invalid."""
     name = "standard input" if file == STDIN else file
     text = _text(file).removeprefix("\ufeff")  # a byte order mark
     lines = [(f"line {number} of {name}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

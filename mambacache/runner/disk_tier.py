@@ -236,7 +236,6 @@ class FileIndex:
         return blake2b(repr((self._identity(), epoch)).encode(), digest_size=16).hexdigest()
 
     def _to_read(self, asked: BlockFile) -> StoredFile | None:
-        """Return the file to read; None if gone or replaced."""
         key = asked.kind, asked.block_hash
         if self.exact(*key) is not asked.exact:
             return None

@@ -274,7 +274,6 @@ def hook_left(architecture: str, reason: str) -> None:
 def _around_its_own(
     architecture: str, settle: Callable[[Any], None], before: Callable[[Any], None] = lambda config: None
 ) -> None:
-    """Call `before` and `settle` around vLLM's own hook."""
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
     original = MODELS_CONFIG_MAP.get(architecture)

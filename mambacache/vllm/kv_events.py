@@ -108,7 +108,6 @@ class StateEvents:
         return events
 
     def _stored(self, request: Any, first: int, end: int, group: int) -> BlockStored:
-        """Return the event for a request's blocks from `first` to `end`."""
         hashes, size, lora = self._hashes.hashes_of(request), self._size, request.lora_request
         pool = self._pool if self._page_groups else None  # `ChunkHashes` cover no token behind a block
         keys_of = getattr(pool, "_generate_event_extra_keys", generate_block_hash_extra_keys)  # vLLM 0.33
