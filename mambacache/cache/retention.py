@@ -101,7 +101,7 @@ class Average:
 class Reuse:
     """Learns how soon states of a class are reused, at each age.
 
-    A class's rate is the usual rate times its traits' factors, or with many hits its own rate.
+    A class's rate is the usual rate times its traits' factors (proportional hazards), or with many hits its own rate.
     A value is a Gittins index: the most hits for each block of time that the state is kept.
     """
 
