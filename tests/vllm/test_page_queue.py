@@ -15,14 +15,13 @@ def ask(simulation: Simulation, name: str, prompt: list[int]) -> list[int]:
 
 
 def learned(page: int = 64) -> Simulation:
-    """Return a scheduler with KV for 29 blocks that saw chats go on and other prompts end."""
+    """Return a scheduler with KV for 29 blocks that saw chats go on, in turn, and other prompts end."""
     simulation = Simulation(make_scheduler(40, 29 * 64 // page + 1, page=page, budget=2048))
-    for number in range(6):
-        prompt = random_tokens(70, number)
-        for turn in range(4):
-            prompt = ask(simulation, f"chat {number}, {turn}", prompt)
-        for single in range(4):
-            ask(simulation, f"single {number}, {single}", random_tokens(140, 1000 + 4 * number + single))
+    prompts = [random_tokens(70, number) for number in range(8)]
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            prompts[number] = ask(simulation, f"chat {number}, {turn}", prompt)
+            ask(simulation, f"single {number}, {turn}", random_tokens(140, 1000 + 4 * number + turn))
     return simulation
 
 
