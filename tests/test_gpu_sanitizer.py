@@ -69,8 +69,8 @@ CODE = {op: RECURRENT.format(op=op) for op in MODELS} | {
 }
 
 
-# Triton tells a warp its role by a byte, which is written before a barrier of all warps and read after it. racecheck
-# still reports a race, with both accesses at the kernel's first line.
+# Triton tells a warp its role by a byte. A barrier of all warps stands between its write and its read. racecheck still
+# reports a race, with both accesses at the kernel's first line.
 HAZARD = re.compile(
     r"Race reported between Read access at (\w+)\+\w+ in (\S+)\n=+ +and Write access at (\w+)\+\w+ in (\S+) \["
 )
