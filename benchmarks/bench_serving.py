@@ -151,8 +151,8 @@ async def replay(client: ClientSession, sent: list[Request], rate: float) -> lis
 
 async def drive(port: int, sent: list[Request], rate: float, stalls: Path | None) -> tuple[list[Times], int, int]:
     """Return the times of each request, vLLM's looked-up prompt tokens, and its hit tokens."""
-    limits = {"connector": TCPConnector(limit=0), "timeout": ClientTimeout(total=600)}
-    async with ClientSession(f"http://127.0.0.1:{port}", **limits) as client:
+    own = TCPConnector(limit=0, force_close=True)  # a server closes an idle connection while the next request is sent
+    async with ClientSession(f"http://127.0.0.1:{port}", connector=own, timeout=ClientTimeout(total=600)) as client:
         await warm_up(client)
         if stalls is not None:
             stalls.write_text("")
