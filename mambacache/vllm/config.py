@@ -16,7 +16,8 @@ from mambacache.vllm.settings import Settings
 SCHEDULER = "mambacache.vllm.scheduler.make"
 WORKER = "mambacache.vllm.worker.StateWorker"
 DRAFTS = "ngram", "mtp"
-CONNECTORS = "OffloadingConnector", "ExampleConnector"
+OFFLOADING = "OffloadingConnector"
+CONNECTORS = OFFLOADING, "ExampleConnector"
 MEMORY_ALONE = "CPUOffloadingSpec"
 """Default `spec_name` of `OffloadingConnector`."""
 LASTING_TIERS = "fs", "obj"
@@ -104,30 +105,38 @@ def refuse(config: Any) -> None:
 def settle_connector(config: Any) -> None:
     """Have failed loads computed, or raise ValueError for another connector.
 
-    With --kv-offloading-size vLLM makes a connector only after the hook.
+    With --kv-offloading-size vLLM sets connector and role only after the hook.
     """
     transfer, known = config.kv_transfer_config, f"known are {', '.join(CONNECTORS)}"
-    if transfer is None:
-        if _offloads(config) and config.cache_config.kv_offloading_backend != "native":
+    given = transfer.kv_connector if transfer is not None else None
+    if _offloads(config):
+        if config.cache_config.kv_offloading_backend != "native":
             raise _refusal(f"another connector than vLLM's own (--kv-offloading-backend; {known})")
-        return
-    if transfer.kv_connector not in CONNECTORS and transfer.kv_connector_module_path is None:
-        raise _refusal(f"{transfer.kv_connector} (kv_connector in --kv-transfer-config; {known})")
-    if transfer.kv_role != "kv_both":
-        raise _refusal("prefill and decode apart (kv_role in --kv-transfer-config)")
-    transfer.kv_load_failure_policy = "recompute"
+        if os.environ.get("VLLM_USE_SIMPLE_KV_OFFLOAD", "0") not in ("0", ""):
+            raise _refusal(f"SimpleCPUOffloadConnector (VLLM_USE_SIMPLE_KV_OFFLOAD; {known})")
+        if given not in (None, OFFLOADING):
+            raise _refusal(f"{given} (--kv-transfer-config) beside {OFFLOADING} (--kv-offloading-size)")
+    elif transfer is not None:
+        if given not in CONNECTORS and transfer.kv_connector_module_path is None:
+            raise _refusal(f"{given} (kv_connector in --kv-transfer-config; {known})")
+        if transfer.kv_role != "kv_both":
+            raise _refusal("prefill and decode apart (kv_role in --kv-transfer-config)")
+    if transfer is not None:
+        transfer.kv_load_failure_policy = "recompute"
 
 
 def _offloads(config: Any) -> bool:
     return getattr(config.cache_config, "kv_offloading_size", None) is not None
 
 
-def _keeps_kv(transfer: Any) -> bool:
+def _keeps_kv(config: Any) -> bool:
     """Tell whether a connector may keep KV over a restart, as any of the user's may."""
-    if transfer is None or transfer.kv_connector != "OffloadingConnector":
+    transfer = config.kv_transfer_config
+    if transfer is None or not (_offloads(config) or transfer.kv_connector == OFFLOADING):
         return transfer is not None
     extra = transfer.kv_connector_extra_config
-    tiers = extra.get("secondary_tiers", ()) if extra.get("spec_name", MEMORY_ALONE) != MEMORY_ALONE else ()
+    tiers = extra.get("secondary_tiers") if extra.get("spec_name", MEMORY_ALONE) != MEMORY_ALONE else None
+    tiers = [tier for tier in tiers if isinstance(tier, dict)] if isinstance(tiers, list) else []
     return any(tier.get("type") in LASTING_TIERS or "module_path" in tier for tier in tiers)
 
 
@@ -217,7 +226,7 @@ def hook(architecture: str, *, has_attention: bool = True) -> None:
         if Settings.of(vllm_config).kv_event_groups == 1 and (connects or not has_attention):
             what = "beside a KV connector" if connects else "for a model without KV pages"
             raise _refusal(f"kv_event_groups 1 in --additional-config {what}")
-        lasting = not has_attention or _keeps_kv(vllm_config.kv_transfer_config)
+        lasting = not has_attention or _keeps_kv(vllm_config)
         if Settings.of(vllm_config).state_disk_dir is not None and not lasting:
             raise ValueError(
                 "mambacache: state_disk_dir in --additional-config needs KV on disk too: give a connector that keeps "

@@ -16,7 +16,7 @@ class External:
         self._ask, connector.get_num_new_matched_tokens = connector.get_num_new_matched_tokens, self._answer
         self._answers: dict[str, tuple[int | None, bool]] = {}  # of this schedule()
         self.failed: set[str] = set()  # these ask no more: loads could fail for ever
-        self._loads: dict[int, dict[str, Sequence[int]]] = {}  # pages of loading requests, by id() of the output
+        self._loads: dict[int, list[tuple[str, Sequence[int]]]] = {}  # requests' pages, by id() of the loading output
 
     def start_over(self) -> None:
         self._answers.clear()
@@ -40,17 +40,24 @@ class External:
         """Note pages that are loaded before this step."""
         loading = [name for name, (count, _) in self._answers.items() if count and name in output.num_scheduled_tokens]
         if loading:
-            self._loads[id(output)] = {name: manager.get_block_ids(name)[0] for name in loading}
+            self._loads[id(output)] = [(name, manager.get_block_ids(name)[0]) for name in loading]
+
+    def leaves(self, name: str, manager: Any) -> None:
+        """Note the pages of a request that may have read pages of unfinished loads."""
+        for held in self._loads.values():
+            held.append((name, manager.get_block_ids(name)[0]))
 
     def bad_pages(
         self, scheduler_output: Any, bad: set[int], running: Sequence[Any], manager: Any
-    ) -> dict[str, Sequence[int]]:
+    ) -> dict[str, set[int]]:
         """Return the pages of requests that ran on `bad` pages, from the first on."""
-        held = self._loads.pop(id(scheduler_output), {})
+        held = self._loads.pop(id(scheduler_output), [])
         if not bad:
             return {}
-        held |= {request.request_id: manager.get_block_ids(request.request_id)[0] for request in running}
-        firsts = {name: next((i for i, page in enumerate(held[name]) if page in bad), None) for name in held}
-        found = {name: held[name][first:] for name, first in firsts.items() if first is not None}
-        self.failed |= found.keys()
+        held += [(request.request_id, manager.get_block_ids(request.request_id)[0]) for request in running]
+        found: dict[str, set[int]] = {}
+        for name, pages in held:
+            first = next((i for i, page in enumerate(pages) if page in bad), None)
+            if first is not None:
+                found.setdefault(name, set()).update(pages[first:])
         return found

@@ -60,7 +60,7 @@ class Mixin:
         self._caching = bool(self.cache_config.enable_prefix_caching)
         groups = self.kv_cache_config.kv_cache_groups
         self._has_attention = [group.layer_names for group in groups] != [[PAGES]]
-        sizes = read_sizes(self.vllm_config)
+        settings, sizes = Settings.of(self.vllm_config), read_sizes(self.vllm_config)
         slots = log_slots(self.vllm_config, sizes.blocks)
         self.max_num_active_reqs = min(self.max_num_active_reqs, slots)  # each needs a token log
         files = StateFiles.of(self.vllm_config, sizes.state_bytes) if sizes.host_slots else None
@@ -73,14 +73,19 @@ class Mixin:
                 block_size=lcm(CHUNK, self.block_size) if self._has_attention else CHUNK,
                 has_attention=self._has_attention,
                 max_checkpoints=None if self._caching else 0,
-                checkpoint_interval=Settings.of(self.vllm_config).checkpoint_interval,
+                checkpoint_interval=settings.checkpoint_interval,
                 num_host_states=sizes.host_slots,
                 state_bytes=sizes.state_bytes,
             ),
             files,
         )
-        for option in ("state_host_bytes", "state_disk_dir"):
-            if not self._caching and getattr(Settings.of(self.vllm_config), option) is not None:
+        unused = {
+            "state_host_bytes": settings.state_host_bytes is not None,
+            "state_disk_dir": settings.state_disk_dir is not None,
+            "the KV connector": self.connector is not None,
+        }
+        for option, given in unused.items():
+            if given and not self._caching:
                 logger.warning("mambacache: %s has no effect: prefix caching is off", option)
         self._copies = Copies.of(self.vllm_config, self.prefix_cache, files) if sizes.host_slots else None
         self.need_mamba_block_aligned_split = True  # calls _mamba_block_aligned_split for every chunk
@@ -161,8 +166,9 @@ class Mixin:
         name = request.request_id
         if not self.prefix_cache.knows(name):
             return False
-        if self._external is not None and self.prefix_cache.runs(name):
-            if request.num_computed_tokens == self.prefix_cache.progress(name).computed:
+        runs = self.prefix_cache.runs(name)
+        if self._external is not None and (runs or request.num_computed_tokens):
+            if runs and request.num_computed_tokens == self.prefix_cache.progress(name).computed:
                 return True
             self._give_up_load(request)
             self._external.failed.add(name)
@@ -189,8 +195,9 @@ class Mixin:
         return True
 
     def _give_up_load(self, request: Any) -> None:
-        """Undo an admission whose KV did not come."""
-        self.prefix_cache.withdraw(request.request_id)
+        """Undo an admission whose KV did not come, or whose state was dropped meanwhile."""
+        if self.prefix_cache.runs(request.request_id):
+            self.prefix_cache.withdraw(request.request_id)
         if request.num_computed_tokens:
             self.kv_cache_manager.free(request)
             request.num_computed_tokens = 0
@@ -205,6 +212,8 @@ class Mixin:
         runs = self.prefix_cache.runs(name)
         if runs:
             self._forget_pages(name, self.prefix_cache.progress(name).computed)
+        if self._external is not None:
+            self._external.leaves(name, self.kv_cache_manager)
         super()._preempt_request(request, *args, **kwargs)
         if runs:
             self.prefix_cache.preempt(name)
@@ -223,6 +232,8 @@ class Mixin:
         }
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._external is not None:
+            self._external.leaves(request.request_id, self.kv_cache_manager)
         if self._gone is not None:  # its last tokens are not accepted yet
             self._gone.append(request)
             return super()._free_request(request, *args, **kwargs)
@@ -333,8 +344,8 @@ class Mixin:
         self.prefix_cache.issued(rows)  # workers run in order, and a failed step ends the engine
         self._follow(self.requests)
         if self._events is not None:
-            for name in self._hits.keys() & scheduled.keys():
-                self._events.report(self.requests[name], self._hits[name][1])
+            for new in output.scheduled_new_reqs:
+                self._events.report(self.requests[new.req_id], new.num_computed_tokens)
         self._step += 1
         if scheduled:
             self._steps_out[id(output)] = list(rows)
@@ -354,9 +365,9 @@ class Mixin:
         if self._external is not None:
             told = model_runner_output.kv_connector_output
             bad = told.invalid_block_ids if told is not None else set()
-            self._forget_failed_loads(
-                self._external.bad_pages(scheduler_output, bad, self.running, self.kv_cache_manager)
-            )
+            pages = self._external.bad_pages(scheduler_output, bad, self.running, self.kv_cache_manager)
+            self._external.failed |= pages.keys() & self.requests.keys()
+            self._forget_failed_loads(pages)
         rows = self._steps_out.get(id(scheduler_output), [])
         self._take_answer(self._asked.pop(id(scheduler_output), []), model_runner_output)
         not_finite = self._suspect(rows, getattr(model_runner_output, "num_nans_in_logits", None) or {})
@@ -377,13 +388,13 @@ class Mixin:
             self._publish()
             self._report()
 
-    def _forget_failed_loads(self, pages: Mapping[str, Sequence[int]]) -> None:
+    def _forget_failed_loads(self, pages: Mapping[str, set[int]]) -> None:
         """Forget all that requests computed from pages that failed to load, and start these requests anew."""
         if not pages:
             return
         for name in [*self._later]:
             self._tell(self.requests[name])
-        self.kv_cache_manager.evict_blocks({page for own in pages.values() for page in own})
+        self.kv_cache_manager.evict_blocks(set().union(*pages.values()))
         rows = [row for rows in self._steps_out.values() for row in rows if row.request_id in pages]
         self.prefix_cache.cancel(rows)  # preempts requests that resumed from their states, too
         for request in [each for each in self.running if not self.prefix_cache.runs(each.request_id)]:

@@ -75,6 +75,79 @@ def test_a_load_that_fails_for_an_aborted_request_leaves_nothing() -> None:
     simulation.check_end()
 
 
+def on_failing_loads(*, ahead: bool, num_states: int = 8, num_pages: int = 30) -> Simulation:
+    """Return a server whose device has states of two prompts and no KV; loads are within the step, and fail."""
+    scheduler = make_scheduler(num_states, num_pages, budget=1024, ahead=ahead, v2=ahead, connector={"failing": 1.0})
+    simulation = Simulation(scheduler, ahead=ahead)
+    connector = simulation.worker.connector
+    assert connector is not None
+    connector.chances.between_steps = connector.chances.partly = 0.0
+    for number in range(2):
+        simulation.add(f"first{number}", PROMPTS[number], 2)
+        simulation.drain()
+    manager = scheduler.kv_cache_manager
+    manager.evict_blocks({block.block_id for block in manager.block_pool.blocks if block.block_hash is not None})
+    return simulation
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_pages_behind_a_failed_load_of_another_request_are_forgotten(ahead: bool) -> None:
+    """"B" shares pages that "A" loads, computes more, and is aborted before the failure is known."""
+    simulation = on_failing_loads(ahead=ahead)
+    longer, read = PROMPTS[0][:HIT] + random_tokens(100, 9), simulation.read
+
+    def abort_first() -> None:
+        simulation.read = read
+        simulation.abort("B")
+        read()
+
+    simulation.read = abort_first
+    simulation.add("A", PROMPTS[0], 4)
+    simulation.add("B", longer, 4)
+    simulation.step()
+    simulation.worker.connector.chances.failing = 0.0
+    simulation.drain()
+    for name in ("again", "and again"):
+        simulation.add(name, longer, 4)
+        simulation.drain()
+    assert simulation.cached["and again"] == 256
+    simulation.check_end()
+
+
+def test_a_request_that_loads_outlives_the_failure_of_another_load() -> None:
+    """"B" loads between steps. Its state is dropped with the step that failed, and evicted before the load ends."""
+    simulation = on_failing_loads(ahead=True, num_states=6, num_pages=16)
+    chances = simulation.worker.connector.chances
+    simulation.add("A", PROMPTS[0], 4)
+    simulation.step()
+    chances.failing, chances.between_steps, chances.slow = 0.0, 1.0, 1.0
+    simulation.add("B", PROMPTS[1], 4)
+    simulation.step()
+    assert simulation.worker.connector.parked == 1 and not simulation.scheduler.prefix_cache.runs("B")
+    chances.between_steps = 0.0
+    for seed in range(20, 26):
+        simulation.add(str(seed), random_tokens(200, seed), 3)
+        for _ in range(8):
+            simulation.step()
+    chances.slow = 0.0
+    simulation.drain()
+    simulation.check_end()
+
+
+def test_a_name_may_load_again_after_an_abort() -> None:
+    simulation = on_failing_loads(ahead=True)
+    connector = simulation.worker.connector
+    simulation.add("same", PROMPTS[0], 2)
+    while not connector.failures:
+        simulation.step()
+    simulation.abort("same")
+    simulation.drain()
+    connector.chances.failing = 0.0
+    simulation.add("same", PROMPTS[1], 2)
+    simulation.drain()
+    assert simulation.cached["same"] == HIT and connector.loaded == 1
+
+
 def test_an_answer_may_come_late() -> None:
     simulation = asked(unknown=0.7)
     assert hits(simulation) == [HIT] * 8

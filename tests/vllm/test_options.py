@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +127,9 @@ REFUSED = {
     ],
     "kv_role in --kv-transfer-config": [f"--kv-transfer-config {CONNECTOR.replace('both', 'producer')}"],
     "--kv-offloading-backend": ["--kv-offloading-size 1 --kv-offloading-backend lmcache"],
+    "ExampleConnector (--kv-transfer-config) beside OffloadingConnector (--kv-offloading-size)": [
+        f"--kv-offloading-size 1 --kv-transfer-config {CONNECTOR.replace('Offloading', 'Example')}",
+    ],
     "kv_event_groups 1 in --additional-config beside a KV connector": [
         "--kv-offloading-size 1 --additional-config.mambacache.kv_event_groups 1",
     ],
@@ -167,6 +169,12 @@ def test_batch_invariance_is_refused(configure: Configure, monkeypatch: pytest.M
         config.refuse(made)
 
 
+def test_vllms_simple_offloading_is_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    with pytest.raises(ValueError, match="does not work with SimpleCPUOffloadConnector"):
+        configure("--kv-offloading-size", "1")
+
+
 WORKS = [
     "--mamba-ssm-cache-dtype float32",
     "--mamba-ssm-cache-dtype bfloat16",
@@ -189,6 +197,7 @@ WORKS = [
     "--kv-transfer-config.kv_connector ExampleConnector --kv-transfer-config.kv_role kv_both",
     "--kv-offloading-size 1",
     "--kv_offloading_size=0",
+    '--kv-offloading-size 1 --kv-transfer-config {"kv_connector_extra_config":{"block_size":256}}',
     '--speculative-config {"method":"ngram","num_speculative_tokens":7,"prompt_lookup_max":3}',
 ]
 
@@ -199,7 +208,8 @@ def test_an_option_that_works_gives_no_warning(words: str, configure: Configure,
     assert config.serves(settled) and not said
 
 
-TIERS = '"kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec","secondary_tiers":[{"type":"%s"}]}}'
+TIERS = '"kv_connector_extra_config":{"spec_name":"TieringOffloadingSpec","secondary_tiers":%s}}'
+FILES, PEERS = TIERS % '[{"type":"fs"}]', TIERS % '[{"type":"p2p"}]'
 DISK = '--additional-config {"mambacache":{"state_host_bytes":"1GB","state_disk_dir":"states"}}'
 
 
@@ -209,8 +219,10 @@ DISK = '--additional-config {"mambacache":{"state_host_bytes":"1GB","state_disk_
         "",
         "--kv-offloading-size 1",
         f"--kv-transfer-config {CONNECTOR}",
-        f"--kv-transfer-config {CONNECTOR[:-1]},{TIERS % 'p2p'}",
-        f"--kv-transfer-config {CONNECTOR[:-1]},{(TIERS % 'fs').replace('Tiering', 'CPU')}",
+        f"--kv-transfer-config {CONNECTOR[:-1]},{PEERS}",
+        f"--kv-transfer-config {CONNECTOR[:-1]},{FILES.replace('Tiering', 'CPU')}",
+        *(f"--kv-transfer-config {CONNECTOR[:-1]},{TIERS % wrong}" for wrong in ("null", '["fs"]', '{"type":"fs"}')),
+        f"--kv-offloading-size 1 --kv-transfer-config {{{PEERS}",
     ],
 )
 def test_states_on_disk_without_their_kv_are_refused(words: str, configure: Configure) -> None:
@@ -222,12 +234,13 @@ def test_states_on_disk_without_their_kv_are_refused(words: str, configure: Conf
     "transfer",
     [
         CONNECTOR.replace("Offloading", "Example"),
-        f"{CONNECTOR[:-1]},{TIERS % 'fs'}",
+        f"{CONNECTOR[:-1]},{FILES}",
+        f"{{{FILES} --kv-offloading-size 1",
         CONNECTOR.replace("Offloading", "Faulty").replace("}", ',"kv_connector_module_path":"connectors"}'),
     ],
 )
 def test_states_on_disk_beside_kv_on_disk(transfer: str, configure: Configure, said: list[str]) -> None:
-    settled = configure(*DISK.split(), "--kv-transfer-config", transfer)
+    settled = configure(*DISK.split(), "--kv-transfer-config", *transfer.split())
     assert config.serves(settled) and not said
 
 
@@ -237,9 +250,10 @@ def test_states_on_disk_of_a_model_without_kv(configure: Configure, said: list[s
 
 def test_vllms_own_offloading_has_its_connector_after_the_hook(configure: Configure) -> None:
     """The scheduler has failed loads computed, since vLLM makes the connector's configuration late."""
-    transfer = configure("--kv-offloading-size", "1").kv_transfer_config
+    settled = configure("--kv-offloading-size", "1")
+    transfer = settled.kv_transfer_config
     assert (transfer.kv_connector, transfer.kv_role) == ("OffloadingConnector", "kv_both")
-    config.settle_connector(SimpleNamespace(kv_transfer_config=transfer))
+    config.settle_connector(settled)
     assert transfer.kv_load_failure_policy == "recompute"
 
 
