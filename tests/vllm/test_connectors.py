@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import simulation as simulated
 from scheduler_mixes import random_mix, random_tokens
 from simulation import Simulation, make_scheduler
+
+from mambacache.vllm import scheduler as plugin
 
 PROMPTS = [random_tokens(200, seed) for seed in range(8)]
 HIT = 192
@@ -92,7 +96,7 @@ def on_failing_loads(*, ahead: bool, num_states: int = 8, num_pages: int = 30) -
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pages_behind_a_failed_load_of_another_request_are_forgotten(ahead: bool) -> None:
-    """"B" shares pages that "A" loads, computes more, and is aborted before the failure is known."""
+    """ "B" shares pages that "A" loads, computes more, and is aborted before the failure is known."""
     simulation = on_failing_loads(ahead=ahead)
     longer, read = PROMPTS[0][:HIT] + random_tokens(100, 9), simulation.read
 
@@ -115,7 +119,7 @@ def test_pages_behind_a_failed_load_of_another_request_are_forgotten(ahead: bool
 
 
 def test_a_request_that_loads_outlives_the_failure_of_another_load() -> None:
-    """"B" loads between steps. Its state is dropped with the step that failed, and evicted before the load ends."""
+    """ "B" loads between steps. Its state is dropped with the step that failed, and evicted before the load ends."""
     simulation = on_failing_loads(ahead=True, num_states=6, num_pages=16)
     chances = simulation.worker.connector.chances
     simulation.add("A", PROMPTS[0], 4)
@@ -152,6 +156,18 @@ def test_an_answer_may_come_late() -> None:
     simulation = asked(unknown=0.7)
     assert hits(simulation) == [HIT] * 8
     simulation.check_end()
+
+
+def test_a_connector_without_prefix_caching_is_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No state is kept, so that KV alone cannot be used."""
+    said: list[str] = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *values: said.append(text % values))
+    make_scheduler(connector={})
+    assert not said
+    make = partial(simulated.CacheConfig, block_size=64)
+    monkeypatch.setattr(simulated, "CacheConfig", lambda **_: make(enable_prefix_caching=False))
+    make_scheduler(connector={})
+    assert said == ["mambacache: the KV connector has no effect: prefix caching is off"]
 
 
 @pytest.mark.parametrize("part", range(4))

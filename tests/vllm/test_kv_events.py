@@ -362,6 +362,27 @@ def test_a_hit_is_reported_once_and_as_long_as_it_is(
     assert all(event.token_ids[-64:] == prompt[192:256] for event in reports)
 
 
+@pytest.mark.parametrize("between_steps", [0.0, 1.0])
+def test_a_hit_that_a_connector_loads_is_reported_whole(between_steps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(make_scheduler(8, 30, events=True, connector={"between_steps": between_steps}))
+    scheduler, manager, stored = simulation.scheduler, simulation.scheduler.kv_cache_manager, []
+    prompt = random_tokens(200)
+    simulation.add("first", prompt, 2)
+    simulation.drain()
+    hashes = simulation.requests["first"].block_hashes
+    for block_hash in hashes[1:3]:
+        [page] = manager.block_pool.get_cached_block(block_hash, [0])
+        manager.evict_blocks({page.block_id})
+    monkeypatch.setattr(scheduler.kv_event_publisher, "publish", lambda batch: stored.extend(batch.events))
+    simulation.add("asks", prompt, 2, extra_args={"kv_cache_report_mode": "full"})
+    simulation.drain()
+    assert simulation.cached["asks"] == 192
+    names = [*map(maybe_convert_block_hash, hashes[:3])]
+    reports = [event for event in stored if isinstance(event, BlockStored) and event.group_idx == STATES]
+    assert [event.block_hashes for event in reports] == [names[2:]]
+    assert any(event.group_idx == PAGES and event.block_hashes == names for event in stored)
+
+
 def with_copies(*, slow: float = 0.0, failing: float = 0.0, ranks: int = 2, **settings: Any) -> Consumer:
     """Return a consumer beside four states on the device and many on the host."""
     consumer = consumer_of(num_states=4, host_states=100, ranks=ranks, **settings)
