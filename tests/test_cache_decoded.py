@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from types import FrameType
 from typing import Any
@@ -61,34 +62,64 @@ def test_decoded_leaves_the_same_cache_as_single_rows(seed: int) -> None:
     assert views[1] == views[0] == views[2] and events[1] == events[0] == events[2]
 
 
-def test_an_interrupt_on_any_line_leaves_all_tokens_or_none() -> None:
-    lines = 0
+class Interrupt:
+    """Raises KeyboardInterrupt once, at the line of mambacache with the number `lines`."""
 
-    def interrupt(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal lines
+    def __init__(self, lines: int) -> None:
+        self.lines = lines
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line" and "/mambacache/" in frame.f_code.co_filename:
-            lines -= 1
-            if lines == 0:
+            self.lines -= 1
+            if self.lines == 0:
                 raise KeyboardInterrupt
-        return interrupt
+        return self
 
+    def during(self, call: Callable[[], object]) -> bool:
+        """Call, and return whether the line was reached."""
+        sys.settrace(self)
+        with suppress(KeyboardInterrupt):
+            call()
+        sys.settrace(None)
+        return self.lines <= 0
+
+
+def test_an_interrupt_on_any_line_leaves_all_tokens_or_none() -> None:
     for after in count(1):
-        cache, lines = decoding(), after
+        cache = decoding()
         run_step(cache, "a", 1, 2)
         known = list(cache.tokens("a"))
-        sys.settrace(interrupt)
-        with suppress(KeyboardInterrupt):
-            PrefixCache.decoded(cache, "a", [3, 4, 5])
-        sys.settrace(None)
+        reached = Interrupt(after).during(partial(PrefixCache.decoded, cache, "a", [3, 4, 5]))
         now = list(cache.tokens("a"))
         assert now in (known, [*known, 3, 4, 5])
         assert cache.runs("a") or isinstance(cache.admit("a"), Hit)
         run_step(cache, "a", len(now) - cache.progress("a").computed, 6)
         assert list(cache.tokens("a")) == [*now, 6]
         all_free(cache)
-        if lines > 0:
+        if not reached:
             break
     assert after > 30
+
+
+def test_an_interrupt_on_any_line_of_a_rebuild_loses_no_row() -> None:
+    for after in count(1):
+        cache = watched()
+        for name in "ab":
+            started(cache, name, text(200, ord(name)))
+        steps = under_way(cache, "issued", 200)
+        allocated = cache.allocate("b", 100)
+        cache._admission.torn = True
+        issued = cache._kept.states.num_issued
+        reached = Interrupt(after).during(partial(getattr, cache, "_admission"))
+        assert len(cache._admission.requests["a"].issued) == 1 and cache._kept.states.num_issued == issued > 0
+        cache.accept(steps, {"a": [7]})
+        assert list(cache.tokens("a"))[200:] == [7] and not cache._admission.rows
+        with pytest.raises(RuntimeError, match="cancel its step"):
+            cache.plan([allocated])
+        cache.check()
+        if not reached:
+            break
+    assert after > 100
 
 
 def decoding() -> PrefixCache:

@@ -196,7 +196,11 @@ def test_a_bad_request_drops_no_file_that_another_process_wrote() -> None:
     assert not files.kept and cache.stats.host_states["committed"] == cache.stats.host_pages["committed"] == 0
 
 
-def test_a_step_that_fails_after_it_was_issued_drops_its_files() -> None:
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("freed", [False, True])
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_step_that_fails_after_it_was_issued_drops_its_files(finite: bool, freed: bool, torn: bool) -> None:
+    """A rebuild of torn records drops all blocks, but no file."""
     files = SymbolicFiles()
     cache = on(files)
     cache.add("a", text(LENGTH, 0))
@@ -204,8 +208,35 @@ def test_a_step_that_fails_after_it_was_issued_drops_its_files() -> None:
     steps = under_way(cache, "issued", LENGTH)
     end_all(cache, flush=True)
     assert files.kept
-    cache.cancel(steps)
+    if freed:
+        cache.free("a", finished=False)
+    cache._admission.torn = torn
+    if finite:
+        cache.cancel(steps)
+    else:
+        cache.accept(steps, {} if freed else {"a": [1]}, not_finite=["a"])
     assert not files.kept
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_blocks_are_flushed_after_a_reset_and_after_a_rebuild(torn: bool) -> None:
+    """A write was under way, and its end says nothing of later writes."""
+    files = SymbolicFiles()
+    cache = on(files)
+    answer(cache, "a", 0)
+    [to_host] = cache.transfers(flush=True)
+    cache.transferred(to_host)
+    [write] = cache.transfers(flush=True)
+    assert write.files
+    if torn:
+        cache._admission.torn = True
+    else:
+        cache.reset()
+    cache.transferred(write, failed=not torn)
+    answer(cache, "b", 1)
+    end_all(cache)
+    end_all(cache, flush=True)
+    assert len(files.kept) == 4
 
 
 def test_a_reset_drops_files_and_begins_another_key() -> None:

@@ -8,6 +8,7 @@ import triton
 
 from mambacache.kernels import StatePool, StateTensor
 from mambacache.plan import Transfer
+from mambacache.runner import host_tier
 from mambacache.runner.host_tier import HostTier
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -91,6 +92,20 @@ def test_a_failed_transfer_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert run(tier, wrong, right) == {wrong: True, right: False}
     assert run(tier, wrong._replace(number=3)) == {wrong._replace(number=3): True}
     assert caplog.text.count("a transfer between device and host failed") == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_transfer_that_an_interrupt_breaks_off_has_failed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, transfer = HostTier(pools(device), (3, 6)), Transfer(1, True, ((1, 1),), ())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host_tier, "copy_blocks", interrupt)
+        tier.launch([transfer])
+    assert run(tier, transfer) == {transfer: True}
+    tier.close()
 
 
 @pytest.mark.gpu

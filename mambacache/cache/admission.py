@@ -44,9 +44,9 @@ class Admission:
         most = config.num_state_blocks if config.max_checkpoints is None else config.max_checkpoints
         self._policy = Policy(config.block_size, config.checkpoint_interval, most)
         self.kv_order = KVOrder()
-        self.set_up(())
+        self.set_up((), num_issued=0)
 
-    def set_up(self, under_way: Iterable[Transfer]) -> None:
+    def set_up(self, under_way: Iterable[Transfer], num_issued: int) -> None:
         """Start with empty pools; only transfers under way hold blocks."""
         config = self._config
         blocks = config.num_kv_blocks or KV_TOKENS_PER_STATE // config.block_size * config.num_state_blocks
@@ -68,6 +68,7 @@ class Admission:
             self.ledger,
             self._row_numbers,
             self.num_logs,
+            num_issued,
         )
         self.tier = Tier(
             config, self.pool, self.states, self.pages, chains, self.ledger, self._files, self._host_page_removed,

@@ -525,7 +525,7 @@ class Tier:
         move = self.moves.pop(number)
         transfer, load, good = move.transfer, move.load, not (failed or move.void)
         if load is None and transfer.files:
-            self._writable = good
+            self._writable = self._writable if move.void else not failed
         elif load is None and good:
             for arrival in move.copies():
                 self.loads.name(arrival)

@@ -44,13 +44,11 @@ def check(admission: Admission) -> None:
 
 
 def mend(admission: Admission) -> None:
-    """Rebuild torn records. Only cached blocks are given up; transfers under way keep their blocks."""
+    """Rebuild torn records, also after an interrupt of this. Requests are preempted; transfers keep their blocks."""
     for row, known, tokens in admission.accepting:
         row.residency.request.tokens[known:] = tokens
     accepted = [row for row, _, _ in admission.accepting]
-    num_issued = admission.states.num_issued
-    admission.set_up([move.transfer for move in admission.tier.moves.values()])
-    admission.states.num_issued = num_issued
+    admission.set_up([move.transfer for move in admission.tier.moves.values()], admission.states.num_issued)
     admission.ledger.start_over()
     for request in admission.requests.values():
         request.residency = request.leaving = request.load = None
@@ -67,9 +65,8 @@ def mend(admission: Admission) -> None:
             request.in_flight += row.step.samples
         elif not row.issue:
             admission.rows.lost.add(row.step.row)
-    rows = [row for request in admission.requests.values() for row in request.issued]
-    admission.rows.clear()
-    admission.rows.freed.clear()  # none of their blocks is cached now
-    admission.rows.update((row.step.row, row) for row in rows)
+    issued = {row.step.row for request in admission.requests.values() for row in request.issued}
+    for number in admission.rows.keys() - issued:
+        del admission.rows[number]
     admission.accepting = []
     admission.torn = False

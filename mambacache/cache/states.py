@@ -94,7 +94,7 @@ class States:
 
     def __init__(
         self, pool: BlockPool, pages: Pages, lookup: Lookup, policy: Policy, chains: Chains, values: Values,
-        ledger: Ledger, numbers: count[int], num_log_slots: int,
+        ledger: Ledger, numbers: count[int], num_log_slots: int, num_issued: int,
     ) -> None:  # fmt: skip
         self._size = pages.block_size
         self._pool = pool
@@ -107,7 +107,7 @@ class States:
         self._numbers = numbers
         self.checkpoints = Checkpoints(pool, lookup, policy, ledger, pages.block_size)
         self.marks = Marks(policy.most_marks, policy.max_checkpoints)
-        self.num_issued = 0  # rows
+        self.num_issued = num_issued  # rows
         self.num_logs, self.free_logs = num_log_slots, list(range(num_log_slots, 0, -1))
 
     # --- a residency begins ---

@@ -111,8 +111,8 @@ class HostTier:
         self._pools, self._copies, self._slots = [], {}, {}
 
     def _launch(self, copy: Copy) -> None:
+        copy.failed = True  # until it is known to be good, even after an interrupt
         if self._disk is not None and copy.transfer.files:
-            copy.failed = True  # until `ended` knows, even after an interrupt
             copy.done = self._disk.filing(copy.transfer, self._slots)
             self._disk.ask(copy.done)
             return
@@ -122,14 +122,15 @@ class HostTier:
                 stack.enter_context(torch.cuda.stream(self._stream))
             try:
                 self._copy(copy)
+                copy.failed = False
             except Exception:
-                copy.failed = True
                 if not self._told:
                     logger.exception("a transfer between device and host failed, which is said once: it costs a miss")
                 self._told = True
-            if self._stream is not None:  # also after an error, with copies in flight
-                copy.done = torch.cuda.Event()
-                copy.done.record()
+            finally:
+                if self._stream is not None:  # with copies in flight
+                    copy.done = torch.cuda.Event()
+                    copy.done.record()
 
     def _copy(self, copy: Copy) -> None:
         transfer = copy.transfer
