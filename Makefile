@@ -148,7 +148,7 @@ TRACE := benchmarks/traces/mooncake_conversation.jsonl.gz
 REPLAY := benchmarks/replay_trace.py $(TRACE) --losses --json benchmarks/results/replay-conversation.json
 REPLAY_REPORT := benchmarks/replay_trace.py $(TRACE) --after 1800 --jobs 2 --budgets 5+20 20+40 40+80 60 \
 	--policies mambacache vllm sglang marconi lru lru-joint --json benchmarks/results/replay-report.json
-REPLAY_AGENTS := benchmarks/replay_agents.py --jobs 2 --json benchmarks/results/replay-agents.json
+REPLAY_AGENTS := benchmarks/replay_agents.py --odd --jobs 2 --json benchmarks/results/replay-agents.json
 replay: $(READY)
 	$(PY) $(REPLAY) --jobs 2 --budgets unbounded 40+80 20+40 5+20
 	$(PY) $(REPLAY) --jobs 2 --budgets 20+40 --model nemotron-h-8b
@@ -160,7 +160,7 @@ replay: $(READY)
 	$(PY) $(REPLAY_REPORT)
 	$(PY) $(REPLAY_REPORT) --agents 9
 	$(PY) $(REPLAY_AGENTS)
-	$(PY) $(REPLAY_AGENTS) --budget quarter --odd --settings 10
+	$(PY) $(REPLAY_AGENTS) --budget quarter --settings 10
 
 # The same through vLLM's scheduler with the plugin, whose KV vLLM keeps.
 REPLAY_VLLM := VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/tests/vllm $(VLLM_PY) benchmarks/replay_vllm.py \

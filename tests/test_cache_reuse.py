@@ -189,6 +189,17 @@ def test_records_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(reuse.records) == [b"%d" % i for i in range(20, 30)]
 
 
+def test_entries_of_records_are_bounded_while_no_block_is_computed() -> None:
+    """An entry waits behind an older entry until that ages, and each reuse adds an entry."""
+    reuse = Reuse()
+    for name in (b"waits", b"again"):
+        reuse.begin(name, Kind.TURN, Turn(1))
+    for _ in range(5000):
+        reuse.admitted()
+        reuse.reused(b"again")
+    assert sum(map(len, reuse._by_age)) < 300
+
+
 def served(cache: PrefixCache, prompt: list[int], count: int = 1) -> int:
     """Run a prompt alone, and return its hit."""
     cache.add("a", prompt)
