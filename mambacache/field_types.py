@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -44,10 +44,13 @@ def hold_to_annotations(config: Any) -> None:
 
 def _typed(name: str, kind: str, value: Any) -> Any:
     if kind.startswith("Sequence["):
-        require(
-            isinstance(value, Iterable) and not isinstance(value, str | bytes), f"{name} is {value!r}: set it to a list"
-        )
-        return tuple(_typed(f"an item of {name}", kind[len("Sequence[") : -1], item) for item in value)
+        try:
+            items = tuple(value) if not isinstance(value, str | bytes | Mapping) else None
+        except TypeError:
+            items = None
+        if items is None:
+            raise ValueError(f"{name} is {value!r}: set it to a list")
+        return tuple(_typed(f"an item of {name}", kind[len("Sequence[") : -1], item) for item in items)
     if kind.startswith("Mapping["):
         require(isinstance(value, Mapping), f"{name} is {value!r}: set it to a dictionary")
         of_keys, of_values = kind[len("Mapping[") : -1].split(", ")
@@ -72,4 +75,4 @@ def _typed(name: str, kind: str, value: Any) -> Any:
     except ValueError:
         raise ValueError(f"{name} is {value!r}: set it to {what}") from None
     except OverflowError as error:
-        raise ValueError(f"{name} is beyond the largest float: set it to a smaller number") from error
+        raise ValueError(f"{name} is beyond the largest float: set it nearer to 0") from error

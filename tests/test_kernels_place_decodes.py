@@ -12,7 +12,7 @@ import torch
 
 from gpu_cases import DEVICE
 from mambacache.kernels import StateIndices, api, gpu, place_decodes
-from mambacache.plan import DECODE_ARRAYS, FOLD, SequenceStep, layout
+from mambacache.plan import DECODE_ARRAYS, FOLD, SequenceStep, StepPlan, layout, pad
 
 PAGE = 64
 
@@ -103,6 +103,19 @@ CASES = [(rows, width, seed) for rows in (1, 5, 300) for width in (1, 2, 4, 8) f
 def test_placed_rows_equal_the_rows_of_a_host_that_knows_the_starts(device: str, kv: bool) -> None:
     for rows, width, seed in CASES:
         check(device, rows, width, seed, kv, torch.int64 if seed else torch.int32)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_padding_writes_nothing(device: str) -> None:
+    """The pages of padding begin behind the last page."""
+    rows, width = 5, 4
+    case = random_case(rows, width, 0)
+    plan = StepPlan(tuple(case.planned), rows, width, case.arrays(case.planned, width, True))
+    indices = StateIndices.from_arrays(pad(plan, rows + 3, width).arrays, device)
+    expected = case.arrays(case.real, width, True)
+    place_decodes(indices, torch.tensor([*case.starts, 0, 0, 0], device=device), PAGE)
+    assert indices.kv_slot.tolist() == [*expected["kv_slot"], *[-1] * 3 * width]
+    assert indices.kv_len.tolist() == [*expected["kv_len"], 0, 0, 0]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the GPU itself runs it")

@@ -34,7 +34,7 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None)
     if block_size is None:
         return
     positions = starts[:, None] + token
-    pages = indices.block_table_start[: len(starts), None] + torch.where(real, positions // block_size, 0)
-    slots = indices.block_table[pages] * block_size + positions % block_size
+    pages = indices.block_table_start[: len(starts), None] + positions // block_size
+    slots = indices.block_table[torch.where(real, pages, 0)] * block_size + positions % block_size
     indices.kv_slot[: real.numel()] = torch.where(real, slots, -1).flatten()
     indices.kv_len[: len(starts)] = torch.where(length > 0, starts + length, 0)

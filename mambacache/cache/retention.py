@@ -175,9 +175,7 @@ class Reuse:
                     else:
                         del self.records[block_hash]
                 line.popleft()
-        if sum(map(len, self._by_age)) > 2 * (
-            len(self.records) + self.EVERY
-        ):  # no block is computed
+        if sum(map(len, self._by_age)) > 2 * (len(self.records) + self.EVERY):  # no block is computed
             live = self.records.get
             self._by_age = [deque(each for each in line if live(each[0]) is each[1]) for line in self._by_age]
 

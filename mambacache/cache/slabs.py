@@ -28,7 +28,7 @@ def make_pools(
 class Slabs:
     """Divides slabs 1 to `num_slabs` between the pools; slab 0 holds the null blocks.
 
-    Both pools evict the state worth least for its memory and KV. An unused slab moves to the pool that lacks room.
+    For pages, states beyond the reserve or leaves are evicted. An unused slab moves to the pool that lacks room.
     """
 
     def __init__(self, num_slabs: int, reserve: int) -> None:
@@ -48,14 +48,14 @@ class Slabs:
         return count if pool is self.pools[0] else min(count, self._beyond_reserve)
 
     def spill(self, pool: SlabPool) -> bool:
-        """Evict a state in favour of pages; False if that makes no room."""
+        """Evict a state in favour of pages; False without a candidate."""
         states, pages = self.pools
         if pool is states:
             return False
         return states.evict() if self._beyond_reserve else len(pages.idle) > 0 and states.evict_leaf()
 
     def move(self, pool: SlabPool) -> None:
-        """Move the other pool's least useful slab to `pool`."""
+        """Move the other pool's longest idle slab, empty first."""
         pool.adopt(self._other(pool).give_up())
 
     def exchange(self, slab: int, pool: SlabPool) -> None:
@@ -227,7 +227,7 @@ class SlabPool(BlockPool):
         self._sort(slab)
 
     def give_up(self, slab: int = 0) -> int:
-        """Remove and return this empty slab; if 0, the least useful slab."""
+        """Remove and return this empty slab; if 0, an idle slab."""
         slab = slab or next(iter(self._empty or self._by_unused[self.per_slab] or self._idle_slabs))
         for block in self._ids(slab):
             if self.hashes[block] is not None:
@@ -242,7 +242,7 @@ class SlabPool(BlockPool):
         return {block // self.per_slab for block in (*held, *self._blocks.values())} | self._free_in.keys()
 
     def _ids(self, slab: int) -> list[int]:
-        """List a slab's blocks, deepest first."""
+        """List a slab's blocks, highest first."""
         return list(range((slab + 1) * self.per_slab - 1, slab * self.per_slab - 1, -1))
 
     def _check_idle(self, counted: Sequence[int], idle: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Adjust logits by penalties, biases and `min_tokens`."""
+"""Compute penalties, biases and `min_tokens` for logits."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Mixin:
             pools = StatePool(tensors, blocks, runner.device), StatePool(token_log, slots, runner.device)
         self.step_context = StepContext(layers, *pools, self.vllm_config.scheduler_config.max_num_seqs)
         logger.info(
-            "mambacache: %d states of %.2f MB in %.2f GB, and %d token logs in %.2f GB, on each rank",
+            "mambacache: %d states of %.2f MB in %.2f GB, and %d token logs in %.2f GB, on this rank",
             blocks, size / 1e6, (blocks + 1) * size / 1e9, slots, (slots + 1) * token_log_size / 1e9,
         )  # fmt: skip
         if on_host:
@@ -70,9 +70,9 @@ class Mixin:
             self._host_tier = HostTier([self.step_context.pool], [slots], files, option="state_host_bytes")
             self._ends = Ends(config, self.rank, new=True)
         except (OSError, ValueError) as error:
-            raise ValueError(f"mambacache: no states in host memory: {error}") from error
+            raise ValueError(f"mambacache: the host tier cannot start: {error}") from error
         size = self.step_context.pool.block_bytes
-        logger.info("mambacache: %d states in %.2f GB of host memory, on each rank", slots, (slots + 1) * size / 1e9)
+        logger.info("mambacache: %d states in %.2f GB of host memory, on this rank", slots, (slots + 1) * size / 1e9)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         if not is_cpu() and self.vllm_config.kernel_config.enable_jit_warmup:
@@ -122,7 +122,7 @@ def _attach_v1(runner: Any, context: StepContext) -> None:
 
     def calculate_reorder_batch_threshold() -> None:
         threshold()
-        runner.reorder_batch_threshold = 1  # one-token rows first
+        runner.reorder_batch_threshold = 1  # decode rows first
 
     runner._prepare_inputs = prepare_inputs
     runner.calculate_reorder_batch_threshold = calculate_reorder_batch_threshold
