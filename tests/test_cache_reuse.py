@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,6 +65,30 @@ def test_needs_follow_from_the_set_of_states(seed: int) -> None:
                 == len(each) - 1 - needs.gain(each, len(each) - 1)
                 == max((d for d in range(1, len(each) - 1) if tuple(each[: d + 1]) in states), default=0)
             )
+
+
+class Watched(list[bytes]):
+    """Counts how often a hash is read."""
+
+    reads = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(place)
+
+
+def test_a_gain_reads_one_hash_however_deep_the_chain() -> None:
+    """Also after a state came between two others, here and elsewhere."""
+    needs = Needs(lambda *_: None, lambda *_: None)
+    chains = [Watched([b"root", *(b"%d %d" % (name, depth) for depth in range(4000))]) for name in range(2)]
+    for chain in chains:
+        needs.add(chain, 4000)
+    for depth, above in ((2000, 2000), (3000, 3000), (1000, 3000)):
+        needs.add(chains[0], depth)
+        for chain in chains:
+            chain.reads = 0
+        assert [needs.gain(chain, 4000) for chain in chains] == [4000 - above, 4000]
+        assert [chain.reads for chain in chains] == [1, 1]
 
 
 def test_ages_grow_without_gaps() -> None:

@@ -288,13 +288,20 @@ class Chains:
         return self._branches.value > BRANCHING
 
 
+@dataclass(slots=True)
+class StatePlace:
+    chain: Sequence[bytes]
+    depth: int
+    above: int  # depth of the state above
+    below: set[bytes]  # states right below
+
+
 class Needs:
     """Counts the states that need the KV of a block: the nearest below it."""
 
     def __init__(self, on_change: Callable[[bytes, bool], None], on_leaf: Callable[[bytes, bool], None]) -> None:
-        self._states: dict[bytes, int] = {}  # states right below each state
-        self._above: dict[bytes, tuple[int, int]] = {}  # depth of the state above, at an insertion
-        self._insertions = 0  # states that came between two others
+        self._states: dict[bytes, StatePlace] = {}
+        self._first: dict[bytes, set[bytes]] = {}  # states without a state above, by root
         self.counts: dict[bytes, int] = {}
         self._on_change, self._on_leaf = on_change, on_leaf
 
@@ -305,36 +312,47 @@ class Needs:
         return NEEDED if block_hash in self.counts else SPARE
 
     def has_below(self, block_hash: bytes) -> bool:
-        return bool(self._states.get(block_hash, self.counts.get(block_hash, 0)))
+        place = self._states.get(block_hash)
+        return bool(place.below) if place is not None else block_hash in self.counts
 
     def add(self, chain: Sequence[bytes], depth: int) -> None:
         above, state = self.above(chain, depth), chain[depth]
-        below = self.counts.get(state, 0)
-        self._insertions += below > 0
-        self._states[state], self._above[state] = below, (above, self._insertions)
-        self._count(chain, above, depth, 1 - below)
-        self._adopt(chain, above, 1 - below)
+        siblings, below = self._below(chain, above), set[bytes]()
+        if state in self.counts:
+            places = ((each, self._states[each]) for each in siblings)
+            below = {each for each, place in places if place.depth > depth and place.chain[depth] == state}
+        for each in below:
+            self._states[each].above = depth
+        self._states[state] = StatePlace(chain, depth, above, below)
+        self._count(chain, above, depth, 1 - len(below))
+        self._replace(chain, above, below, {state})
 
     def remove(self, chain: Sequence[bytes], depth: int) -> None:
-        above, below = self.above(chain, depth), self._states.pop(chain[depth])
-        del self._above[chain[depth]]
-        self._count(chain, above, depth, below - 1)
-        self._adopt(chain, above, below - 1)
+        place = self._states.pop(chain[depth])
+        for each in place.below:
+            self._states[each].above = place.above
+        self._count(chain, place.above, depth, len(place.below) - 1)
+        self._replace(chain, place.above, {chain[depth]}, place.below)
 
     def gain(self, chain: Sequence[bytes], depth: int) -> int:
-        above, at = self._above[chain[depth]]
-        if at != self._insertions or (above and chain[above] not in self._states):
-            above = self.above(chain, depth)
-            self._above[chain[depth]] = above, self._insertions
-        return depth - above
+        return depth - self._states[chain[depth]].above
 
-    def _adopt(self, chain: Sequence[bytes], above: int, more: int) -> None:
-        if above and more:
-            state = chain[above]
-            before = self._states[state]
-            self._states[state] = before + more
-            if not before or not before + more:
-                self._on_leaf(state, before > 0)
+    def _below(self, chain: Sequence[bytes], above: int) -> set[bytes]:
+        return self._states[chain[above]].below if above else self._first.get(chain[0], set())
+
+    def _replace(self, chain: Sequence[bytes], above: int, old: set[bytes], new: set[bytes]) -> None:
+        """Replace states right below a state, or below the root."""
+        below = self._below(chain, above)
+        before = len(below)
+        below -= old
+        below |= new
+        if above:
+            if not before or not below:
+                self._on_leaf(chain[above], not below)
+        elif below:
+            self._first[chain[0]] = below
+        else:
+            self._first.pop(chain[0], None)
 
     def _count(self, chain: Sequence[bytes], above: int, depth: int, more: int) -> None:
         if not more:
