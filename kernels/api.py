@@ -229,9 +229,9 @@ def place_decodes(indices: StateIndices, starts: Tensor, block_size: int | None 
     and, given `block_size`, tokens of a KV page, `kv_slot` and `kv_len`.
 
     A row with a `late_len` begins up to 7 tokens later than planned and gets up to `late_len` tokens, to the next
-    multiple of 16. If it passed a multiple, it reads `decode_dst`, which the step before has folded, and begins its log
-    anew; else it keeps its dst only if it ends at a multiple. Other rows take their `log_end`, positions and KV slots
-    from `starts`, also a slot that was -1.
+    multiple of 16. A row that passed a multiple reads `decode_dst`, which the step before has folded, and begins its
+    log anew. Another late row keeps its dst only if it ends at a multiple. Rows that are not late take their `log_end`,
+    positions and KV slots from `starts`, also a slot that was -1.
     """
     check_shape("starts", starts, indices.num_decodes)
     check_dtype("starts", starts, torch.int32, torch.int64)

@@ -35,7 +35,7 @@ class Files(Protocol):
         """Tell whether a block is exact; None without a file."""
 
     def drop(self, block_hashes: Iterable[bytes], writer: int | None = None) -> None:
-        """Delete the files of these hashes, or only those of `writer`."""
+        """Delete the files of these hashes; given `writer`, its files alone."""
 
     def drop_born(self, since: int) -> None:
         """Delete files of issue `since` or later."""
@@ -395,7 +395,7 @@ class Tier:
         return any([move.load is None and bool(move.transfer.files) == files for move in self.moves.values()])
 
     def _copy_out(self) -> None:
-        """Start to copy the states next in line for eviction, or whose KV is."""
+        """Start to copy states near eviction, or with KV near eviction."""
         states, pages, most = self._states, self._pages.pool, self._config.max_checkpoints
         budget = states.num_free if most is None else most - states.num_committed - self._device.checkpoints.unwritten
         shares = self._share(states, min(states.num_free, budget)), self._share(pages, pages.num_free)

@@ -58,7 +58,7 @@ class Turn:
     """Describes a prompt and its answer; depths are in blocks."""
 
     tail: int
-    number: int = 0  # turns before it, also of other chats that it begins like
+    number: int = 0  # turns before it, of any chat with the same beginning
     branched: bool = False  # continues a turn that was continued before
     added: int = 0  # bounds of ADDED that its new tokens reach
     at_end: bool = False  # the computed prefix ends with that turn
@@ -175,7 +175,7 @@ class Reuse:
                     else:
                         del self.records[block_hash]
                 line.popleft()
-        if sum(map(len, self._by_age)) > 2 * (len(self.records) + self.EVERY):  # no block is computed
+        if sum(map(len, self._by_age)) > 2 * (len(self.records) + self.EVERY):  # age stands still
             live = self.records.get
             self._by_age = [deque(each for each in line if live(each[0]) is each[1]) for line in self._by_age]
 

@@ -195,7 +195,7 @@ class Mixin:
         return True
 
     def _give_up_load(self, request: Any) -> None:
-        """Undo an admission whose KV did not come, or whose state was dropped meanwhile."""
+        """Undo an admission without its KV or its state."""
         if self.prefix_cache.runs(request.request_id):
             self.prefix_cache.withdraw(request.request_id)
         if request.num_computed_tokens:

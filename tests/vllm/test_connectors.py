@@ -61,17 +61,22 @@ def test_a_failed_load_costs_a_recomputation(between_steps: float, partly: float
     simulation.check_end()
 
 
-def test_a_load_that_fails_for_an_aborted_request_leaves_nothing() -> None:
-    simulation = asked(between_steps=0.0, ahead=True)
+def abort_after_a_failed_load(simulation: Simulation, name: str) -> None:
+    """Abort a request before the scheduler knows that its load failed. Later loads are good."""
     connector = simulation.worker.connector
     assert connector is not None
     connector.chances.failing = 1.0
-    simulation.add("aborted", PROMPTS[0], 2)
+    simulation.add(name, PROMPTS[0], 2)
     while not connector.failures:
         simulation.step()
-    simulation.abort("aborted")
+    simulation.abort(name)
     simulation.drain()
     connector.chances.failing = 0.0
+
+
+def test_a_load_that_fails_for_an_aborted_request_leaves_nothing() -> None:
+    simulation = asked(between_steps=0.0, ahead=True)
+    abort_after_a_failed_load(simulation, "aborted")
     for name in ("again", "and again"):
         simulation.add(name, PROMPTS[0], 2)
         simulation.drain()
@@ -80,7 +85,7 @@ def test_a_load_that_fails_for_an_aborted_request_leaves_nothing() -> None:
 
 
 def on_failing_loads(*, ahead: bool, num_states: int = 8, num_pages: int = 30) -> Simulation:
-    """Return a server whose device has states of two prompts and no KV; loads are within the step, and fail."""
+    """Return a server with states of two prompts, and no KV on its device. Loads are within the step, and fail."""
     scheduler = make_scheduler(num_states, num_pages, budget=1024, ahead=ahead, v2=ahead, connector={"failing": 1.0})
     simulation = Simulation(scheduler, ahead=ahead)
     connector = simulation.worker.connector
@@ -96,7 +101,7 @@ def on_failing_loads(*, ahead: bool, num_states: int = 8, num_pages: int = 30) -
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_pages_behind_a_failed_load_of_another_request_are_forgotten(ahead: bool) -> None:
-    """ "B" shares pages that "A" loads, computes more, and is aborted before the failure is known."""
+    """Request B shares pages that A loads, computes more, and is aborted before the failure is known."""
     simulation = on_failing_loads(ahead=ahead)
     longer, read = PROMPTS[0][:HIT] + random_tokens(100, 9), simulation.read
 
@@ -119,7 +124,7 @@ def test_pages_behind_a_failed_load_of_another_request_are_forgotten(ahead: bool
 
 
 def test_a_request_that_loads_outlives_the_failure_of_another_load() -> None:
-    """ "B" loads between steps. Its state is dropped with the step that failed, and evicted before the load ends."""
+    """Request B loads between steps. Its state is dropped with the failed step, and evicted before the load ends."""
     simulation = on_failing_loads(ahead=True, num_states=6, num_pages=16)
     chances = simulation.worker.connector.chances
     simulation.add("A", PROMPTS[0], 4)
@@ -140,16 +145,11 @@ def test_a_request_that_loads_outlives_the_failure_of_another_load() -> None:
 
 def test_a_name_may_load_again_after_an_abort() -> None:
     simulation = on_failing_loads(ahead=True)
-    connector = simulation.worker.connector
-    simulation.add("same", PROMPTS[0], 2)
-    while not connector.failures:
-        simulation.step()
-    simulation.abort("same")
-    simulation.drain()
-    connector.chances.failing = 0.0
+    abort_after_a_failed_load(simulation, "same")
     simulation.add("same", PROMPTS[1], 2)
     simulation.drain()
-    assert simulation.cached["same"] == HIT and connector.loaded == 1
+    assert simulation.cached["same"] == HIT and simulation.worker.connector.loaded == 1
+    simulation.check_end()
 
 
 def test_an_answer_may_come_late() -> None:
