@@ -4,7 +4,7 @@
 
 A share is of the ceiling, as in replay_trace.py, with Qwen3-Next's shape. Even settings were used for tuning, and
 `--odd` leaves them out. `--budget quarter` compares mambacache with unbounded memory to mambacache with a quarter of
-the states stored there, and unbounded KV.
+the states kept there, and unbounded KV.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 MODEL = "qwen3-next"
 QUARTER = "quarter"
-POLICIES = (OURS, "lru-joint", "vllm", "sglang", "marconi")
+POLICIES = (OURS, "lru-joint", "lru-ends", "vllm", "sglang", "marconi")
 
 
 def shares(budget: str, setting: int) -> dict[str, float]:
@@ -31,10 +31,10 @@ def shares(budget: str, setting: int) -> dict[str, float]:
     run = Run(None, MODEL, OURS, budget, running=1, losses=False, requests=None, agents=setting)
     if budget != QUARTER:
         return {policy: measure(replace(run, policy=policy)).share for policy in POLICIES}
-    unbounded = measure(replace(run, budget=UNBOUNDED, losses=True))
-    assert unbounded.states_stored is not None
+    unbounded = measure(replace(run, budget=UNBOUNDED))
+    assert unbounded.states_kept is not None
     shape = MODELS[MODEL]
-    states = unbounded.states_stored / 4 * shape.state_bytes
+    states = unbounded.states_kept / 4 * shape.state_bytes
     kv = budget_of(UNBOUNDED, shape, load(run)[1]).kv
     quarter = measure(replace(run, budget=f"{states / GIB:.3f}+{kv / GIB:.3f}"))
     return {UNBOUNDED: unbounded.share, OURS: quarter.share}

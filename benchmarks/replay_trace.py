@@ -28,6 +28,7 @@ from typing import Any
 from simulators import POLICIES
 from simulators.agents import Traffic, setting
 from simulators.parts import BLOCK, GIB, Budget, Shape
+from simulators.sglang import divided
 from tqdm import tqdm
 from trace_tokens import Request, requests
 
@@ -76,6 +77,7 @@ class Row:
         host_ms: Host time of a request.
         unused: Mean share of the device's memory without a block, in the second half of the trace.
         states_stored: None without `--losses`.
+        states_kept: at the end.
         losses: Share of the ceiling lost, by reason; None without `--losses`.
         after: Seconds of the trace that only warm the cache.
     """
@@ -91,6 +93,7 @@ class Row:
     host_ms: float | None = None
     unused: float | None = None
     states_stored: int | None = None
+    states_kept: int | None = None
     losses: dict[str, float] | None = None
     after: float = 0.0
 
@@ -235,6 +238,8 @@ def measure(run: Run) -> Row:
     state_gib, kv_gib, host_gib = (None, None, 0.0) if run.budget == UNBOUNDED else gib_of(run.budget)
     row = Row(name, run.model, run.policy, run.running, state_gib, kv_gib, host_gib, 0.0, after=run.after)
     bar = tqdm(trace, f"{run.policy} {run.budget}", mininterval=2, leave=False)
+    if run.policy == "sglang" and run.budget != UNBOUNDED and not kv_gib:
+        budget = divided(budget.total)
     if run.policy != OURS:
         simulator = POLICIES[run.policy](shape, budget, trace)
         hits = [(request.arrival, simulator.request(request.prompt, request.answer)) for request in bar]
@@ -263,6 +268,7 @@ def measure(run: Run) -> Row:
     cache.check()
     row.share, row.host_ms = replay.hit_tokens / ceiling, 1e3 * (time.perf_counter() - start) / len(trace)
     row.unused = statistics.mean(unused) if unused else None
+    row.states_kept = cache.stats.state_blocks["committed"]
     if run.losses:
         row.states_stored = cache.stats.states_stored
         row.losses = {str(reason): tokens / ceiling for reason, tokens in cache.stats.losses.items() if tokens}

@@ -244,6 +244,20 @@ def test_two_answers_in_two_blocks_give_up_their_boundaries(ahead: bool) -> None
     assert cached(d) == [] and d.cache.stats.preemptions == 0
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_end_of_an_answer_evicts_a_tail_where_next_turns_gain_by_ends(learned: bool) -> None:
+    cache = {"num_state_blocks": 2, "num_kv_blocks": 9}
+    d = Driver(Mix([Job(text(100, 1), 1), Job(text(30), 130)], max_num_seqs=1, cache=cache))
+    for _ in range(20 * learned):
+        d.cache._admission.chains._answer_kept.note(1)
+    for job in (0, 1):
+        d.submit(job)
+        while not d.scheduler.idle:
+            d.step()
+    d.check()
+    assert finds(d, text(100, 1)) == 64 * (not learned)
+
+
 def test_a_requested_state_may_evict_a_tail() -> None:
     cache = {"num_state_blocks": 2, "num_kv_blocks": 9}
     d = Driver(Mix([Job(text(100, 1), 1), Job(text(30), 130, marks=(64,))], max_num_seqs=1, cache=cache))

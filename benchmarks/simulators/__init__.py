@@ -22,6 +22,7 @@ POLICIES: dict[str, Callable[[Shape, Budget, Sequence[Request]], Simulator]] = {
     "marconi": lambda shape, budget, _: Marconi(shape, budget),
     "lru": lambda shape, budget, _: TailLru(shape, budget, joint=False),
     "lru-joint": lambda shape, budget, _: TailLru(shape, budget, joint=True),
+    "lru-ends": lambda shape, budget, _: TailLru(shape, budget, joint=True, ends=True),
     "clairvoyant": Clairvoyant,
 }
 """Simulators by name; only the last reads the trace in advance."""

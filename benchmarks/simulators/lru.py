@@ -14,9 +14,11 @@ class TailLru:
 
     Args:
         joint: keep states and KV in one pool, else in two.
+        ends: also keep a state at an answer's last boundary, and none is replaced before LRU evicts it.
     """
 
-    def __init__(self, shape: Shape, budget: Budget, joint: bool) -> None:
+    def __init__(self, shape: Shape, budget: Budget, joint: bool, ends: bool = False) -> None:
+        self._with_ends = ends
         self._state_bytes, self._page_bytes = shape.state_bytes, BLOCK * shape.kv_bytes
         self._states = Lru(budget.total if joint else budget.state)
         self._pages = self._states if joint else Lru(budget.kv)
@@ -24,7 +26,7 @@ class TailLru:
         self._seen: set[int] = set()
 
     def request(self, prompt: np.ndarray, answer: np.ndarray) -> int:
-        blocks = chain(prompt, answer, BLOCK)
+        blocks = chain(prompt, answer[:-1], BLOCK)  # no model reads the last token
         tail = (len(prompt) - 1) // BLOCK
         covered = next((depth for depth in range(tail) if blocks[depth] not in self._pages), tail)
         hit = next((depth for depth in range(covered, 0, -1) if state_after(blocks[depth - 1]) in self._states), 0)
@@ -32,10 +34,13 @@ class TailLru:
         reach = range(known, max(known - LONGEST_ANSWER, 0), -1)
         before = next((depth for depth in reach if blocks[depth - 1] in self._ends), 0)
         kept = {tail, hit} if before else {tail, hit, known}  # no prompt branches at the end of a turn
-        if hit and hit == before and hit < tail:
+        if self._with_ends:
+            kept.add(len(blocks))
+            self._ends.update(blocks[-1:])
+        elif hit and hit == before and hit < tail:
             kept.remove(hit)
             self._states.drop(state_after(blocks[hit - 1]))
-        self._states.use((state_after(blocks[depth - 1]) for depth in kept - {0}), self._state_bytes)
+        self._states.use((state_after(blocks[depth - 1]) for depth in sorted(kept - {0})), self._state_bytes)
         self._pages.use(reversed(blocks), self._page_bytes)  # makes LRU evict a chain from its end
         self._states.fit()
         self._pages.fit()

@@ -15,6 +15,12 @@ DECODE_INTERVAL = 256
 RUNNING_STATES = 3  # a running request's state, and two states to be stored
 
 
+def divided(total: int) -> Budget:
+    """Divide a memory as SGLang does (mamba_full_memory_ratio, 0.9 by default)."""
+    state = int(total * 0.9 / 1.9)
+    return Budget(state, total - state)
+
+
 class SglangRadix:
     """Keeps no KV without a state behind it.
 

@@ -93,6 +93,10 @@ class Average:
         self.value = guess
         self._count = self.FIRST
 
+    @property
+    def outweighs_guess(self) -> bool:
+        return self._count >= 2 * self.FIRST
+
     def note(self, value: float) -> None:
         self._count = min(self._count + 1, self.MEMORY)
         self.value += (value - self.value) / self._count
@@ -107,6 +111,7 @@ class Reuse:
 
     MOST = 1 << 16
     EVERY = 64  # admissions between two estimates
+    MEMORY = 1 << 14  # admissions until a count is 1 / e
     TRUST = 3.0  # expected hits that weigh as much as own hits
     GUESS = 0.02  # hits of an age before any is seen
 
@@ -163,6 +168,8 @@ class Reuse:
         if self._admitted % self.EVERY:
             return
         self._due = True
+        self._hits *= 1 - self.EVERY / self.MEMORY
+        self._time *= 1 - self.EVERY / self.MEMORY
         for age, line in enumerate(self._by_age):
             while line:
                 block_hash, record = line[0]
@@ -282,6 +289,10 @@ class Chains:
             (turn.tail, (1 - kept) * turn.tail) if self.keeps_end(turn, end) else (end, kept * (end - turn.tail))
         )
         return depth if end > turn.tail and gain < USEFUL * end else 0
+
+    def wants_end(self, turn: Turn, end: int) -> bool:
+        """Tell whether a state at `end` may evict others: next turns were seen, and gain by it."""
+        return self._answer_kept.outweighs_guess and end > turn.tail and self.useless(turn, end) != end
 
     @property
     def branching(self) -> bool:

@@ -204,7 +204,7 @@ class States:
         if residency.reserve is not None:
             return False
         stands = residency.computed // FOLD * FOLD + residency.log_start
-        lease = pool.lease(self._policy.requested(self._policy.wish(residency.wishes, stands)))
+        lease = pool.lease(self._requested(residency, stands))
         if lease is not None:
             residency.reserve = lease
             return False
@@ -397,7 +397,9 @@ class States:
         kind, turn = self._kind(residency, position), request.turn
         if kind is None and turn is not None and self._chains.keeps_end(turn, position // self._size):
             self._evict_first(request, turn.tail)  # makes room for this state
-        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(kind is not None):
+        if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(
+            kind is Kind.STEP or self._requested(residency, position)
+        ):
             self._ledger.refused(block_hash)
             return
         self._name(residency, position, lease.block)
@@ -422,6 +424,12 @@ class States:
             self._ledger.stored("state", block_hash, position, residency.request.request_id)
         if position in residency.marks or self.marks.has(residency.request.salt, block_hash):
             self._mark(residency.request, position)
+
+    def _requested(self, residency: Residency, position: int) -> bool:
+        """Tell whether a state may evict states that have a value."""
+        turn, wish = residency.request.turn, self._policy.wish(residency.wishes, position)
+        wanted = turn is not None and self._chains.wants_end(turn, position // self._size)
+        return wanted or self._policy.requested(wish)
 
     def _kind(self, residency: Residency, position: int) -> Kind | None:
         kind = self._policy.kind(self._policy.wish(residency.wishes, position))
