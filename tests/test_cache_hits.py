@@ -41,6 +41,19 @@ def test_strict_reuse_hits_only_blocks_computed_in_whole_chunks(budget: int) -> 
     assert report.losses == {Loss.GRANULARITY: 43} | only_near
 
 
+def test_strict_reuse_keeps_the_prompts_of_chats() -> None:
+    """No next turn hits the end of an answer, so that its prompt's state stays."""
+    jobs = []
+    for chat in range(20):
+        first = text(100, chat)
+        jobs += [Job(first, 130), Job(first + answer(first, 130, attention=True) + text(50), 1)]
+    last = text(100, 99)
+    follower = Job(last + answer(last, 130, attention=True) + text(50), 1)
+    jobs += [Job(last, 130), *(Job(text(100, seed), 130) for seed in (50, 51)), follower]
+    d = run(jobs, max_num_seqs=1, num_state_blocks=7, strict_reuse=True)
+    assert [hit.num_tokens for _, hit in d.cache.hits] == [0, 64] * 20 + [0, 0, 0, 64]
+
+
 @pytest.mark.parametrize("budget", [200, 8192])
 def test_the_exact_flag_through_decode_prefill_and_prefill(budget: int) -> None:
     first = text(100)

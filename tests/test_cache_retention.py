@@ -278,14 +278,14 @@ def test_within_the_checkpoint_budget_only_requested_states_evict_tails() -> Non
 
 
 def test_a_hit_refreshes_only_the_checkpoint_it_consumed() -> None:
-    old, other = Job(text(200), 1, marks=(64, 128)), Job(text(100, 1), 1)
-    d = run([old, other, Job(text(150), 1)], max_num_seqs=1, num_state_blocks=8, budget=8192)
-    # Eight blocks: 64, 128 and 192 of the first, 64 of the second, two that ran, two free. The third prompt hit 128.
+    jobs = [Job(text(200), 1, marks=(64, 128)), Job(text(100, 1), 1)]
+    d = run(jobs, max_num_seqs=1, num_state_blocks=8, budget=8192)
+    before = [record_of(d, text(200), depth) for depth in (1, 2, 3)]
+    resume(d, Job(text(150), 1))
     assert d.hit(2) == 128
-    resume(d, *(Job(text(100, seed), 1) for seed in range(2, 13)))
-    assert finds(d, text(200)) == 128  # 192 is older, and gone
-    assert finds(d, text(128)) == 0
-    assert finds(d, text(100, 1)) == 0
+    after = [record_of(d, text(200), depth) for depth in (1, 2, 3)]
+    assert after[0] is before[0] and after[2] is before[2]
+    assert (after[1].used, after[1].uses) == (before[1].used + 4, 1)
 
 
 def test_of_equally_old_states_those_that_save_least_are_evicted_first() -> None:

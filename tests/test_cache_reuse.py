@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mambacache.cache.prefix_cache import PrefixCache
-from mambacache.cache.retention import AGES, FIRST_AGE, GROWTH, Kind, Needs, Record, Reuse, Turn, age_of
+from mambacache.cache.retention import AGES, FIRST_AGE, GROWTH, Chains, Kind, Needs, Record, Reuse, Turn, age_of
 from mambacache.config import CacheConfig
 
 
@@ -91,6 +91,25 @@ def test_a_gain_reads_one_hash_however_deep_the_chain() -> None:
         assert [chain.reads for chain in chains] == [1, 1]
 
 
+class Counted(dict[bytes, Any]):
+    """Counts its reads."""
+
+    reads = 0
+
+    def __getitem__(self, name: bytes) -> Any:
+        self.reads += 1
+        return super().__getitem__(name)
+
+
+def test_a_state_between_two_others_reads_no_state_of_other_chains() -> None:
+    needs = Needs(lambda *_: None, lambda *_: None)
+    for name in range(1000):
+        needs.add([b"root", *(b"%d %d" % (name, depth) for depth in range(1, 4))], 3)
+    needs._states = counted = Counted(needs._states)
+    needs.add([b"root", b"7 1", b"7 2"], 2)
+    assert counted.reads < 10 and needs.gain([b"root", b"7 1", b"7 2", b"7 3"], 3) == 1
+
+
 def test_ages_grow_without_gaps() -> None:
     ends = [FIRST_AGE * GROWTH**age for age in range(AGES)]
     assert age_of(0) == 0 and age_of(1e30) == AGES - 1
@@ -148,6 +167,42 @@ def test_factors_of_a_trait_differ_by_age() -> None:
     soon_first = value(reuse, Turn(1, 1, added=2), 0) / value(reuse, Turn(1, 0, added=2), 0)
     late_first = value(reuse, Turn(1, 1, added=2), late) / value(reuse, Turn(1, 0, added=2), late)
     assert soon_first > 3 * late_first
+
+
+def test_a_value_is_the_most_hits_for_each_block_of_time() -> None:
+    """Compute the index of all ages from its definition."""
+    reuse, random = Reuse(), np.random.default_rng(0)
+    rates = 10 ** random.uniform(-6, -2, reuse._hits.shape)
+    reuse._hits, reuse._time = rates * 1e12, np.full(rates.shape, 1e12)
+    values, edges = np.array(reuse.values), [0.0, *(FIRST_AGE * GROWTH**age for age in range(AGES))]
+    for age in range(0, AGES, 3):
+        widths, unused, stay, best = np.diff(edges[age:]), 1.0, 0.0, 0.0
+        widths[0] = edges[age + 1] - (max(edges[age], 1) * edges[age + 1]) ** 0.5
+        for width, rate in zip(widths, rates[5, age:], strict=True):
+            used = unused * -np.expm1(-rate * width)
+            stay += used / rate
+            unused -= used
+            best = max(best, (1 - unused) / stay)
+        assert values[5, age] == pytest.approx(best, rel=1e-5)
+
+
+def test_a_chain_that_came_back_soon_is_expected_back_soon() -> None:
+    """Some chats go on each 100 blocks, and others each 3,000."""
+    chains, turns = Chains(64, 1000), dict[tuple[int, int], Turn]()
+    prompts = [
+        (chat * apart + turn * gap, gap, chat, turn)
+        for gap, chats, apart in ((100, 160, 250), (3000, 50, 500))
+        for chat in range(chats)
+        for turn in range(6)
+    ]
+    for time, gap, chat, turn in sorted(prompts):
+        chains.now = time
+        chain = [b"root", *(b"%d %d %d" % (gap, chat, depth) for depth in range(1, 10 * turn + 11))]
+        turns[gap, chat] = chains.begin(chain, 10 * turn, 10 * turn, 64 * len(chain) - 63)
+        chains.reuse.begin(chain[-1], Kind.TURN, turns[gap, chat])
+    soon, late = turns[100, 159], turns[3000, 49]
+    first, second = (chains.reuse.values[Record(Kind.TURN, turn, 0, turn.pace).place][0] for turn in (soon, late))
+    assert soon.pace < late.pace and first > 3 * second
 
 
 def test_time_counts_before_an_age_ends() -> None:

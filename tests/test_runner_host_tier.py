@@ -109,6 +109,21 @@ def test_a_transfer_that_an_interrupt_breaks_off_has_failed(device: str, monkeyp
 
 
 @pytest.mark.gpu
+def test_a_transfer_without_an_event_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt a transfer between its copy and its event: no caller could tell when it ends."""
+    tier, transfer = HostTier(pools("cuda"), (3, 6)), Transfer(1, True, ((1, 1),), ())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.cuda, "Event", interrupt)
+        tier.launch([transfer])
+    assert run(tier, transfer) == {transfer: True}
+    tier.close()
+
+
+@pytest.mark.gpu
 def test_a_copy_waits_for_the_steps_before_it() -> None:
     """Report a copy as over no sooner than it is."""
     states = StatePool([[StateTensor((1 << 24,), torch.float32)]], 3, "cuda")

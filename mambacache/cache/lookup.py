@@ -106,7 +106,7 @@ class Lookup:
         junction = junction if junction > hit else 0
         for depth in range(limit, hit, -1) if waits and self._writers else ():
             for residency in self._writers.get(chain[depth], ()):
-                if self.worth_a_wait(residency, depth):
+                if self.may_hit(residency, depth):
                     return Found(coverage, hit, junction, residency, depth)
         return Found(coverage, hit, junction)
 
@@ -137,7 +137,7 @@ class Lookup:
         gone = self._pages.pool.lookup(request.chain[found.coverage + 1]) is None
         return Loss.EVICTED if gone else Loss.ONLY_NEAR
 
-    def worth_a_wait(self, residency: Residency, depth: int) -> bool:
+    def may_hit(self, residency: Residency, depth: int) -> bool:
         return not self._strict or self._pages.block_size * depth <= residency.inexact_from
 
     def writes(self, residency: Residency, chain: Chain) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from heapq import nsmallest
-from math import ceil, inf, log, prod
+from math import ceil, inf, log, log2, prod
 from random import Random
 
 import numpy as np
@@ -37,15 +37,18 @@ class Kind(IntEnum):
 TURNS = (1, 2, 4, 8)  # bounds of the turns before a turn
 ADDED = (320, 1088, 4160)  # tokens between prompts that add little or much
 MOST_USES = 2
+PACES = (-1.5, -0.5, 0.5)  # the last gap between uses against the usual gap, in powers of two
 
-TRAITS = (len(Kind), 2 * len(TURNS) + 1, len(ADDED) + 1, MOST_USES + 1)
-"""Counts the values of each trait: kind, past, added tokens, uses."""
+TRAITS = (len(Kind), 2 * len(TURNS) + 1, len(ADDED) + 1, MOST_USES + 1, len(PACES) + 2)
+"""Counts the values of each trait: kind, past, added tokens, uses, pace."""
 
 AGES, SPAN = 28, 4  # a factor holds for a span of ages
 FIRST_AGE, GROWTH = 8.0, 1.6  # blocks; each age's end over the last's
 
 _EDGES = np.array([0.0, *(FIRST_AGE * GROWTH**age for age in range(AGES))])
 _WIDTHS = np.diff(_EDGES)
+_RESTS = _EDGES[1:] - np.sqrt(np.maximum(_EDGES[:-1], 1) * _EDGES[1:])  # from an age's middle to its end
+MOST_EXPONENT = 600.0  # exp of less is 0
 _LOG_GROWTH = log(GROWTH)
 
 
@@ -64,6 +67,8 @@ class Turn:
     at_end: bool = False  # the computed prefix ends with that turn
     answered: int = 0
     gone_on: bool = False  # a later turn continues it
+    begun: int = 0  # time
+    pace: int = 0  # bounds of PACES that the time since the last turn reaches, and 1; 0 if it is the first turn
 
     @property
     def past(self) -> int:
@@ -77,13 +82,15 @@ class Record:
     kind: Kind
     turn: Turn
     used: int  # time
+    pace: int = 0
     uses: int = 0
     age: int = 0
 
     @property
     def place(self) -> int:
-        _, pasts, added, uses = TRAITS
-        return ((self.kind * pasts + self.turn.past) * added + self.turn.added) * uses + self.uses
+        _, pasts, added, uses, paces = TRAITS
+        place = (self.kind * pasts + self.turn.past) * added + self.turn.added
+        return (place * uses + self.uses) * paces + self.pace
 
 
 class Average:
@@ -122,13 +129,14 @@ class Reuse:
         self._hits, self._time = np.zeros((prod(TRAITS), AGES)), np.zeros((prod(TRAITS), AGES))
         self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and their last uses
         self._factors = [np.ones(AGES)] * len(TRAITS)  # by value and age, with an axis for each trait
+        self._usual_gap = Average(log2(FIRST_AGE))
         self._admitted = 0
         self._values: list[list[float]] = []
         self._due = True  # for another estimate
 
     def begin(self, block_hash: bytes, kind: Kind, turn: Turn) -> None:
         if block_hash not in self.records:
-            self._follow(block_hash, Record(kind, turn, self.now))
+            self._follow(block_hash, Record(kind, turn, self.now, turn.pace))
         elif kind is Kind.BRANCH:
             record = self.records[block_hash]
             self._count(record, -1)
@@ -161,7 +169,16 @@ class Reuse:
         self._hits[record.place, record.age] += 1
         self._time[record.place, record.age] += max(self.now - record.used - _EDGES[record.age], 0)
         uses = min(record.uses + 1, MOST_USES)
-        self._follow(block_hash, Record(record.kind, record.turn, self.now, uses))
+        pace = self._pace(self.now - record.used)
+        self._follow(block_hash, Record(record.kind, record.turn, self.now, pace, uses))
+
+    def went_on(self, gap: int) -> int:
+        """Note the blocks computed since the last turn of a chain, and return the chain's pace."""
+        self._usual_gap.note(log2(max(gap, 1)))
+        return self._pace(gap)
+
+    def _pace(self, gap: int) -> int:
+        return 1 + bisect(PACES, log2(max(gap, 1)) - self._usual_gap.value)
 
     def admitted(self) -> None:
         self._admitted += 1
@@ -197,14 +214,23 @@ class Reuse:
         inside, used = self._inside
         passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
         rates = (self._hits + self.TRUST) / (passed + self.TRUST / self._expected(passed))
-        values, waits = np.empty_like(rates), 1 / rates
+        rates = np.ascontiguousarray(rates.T)  # ages first
+        expected = np.cumsum(rates * _WIDTHS[:, None], 0)
+        unused = np.exp(-np.minimum(expected, MOST_EXPONENT))  # from age 0 to an age's end
+        rest = np.exp(-rates * _RESTS[:, None])  # unused from an age's middle to its end
+        first, then = (1 - rest) / rates, rest / unused
+        stays = -np.diff(unused, axis=0, prepend=1) / rates
+        later = np.cumsum(stays[::-1], 0)[::-1] - stays  # in all higher ages
+        values = np.empty_like(rates)
         for age in range(AGES):
-            widths = _WIDTHS[age:].copy()
-            widths[0] = _EDGES[age + 1] - np.sqrt(max(_EDGES[age], 1.0) * _EDGES[age + 1])
-            reached = -np.expm1(-np.cumsum(rates[:, age:] * widths, 1))
-            gained = np.diff(reached, prepend=0)
-            values[:, age] = (reached / np.cumsum(gained * waits[:, age:], 1)).max(1)
-        return values.tolist()
+            stay = later[age] - later[age:]
+            stay *= then[age]
+            stay += first[age]
+            used = unused[age:] * -then[age]
+            used += 1
+            used /= stay
+            values[age] = used.max(0)
+        return values.T.tolist()
 
     def _expected(self, passed: np.ndarray) -> np.ndarray:
         """Learn the factors, and return the rates [classes, ages] that they make."""
@@ -260,10 +286,11 @@ class Chains:
         if deepest := next((depth for depth in depths if chain[depth] in records), 0):
             self.reuse.reused(chain[deepest])
         before = next((depth for depth in reach if chain[depth] in self._turns), 0)
-        turn = Turn(tail, added=bisect(ADDED, prompt_len - shared * self._block_size))
+        turn = Turn(tail, begun=self.now, added=bisect(ADDED, prompt_len - shared * self._block_size))
         if before:
             last = self._turns[chain[before]]
             turn.number, turn.branched = last.number + 1, last.gone_on
+            turn.pace = self.reuse.went_on(self.now - last.begun)
             self._branches.note(last.gone_on)
             if last.answered > last.tail:
                 self._answer_kept.note(shared >= last.answered)
@@ -312,7 +339,7 @@ class Needs:
 
     def __init__(self, on_change: Callable[[bytes, bool], None], on_leaf: Callable[[bytes, bool], None]) -> None:
         self._states: dict[bytes, StatePlace] = {}
-        self._first: dict[bytes, set[bytes]] = {}  # states without a state above, by root
+        self._first: dict[bytes, set[bytes]] = {}  # states without a state above, by first block
         self.counts: dict[bytes, int] = {}
         self._on_change, self._on_leaf = on_change, on_leaf
 
@@ -349,10 +376,10 @@ class Needs:
         return depth - self._states[chain[depth]].above
 
     def _below(self, chain: Sequence[bytes], above: int) -> set[bytes]:
-        return self._states[chain[above]].below if above else self._first.get(chain[0], set())
+        return self._states[chain[above]].below if above else self._first.get(chain[1], set())
 
     def _replace(self, chain: Sequence[bytes], above: int, old: set[bytes], new: set[bytes]) -> None:
-        """Replace states right below a state, or below the root."""
+        """Replace states right below a state, or without a state above."""
         below = self._below(chain, above)
         before = len(below)
         below -= old
@@ -361,9 +388,9 @@ class Needs:
             if not before or not below:
                 self._on_leaf(chain[above], not below)
         elif below:
-            self._first[chain[0]] = below
+            self._first[chain[1]] = below
         else:
-            self._first.pop(chain[0], None)
+            self._first.pop(chain[1], None)
 
     def _count(self, chain: Sequence[bytes], above: int, depth: int, more: int) -> None:
         if not more:

@@ -66,7 +66,7 @@ class Checkpoints:
             return
         chain, size = residency.request.chain, self._size
         for depth in self._lookup.awaited(chain, start // size + 1, min(end // size, len(chain) - 1)):
-            if self._lookup.worth_a_wait(residency, depth):
+            if self._lookup.may_hit(residency, depth):
                 self._policy.promise(residency.wishes, depth * size)
 
     def has_room(self, requested: bool = True) -> bool:
@@ -348,8 +348,9 @@ class States:
     def _settle(self, residency: Residency, turn: Turn) -> None:
         """Evict first states without use for the next turn."""
         request, pool = residency.request, self._pool
-        turn.answered = residency.computed // self._size
-        end = residency.checkpoint[0] // self._size if residency.checkpoint is not None else 0
+        depth = residency.computed // self._size
+        turn.answered = depth if self._lookup.may_hit(residency, depth) else 0
+        end = residency.checkpoint[0] // self._size if residency.checkpoint is not None and turn.answered else 0
         useless = self._chains.useless(turn, end)
         for depth in sorted({turn.tail, max(end, turn.tail)} - {0, useless}):
             block = pool.lookup(request.chain[depth])
@@ -394,8 +395,9 @@ class States:
             residency.pending.append(Commit(position, position, self._pool.share(lease.block)))
             return
         block_hash = request.chain[position // self._size]
-        kind, turn = self._kind(residency, position), request.turn
-        if kind is None and turn is not None and self._chains.keeps_end(turn, position // self._size):
+        kind, turn, depth = self._kind(residency, position), request.turn, position // self._size
+        end_may_hit = kind is None and self._lookup.may_hit(residency, depth)
+        if end_may_hit and turn is not None and self._chains.keeps_end(turn, depth):
             self._evict_first(request, turn.tail)  # makes room for this state
         if self._pool.lookup(block_hash) is None and not self.checkpoints.has_room(
             kind is Kind.STEP or self._requested(residency, position)

@@ -111,18 +111,19 @@ class HostTier:
         self._pools, self._copies, self._slots = [], {}, {}
 
     def _launch(self, copy: Copy) -> None:
-        copy.failed = True  # until it is known to be good, even after an interrupt
+        copy.failed = True  # also after an interrupt
         if self._disk is not None and copy.transfer.files:
             copy.done = self._disk.filing(copy.transfer, self._slots)
             self._disk.ask(copy.done)
             return
+        good = False
         with ExitStack() as stack:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 stack.enter_context(torch.cuda.stream(self._stream))
             try:
                 self._copy(copy)
-                copy.failed = False
+                good = True
             except Exception:
                 if not self._told:
                     logger.exception("a transfer between device and host failed, which is said once: it costs a miss")
@@ -131,6 +132,7 @@ class HostTier:
                 if self._stream is not None:  # with copies in flight
                     copy.done = torch.cuda.Event()
                     copy.done.record()
+            copy.failed = not good
 
     def _copy(self, copy: Copy) -> None:
         transfer = copy.transfer

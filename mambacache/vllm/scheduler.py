@@ -82,11 +82,12 @@ class Mixin:
         unused = {
             "state_host_bytes": settings.state_host_bytes is not None,
             "state_disk_dir": settings.state_disk_dir is not None,
-            "the KV connector": self.connector is not None,
         }
         for option, given in unused.items():
             if given and not self._caching:
                 logger.warning("mambacache: %s has no effect: prefix caching is off", option)
+        if self.connector is not None and not self._caching:
+            logger.warning("mambacache: the KV connector stores KV that is never loaded: prefix caching is off")
         self._copies = Copies.of(self.vllm_config, self.prefix_cache, files) if sizes.host_slots else None
         self.need_mamba_block_aligned_split = True  # calls _mamba_block_aligned_split for every chunk
         self._runner_v2 = not is_cpu()

@@ -167,7 +167,7 @@ def test_a_connector_without_prefix_caching_is_named_in_the_log(monkeypatch: pyt
     make = partial(simulated.CacheConfig, block_size=64)
     monkeypatch.setattr(simulated, "CacheConfig", lambda **_: make(enable_prefix_caching=False))
     make_scheduler(connector={})
-    assert said == ["mambacache: the KV connector has no effect: prefix caching is off"]
+    assert said == ["mambacache: the KV connector stores KV that is never loaded: prefix caching is off"]
 
 
 @pytest.mark.parametrize("part", range(4))
