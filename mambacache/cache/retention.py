@@ -113,6 +113,7 @@ class Reuse:
     """Learns how soon states of a class are reused, at each age.
 
     A class's rate is the usual rate times its traits' factors (proportional hazards), or with many hits its own rate.
+    Pace comes last: its factor is of the rate that the other traits have, since few classes have hits of every pace.
     A value is a Gittins index: the most hits for each block of time that the state is kept.
     """
 
@@ -128,7 +129,7 @@ class Reuse:
         self._by_age: list[deque[tuple[bytes, Record]]] = [deque() for _ in range(AGES)]
         self._hits, self._time = np.zeros((prod(TRAITS), AGES)), np.zeros((prod(TRAITS), AGES))
         self._inside = np.zeros((2, *self._hits.shape))  # records within an age, and their last uses
-        self._factors = [np.ones(AGES)] * len(TRAITS)  # by value and age, with an axis for each trait
+        self._factors = [np.ones(AGES)] * (len(TRAITS) - 1)  # by value and age, with an axis for each trait but pace
         self._usual_gap = Average(log2(FIRST_AGE))
         self._admitted = 0
         self._values: list[list[float]] = []
@@ -213,8 +214,7 @@ class Reuse:
     def _estimate(self) -> list[list[float]]:
         inside, used = self._inside
         passed = self._time + np.maximum(inside * (self.now - _EDGES[:-1]) - used, 0)
-        rates = (self._hits + self.TRUST) / (passed + self.TRUST / self._expected(passed))
-        rates = np.ascontiguousarray(rates.T)  # ages first
+        rates = np.ascontiguousarray(self._rates(passed).T)  # ages first
         expected = np.cumsum(rates * _WIDTHS[:, None], 0)
         unused = np.exp(-np.minimum(expected, MOST_EXPONENT))  # from age 0 to an age's end
         rest = np.exp(-rates * _RESTS[:, None])  # unused from an age's middle to its end
@@ -232,21 +232,33 @@ class Reuse:
             values[age] = used.max(0)
         return values.T.tolist()
 
-    def _expected(self, passed: np.ndarray) -> np.ndarray:
-        """Learn the factors, and return the rates [classes, ages] that they make."""
-        hits, time = self._hits.reshape(*TRAITS, AGES), passed.reshape(*TRAITS, AGES)
-        traits, product = range(len(TRAITS)), prod(self._factors)
+    def _rates(self, passed: np.ndarray) -> np.ndarray:
+        """Return the rates [classes, ages]."""
+        hits, time = (each.reshape(-1, TRAITS[-1], AGES) for each in (self._hits, passed))
+        plain_hits, plain_time = hits.sum(1), time.sum(1)  # without pace
+        plain = self._learned(plain_hits, plain_time, self._expected(plain_hits, plain_time))[:, None]
+        factors = self._learned_factors(hits.sum(0), (time * plain).sum(0))
+        return self._learned(hits, time, plain * factors).reshape(-1, AGES)
+
+    def _learned(self, hits: np.ndarray, time: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        return (hits + self.TRUST) / (time + self.TRUST / expected)
+
+    def _learned_factors(self, hits: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        seen, expected = (np.add.reduceat(each, range(0, AGES, SPAN), -1) for each in (hits, expected))
+        return ((seen + self.TRUST) / (expected + self.TRUST)).repeat(SPAN, -1)
+
+    def _expected(self, hits: np.ndarray, passed: np.ndarray) -> np.ndarray:
+        """Learn the factors, and return the rates [classes without pace, ages] that they make."""
+        hits, time = (each.reshape(*TRAITS[:-1], AGES) for each in (hits, passed))
+        traits, product = range(len(self._factors)), prod(self._factors)
         seen, expected = hits.sum((*traits,)), (time * product).sum((*traits,))
         usual, last = np.empty(AGES), 1e-7  # of all classes
         for age in range(AGES):
             last = usual[age] = (seen[age] + self.GUESS) / (expected[age] + 2 * self.GUESS / last)
         for trait, factors in enumerate(self._factors):
             others = (*(other for other in traits if other != trait),)
-            seen, expected = (
-                np.add.reduceat(each.sum(others, keepdims=True), range(0, AGES, SPAN), -1)
-                for each in (hits, time * usual * product / factors)
-            )
-            self._factors[trait] = ((seen + self.TRUST) / (expected + self.TRUST)).repeat(SPAN, -1)
+            seen, expected = (each.sum(others, keepdims=True) for each in (hits, time * usual * product / factors))
+            self._factors[trait] = self._learned_factors(seen, expected)
             product = product * (self._factors[trait] / factors)
         return (product * usual).reshape(-1, AGES)
 
